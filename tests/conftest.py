@@ -1,0 +1,30 @@
+"""Fixtures that every package's tests share."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def store_path(tmp_path: Path) -> str:
+    """A file that does not exist yet, for `tests.ranks.init_gloo`."""
+    return str(tmp_path / "store")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        reason = "no CUDA device"
+    elif importlib.util.find_spec("cupy") is None:
+        reason = "CuPy is not installed"
+    else:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))

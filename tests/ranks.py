@@ -1,0 +1,251 @@
+"""Run a function on n ranks, each a real process, and get its results or its tracebacks.
+
+    def body(rank: int, n: int, path: str) -> int: ...        # at module level
+    assert run_ranks(2, body, str(tmp_path / "store")) == [0, 1]
+
+Ranks are forked from a server process that has imported torch already, so a rank costs
+milliseconds. What follows from it:
+
+- A rank sees the environment variables of the moment the first rank of the session was
+  started, not those that a test sets later.
+- The function travels as (module, file, name) and its module is loaded from its file in
+  the rank: tests work under any pytest import mode. Arguments and results are pickled.
+- Warnings are errors in a rank, and torch uses one thread.
+- A rank that is done stays alive until all are: its exit disturbs no peer.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+    from multiprocessing.context import ForkServerProcess
+
+_DUMP_SIGNAL = signal.SIGUSR1
+_GRACE = 10.0
+"""Seconds the others have left once one rank failed: time to say what they saw of it."""
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["numpy", "torch", "torch.distributed", "torch.testing"])
+
+
+class RanksFailedError(AssertionError):
+    """Some ranks raised, died or hung; ``failures`` maps each to its traceback or stacks."""
+
+    def __init__(self, failures: dict[int, str]) -> None:
+        self.failures = failures
+        super().__init__(
+            "".join(f"\n--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items()))
+        )
+
+
+def run_ranks(
+    n: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    may_die: Collection[int] = (),
+) -> list[Any]:
+    """Run ``fn(rank, n, *args)`` in n processes; return the results by rank.
+
+    Args:
+        n: how many ranks.
+        fn: a function at the top level of its module.
+        args: picklable.
+        timeout: seconds for all of it; then every rank still running has its Python
+            stacks dumped and is killed.
+        may_die: ranks whose process may end without a result (killed by the test): their
+            result is None then.
+
+    Raises:
+        RanksFailedError: a rank raised, died or did not end in time.
+    """
+    call = pickle.dumps((_Function.of(fn), pickle.dumps(args)))
+    ranks: list[_Rank] = []
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        try:
+            for rank in range(n):
+                ranks.append(_Rank.start(rank, n, call, Path(folder), timeout))  # noqa: PERF401
+            failures = _collect(ranks, time.monotonic() + timeout, may_die)
+        finally:
+            for each in ranks:
+                each.end()
+    if failures:
+        raise RanksFailedError(failures)
+    return [each.result for each in ranks]
+
+
+def init_gloo(rank: int, n: int, path: str, timeout: float = 30.0) -> dist.ProcessGroup:
+    """Make gloo the default process group, meeting over the file ``path``: no port is chosen.
+
+    Args:
+        rank: this rank.
+        n: how many ranks.
+        path: a file that does not exist yet, the same for all ranks, used for one group only.
+        timeout: seconds that torch allows each operation.
+
+    Returns:
+        The world group; make subgroups with ``torch.distributed.new_group``.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(path, n),
+        rank=rank,
+        world_size=n,
+        timeout=timedelta(seconds=timeout),
+    )
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("torch made no default process group")
+    return group
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A function by module, file and name: what a process needs to load it."""
+
+    module: str
+    file: str
+    name: str
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any]) -> _Function:
+        if "<locals>" in fn.__qualname__:
+            raise ValueError(f"{fn.__qualname__} is not at the top level of its module")
+        file = sys.modules[fn.__module__].__file__
+        if file is None:
+            raise ValueError(f"module {fn.__module__} has no file")
+        return cls(fn.__module__, file, fn.__qualname__)
+
+    def load(self) -> Callable[..., Any]:
+        module = sys.modules.get(self.module)
+        if module is None:
+            spec = importlib.util.spec_from_file_location(self.module, self.file)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"cannot load {self.file}")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[self.module] = module
+            spec.loader.exec_module(module)
+        found: Any = module
+        for part in self.name.split("."):
+            found = getattr(found, part)
+        return found  # type: ignore[no-any-return]
+
+
+@dataclass
+class _Rank:
+    """One rank as its parent sees it."""
+
+    rank: int
+    process: ForkServerProcess
+    connection: Connection
+    stacks: Path
+    result: Any = None
+
+    @classmethod
+    def start(cls, rank: int, n: int, call: bytes, folder: Path, timeout: float) -> _Rank:
+        ours, theirs = _context.Pipe()
+        stacks = folder / f"stacks-{rank}"
+        process = _context.Process(
+            target=_run_rank, args=(theirs, rank, n, call, str(stacks), timeout), daemon=True
+        )
+        process.start()
+        theirs.close()
+        return cls(rank, process, ours, stacks)
+
+    def receive(self, may_die: bool) -> str | None:
+        """Take the result; return what went wrong, if anything did."""
+        try:
+            reply = self.connection.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            code = self.process.exitcode
+            return None if may_die else f"the process ended without a result (exit code {code})"
+        done, value = pickle.loads(reply)
+        if not done:
+            return str(value)
+        self.result = value
+        return None
+
+    def dump(self) -> str:
+        """The Python stacks of a rank that does not end."""
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, _DUMP_SIGNAL)
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            if self.stacks.exists() and self.stacks.stat().st_size:
+                return "still running at the end of its time:\n" + self.stacks.read_text()
+        return "still running at the end of its time, and shows no stacks (stopped?)"
+
+    def end(self) -> None:
+        """Let it go, or kill it if it does not go; leave nothing of it behind."""
+        self.connection.close()
+        self.process.join(5)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+        self.process.close()
+
+
+def _collect(ranks: Sequence[_Rank], end: float, may_die: Collection[int]) -> dict[int, str]:
+    waiting = {each.connection: each for each in ranks}
+    failures: dict[int, str] = {}
+    while waiting:
+        ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            each = waiting.pop(connection)  # type: ignore[call-overload]
+            wrong = each.receive(each.rank in may_die)
+            if wrong is not None:
+                failures[each.rank] = wrong
+                end = min(end, time.monotonic() + _GRACE)
+    for each in waiting.values():
+        failures[each.rank] = each.dump()
+        each.process.kill()
+    return failures
+
+
+def _run_rank(
+    connection: Connection, rank: int, n: int, call: bytes, stacks: str, timeout: float
+) -> None:
+    """What a rank's process does."""
+    with Path(stacks).open("w") as file:
+        faulthandler.register(_DUMP_SIGNAL, file=file, all_threads=True)
+        faulthandler.dump_traceback_later(timeout + 2 * _GRACE, exit=True)  # if the parent is gone
+        warnings.simplefilter("error")
+        torch.set_num_threads(1)
+        try:
+            function, args = pickle.loads(call)
+            fn = function.load()
+            reply = pickle.dumps((True, fn(rank, n, *pickle.loads(args))))
+        except BaseException:  # noqa: BLE001 - all that ends a rank is told to the parent
+            reply = pickle.dumps((False, traceback.format_exc()))
+        try:
+            connection.send_bytes(reply)
+            connection.recv_bytes()
+        except (EOFError, OSError):
+            pass
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(_DUMP_SIGNAL)
