@@ -1,0 +1,1 @@
+"""The layer that lets the processes of an inference server's group act as one."""

@@ -1,0 +1,136 @@
+"""Which ranks form a group: the arithmetic of a grid of named axes, and nothing else.
+
+A grid numbers its ranks row by row: the last axis varies fastest. The grid of
+`coordinator.init(dp=2, pp=2, tp=2)`, whose axes are (dp, pp, tp), is
+
+                  dp 0                     dp 1
+             tp 0     tp 1            tp 0     tp 1
+           ┌────────┬────────┐      ┌────────┬────────┐
+    pp 0   │ rank 0 │ rank 1 │      │ rank 4 │ rank 5 │
+           ├────────┼────────┤      ├────────┼────────┤
+    pp 1   │ rank 2 │ rank 3 │      │ rank 6 │ rank 7 │
+           └────────┴────────┘      └────────┴────────┘
+
+    rank = (dp_rank * pp + pp_rank) * tp + tp_rank
+
+The groups along an axis hold the ranks that differ in that axis only. Along several axes
+at once they hold the ranks that differ in these axes only, in rank order:
+
+    groups("tp")          [0 1] [2 3] [4 5] [6 7]       a row of the picture
+    groups("pp")          [0 2] [1 3] [4 6] [5 7]       a column
+    groups("dp")          [0 4] [1 5] [2 6] [3 7]       the same cell of every block
+    groups("dp", "tp")    [0 1 4 5] [2 3 6 7]           experts: all cells of a stage
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class RankGrid:
+    """A grid of ranks with named axes, outermost first.
+
+    Attributes:
+        axes: (name, size) of each axis; the last one varies fastest.
+
+    Raises:
+        ValueError: an axis has a size below 1 or no name, or two have the same name.
+        TypeError: a size is not an integer.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what is not a grid."""
+        names = self.names
+        if len(set(names)) != len(names) or not all(names):
+            raise ValueError(f"the axes of a grid need names, each a different one; got {names}")
+        for name, size in self.axes:
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"the size of axis {name!r} must be an integer; got {size!r}")
+            if size < 1:
+                raise ValueError(f"the size of axis {name!r} must be at least 1; got {size}")
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> RankGrid:
+        """The grid of these axes, outermost first: ``RankGrid.of({"pp": 2, "tp": 4})``."""
+        return cls(tuple(sizes.items()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes' names, outermost first."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def size(self) -> int:
+        """How many ranks the grid has."""
+        return math.prod(size for _, size in self.axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where ``rank`` stands on each axis.
+
+        Raises:
+            ValueError: ``rank`` is not in the grid.
+        """
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank {rank} is not in a grid of {self.size} ranks")
+        found = {}
+        for name, size in reversed(self.axes):
+            rank, found[name] = divmod(rank, size)
+        return {name: found[name] for name in self.names}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank that stands there.
+
+        Args:
+            coordinates: a position for each axis, no more and no fewer.
+
+        Raises:
+            ValueError: an axis is missing or unknown, or a position is outside its axis.
+        """
+        if coordinates.keys() != set(self.names):
+            raise ValueError(f"need a position on each of {self.names}; got {list(coordinates)}")
+        rank = 0
+        for name, size in self.axes:
+            position = coordinates[name]
+            if not 0 <= position < size:
+                raise ValueError(f"axis {name!r} has positions 0 to {size - 1}; got {position}")
+            rank = rank * size + position
+        return rank
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """All groups along ``axes``: every rank is in exactly one of them.
+
+        Args:
+            axes: one or several names, in any order. None: every rank is alone.
+
+        Returns:
+            The groups in the order of their first ranks; the ranks of each ascend.
+
+        Raises:
+            ValueError: no such axis.
+        """
+        groups = (self.group_of(rank, *axes) for rank in range(self.size))
+        return [group for rank, group in enumerate(groups) if group[0] == rank]
+
+    def group_of(self, rank: int, *axes: str) -> list[int]:
+        """The ranks of the group along ``axes`` that ``rank`` is in; costs that group only.
+
+        Raises:
+            ValueError: ``rank`` is not in the grid, or no such axis.
+        """
+        unknown = set(axes) - set(self.names)
+        if unknown:
+            raise ValueError(f"no axis {sorted(unknown)}; this grid has {self.names}")
+        at = self.coordinates(rank)
+        ranks = [0]
+        for name, size in self.axes:
+            positions = range(size) if name in axes else (at[name],)
+            ranks = [each * size + position for each in ranks for position in positions]
+        return ranks

@@ -1,0 +1,93 @@
+"""The grid of ranks: cases by hand, and its laws over random grids."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.rank_grid import RankGrid
+
+GRID = RankGrid.of({"dp": 2, "pp": 2, "tp": 2})
+
+
+def test_the_picture() -> None:
+    assert GRID.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert GRID.groups("pp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert GRID.groups("dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert GRID.groups("dp", "tp") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert GRID.groups("dp", "pp", "tp") == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert GRID.groups() == [[rank] for rank in range(8)]
+
+
+def test_coordinates_by_hand() -> None:
+    grid = RankGrid.of({"dp": 2, "pp": 3, "tp": 4})
+    assert grid.size == 24
+    assert grid.coordinates(23) == {"dp": 1, "pp": 2, "tp": 3}
+    assert grid.coordinates(6) == {"dp": 0, "pp": 1, "tp": 2}
+    assert grid.rank({"tp": 2, "pp": 1, "dp": 0}) == 6
+
+
+def test_tp_dp_ranks_of_the_colossalai_process_group() -> None:
+    """Index i is (i // tp, i % tp), whatever the global ranks are."""
+    grid = RankGrid.of({"dp": 2, "tp": 2})
+    assert grid.group_of(2, "tp") == [2, 3]
+    assert grid.group_of(2, "dp") == [0, 2]
+    assert grid.coordinates(2) == {"dp": 1, "tp": 0}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: RankGrid.of({"tp": 0}), "axis 'tp' must be at least 1; got 0"),
+        (lambda: RankGrid((("tp", 2), ("tp", 2))), "each a different one"),
+        (lambda: RankGrid((("", 2),)), "need names"),
+        (lambda: GRID.coordinates(8), "rank 8 is not in a grid of 8 ranks"),
+        (lambda: GRID.coordinates(-1), "rank -1 is not in"),
+        (lambda: GRID.group_of(8, "tp"), "rank 8 is not in"),
+        (lambda: GRID.groups("ep"), r"no axis \['ep'\]"),
+        (lambda: GRID.group_of(0, "ep"), r"no axis \['ep'\]"),
+        (lambda: GRID.rank({"dp": 0, "pp": 0}), "need a position on each"),
+        (lambda: GRID.rank({"dp": 0, "pp": 0, "tp": 2}), "positions 0 to 1; got 2"),
+    ],
+)
+def test_wrong_values(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("size", [2.0, "2", True])
+def test_a_size_is_an_integer(size: object) -> None:
+    with pytest.raises(TypeError, match="must be an integer"):
+        RankGrid.of({"tp": size})  # type: ignore[dict-item]
+
+
+sizes = st.lists(st.integers(1, 4), min_size=1, max_size=5)
+
+
+@given(sizes, st.data())
+def test_groups_are_those_of_an_array_of_ranks(shape: list[int], data: st.DataObject) -> None:
+    names = [f"axis{i}" for i in range(len(shape))]
+    grid = RankGrid(tuple(zip(names, shape, strict=True)))
+    chosen = sorted(data.draw(st.sets(st.integers(0, len(shape) - 1))))
+    array = np.arange(grid.size).reshape(shape)
+    ends = range(len(shape) - len(chosen), len(shape))
+    width = int(np.prod([shape[i] for i in chosen], dtype=int))
+    expected = np.moveaxis(array, chosen, list(ends)).reshape(-1, width).tolist()
+    assert grid.groups(*(names[i] for i in chosen)) == expected
+
+
+@given(sizes, st.data())
+def test_each_rank_is_in_one_group_and_group_of_finds_it(
+    shape: list[int], data: st.DataObject
+) -> None:
+    names = [f"axis{i}" for i in range(len(shape))]
+    grid = RankGrid(tuple(zip(names, shape, strict=True)))
+    axes = data.draw(st.permutations(names))[: data.draw(st.integers(0, len(names)))]
+    groups = grid.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
+    for group in groups:
+        for rank in group:
+            assert grid.group_of(rank, *axes) == group
+            assert grid.rank(grid.coordinates(rank)) == rank
