@@ -1,0 +1,70 @@
+"""What can be wrong with a checkpoint.
+
+    CheckpointError (CoordinatorError)
+    ├── CheckpointFormatError (ValueError)    not a safetensors file, or its index is bad
+    ├── MissingTensorError (LookupError)      names that it does not hold
+    └── TensorShapeError (ValueError)         a tensor of another shape than was expected
+
+A path that does not exist raises `FileNotFoundError`.
+"""
+
+from __future__ import annotations
+
+from shm_broadcast.errors import CoordinatorError
+
+
+class CheckpointError(CoordinatorError):
+    """A checkpoint is not what its reader needs.
+
+    Attributes:
+        path: the file or folder.
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path = path
+        self.problem = problem
+        super().__init__(f"{path}: {problem}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.path, self.problem)
+
+
+class CheckpointFormatError(CheckpointError, ValueError):
+    """A file is not a safetensors file, is cut short, or an index is malformed."""
+
+
+class MissingTensorError(CheckpointError, LookupError):
+    """Tensors that were asked for are not there.
+
+    Attributes:
+        names: the names, as the checkpoint would have them.
+    """
+
+    def __init__(self, path: str, names: tuple[str, ...]) -> None:
+        self.names = names
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        super().__init__(path, f"no tensor named {', '.join(names[:3])}{more}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.path, self.names)
+
+
+class TensorShapeError(CheckpointError, ValueError):
+    """A tensor has another shape than was expected.
+
+    Attributes:
+        name: the tensor's name in the checkpoint.
+        expected: the shape that was expected, of the whole tensor.
+        found: the shape it has.
+    """
+
+    def __init__(
+        self, path: str, name: str, expected: tuple[int, ...], found: tuple[int, ...]
+    ) -> None:
+        self.name = name
+        self.expected = expected
+        self.found = found
+        super().__init__(path, f"{name} has shape {list(found)}, expected {list(expected)}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.path, self.name, self.expected, self.found)

@@ -1,0 +1,143 @@
+"""How a tensor lies on the ranks of one or more groups: pure arithmetic, no tensors.
+
+A `Layout` has one `Placement` for each group (mesh axis), outermost first. A placement
+takes what the axes before it left of every dimension, and leaves a part of it:
+
+    8 rows, Layout((Shard(0), Shard(0))) on axes of 2 and 2    5 rows on an axis of 4
+    axis 0 → [0,4) [4,8)                                       Shard(0)              2 2 1 0
+    axis 1 → [0,2) [2,4) | [4,6) [6,8)                         Shard(0, padded=True) 2 2 2 2
+
+An uneven dimension is cut as `torch.chunk` and DTensor cut it: every shard has
+ceil(size / ranks) elements until they run out. A padded shard always has that many; what
+lies beyond the tensor's end is padding.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Axis(Protocol):
+    """A group as a layout sees it: every `GroupCoordinator` is one."""
+
+    @property
+    def rank_in_group(self) -> int:
+        """This process's place, from 0."""
+
+    @property
+    def world_size(self) -> int:
+        """How many places there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A rank's part of one dimension.
+
+    Attributes:
+        start: first element that the rank holds.
+        stop: one past the last element that the rank holds.
+        length: size of the local dimension; what ``stop - start`` leaves of it is padding.
+    """
+
+    start: int
+    stop: int
+    length: int
+
+    @property
+    def padding(self) -> int:
+        """Elements of the local dimension, at its end, that no element of the tensor fills."""
+        return self.length - (self.stop - self.start)
+
+
+class Placement(ABC):
+    """What one axis does to a tensor."""
+
+    @abstractmethod
+    def split(self, extents: Sequence[Extent], axis: Axis) -> tuple[Extent, ...]:
+        """The part of ``extents`` (one per dimension) that this rank of ``axis`` keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate(Placement):
+    """Every rank of the axis holds all of it."""
+
+    def split(self, extents: Sequence[Extent], axis: Axis) -> tuple[Extent, ...]:  # noqa: ARG002
+        """All of it."""
+        return tuple(extents)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard(Placement):
+    """The ranks of the axis hold consecutive parts of one dimension, in rank order.
+
+    Attributes:
+        dim: the dimension that is cut; negative counts from the last.
+        padded: every rank's part has the size of the largest, filled up at its end.
+        sizes: how many elements each rank holds, in rank order; ``None`` cuts evenly.
+    """
+
+    dim: int = 0
+    padded: bool = False
+    sizes: tuple[int, ...] | None = None
+
+    def split(self, extents: Sequence[Extent], axis: Axis) -> tuple[Extent, ...]:
+        """This rank's consecutive part of dimension ``dim``.
+
+        Raises:
+            ValueError: there is no such dimension, or ``sizes`` does not fit the axis or it.
+        """
+        if not -len(extents) <= self.dim < len(extents):
+            raise ValueError(f"{self} needs dimension {self.dim}; the tensor has {len(extents)}")
+        dim = self.dim % len(extents)
+        whole = extents[dim]
+        sizes = self._sizes(whole.length, axis.world_size)
+        begin = whole.start + sum(sizes[: axis.rank_in_group])
+        size = sizes[axis.rank_in_group]
+        part = Extent(
+            start=min(begin, whole.stop),
+            stop=min(begin + size, whole.stop),
+            length=max(sizes) if self.padded else size,
+        )
+        return (*extents[:dim], part, *extents[dim + 1 :])
+
+    def _sizes(self, length: int, ranks: int) -> tuple[int, ...]:
+        if self.sizes is None:
+            chunk = -(-length // ranks)
+            return tuple(min(chunk, max(length - rank * chunk, 0)) for rank in range(ranks))
+        if len(self.sizes) != ranks or sum(self.sizes) != length or min(self.sizes) < 0:
+            raise ValueError(f"{self} does not cut {length} elements into {ranks} parts")
+        return self.sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor lies on the ranks of a mesh.
+
+    Attributes:
+        placements: one per mesh axis, outermost first.
+    """
+
+    placements: tuple[Placement, ...] = (Replicate(),)
+
+    def extents(self, shape: Sequence[int], axes: Sequence[Axis]) -> tuple[Extent, ...]:
+        """This rank's part of every dimension of a tensor of ``shape``. Collective: no.
+
+        Raises:
+            ValueError: the axes are not as many as the placements, or a placement does not
+                fit the shape.
+        """
+        if len(axes) != len(self.placements):
+            raise ValueError(f"{self} is for {len(self.placements)} axes, not {len(axes)}")
+        extents = tuple(Extent(0, size, size) for size in shape)
+        for placement, axis in zip(self.placements, axes, strict=True):
+            extents = placement.split(extents, axis)
+        return extents
+
+    def local_shape(self, shape: Sequence[int], axes: Sequence[Axis]) -> tuple[int, ...]:
+        """The shape, padding included, of what this rank holds of a tensor of ``shape``."""
+        return tuple(extent.length for extent in self.extents(shape, axes))
