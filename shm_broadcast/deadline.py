@@ -1,0 +1,60 @@
+"""The one timeout type: a moment on the monotonic clock, made once, passed down.
+
+A public call takes ``timeout`` in seconds (``None``: wait for ever); it becomes one
+`Deadline` at the door, so that a call made of several waits still ends on time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from shm_broadcast.errors import GroupTimeoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment to give up at.
+
+    Attributes:
+        at: seconds on ``time.monotonic()``; ``inf`` means never.
+        timeout: the seconds that were asked for; ``None`` means for ever.
+    """
+
+    at: float
+    timeout: float | None
+
+    @classmethod
+    def after(cls, timeout: float | Deadline | None) -> Deadline:
+        """The deadline ``timeout`` seconds from now; a `Deadline` is returned as it is.
+
+        Raises:
+            ValueError: ``timeout`` is negative or not a number.
+        """
+        if isinstance(timeout, Deadline):
+            return timeout
+        if timeout is None:
+            return NEVER
+        if not timeout >= 0:
+            raise ValueError(f"timeout must be 0 or more seconds, or None; got {timeout!r}")
+        return cls(time.monotonic() + timeout, timeout)
+
+    @property
+    def expired(self) -> bool:
+        """Whether the moment has passed."""
+        return self.at <= time.monotonic()
+
+    def remaining(self, at_most: float = math.inf) -> float:
+        """Seconds left, never negative, never more than ``at_most``."""
+        if self.at == math.inf:
+            return at_most
+        return min(max(self.at - time.monotonic(), 0.0), at_most)
+
+    def check(self, operation: str) -> None:
+        """Raise `GroupTimeoutError` about ``operation`` if the moment has passed."""
+        if self.expired:
+            raise GroupTimeoutError(operation, self.timeout)
+
+
+NEVER = Deadline(math.inf, None)

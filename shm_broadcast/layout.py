@@ -1,0 +1,199 @@
+"""Every offset in shared memory, drawn once; writers and readers both import it.
+
+All words are little-endian and naturally aligned. Lines of 64 bytes (one cache line) separate
+what different processes write.
+
+Segment header, at 0 of every segment
+-------------------------------------
+::
+
+     0                4                8                               16
+    +----------------+----------------+-------------------------------+
+    | magic          | version        | size of the segment, bytes    |
+    +----------------+----------------+-------------------------------+
+    | nonce, 16 random bytes: names this segment among all            |
+    +-----------------------------------------------------------------+
+
+Board: abort word, member slots, failure slots
+----------------------------------------------
+::
+
+    64   +----------------+----------------+
+         | abort          | n_members      |   abort: 0, or 1 + the member whose failure is first
+    72   +----------------+----------------+
+         | name, 56 bytes, NUL-padded      |
+    128  +---------------------------------+
+         | member slot 0   (128 bytes)     |
+         | member slot 1 ...               |
+         | failure slot 0  (512 bytes) ... |
+         +---------------------------------+
+
+    Member slot
+     0   | doorbell u32   | sleepers u32   |   written by anyone (atomic add)
+     8   | state u32      | pid u32        |   written by the member
+    16   | start time of the process u64   |
+    64   | sequence u64                    |   a line of its own: stamped by every operation
+    72   | progress, monotonic ns u64      |
+    80   | operation, 48 bytes, NUL-padded |
+
+    Failure slot
+     0   | claimed u32    | culprit u32    |
+     8   | kind, 56 bytes | message, 448 bytes (UTF-8, NUL-padded)
+
+Ring: one writer, N readers, a byte stream of records
+-----------------------------------------------------
+::
+
+    64   | capacity u64                    |
+    72   | n_readers u32  | closed u32     |
+    128  | published u64  | sequence u64   | gate u64 |     written by the writer only
+    192  | consumed u64   | sequence u64   |                reader 0's line, written by it only
+    256  | reader 1's line ...
+    data_offset(n_readers): `capacity` bytes
+
+``published`` and ``consumed`` are positions: bytes since the ring began, never reduced; byte p
+lives at ``data_offset + p % capacity``. ``gate`` is the writer's cache of the smallest
+``consumed``. A reader that has left sets ``consumed`` to `LEFT` and gates nobody.
+
+Record, at a multiple of 64
+---------------------------
+::
+
+     0                4        5        6        8               16              24              32
+    +----------------+--------+--------+--------+---------------+---------------+---------------+
+    | size u32       | kind   | codec  |buffers | total u64     | sequence u64  | offset u64    |
+    +----------------+--------+--------+--------+---------------+---------------+---------------+
+    | `size` bytes: body[offset : offset + size] of message `sequence`, which has `total` bytes   |
+    +---------------------------------------------------------------------------------------------+
+
+A body is ``buffers`` sizes (u64 each), the main part, then the out-of-band buffers. A message is
+one MESSAGE record, followed by FRAGMENT records until ``total`` bytes are there. PADDING fills the
+space before the wrap when a record must not be split. CANCEL ends a message whose writer gave up;
+the writer always keeps room for it.
+
+The ordering rule
+-----------------
+1. The writer writes a record, then stores ``published`` with release. A reader loads ``published``
+   with acquire, then reads the record. So no reader sees a torn record.
+2. A reader copies a record out, then stores ``consumed`` with release; the writer loads it with
+   acquire before it reuses the bytes. So nothing unread is overwritten.
+3. Whoever may have to wake a sleeper: store, full fence, load ``sleepers``; if not zero, add to the
+   doorbell and wake. Whoever sleeps: add to ``sleepers`` (full fence), load the doorbell, check
+   what it waits for, sleep if the doorbell still holds that value. So no wake-up is lost.
+
+Run on x86-64. Written for aarch64 (every rule above is an explicit order, none relies on TSO), not
+tested there. ``models/doorbell_ring.pml`` checks rules 1-3 with store buffers.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+LINE: Final = 64
+MAGIC: Final = 0x47435348
+VERSION: Final = 1
+
+SEGMENT_MAGIC: Final = 0
+SEGMENT_VERSION: Final = 4
+SEGMENT_SIZE: Final = 8
+SEGMENT_NONCE: Final = 16
+NONCE_BYTES: Final = 16
+
+BOARD_ABORT: Final = 64
+BOARD_MEMBERS: Final = 68
+BOARD_NAME: Final = 72
+BOARD_NAME_BYTES: Final = 56
+BOARD_SLOTS: Final = 128
+
+MEMBER_STRIDE: Final = 128
+MEMBER_DOORBELL: Final = 0
+DOORBELL_SLEEPERS: Final = 4
+MEMBER_STATE: Final = 8
+MEMBER_PID: Final = 12
+MEMBER_START_TIME: Final = 16
+MEMBER_SEQUENCE: Final = 64
+MEMBER_PROGRESS: Final = 72
+MEMBER_OPERATION: Final = 80
+OPERATION_BYTES: Final = 48
+
+STATE_ABSENT: Final = 0
+STATE_IDLE: Final = 1
+STATE_BUSY: Final = 2
+STATE_CLOSED: Final = 3
+STATE_NAMES: Final = ("absent", "idle", "busy", "closed")
+
+FAILURE_STRIDE: Final = 512
+FAILURE_CLAIMED: Final = 0
+FAILURE_CULPRIT: Final = 4
+FAILURE_KIND: Final = 8
+FAILURE_KIND_BYTES: Final = 56
+FAILURE_MESSAGE: Final = 64
+FAILURE_MESSAGE_BYTES: Final = 448
+
+RING_CAPACITY: Final = 64
+RING_READER_COUNT: Final = 72
+RING_CLOSED: Final = 76
+RING_PUBLISHED: Final = 128
+RING_SEQUENCE: Final = 136
+RING_GATE: Final = 144
+RING_READERS: Final = 192
+READER_STRIDE: Final = 64
+READER_CONSUMED: Final = 0
+READER_SEQUENCE: Final = 8
+LEFT: Final = 2**64 - 1
+
+RECORD_ALIGN: Final = 64
+RECORD_HEADER: Final = 32
+RECORD_SIZE: Final = 0
+RECORD_KIND: Final = 4
+RECORD_CODEC: Final = 5
+RECORD_BUFFERS: Final = 6
+RECORD_TOTAL: Final = 8
+RECORD_SEQUENCE: Final = 16
+RECORD_OFFSET: Final = 24
+RECORD_FORMAT: Final = "<IBBHQQQ"
+
+KIND_MESSAGE: Final = 1
+KIND_FRAGMENT: Final = 2
+KIND_PADDING: Final = 3
+KIND_CANCEL: Final = 4
+
+
+def align(size: int, alignment: int = LINE) -> int:
+    """``size`` rounded up to a multiple of ``alignment``."""
+    return -(-size // alignment) * alignment
+
+
+def member_slot(member: int) -> int:
+    """Where a member's slot begins in its board."""
+    return BOARD_SLOTS + member * MEMBER_STRIDE
+
+
+def failure_slot(member: int, n_members: int) -> int:
+    """Where a member's failure slot begins in its board."""
+    return BOARD_SLOTS + n_members * MEMBER_STRIDE + member * FAILURE_STRIDE
+
+
+def board_size(n_members: int) -> int:
+    """Bytes of a board."""
+    return failure_slot(n_members, n_members)
+
+
+def reader_line(reader: int) -> int:
+    """Where a reader's line begins in its ring."""
+    return RING_READERS + reader * READER_STRIDE
+
+
+def data_offset(n_readers: int) -> int:
+    """Where a ring's records begin."""
+    return align(reader_line(n_readers))
+
+
+def ring_size(n_readers: int, capacity: int) -> int:
+    """Bytes of a ring's segment."""
+    return data_offset(n_readers) + capacity
+
+
+def record_stride(size: int) -> int:
+    """Bytes that a record of ``size`` payload bytes takes in the ring."""
+    return align(RECORD_HEADER + size, RECORD_ALIGN)

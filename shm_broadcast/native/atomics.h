@@ -1,0 +1,104 @@
+/* Cross-process atomics, waiting and waking on words of shared memory.
+ *
+ * Ordering rule of the house (see shm_broadcast/layout.py): data is published by a release store
+ * and taken by an acquire load; whoever may have to wake a sleeper puts a full fence between its
+ * store and its look at the sleepers. */
+#ifndef GC_ATOMICS_H
+#define GC_ATOMICS_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <limits.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "layout.h"
+
+#define GC_AT32(base, offset) ((_Atomic uint32_t *)((char *)(base) + (offset)))
+#define GC_AT64(base, offset) ((_Atomic uint64_t *)((char *)(base) + (offset)))
+
+static inline uint64_t gc_load64(const void *base, size_t offset) {
+    return atomic_load_explicit(GC_AT64(base, offset), memory_order_acquire);
+}
+
+static inline void gc_store64(void *base, size_t offset, uint64_t value) {
+    atomic_store_explicit(GC_AT64(base, offset), value, memory_order_release);
+}
+
+static inline uint32_t gc_load32(const void *base, size_t offset) {
+    return atomic_load_explicit(GC_AT32(base, offset), memory_order_acquire);
+}
+
+static inline void gc_store32(void *base, size_t offset, uint32_t value) {
+    atomic_store_explicit(GC_AT32(base, offset), value, memory_order_release);
+}
+
+static inline void gc_fence(void) { atomic_thread_fence(memory_order_seq_cst); }
+
+static inline uint64_t gc_now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static inline void gc_relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+/* Spins politely: GC_PAUSES looks without giving up the core (about 2 us), then one sched_yield a
+ * look, so that with more processes than cores the peer that is waited for gets to run. */
+#define GC_PAUSES 64
+
+typedef struct {
+    uint64_t until_ns;
+    unsigned looks;
+} gc_spin;
+
+static inline gc_spin gc_spin_for(uint64_t spin_ns) {
+    return (gc_spin){.until_ns = spin_ns ? gc_now_ns() + spin_ns : 0, .looks = 0};
+}
+
+/* Returns false when the window is over. */
+static inline bool gc_spin_again(gc_spin *spin) {
+    if (spin->until_ns == 0) return false;
+    if (spin->looks++ < GC_PAUSES) {
+        gc_relax();
+        return true;
+    }
+    if (gc_now_ns() >= spin->until_ns) return false;
+    sched_yield();
+    return true;
+}
+
+/* Sleeps while the word still holds `seen`, for at most `timeout_ns`. Spurious returns are fine. */
+static inline void gc_futex_wait(void *base, size_t offset, uint32_t seen, uint64_t timeout_ns) {
+    struct timespec timeout = {.tv_sec = (time_t)(timeout_ns / 1000000000u),
+                               .tv_nsec = (long)(timeout_ns % 1000000000u)};
+    syscall(SYS_futex, GC_AT32(base, offset), FUTEX_WAIT, seen, &timeout, NULL, 0);
+}
+
+static inline void gc_futex_wake_all(void *base, size_t offset) {
+    syscall(SYS_futex, GC_AT32(base, offset), FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+/* A doorbell is two words: a counter that sleepers sleep on, then how many have announced sleep. */
+
+/* Wakes the doorbell's sleepers. The caller has made its change and then a full fence. */
+static inline void gc_ring_after_fence(void *base, size_t doorbell) {
+    if (gc_load32(base, doorbell + DOORBELL_SLEEPERS) == 0) return;
+    atomic_fetch_add_explicit(GC_AT32(base, doorbell), 1, memory_order_seq_cst);
+    gc_futex_wake_all(base, doorbell);
+}
+
+#endif

@@ -1,0 +1,38 @@
+/* Offsets that the C fast path shares with shm_broadcast/layout.py, where they are drawn and
+ * explained. A test compares the two. */
+#ifndef GC_LAYOUT_H
+#define GC_LAYOUT_H
+
+#define RING_CAPACITY 64
+#define RING_CLOSED 76
+#define RING_PUBLISHED 128
+#define RING_SEQUENCE 136
+#define RING_GATE 144
+#define RING_READERS 192
+#define READER_STRIDE 64
+#define READER_CONSUMED 0
+#define READER_SEQUENCE 8
+
+#define RECORD_ALIGN 64
+#define RECORD_HEADER 32
+#define RECORD_SIZE 0
+#define RECORD_KIND 4
+#define RECORD_CODEC 5
+#define RECORD_BUFFERS 6
+#define RECORD_TOTAL 8
+#define RECORD_SEQUENCE 16
+#define RECORD_OFFSET 24
+
+#define KIND_MESSAGE 1
+#define KIND_FRAGMENT 2
+#define KIND_PADDING 3
+#define KIND_CANCEL 4
+
+#define DOORBELL_SLEEPERS 4
+#define MEMBER_STATE 8
+#define MEMBER_SEQUENCE 64
+#define MEMBER_PROGRESS 72
+#define MEMBER_OPERATION 80
+#define OPERATION_BYTES 48
+
+#endif

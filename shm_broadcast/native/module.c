@@ -1,0 +1,57 @@
+/* shm_broadcast._native: what Python cannot do on shared memory, and the ring's fast path. */
+#include <Python.h>
+
+#include "layout.h"
+#include "ring.h"
+#include "words.h"
+
+static int add_type(PyObject *module, const char *name, PyObject *type) {
+    if (type == NULL) return -1;
+    int added = PyModule_AddObjectRef(module, name, type);
+    Py_DECREF(type);
+    return added;
+}
+
+#define CONSTANT(name) {#name, name}
+
+static const struct {
+    const char *name;
+    long value;
+} constants[] = {
+    CONSTANT(RING_CAPACITY),   CONSTANT(RING_CLOSED),     CONSTANT(RING_PUBLISHED),
+    CONSTANT(RING_SEQUENCE),   CONSTANT(RING_GATE),       CONSTANT(RING_READERS),
+    CONSTANT(READER_STRIDE),   CONSTANT(READER_CONSUMED), CONSTANT(READER_SEQUENCE),
+    CONSTANT(RECORD_ALIGN),    CONSTANT(RECORD_HEADER),   CONSTANT(RECORD_SIZE),
+    CONSTANT(RECORD_KIND),     CONSTANT(RECORD_CODEC),    CONSTANT(RECORD_BUFFERS),
+    CONSTANT(RECORD_TOTAL),    CONSTANT(RECORD_SEQUENCE), CONSTANT(RECORD_OFFSET),
+    CONSTANT(KIND_MESSAGE),    CONSTANT(KIND_FRAGMENT),   CONSTANT(KIND_PADDING),
+    CONSTANT(KIND_CANCEL),     CONSTANT(MEMBER_STATE),    CONSTANT(MEMBER_SEQUENCE),
+    CONSTANT(MEMBER_PROGRESS), CONSTANT(MEMBER_OPERATION), CONSTANT(OPERATION_BYTES),
+    CONSTANT(DOORBELL_SLEEPERS),
+};
+
+static int add_constants(PyObject *module) {
+    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
+        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) return -1;
+    return 0;
+}
+
+static int execute(PyObject *module) {
+    return add_type(module, "Words", words_type(module)) < 0 ||
+                   add_type(module, "FastWriter", fast_writer_type(module)) < 0 ||
+                   add_type(module, "FastReader", fast_reader_type(module)) < 0 ||
+                   add_constants(module) < 0
+               ? -1
+               : 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)execute}, {0, NULL}};
+
+static PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "shm_broadcast._native",
+    .m_doc = "Atomic words on shared memory, and the ring's fast path.",
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }

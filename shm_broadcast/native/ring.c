@@ -1,0 +1,251 @@
+/* The ring's fast path: whole messages without out-of-band buffers that fit in one record.
+ * Everything else goes through ring_writer.py and ring_reader.py, which hold the complete logic.
+ * All state lives in the ring itself, so that both paths may be mixed freely. */
+#include "ring.h"
+
+#include <string.h>
+
+#include "atomics.h"
+#include "layout.h"
+#include "words.h"
+
+#define RESERVED_FOR_CANCEL RECORD_ALIGN
+
+static inline uint64_t align_up(uint64_t size) {
+    return (size + RECORD_ALIGN - 1) & ~(uint64_t)(RECORD_ALIGN - 1);
+}
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *ring_words, *board_words; /* keep the memory below alive */
+    char *ring, *board, *data;
+    uint64_t capacity;
+    size_t progress;   /* offset of this member's time of progress, in the board */
+    size_t own_line;   /* reader only: its line in the ring */
+    size_t n_peers;    /* doorbells to ring: the readers', or the writer's one */
+    size_t *peers;
+} RingEnd;
+
+static void write_header(char *record, uint32_t size, uint8_t kind, uint8_t codec, uint64_t total,
+                         uint64_t sequence) {
+    uint64_t offset = 0;
+    memset(record, 0, RECORD_HEADER);
+    memcpy(record + RECORD_SIZE, &size, 4);
+    record[RECORD_KIND] = (char)kind;
+    record[RECORD_CODEC] = (char)codec;
+    memcpy(record + RECORD_TOTAL, &total, 8);
+    memcpy(record + RECORD_SEQUENCE, &sequence, 8);
+    memcpy(record + RECORD_OFFSET, &offset, 8);
+}
+
+static uint64_t smallest_consumed(const RingEnd *self) {
+    uint64_t least = UINT64_MAX;
+    for (size_t reader = 0; reader < self->n_peers; reader++) {
+        uint64_t consumed =
+            gc_load64(self->ring, RING_READERS + reader * READER_STRIDE + READER_CONSUMED);
+        if (consumed < least) least = consumed;
+    }
+    return least;
+}
+
+static bool has_room(RingEnd *self, uint64_t position, uint64_t need) {
+    uint64_t gate = gc_load64(self->ring, RING_GATE);
+    if (position + need - gate <= self->capacity) return true;
+    gate = smallest_consumed(self);
+    if (gate == UINT64_MAX) return false;
+    gc_store64(self->ring, RING_GATE, gate);
+    return position + need - gate <= self->capacity;
+}
+
+static void ring_peers(RingEnd *self) {
+    gc_store64(self->board, self->progress, gc_now_ns());
+    gc_fence();
+    for (size_t peer = 0; peer < self->n_peers; peer++)
+        gc_ring_after_fence(self->board, self->peers[peer]);
+}
+
+static PyObject *try_write(PyObject *object, PyObject *const *args, Py_ssize_t n) {
+    RingEnd *self = (RingEnd *)object;
+    uint32_t codec;
+    Py_buffer body;
+    if (n != 2) {
+        PyErr_SetString(PyExc_TypeError, "try_write(codec, body)");
+        return NULL;
+    }
+    if (u32_argument(args[0], &codec) < 0 || PyObject_GetBuffer(args[1], &body, PyBUF_SIMPLE) < 0)
+        return NULL;
+    uint64_t size = (uint64_t)body.len;
+    uint64_t stride = align_up(RECORD_HEADER + size);
+    uint64_t position = gc_load64(self->ring, RING_PUBLISHED);
+    uint64_t to_end = self->capacity - position % self->capacity;
+    uint64_t padding = stride > to_end ? to_end : 0;
+    bool written = size <= UINT32_MAX && 4 * stride <= self->capacity &&
+                   has_room(self, position, padding + stride + RESERVED_FOR_CANCEL);
+    if (written) {
+        uint64_t sequence = gc_load64(self->ring, RING_SEQUENCE) + 1;
+        if (padding) {
+            write_header(self->data + position % self->capacity, (uint32_t)(padding - RECORD_HEADER),
+                         KIND_PADDING, 0, 0, 0);
+            position += padding;
+        }
+        char *record = self->data + position % self->capacity;
+        write_header(record, (uint32_t)size, KIND_MESSAGE, (uint8_t)codec, size, sequence);
+        memcpy(record + RECORD_HEADER, body.buf, size);
+        gc_store64(self->ring, RING_SEQUENCE, sequence);
+        gc_store64(self->ring, RING_PUBLISHED, position + stride);
+        ring_peers(self);
+    }
+    PyBuffer_Release(&body);
+    return PyBool_FromLong(written);
+}
+
+/* Waits without the GIL until something is published past `position`, or the window is over. */
+static bool spin_for_record(RingEnd *self, uint64_t position, uint64_t spin_ns) {
+    if (gc_load64(self->ring, RING_PUBLISHED) != position) return true;
+    if (spin_ns == 0) return false;
+    bool there;
+    Py_BEGIN_ALLOW_THREADS
+    gc_spin spin = gc_spin_for(spin_ns);
+    while (!(there = gc_load64(self->ring, RING_PUBLISHED) != position) && gc_spin_again(&spin)) {}
+    Py_END_ALLOW_THREADS
+    return there;
+}
+
+static PyObject *try_read(PyObject *object, PyObject *const *args, Py_ssize_t n) {
+    RingEnd *self = (RingEnd *)object;
+    size_t spin_ns;
+    if (n != 1) {
+        PyErr_SetString(PyExc_TypeError, "try_read(spin_ns)");
+        return NULL;
+    }
+    if (size_argument(args[0], &spin_ns) < 0) return NULL;
+    for (;;) {
+        uint64_t position = gc_load64(self->ring, self->own_line + READER_CONSUMED);
+        if (!spin_for_record(self, position, spin_ns)) Py_RETURN_NONE;
+        const char *record = self->data + position % self->capacity;
+        uint32_t size;
+        uint64_t total, sequence;
+        memcpy(&size, record + RECORD_SIZE, 4);
+        uint64_t next = position + align_up(RECORD_HEADER + (uint64_t)size);
+        if (record[RECORD_KIND] == KIND_PADDING) {
+            gc_store64(self->ring, self->own_line + READER_CONSUMED, next);
+            continue;
+        }
+        uint16_t buffers;
+        memcpy(&total, record + RECORD_TOTAL, 8);
+        memcpy(&sequence, record + RECORD_SEQUENCE, 8);
+        memcpy(&buffers, record + RECORD_BUFFERS, 2);
+        if (record[RECORD_KIND] != KIND_MESSAGE || total != size || buffers != 0) Py_RETURN_FALSE;
+        PyObject *body = PyBytes_FromStringAndSize(record + RECORD_HEADER, (Py_ssize_t)size);
+        if (body == NULL) return NULL;
+        long codec = (uint8_t)record[RECORD_CODEC];
+        gc_store64(self->ring, self->own_line + READER_SEQUENCE, sequence);
+        gc_store64(self->ring, self->own_line + READER_CONSUMED, next);
+        ring_peers(self);
+        PyObject *number = PyLong_FromLong(codec);
+        PyObject *message = number ? PyTuple_New(2) : NULL;
+        if (message == NULL) {
+            Py_XDECREF(number);
+            Py_DECREF(body);
+            return NULL;
+        }
+        PyTuple_SetItem(message, 0, number);
+        PyTuple_SetItem(message, 1, body);
+        return message;
+    }
+}
+
+/* (ring, board, data_offset, slot, doorbells[, own_line]) */
+static PyObject *end_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
+    PyObject *ring, *board, *doorbells;
+    Py_ssize_t data, slot, own_line = 0;
+    if (!PyArg_ParseTuple(args, "OOnnO!|n", &ring, &board, &data, &slot, &PyTuple_Type, &doorbells,
+                          &own_line))
+        return NULL;
+    Py_ssize_t n_peers = PyTuple_Size(doorbells);
+    char *ring_memory = words_memory(ring, (size_t)data);
+    char *board_memory = words_memory(board, (size_t)slot + MEMBER_PROGRESS + 8);
+    if (ring_memory == NULL || board_memory == NULL) return NULL;
+    uint64_t capacity = gc_load64(ring_memory, RING_CAPACITY);
+    if (capacity == 0 || words_memory(ring, (size_t)data + capacity) == NULL) return NULL;
+    if (words_memory(ring, RING_READERS + (size_t)n_peers * READER_STRIDE) == NULL ||
+        words_memory(ring, (size_t)own_line + READER_SEQUENCE + 8) == NULL)
+        return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    RingEnd *self = (RingEnd *)allocate(type, 0);
+    if (self == NULL) return NULL;
+    self->peers = PyMem_Malloc((size_t)(n_peers ? n_peers : 1) * sizeof(size_t));
+    if (self->peers == NULL) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    for (Py_ssize_t peer = 0; peer < n_peers; peer++) {
+        size_t doorbell;
+        if (size_argument(PyTuple_GetItem(doorbells, peer), &doorbell) < 0 ||
+            words_memory(board, doorbell + 8) == NULL) {
+            Py_DECREF(self);
+            return NULL;
+        }
+        self->peers[peer] = doorbell;
+    }
+    Py_INCREF(ring);
+    Py_INCREF(board);
+    self->ring_words = ring;
+    self->board_words = board;
+    self->ring = ring_memory;
+    self->board = board_memory;
+    self->data = ring_memory + data;
+    self->capacity = capacity;
+    self->progress = (size_t)slot + MEMBER_PROGRESS;
+    self->own_line = (size_t)own_line;
+    self->n_peers = (size_t)n_peers;
+    return (PyObject *)self;
+}
+
+static void end_dealloc(PyObject *object) {
+    RingEnd *self = (RingEnd *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyMem_Free(self->peers);
+    Py_XDECREF(self->ring_words);
+    Py_XDECREF(self->board_words);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+#define FAST(name, function, doc) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, doc}
+
+static PyMethodDef writer_methods[] = {
+    FAST("try_write", try_write,
+         "try_write(codec, body) -> bool: publish a small message; False: no room, or not small."),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMethodDef reader_methods[] = {
+    FAST("try_read", try_read,
+         "try_read(spin_ns) -> (codec, body) | None | False: None: nothing there; False: not small."),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot writer_slots[] = {
+    {Py_tp_new, end_new}, {Py_tp_dealloc, end_dealloc}, {Py_tp_methods, writer_methods}, {0, NULL}};
+
+static PyType_Slot reader_slots[] = {
+    {Py_tp_new, end_new}, {Py_tp_dealloc, end_dealloc}, {Py_tp_methods, reader_methods}, {0, NULL}};
+
+static PyType_Spec writer_spec = {.name = "shm_broadcast._native.FastWriter",
+                                  .basicsize = sizeof(RingEnd),
+                                  .flags = Py_TPFLAGS_DEFAULT,
+                                  .slots = writer_slots};
+
+static PyType_Spec reader_spec = {.name = "shm_broadcast._native.FastReader",
+                                  .basicsize = sizeof(RingEnd),
+                                  .flags = Py_TPFLAGS_DEFAULT,
+                                  .slots = reader_slots};
+
+PyObject *fast_writer_type(PyObject *module) {
+    return PyType_FromModuleAndSpec(module, &writer_spec, NULL);
+}
+
+PyObject *fast_reader_type(PyObject *module) {
+    return PyType_FromModuleAndSpec(module, &reader_spec, NULL);
+}

@@ -1,0 +1,290 @@
+#include "words.h"
+
+#include <string.h>
+
+#include "atomics.h"
+#include "layout.h"
+
+
+static PyTypeObject *the_type;
+
+int size_argument(PyObject *object, size_t *value) {
+    *value = PyLong_AsSize_t(object);
+    return *value == (size_t)-1 && PyErr_Occurred() ? -1 : 0;
+}
+
+int u32_argument(PyObject *object, uint32_t *value) {
+    unsigned long wide = PyLong_AsUnsignedLong(object);
+    if (wide == (unsigned long)-1 && PyErr_Occurred()) return -1;
+    if (wide > UINT32_MAX) {
+        PyErr_SetString(PyExc_OverflowError, "value does not fit in 32 bits");
+        return -1;
+    }
+    *value = (uint32_t)wide;
+    return 0;
+}
+
+char *words_memory(PyObject *object, size_t need) {
+    if (!PyObject_TypeCheck(object, the_type)) {
+        PyErr_SetString(PyExc_TypeError, "expected Words");
+        return NULL;
+    }
+    Words *self = (Words *)object;
+    if (self->view.buf == NULL) {
+        PyErr_SetString(PyExc_ValueError, "these words have been released");
+        return NULL;
+    }
+    if (need > (size_t)self->view.len) {
+        PyErr_Format(PyExc_ValueError, "needs %zu bytes, the segment has %zd", need, self->view.len);
+        return NULL;
+    }
+    return self->view.buf;
+}
+
+/* Checks the number of arguments, reads the offset and checks that `width` bytes lie there. */
+static char *at(PyObject *self, PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted,
+                size_t width, size_t *offset) {
+    if (given != wanted) {
+        PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", wanted, given);
+        return NULL;
+    }
+    if (size_argument(args[0], offset) < 0) return NULL;
+    if (*offset > SIZE_MAX - width || (*offset & (width == 8 ? 7 : width == 4 ? 3 : 0))) {
+        PyErr_Format(PyExc_ValueError, "offset %zu is not aligned", *offset);
+        return NULL;
+    }
+    return words_memory(self, *offset + width);
+}
+
+static PyObject *load32(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    size_t offset;
+    char *base = at(self, args, n, 1, 4, &offset);
+    return base ? PyLong_FromUnsignedLong(gc_load32(base, offset)) : NULL;
+}
+
+static PyObject *load64(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    size_t offset;
+    char *base = at(self, args, n, 1, 8, &offset);
+    return base ? PyLong_FromUnsignedLongLong(gc_load64(base, offset)) : NULL;
+}
+
+static PyObject *store32(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    size_t offset;
+    uint32_t value;
+    char *base = at(self, args, n, 2, 4, &offset);
+    if (base == NULL || u32_argument(args[1], &value) < 0) return NULL;
+    gc_store32(base, offset, value);
+    Py_RETURN_NONE;
+}
+
+static PyObject *store64(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    size_t offset;
+    char *base = at(self, args, n, 2, 8, &offset);
+    if (base == NULL) return NULL;
+    unsigned long long value = PyLong_AsUnsignedLongLong(args[1]);
+    if (value == (unsigned long long)-1 && PyErr_Occurred()) return NULL;
+    gc_store64(base, offset, value);
+    Py_RETURN_NONE;
+}
+
+static PyObject *add32(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    size_t offset;
+    char *base = at(self, args, n, 2, 4, &offset);
+    if (base == NULL) return NULL;
+    long value = PyLong_AsLong(args[1]);
+    if (value == -1 && PyErr_Occurred()) return NULL;
+    return PyLong_FromUnsignedLong(
+        atomic_fetch_add_explicit(GC_AT32(base, offset), (uint32_t)value, memory_order_seq_cst));
+}
+
+static PyObject *compare_and_swap32(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    size_t offset;
+    uint32_t expected, desired;
+    char *base = at(self, args, n, 3, 4, &offset);
+    if (base == NULL || u32_argument(args[1], &expected) < 0 || u32_argument(args[2], &desired) < 0)
+        return NULL;
+    return PyBool_FromLong(atomic_compare_exchange_strong(GC_AT32(base, offset), &expected, desired));
+}
+
+static PyObject *ring(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    size_t offset;
+    char *base = at(self, args, n, 1, 8, &offset);
+    if (base == NULL) return NULL;
+    gc_fence();
+    gc_ring_after_fence(base, offset);
+    Py_RETURN_NONE;
+}
+
+static PyObject *sleep_on(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    size_t offset;
+    uint32_t seen;
+    char *base = at(self, args, n, 3, 8, &offset);
+    if (base == NULL || u32_argument(args[1], &seen) < 0) return NULL;
+    double seconds = PyFloat_AsDouble(args[2]);
+    if (seconds == -1.0 && PyErr_Occurred()) return NULL;
+    if (seconds > 0) {
+        Py_BEGIN_ALLOW_THREADS
+        gc_futex_wait(base, offset, seen, (uint64_t)(seconds * 1e9));
+        Py_END_ALLOW_THREADS
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *spin64(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    size_t offset, spin_ns;
+    char *base = at(self, args, n, 3, 8, &offset);
+    if (base == NULL) return NULL;
+    unsigned long long seen = PyLong_AsUnsignedLongLong(args[1]);
+    if ((seen == (unsigned long long)-1 && PyErr_Occurred()) || size_argument(args[2], &spin_ns) < 0)
+        return NULL;
+    bool changed = gc_load64(base, offset) != seen;
+    if (!changed && spin_ns > 0) {
+        Py_BEGIN_ALLOW_THREADS
+        gc_spin spin = gc_spin_for(spin_ns);
+        while (!(changed = gc_load64(base, offset) != seen) && gc_spin_again(&spin)) {}
+        Py_END_ALLOW_THREADS
+    }
+    return PyBool_FromLong(changed);
+}
+
+#define LARGE_COPY 65536
+
+static PyObject *copy(PyObject *self, PyObject *const *args, Py_ssize_t n, bool into_segment) {
+    size_t offset;
+    char *base = at(self, args, n, 2, 0, &offset);
+    if (base == NULL) return NULL;
+    Py_buffer other;
+    if (PyObject_GetBuffer(args[1], &other, into_segment ? PyBUF_SIMPLE : PyBUF_WRITABLE) < 0)
+        return NULL;
+    if (words_memory(self, offset + (size_t)other.len) == NULL) {
+        PyBuffer_Release(&other);
+        return NULL;
+    }
+    void *to = into_segment ? base + offset : other.buf;
+    const void *from = into_segment ? other.buf : base + offset;
+    if (other.len >= LARGE_COPY) {
+        Py_BEGIN_ALLOW_THREADS
+        memcpy(to, from, (size_t)other.len);
+        Py_END_ALLOW_THREADS
+    } else {
+        memcpy(to, from, (size_t)other.len);
+    }
+    PyBuffer_Release(&other);
+    Py_RETURN_NONE;
+}
+
+static PyObject *write_bytes(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    return copy(self, args, n, true);
+}
+
+static PyObject *read_into(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    return copy(self, args, n, false);
+}
+
+static PyObject *stamp(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    size_t slot;
+    uint32_t state;
+    char *base = at(self, args, n, 3, 8, &slot);
+    if (base == NULL || u32_argument(args[1], &state) < 0) return NULL;
+    if (words_memory(self, slot + MEMBER_OPERATION + OPERATION_BYTES) == NULL) return NULL;
+    Py_ssize_t length;
+    const char *operation = PyUnicode_AsUTF8AndSize(args[2], &length);
+    if (operation == NULL) return NULL;
+    char name[OPERATION_BYTES] = {0};
+    memcpy(name, operation, (size_t)(length < OPERATION_BYTES ? length : OPERATION_BYTES));
+    memcpy(base + slot + MEMBER_OPERATION, name, OPERATION_BYTES);
+    uint64_t sequence = gc_load64(base, slot + MEMBER_SEQUENCE) + 1;
+    gc_store64(base, slot + MEMBER_SEQUENCE, sequence);
+    gc_store64(base, slot + MEMBER_PROGRESS, gc_now_ns());
+    gc_store32(base, slot + MEMBER_STATE, state);
+    return PyLong_FromUnsignedLongLong(sequence);
+}
+
+static PyObject *progress(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    size_t slot;
+    uint32_t state;
+    char *base = at(self, args, n, 2, 8, &slot);
+    if (base == NULL || u32_argument(args[1], &state) < 0) return NULL;
+    if (words_memory(self, slot + MEMBER_PROGRESS + 8) == NULL) return NULL;
+    gc_store64(base, slot + MEMBER_PROGRESS, gc_now_ns());
+    gc_store32(base, slot + MEMBER_STATE, state);
+    Py_RETURN_NONE;
+}
+
+static PyObject *fence(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(ignored)) {
+    gc_fence();
+    Py_RETURN_NONE;
+}
+
+static PyObject *release(PyObject *self, PyObject *Py_UNUSED(ignored)) {
+    PyBuffer_Release(&((Words *)self)->view);
+    Py_RETURN_NONE;
+}
+
+static PyObject *words_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *buffer;
+    if (kwargs != NULL && PyDict_Size(kwargs) > 0) {
+        PyErr_SetString(PyExc_TypeError, "Words takes no keyword arguments");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "O", &buffer)) return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Words *self = (Words *)allocate(type, 0);
+    if (self == NULL) return NULL;
+    if (PyObject_GetBuffer(buffer, &self->view, PyBUF_WRITABLE) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static void words_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyBuffer_Release(&((Words *)self)->view);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+#define FAST(name, function, doc) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, doc}
+
+static PyMethodDef methods[] = {
+    FAST("load32", load32, "load32(offset) -> int: acquire load."),
+    FAST("load64", load64, "load64(offset) -> int: acquire load."),
+    FAST("store32", store32, "store32(offset, value): release store."),
+    FAST("store64", store64, "store64(offset, value): release store."),
+    FAST("add32", add32, "add32(offset, value) -> int: atomic add, full fence; the value before."),
+    FAST("compare_and_swap32", compare_and_swap32,
+         "compare_and_swap32(offset, expected, desired) -> bool: full fence."),
+    FAST("ring", ring, "ring(doorbell): full fence, then wake whoever sleeps on the doorbell."),
+    FAST("sleep_on", sleep_on,
+         "sleep_on(doorbell, seen, seconds): sleep while the doorbell holds `seen`."),
+    FAST("spin64", spin64, "spin64(offset, seen, spin_ns) -> bool: wait for a change, no GIL held."),
+    FAST("write", write_bytes, "write(offset, buffer): copy a buffer into the segment."),
+    FAST("read_into", read_into, "read_into(offset, buffer): fill a buffer from the segment."),
+    FAST("stamp", stamp, "stamp(slot, state, operation) -> int: begin an operation; its number."),
+    FAST("progress", progress, "progress(slot, state): note the time of progress."),
+    {"fence", fence, METH_NOARGS, "fence(): full memory fence."},
+    {"release", release, METH_NOARGS, "release(): let go of the buffer."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, words_new},
+    {Py_tp_dealloc, words_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_doc, "Words(buffer): atomic words of a writable buffer, bounds-checked."},
+    {0, NULL},
+};
+
+static PyType_Spec spec = {
+    .name = "shm_broadcast._native.Words",
+    .basicsize = sizeof(Words),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = slots,
+};
+
+PyObject *words_type(PyObject *module) {
+    PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
+    the_type = (PyTypeObject *)type;
+    return type;
+}
