@@ -42,7 +42,9 @@ class MemberStatus:
     def __str__(self) -> str:
         if self.state == "absent":
             return f"rank {self.rank} (never joined)"
-        seen = f"last seen in {self.operation} #{self.sequence}" if self.operation else "no operation"
+        seen = (
+            f"last seen in {self.operation} #{self.sequence}" if self.operation else "no operation"
+        )
         if self.state in ("closed", "lost"):
             seen = f"{self.state}, {seen}"
         ago = "" if self.age is None else f", {self.age:.1f} s ago"

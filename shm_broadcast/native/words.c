@@ -30,10 +30,6 @@ char *words_memory(PyObject *object, size_t need) {
         return NULL;
     }
     Words *self = (Words *)object;
-    if (self->view.buf == NULL) {
-        PyErr_SetString(PyExc_ValueError, "these words have been released");
-        return NULL;
-    }
     if (need > (size_t)self->view.len) {
         PyErr_Format(PyExc_ValueError, "needs %zu bytes, the segment has %zd", need, self->view.len);
         return NULL;
@@ -216,11 +212,6 @@ static PyObject *fence(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(ignored)) 
     Py_RETURN_NONE;
 }
 
-static PyObject *release(PyObject *self, PyObject *Py_UNUSED(ignored)) {
-    PyBuffer_Release(&((Words *)self)->view);
-    Py_RETURN_NONE;
-}
-
 static PyObject *words_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *buffer;
     if (kwargs != NULL && PyDict_Size(kwargs) > 0) {
@@ -264,7 +255,6 @@ static PyMethodDef methods[] = {
     FAST("stamp", stamp, "stamp(slot, state, operation) -> int: begin an operation; its number."),
     FAST("progress", progress, "progress(slot, state): note the time of progress."),
     {"fence", fence, METH_NOARGS, "fence(): full memory fence."},
-    {"release", release, METH_NOARGS, "release(): let go of the buffer."},
     {NULL, NULL, 0, NULL},
 };
 

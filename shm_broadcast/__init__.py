@@ -1,0 +1,46 @@
+"""Ground floor: shared memory, waiting, liveness, and the message queue.
+
+Everything above waits through this package, so deadlines, abort and liveness are decided here.
+"""
+
+from shm_broadcast.board import Board, BoardHandle
+from shm_broadcast.deadline import NEVER, Deadline
+from shm_broadcast.errors import (
+    CoordinatorError,
+    DivergenceError,
+    Failure,
+    GroupAbortedError,
+    GroupClosedError,
+    GroupTimeoutError,
+    MemberStatus,
+    MessageDecodeError,
+    MessageError,
+    MessageTooLargeError,
+    PeerLostError,
+    SharedMemoryError,
+)
+from shm_broadcast.liveness import ProcessId, ProcessWatch
+from shm_broadcast.segment import Segment, SegmentHandle
+
+__all__ = [
+    "NEVER",
+    "Board",
+    "BoardHandle",
+    "CoordinatorError",
+    "Deadline",
+    "DivergenceError",
+    "Failure",
+    "GroupAbortedError",
+    "GroupClosedError",
+    "GroupTimeoutError",
+    "MemberStatus",
+    "MessageDecodeError",
+    "MessageError",
+    "MessageTooLargeError",
+    "PeerLostError",
+    "ProcessId",
+    "ProcessWatch",
+    "Segment",
+    "SegmentHandle",
+    "SharedMemoryError",
+]

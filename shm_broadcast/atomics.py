@@ -1,0 +1,180 @@
+"""Words of shared memory with cross-process meaning: the C extension, or its Python twin.
+
+`Words` is the extension's type where it was built, `PythonWords` elsewhere. The twin knows words
+with a single writer and sleeping by polling: correct on x86-64 (CPython copies an aligned word in
+one move, and x86 keeps stores and loads in order), slower, and no performance is promised. Its
+``add32`` and ``compare_and_swap32`` are not atomic between processes; nothing that must be right
+rests on that: a lost wake-up costs one wait slice, and of two members that abort at the same
+moment either may be named first.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from shm_broadcast.layout import (
+    DOORBELL_SLEEPERS,
+    MEMBER_OPERATION,
+    MEMBER_PROGRESS,
+    MEMBER_SEQUENCE,
+    MEMBER_STATE,
+    OPERATION_BYTES,
+)
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from typing_extensions import Buffer
+
+native: ModuleType | None
+try:
+    from shm_broadcast import _native as native
+except ImportError:
+    native = None
+
+POLL_SECONDS = 0.0005
+
+
+class WordsLike(Protocol):
+    """What both implementations offer; offsets are bytes, aligned to the word's width."""
+
+    def load32(self, offset: int, /) -> int:
+        """Acquire load."""
+
+    def load64(self, offset: int, /) -> int:
+        """Acquire load."""
+
+    def store32(self, offset: int, value: int, /) -> None:
+        """Release store."""
+
+    def store64(self, offset: int, value: int, /) -> None:
+        """Release store."""
+
+    def add32(self, offset: int, value: int, /) -> int:
+        """Atomic add with a full fence; the value before."""
+
+    def compare_and_swap32(self, offset: int, expected: int, desired: int, /) -> bool:
+        """Store ``desired`` if the word holds ``expected``; whether it did."""
+
+    def ring(self, doorbell: int, /) -> None:
+        """Full fence, then wake whoever sleeps on the doorbell."""
+
+    def sleep_on(self, doorbell: int, seen: int, seconds: float, /) -> None:
+        """Sleep at most ``seconds`` while the doorbell holds ``seen``; may return early."""
+
+    def spin64(self, offset: int, seen: int, spin_ns: int, /) -> bool:
+        """Wait at most ``spin_ns`` for the word to differ from ``seen``; whether it does."""
+
+    def write(self, offset: int, buffer: Buffer, /) -> None:
+        """Copy all of ``buffer`` to ``offset``."""
+
+    def read_into(self, offset: int, buffer: Buffer, /) -> None:
+        """Fill all of ``buffer`` from ``offset``."""
+
+    def stamp(self, slot: int, state: int, operation: str, /) -> int:
+        """Begin an operation in a member slot; its number."""
+
+    def progress(self, slot: int, state: int, /) -> None:
+        """Note the time of progress and the state in a member slot."""
+
+    def fence(self) -> None:
+        """Full memory fence."""
+
+
+class PythonWords:
+    """The twin of the extension's ``Words``; see the module's docstring for its limits."""
+
+    def __init__(self, buffer: Buffer, /) -> None:
+        self._bytes = memoryview(buffer).cast("B")
+        whole = len(self._bytes) & ~7
+        self._words64 = self._bytes[:whole].cast("Q")
+        self._words32 = self._bytes[:whole].cast("I")
+
+    def load32(self, offset: int, /) -> int:
+        """Load a 32-bit word."""
+        return self._words32[_index(offset, 4)]
+
+    def load64(self, offset: int, /) -> int:
+        """Load a 64-bit word."""
+        return self._words64[_index(offset, 8)]
+
+    def store32(self, offset: int, value: int, /) -> None:
+        """Store a 32-bit word."""
+        self._words32[_index(offset, 4)] = value
+
+    def store64(self, offset: int, value: int, /) -> None:
+        """Store a 64-bit word."""
+        self._words64[_index(offset, 8)] = value
+
+    def add32(self, offset: int, value: int, /) -> int:
+        """Add to a 32-bit word; the value before."""
+        before = self.load32(offset)
+        self.store32(offset, (before + value) & 0xFFFFFFFF)
+        return before
+
+    def compare_and_swap32(self, offset: int, expected: int, desired: int, /) -> bool:
+        """Store ``desired`` if the word holds ``expected``; whether it did."""
+        if self.load32(offset) != expected:
+            return False
+        self.store32(offset, desired)
+        return True
+
+    def ring(self, doorbell: int, /) -> None:
+        """Change the doorbell; sleepers poll it."""
+        if self.load32(doorbell + DOORBELL_SLEEPERS):
+            self.add32(doorbell, 1)
+
+    def sleep_on(self, doorbell: int, seen: int, seconds: float, /) -> None:
+        """Sleep one poll interval unless the doorbell has changed already."""
+        if self.load32(doorbell) == seen:
+            time.sleep(min(seconds, POLL_SECONDS))
+
+    def spin64(self, offset: int, seen: int, spin_ns: int, /) -> bool:
+        """Look again and again, yielding the core, until the word changes or the window ends."""
+        until = time.monotonic_ns() + spin_ns
+        while self.load64(offset) == seen:
+            if time.monotonic_ns() >= until:
+                return False
+            os.sched_yield()
+        return True
+
+    def write(self, offset: int, buffer: Buffer, /) -> None:
+        """Copy all of ``buffer`` to ``offset``."""
+        source = memoryview(buffer).cast("B")
+        self._bytes[offset : offset + len(source)] = source
+
+    def read_into(self, offset: int, buffer: Buffer, /) -> None:
+        """Fill all of ``buffer`` from ``offset``."""
+        target = memoryview(buffer).cast("B")
+        target[:] = self._bytes[offset : offset + len(target)]
+
+    def stamp(self, slot: int, state: int, operation: str, /) -> int:
+        """Begin an operation in a member slot; its number."""
+        name = operation.encode()[:OPERATION_BYTES].ljust(OPERATION_BYTES, b"\0")
+        self.write(slot + MEMBER_OPERATION, name)
+        sequence = self.load64(slot + MEMBER_SEQUENCE) + 1
+        self.store64(slot + MEMBER_SEQUENCE, sequence)
+        self.progress(slot, state)
+        return sequence
+
+    def progress(self, slot: int, state: int, /) -> None:
+        """Note the time of progress and the state in a member slot."""
+        self.store64(slot + MEMBER_PROGRESS, time.monotonic_ns())
+        self.store32(slot + MEMBER_STATE, state)
+
+    def fence(self) -> None:
+        """Do nothing: the twin never sleeps without a time limit."""
+
+
+def _index(offset: int, width: int) -> int:
+    if offset < 0 or offset % width:
+        raise ValueError(f"offset {offset} is not aligned to {width}")
+    return offset // width
+
+
+def make_words(buffer: Buffer) -> WordsLike:
+    """The words of ``buffer``: the extension's where it was built, else the twin's."""
+    words: WordsLike = PythonWords(buffer) if native is None else native.Words(buffer)
+    return words

@@ -1,0 +1,378 @@
+"""The board: who is in the group, what each member does, and whether the group was aborted.
+
+One segment per group and host, with a slot per member. It turns a hang into a sentence:
+"all_reduce: timed out after 2 s, waiting for rank 3 (pid 4242), last seen in send_tensor_dict
+#1040, 2.1 s ago".
+
+Guarantees
+- `Board.abort` is seen by every member, at its next operation or, asleep, at once.
+- Of several failures the one that claimed the abort word first is reported to all.
+- Every wait ends: ready, deadline, abort, or a needed member's death, whichever is first.
+
+Assumes: members share a host and a user. A board is the scope of an abort: whatever shares the
+board aborts together.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+
+from shm_broadcast import layout
+from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS, SLICE_SECONDS, Doorbell
+from shm_broadcast.errors import (
+    Failure,
+    GroupAbortedError,
+    GroupClosedError,
+    GroupTimeoutError,
+    MemberStatus,
+    PeerLostError,
+)
+from shm_broadcast.liveness import ProcessId, ProcessWatch
+from shm_broadcast.segment import Segment, SegmentHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from shm_broadcast.atomics import WordsLike
+    from shm_broadcast.deadline import Deadline
+
+
+class BoardHandle(msgspec.Struct, frozen=True):
+    """Names a board to other processes of the same user on the same host.
+
+    Attributes:
+        segment: its segment.
+        n_members: how many slots it has.
+        name: the group's name, for messages.
+    """
+
+    segment: SegmentHandle
+    n_members: int
+    name: str
+
+
+class Board:
+    """One process's view of its group's board. Close it to leave the group in good order.
+
+    Attributes:
+        name: the group's name, for messages.
+        n_members: how many slots the board has.
+        member: this process's slot, ``None`` for one that only looks on.
+    """
+
+    def __init__(self, segment: Segment, n_members: int, name: str, member: int | None) -> None:
+        """Use `create` and `attach`."""
+        if member is not None and not 0 <= member < n_members:
+            raise ValueError(f"member must be in 0..{n_members - 1}; got {member}")
+        self._segment = segment
+        self.n_members = n_members
+        self.name = name
+        self.member = member
+        self._closed = False
+        self._watches: dict[int, ProcessWatch] = {}
+        self._watch_lock = threading.Lock()
+        self._doorbells = tuple(
+            Doorbell(segment.words, layout.member_slot(index) + layout.MEMBER_DOORBELL)
+            for index in range(n_members)
+        )
+        self._slot = 0
+        if member is not None:
+            self._slot = layout.member_slot(member)
+            self._join(member)
+
+    @classmethod
+    def create(cls, n_members: int, member: int | None = 0, name: str = "group") -> Board:
+        """A new board with ``n_members`` slots; this process owns the memory.
+
+        Collective: no. The others attach by `handle`.
+
+        Args:
+            n_members: 1 or more.
+            member: the slot this process takes; ``None`` to take none.
+            name: at most 56 bytes are kept.
+
+        Raises:
+            ValueError: ``n_members`` or ``member`` is out of range.
+            SharedMemoryError: too little memory is free.
+        """
+        if n_members < 1:
+            raise ValueError(f"a board needs 1 or more members; got {n_members}")
+        segment = Segment.create(layout.board_size(n_members), "group-board")
+        segment.words.store32(layout.BOARD_MEMBERS, n_members)
+        segment.words.write(layout.BOARD_NAME, name.encode()[: layout.BOARD_NAME_BYTES])
+        return cls(segment, n_members, name, member)
+
+    @classmethod
+    def attach(cls, handle: BoardHandle, member: int | None) -> Board:
+        """Join the board that ``handle`` names, as ``member``.
+
+        Collective: no. A slot whose process has died may be taken over.
+
+        Raises:
+            SharedMemoryError: the board is on another host, or its owner has ended.
+            ValueError: ``member`` is out of range, or taken by a living process.
+        """
+        return cls(Segment.attach(handle.segment), handle.n_members, handle.name, member)
+
+    def handle(self) -> BoardHandle:
+        """What `attach` needs; valid while this process keeps the board open."""
+        return BoardHandle(self._segment.handle(), self.n_members, self.name)
+
+    @property
+    def words(self) -> WordsLike:
+        """The board's atomic words, for the protocols that build on it."""
+        return self._segment.words
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called here."""
+        return self._closed
+
+    def slot_offset(self, member: int) -> int:
+        """Where ``member``'s slot begins in `words`."""
+        return layout.member_slot(self._valid(member))
+
+    def doorbell_offset(self, member: int) -> int:
+        """Where ``member``'s doorbell lies in `words`."""
+        return self._doorbells[self._valid(member)].offset
+
+    def stamp(self, operation: str) -> int:
+        """Say "I begin ``operation``"; returns its number among this member's operations."""
+        return self.words.stamp(self._slot, layout.STATE_BUSY, operation)
+
+    def idle(self) -> None:
+        """Say "I am between operations"."""
+        self.words.progress(self._slot, layout.STATE_IDLE)
+
+    def check(self, operation: str) -> None:
+        """Raise if the group was aborted or this board closed; costs one load otherwise."""
+        if self._closed:
+            raise GroupClosedError(f"{operation}: {self.name} has been closed in this process")
+        if self.words.load32(layout.BOARD_ABORT):
+            failure = self.aborted
+            if failure is not None:
+                raise GroupAbortedError(f"{self.name} {operation}", failure)
+
+    @property
+    def aborted(self) -> Failure | None:
+        """The first failure, if the group was aborted."""
+        first = self.words.load32(layout.BOARD_ABORT)
+        if first == 0:
+            return None
+        slot = layout.failure_slot(first - 1, self.n_members)
+        return Failure(
+            rank=first - 1,
+            culprit=self.words.load32(slot + layout.FAILURE_CULPRIT),
+            kind=self._text(slot + layout.FAILURE_KIND, layout.FAILURE_KIND_BYTES),
+            message=self._text(slot + layout.FAILURE_MESSAGE, layout.FAILURE_MESSAGE_BYTES),
+        )
+
+    def abort(self, error: BaseException | str, culprit: int | None = None) -> None:
+        """End every member's waiting with `GroupAbortedError`; the first failure is kept.
+
+        Collective: no, any member may.
+
+        Args:
+            error: what happened.
+            culprit: the member it happened to; this one if not given.
+        """
+        member = self._require_member("abort")
+        words, slot = self.words, layout.failure_slot(member, self.n_members)
+        if words.compare_and_swap32(slot + layout.FAILURE_CLAIMED, 0, 1):
+            kind, text = ("Abort", error) if isinstance(error, str) else _describe(error)
+            words.store32(slot + layout.FAILURE_CULPRIT, member if culprit is None else culprit)
+            self._write_text(slot + layout.FAILURE_KIND, kind, layout.FAILURE_KIND_BYTES)
+            self._write_text(slot + layout.FAILURE_MESSAGE, text, layout.FAILURE_MESSAGE_BYTES)
+            words.compare_and_swap32(layout.BOARD_ABORT, 0, member + 1)
+        self.ring_all()
+
+    def ring(self, member: int) -> None:
+        """Wake ``member``, after having changed what it may wait for."""
+        self._doorbells[member].ring()
+
+    def ring_all(self) -> None:
+        """Wake every member."""
+        for doorbell in self._doorbells:
+            doorbell.ring()
+
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        deadline: Deadline,
+        operation: str,
+        peers: Callable[[], Iterable[int]],
+        *,
+        poll: float | None = None,
+        spin: float = DEFAULT_SPIN_SECONDS,
+    ) -> None:
+        """Wait until ``ready()``.
+
+        Args:
+            ready: the predicate; whoever makes it true rings this member.
+            deadline: when to give up.
+            operation: what this is, for messages.
+            peers: the members still waited for, for liveness and for messages.
+            poll: look again every so many seconds, where what is waited for cannot ring.
+            spin: seconds to look without sleeping, first.
+
+        Raises:
+            GroupTimeoutError: the deadline passed; names ``peers()``.
+            PeerLostError: one of ``peers()`` has ended, or has left in good order.
+            GroupAbortedError: a member aborted the group.
+            GroupClosedError: another thread closed the board here.
+        """
+
+        def look() -> None:
+            self.check(operation)
+            gone = self._first_gone(peers())
+            # A peer may have finished what is waited for just before it ended.
+            if gone is not None and not ready():
+                raise PeerLostError(f"{self.name} {operation}", self.member_status(gone))
+
+        doorbell = self._doorbells[self._require_member(operation)]
+        pause = SLICE_SECONDS if poll is None else min(poll, SLICE_SECONDS)
+        if not doorbell.wait(
+            ready, deadline, slice_seconds=pause, spin_seconds=spin, between_slices=look
+        ):
+            late = tuple(self.member_status(peer) for peer in peers())
+            raise GroupTimeoutError(f"{self.name} {operation}", deadline.timeout, late)
+
+    def joined(self, member: int) -> bool:
+        """Whether a process has taken ``member``'s slot."""
+        return self.words.load32(self.slot_offset(member) + layout.MEMBER_STATE) != 0
+
+    def wait_for_members(self, deadline: Deadline, members: Iterable[int] | None = None) -> None:
+        """Wait until ``members`` (by default all) have joined.
+
+        Raises:
+            GroupTimeoutError: names those that have not.
+        """
+        wanted = tuple(range(self.n_members) if members is None else members)
+
+        def absent() -> list[int]:
+            return [member for member in wanted if not self.joined(member)]
+
+        self.wait(lambda: not absent(), deadline, "wait_for_members", absent)
+
+    def lost(self, among: Iterable[int] | None = None) -> list[int]:
+        """The members whose process has ended without closing its board."""
+        members = range(self.n_members) if among is None else among
+        return [member for member in members if self._state(member) == "lost"]
+
+    def member_status(self, member: int) -> MemberStatus:
+        """What one member was last seen doing."""
+        slot = self.slot_offset(member)
+        stamped = self.words.load64(slot + layout.MEMBER_PROGRESS)
+        return MemberStatus(
+            rank=member,
+            pid=self.words.load32(slot + layout.MEMBER_PID),
+            state=self._state(member),
+            operation=self._text(slot + layout.MEMBER_OPERATION, layout.OPERATION_BYTES),
+            sequence=self.words.load64(slot + layout.MEMBER_SEQUENCE),
+            age=max(time.monotonic_ns() - stamped, 0) / 1e9 if stamped else None,
+        )
+
+    def status(self) -> list[MemberStatus]:
+        """What every member was last seen doing."""
+        return [self.member_status(member) for member in range(self.n_members)]
+
+    def close(self) -> None:
+        """Leave the group in good order. Waiting threads of this process get GroupClosedError."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.member is not None:
+            self.words.progress(self._slot, layout.STATE_CLOSED)
+        self.ring_all()
+        with self._watch_lock:
+            for watch in self._watches.values():
+                watch.close()
+            self._watches.clear()
+        self._segment.close()
+
+    def __enter__(self) -> Self:
+        """Give the board itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the board."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Show name, members and this process's slot."""
+        state = ", closed" if self._closed else ""
+        return f"Board({self.name!r}, member={self.member} of {self.n_members}{state})"
+
+    def _join(self, member: int) -> None:
+        me, words, slot = ProcessId.current(), self.words, self._slot
+        if self._state(member) in ("idle", "busy"):
+            holder = words.load32(slot + layout.MEMBER_PID)
+            raise ValueError(f"member {member} of {self.name} is taken by pid {holder}")
+        self._doorbells[member].reset_sleepers()
+        words.store64(slot + layout.MEMBER_START_TIME, me.start_time)
+        words.store32(slot + layout.MEMBER_PID, me.pid)
+        words.progress(slot, layout.STATE_IDLE)
+        self.ring_all()
+
+    def _state(self, member: int) -> str:
+        state = layout.STATE_NAMES[
+            self.words.load32(self.slot_offset(member) + layout.MEMBER_STATE)
+        ]
+        return "lost" if state in ("idle", "busy") and not self._alive(member) else state
+
+    def _first_gone(self, members: Iterable[int]) -> int | None:
+        """The first member that has died or left; one that has not joined yet is not gone."""
+        for member in members:
+            if member != self.member and self._state(member) in ("lost", "closed"):
+                return member
+        return None
+
+    def _alive(self, member: int) -> bool:
+        slot = layout.member_slot(member)
+        holder = ProcessId(
+            self.words.load32(slot + layout.MEMBER_PID),
+            self.words.load64(slot + layout.MEMBER_START_TIME),
+        )
+        with self._watch_lock:
+            if self._closed:
+                return _runs(holder)
+            watch = self._watches.get(member)
+            if watch is None or watch.process != holder:
+                if watch is not None:
+                    watch.close()
+                watch = self._watches[member] = ProcessWatch(holder)
+            return watch.alive()
+
+    def _require_member(self, operation: str) -> int:
+        if self.member is None:
+            raise ValueError(f"{operation}: this process is no member of {self.name}")
+        return self.member
+
+    def _valid(self, member: int) -> int:
+        if not 0 <= member < self.n_members:
+            raise ValueError(f"member must be in 0..{self.n_members - 1}; got {member}")
+        return member
+
+    def _text(self, offset: int, size: int) -> str:
+        raw = bytes(self._segment.memory[offset : offset + size])
+        return raw.split(b"\0", 1)[0].decode(errors="replace")
+
+    def _write_text(self, offset: int, text: str, size: int) -> None:
+        # A character that the limit cuts in two is dropped whole.
+        kept = text.encode()[:size].decode(errors="ignore").encode()
+        self.words.write(offset, kept.ljust(size, b"\0"))
+
+
+def _runs(process: ProcessId) -> bool:
+    try:
+        return ProcessId.of(process.pid) == process
+    except ProcessLookupError:
+        return False
+
+
+def _describe(error: BaseException) -> tuple[str, str]:
+    return type(error).__name__, str(error)

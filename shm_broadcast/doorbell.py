@@ -1,0 +1,91 @@
+"""Sleeping until somebody rings, without ever losing a wake-up.
+
+A doorbell is two 32-bit words: a counter to sleep on and the number of announced sleepers. The
+order of steps is what makes it right; see the ordering rule in `shm_broadcast.layout`.
+
+Guarantees: a `Doorbell.ring` after the change that a waiter waits for wakes that waiter. Should a
+wake-up be lost all the same, the waiter looks again after `SLICE_SECONDS`.
+
+Assumes: whoever rings has made its change before.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Final
+
+from shm_broadcast.layout import DOORBELL_SLEEPERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shm_broadcast.atomics import WordsLike
+    from shm_broadcast.deadline import Deadline
+
+SLICE_SECONDS: Final = 0.04
+"""How long a waiter sleeps at most before it looks again at everything, liveness included."""
+
+DEFAULT_SPIN_SECONDS: Final = 50e-6
+"""How long a waiter looks on before it sleeps: about the cost of one sleep and wake."""
+
+
+class Doorbell:
+    """The doorbell of one waiter, at ``offset`` of ``words``."""
+
+    def __init__(self, words: WordsLike, offset: int) -> None:
+        self._words = words
+        self.offset = offset
+
+    def ring(self) -> None:
+        """Wake whoever sleeps on it; one fence and one load if nobody does."""
+        self._words.ring(self.offset)
+
+    def reset_sleepers(self) -> None:
+        """Forget sleepers that died asleep. Only for a process that takes over the slot."""
+        self._words.store32(self.offset + DOORBELL_SLEEPERS, 0)
+
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        deadline: Deadline,
+        *,
+        slice_seconds: float = SLICE_SECONDS,
+        spin_seconds: float = DEFAULT_SPIN_SECONDS,
+        between_slices: Callable[[], None],
+    ) -> bool:
+        """Wait until ``ready()``; whether it became so before the deadline.
+
+        Args:
+            ready: the predicate; cheap, called many times.
+            deadline: when to give up.
+            slice_seconds: how long to sleep at most between two looks.
+            spin_seconds: how long to look without sleeping, first.
+            between_slices: called before every sleep; raises to end the wait.
+        """
+        if _spin(ready, deadline.remaining(spin_seconds)):
+            return True
+        words, sleepers = self._words, self.offset + DOORBELL_SLEEPERS
+        words.add32(sleepers, 1)
+        try:
+            while True:
+                seen = words.load32(self.offset)
+                if ready():
+                    return True
+                between_slices()
+                if deadline.expired:
+                    return False
+                words.sleep_on(self.offset, seen, deadline.remaining(slice_seconds))
+        finally:
+            words.add32(sleepers, -1)
+
+
+def _spin(ready: Callable[[], bool], seconds: float) -> bool:
+    if ready():
+        return True
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        os.sched_yield()
+        if ready():
+            return True
+    return False

@@ -1,0 +1,217 @@
+"""Shared memory without a name: a sealed memfd, sized once, its pages reserved and touched.
+
+No name exists in any file system, so nothing can be left behind when processes are killed, nothing
+can remove it early, and the size of /dev/shm does not matter. Another process of the same user
+attaches through ``/proc/PID/fd/N`` of the owner while the owner lives; where that path cannot be
+seen (another pid namespace), the descriptor is passed over a Unix socket. The random nonce in the
+header proves that what was opened is the segment that the handle names, on this host.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from shm_broadcast.atomics import WordsLike, make_words
+from shm_broadcast.errors import GroupClosedError, SharedMemoryError
+from shm_broadcast.layout import (
+    MAGIC,
+    NONCE_BYTES,
+    SEGMENT_MAGIC,
+    SEGMENT_NONCE,
+    SEGMENT_SIZE,
+    SEGMENT_VERSION,
+    VERSION,
+    align,
+)
+from shm_broadcast.liveness import ProcessId
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MADV_POPULATE_WRITE = 23
+
+
+class SegmentHandle(msgspec.Struct, frozen=True):
+    """Names a segment to processes of the same user on the same host, while its owner lives.
+
+    Attributes:
+        pid: the owner's process id.
+        start_time: the owner's start time; see `ProcessId`.
+        fd: the segment's descriptor number in the owner.
+        nonce: the segment's random name.
+        size: its bytes.
+    """
+
+    pid: int
+    start_time: int
+    fd: int
+    nonce: bytes
+    size: int
+
+
+class Segment:
+    """A mapped segment. ``words`` gives its atomic words, ``memory`` its bytes."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        """Map ``fd``, which the segment then owns. Use `create` and `attach`."""
+        self._fd = fd
+        self._map = mmap.mmap(fd, size)
+        _touch(self._map)
+        self.size = size
+        self.words: WordsLike = make_words(self._map)
+        self.memory = memoryview(self._map)
+        self.nonce = bytes(self.memory[SEGMENT_NONCE : SEGMENT_NONCE + NONCE_BYTES])
+
+    @classmethod
+    def create(cls, size: int, label: str) -> Segment:
+        """A new zeroed segment of at least ``size`` bytes; this process owns it.
+
+        Args:
+            size: bytes, rounded up to whole pages.
+            label: shown by the kernel in ``/proc/PID/maps``; names nothing.
+
+        Raises:
+            SharedMemoryError: fewer than ``size`` bytes of memory are free.
+        """
+        size = align(size, mmap.PAGESIZE)
+        _require_free(size)
+        fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            segment = cls(fd, size)
+        except OSError as error:
+            os.close(fd)
+            raise SharedMemoryError(f"cannot reserve {size} bytes: {error.strerror}") from error
+        segment._write_header(os.urandom(NONCE_BYTES))
+        return segment
+
+    @classmethod
+    def attach(cls, handle: SegmentHandle) -> Segment:
+        """The segment that ``handle`` names.
+
+        Raises:
+            SharedMemoryError: it is on another host, its owner has gone, or the handle is stale.
+        """
+        try:
+            if ProcessId.of(handle.pid).start_time != handle.start_time:
+                raise ProcessLookupError
+            fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise SharedMemoryError(
+                f"segment of pid {handle.pid} cannot be opened: its owner has ended, runs on "
+                f"another host, or belongs to another user ({error or 'no such process'})"
+            ) from error
+        return cls._adopt(fd, handle)
+
+    @classmethod
+    def receive(cls, connection: socket.socket, handle: SegmentHandle) -> Segment:
+        """The segment that `send` at the other end of a Unix socket passed here.
+
+        Raises:
+            SharedMemoryError: no descriptor came, or it is not the segment ``handle`` names.
+        """
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+        if not descriptors:
+            raise SharedMemoryError("no descriptor came with the message")
+        return cls._adopt(descriptors[0], handle)
+
+    def send(self, connection: socket.socket) -> None:
+        """Pass the segment's descriptor over a Unix socket, to `receive` at the other end."""
+        socket.send_fds(connection, [b"s"], [self._open_fd()])
+
+    def handle(self) -> SegmentHandle:
+        """What `attach` needs; valid while this process keeps the segment open."""
+        me = ProcessId.current()
+        return SegmentHandle(me.pid, me.start_time, self._open_fd(), self.nonce, self.size)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called here."""
+        return self._fd < 0
+
+    def close(self) -> None:
+        """Give up the descriptor. The memory goes with the last view of it, in any process."""
+        if self.closed:
+            return
+        os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> Self:
+        """Give the segment itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the segment."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Show the size and the nonce."""
+        state = ", closed" if self.closed else ""
+        return f"Segment({self.size} bytes, nonce={self.nonce.hex()[:8]}{state})"
+
+    @classmethod
+    def _adopt(cls, fd: int, handle: SegmentHandle) -> Segment:
+        try:
+            if os.fstat(fd).st_size != handle.size:
+                raise SharedMemoryError(f"descriptor {handle.fd} of pid {handle.pid} is no segment")
+            segment = cls(fd, handle.size)
+        except (OSError, SharedMemoryError) as error:
+            os.close(fd)
+            if isinstance(error, SharedMemoryError):
+                raise
+            raise SharedMemoryError(f"cannot map {handle.size} bytes: {error}") from error
+        words = segment.words
+        known = (words.load32(SEGMENT_MAGIC), words.load32(SEGMENT_VERSION)) == (MAGIC, VERSION)
+        if not known or segment.nonce != handle.nonce:
+            segment.close()
+            raise SharedMemoryError(
+                f"descriptor {handle.fd} of pid {handle.pid} is another segment than the handle's"
+            )
+        return segment
+
+    def _write_header(self, nonce: bytes) -> None:
+        self.words.store32(SEGMENT_MAGIC, MAGIC)
+        self.words.store32(SEGMENT_VERSION, VERSION)
+        self.words.store64(SEGMENT_SIZE, self.size)
+        self.words.write(SEGMENT_NONCE, nonce)
+        self.nonce = nonce
+
+    def _open_fd(self) -> int:
+        if self.closed:
+            raise GroupClosedError("the segment has been closed in this process")
+        return self._fd
+
+
+def _touch(mapping: mmap.mmap) -> None:
+    """Map every page now: the first pass over fresh pages costs four times the later ones."""
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE)
+    except OSError:  # before Linux 5.14; reading maps the reserved pages as well
+        for offset in range(0, len(mapping), mmap.PAGESIZE):
+            mapping[offset]
+
+
+def _require_free(size: int) -> None:
+    """Raise unless ``size`` bytes are free, rather than wake the kernel's out-of-memory killer."""
+    free = _free_bytes()
+    if size > free:
+        raise SharedMemoryError(f"{size} bytes of shared memory are required, {free} are free")
+
+
+def _free_bytes() -> int:
+    """Bytes that this process may still use: the machine's, and its memory cgroup's."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    try:
+        return min(free, int(limit.read_text()) - int(used.read_text()))
+    except (OSError, ValueError):  # no memory cgroup, or no limit in it ("max")
+        return free
