@@ -1,0 +1,147 @@
+"""How ranks find each other: environment, stores, deadlines."""
+
+from __future__ import annotations
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import FileStore, HashStore
+
+from coordinator.bootstrap import Launch, connect_store, host_store, meet, own_address
+from shm_broadcast import GroupTimeoutError
+from tests.ranks import run_ranks
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29400",
+}
+
+
+def test_torchrun_environment() -> None:
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert Launch.from_environment(TORCHRUN | agent) == Launch(
+        3, 4, 1, "node0", 29400, hosted=True, attempt=2
+    )
+    assert not Launch.from_environment(TORCHRUN).hosted
+
+
+def test_alone_without_an_environment() -> None:
+    assert Launch.from_environment({}) == Launch(rank=0, world_size=1, local_rank=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"WORLD_SIZE": None}, "the environment has RANK but not WORLD_SIZE"),
+        ({"MASTER_PORT": None}, "not MASTER_PORT"),
+        ({"RANK": "three"}, "RANK must be a number; the environment has 'three'"),
+        ({"RANK": "4"}, "rank 4 is not in a world of 4"),
+        ({"LOCAL_RANK": "-1"}, "local_rank must be 0 or more"),
+        ({"MASTER_PORT": "65536"}, "master_port must be below 65536"),
+    ],
+)
+def test_wrong_environments(change: dict[str, str | None], message: str) -> None:
+    environ = {name: value for name, value in (TORCHRUN | change).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        Launch.from_environment(environ)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
+def test_the_host_chooses_the_port_and_tells_it(address: str) -> None:
+    try:
+        store = host_store(address)
+    except OSError as error:
+        if ":" not in address:
+            raise
+        pytest.skip(f"this host has no {address}: {error}")
+    assert store.port > 0
+    client = connect_store(address, store.port, timeout=10)
+    client.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_store_is_bound_to_its_address_only() -> None:
+    store = host_store("127.0.0.1")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), 5)
+
+
+def test_a_taken_port_is_an_error_but_our_own_store_is_shared() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(OSError, match="in use"),
+    ):
+        host_store("127.0.0.1", other.getsockname()[1])
+    first = host_store()
+    second = host_store("127.0.0.1", first.port)
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+
+
+def test_an_address_that_is_translated_on_the_way() -> None:
+    """The address of a service leads here, but this host does not own it."""
+    try:
+        mine = own_address("203.0.113.7", 1)
+    except OSError:
+        pytest.skip("this host has no route")
+    assert host_store("203.0.113.7").host == mine
+
+
+def test_no_host_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    start = time.monotonic()
+    with pytest.raises(GroupTimeoutError, match=f"nobody answers at 127.0.0.1:{port}") as caught:
+        connect_store("127.0.0.1", port, timeout=0.3)
+    assert [member.rank for member in caught.value.waiting_for] == [0]
+    assert time.monotonic() - start < 3
+
+
+def test_absent_ranks_are_listed() -> None:
+    store = host_store()
+    with pytest.raises(GroupTimeoutError, match="world rendezvous: timed out") as caught:
+        meet(Launch(1, 4), store, timeout=0.3)
+    assert [member.rank for member in caught.value.waiting_for] == [0, 2, 3]
+    assert f"127.0.0.1:{store.port}" in str(caught.value)
+
+
+def test_a_port_must_be_known() -> None:
+    with pytest.raises(ValueError, match="master_port 0 tells nobody where to meet"):
+        meet(Launch(1, 2), timeout=1)
+
+
+def meet_on_one_port(rank: int, n: int, port: int) -> list[list[bytes]]:
+    """Rank 0 hosts; it comes late, and twice."""
+    if rank == 0:
+        time.sleep(0.2)
+    launch = Launch(rank, n, rank, "127.0.0.1", port)
+    meetings = [meet(launch, timeout=20), meet(launch, timeout=20)]
+    assert [each.address for each in meetings] == ["127.0.0.1"] * 2
+    found = [
+        each.exchange.all_gather("who", f"{visit} {rank}".encode())
+        for visit, each in enumerate(meetings)
+    ]
+    meetings[0].exchange.all_gather("done")
+    return found
+
+
+def test_ranks_meet_twice_on_one_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for found in run_ranks(2, meet_on_one_port, port):
+        assert found == [[b"0 0", b"0 1"], [b"1 0", b"1 1"]]
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_any_store_will_do(kind: str, store_path: str) -> None:
+    store = HashStore() if kind == "hash" else FileStore(store_path, 2)
+    stores = [store, store] if kind == "hash" else [store, FileStore(store_path, 2)]
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(meet, Launch(rank, 2), stores[rank], 10) for rank in range(2)]
+        assert [call.result(20).launch.rank for call in calls] == [0, 1]
+    assert calls[0].result().address == ""

@@ -1,0 +1,80 @@
+"""Values swapped over a store; the members are threads, for an exchange needs no more."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, Store
+
+from coordinator.exchange import Exchange
+from shm_broadcast import Deadline, GroupTimeoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def members(
+    n: int,
+    body: Callable[[Exchange], object],
+    timeout: float = 10,
+    store: Store | None = None,
+    present: Sequence[int] | None = None,
+) -> list[object]:
+    store = store or HashStore()
+    with ThreadPoolExecutor(n) as threads:
+        calls = [
+            threads.submit(body, Exchange(store, rank, n, "group", Deadline.after(timeout)))
+            for rank in (range(n) if present is None else present)
+        ]
+        return [call.result(timeout + 10) for call in calls]
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_all_gather_is_by_rank(prefixed: bool) -> None:
+    store: Store = PrefixStore("p", HashStore()) if prefixed else HashStore()
+
+    def body(exchange: Exchange) -> list[bytes]:
+        time.sleep(0.01 * (3 - exchange.rank))
+        return exchange.all_gather("letters", b"abc\0"[exchange.rank :])
+
+    assert members(3, body, store=store) == [[b"abc\0", b"bc\0", b"c\0"]] * 3
+
+
+def test_broadcast_from_any_member() -> None:
+    def body(exchange: Exchange) -> bytes:
+        return exchange.broadcast("word", b"x" if exchange.rank == 2 else None, src=2)
+
+    assert members(3, body) == [b"x"] * 3
+
+
+def test_the_source_of_a_broadcast_gives_something() -> None:
+    with pytest.raises(ValueError, match="member 0 has to give"):
+        members(1, lambda exchange: exchange.broadcast("word", None))
+
+
+def test_absent_members_are_listed() -> None:
+    start = time.monotonic()
+    with pytest.raises(GroupTimeoutError, match=r"group hello: timed out after 0\.3 s") as caught:
+        members(5, lambda exchange: exchange.all_gather("hello"), 0.3, present=[0, 2, 3])
+    assert [member.rank for member in caught.value.waiting_for] == [1, 4]
+    assert {member.state for member in caught.value.waiting_for} == {"absent"}
+    assert 0.3 <= time.monotonic() - start < 2
+
+
+def test_an_absent_source_is_named() -> None:
+    with pytest.raises(GroupTimeoutError, match="rank 1"):
+        members(3, lambda exchange: exchange.broadcast("hello", None, src=1), 0.2, present=[0, 2])
+
+
+def test_subgroups_do_not_meet() -> None:
+    def body(exchange: Exchange) -> list[bytes]:
+        ranks = [0, 2] if exchange.rank in (0, 2) else [3, 1]
+        sub = exchange.sub("half", ranks)
+        assert sub.size == 2
+        assert ranks[sub.rank] == exchange.rank
+        return sub.all_gather("who", bytes([exchange.rank]))
+
+    assert members(4, body) == [[b"\0", b"\2"], [b"\3", b"\1"], [b"\0", b"\2"], [b"\3", b"\1"]]

@@ -1,0 +1,78 @@
+"""Which members share a host: found by attaching, never by arithmetic."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import coordinator.nodes
+from coordinator.nodes import Nodes, find_nodes
+from shm_broadcast import Board, SharedMemoryError
+from tests.coordinator.test_exchange import members
+
+if TYPE_CHECKING:
+    import pytest
+
+    from coordinator.exchange import Exchange
+
+
+def close(found: list[object]) -> None:
+    for each in found:
+        assert isinstance(each, Nodes)
+        each.board.close()
+
+
+def test_members_of_one_host_share_a_board() -> None:
+    found = members(3, find_nodes)
+    assert [each.node_of for each in found] == [(0, 0, 0)] * 3  # type: ignore[attr-defined]
+    assert [each.board.member for each in found] == [0, 1, 2]  # type: ignore[attr-defined]
+    assert found[0].all() == [[0, 1, 2]]  # type: ignore[attr-defined]
+    close(found)
+
+
+def test_hosts_that_cannot_see_each_other_are_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One machine, one boot id, but members 0, 3 and 1, 2, 4 are isolated from each other."""
+    sides = {0: "a", 3: "a", 1: "b", 2: "b", 4: "b"}
+    owners: dict[bytes, int] = {}
+
+    class Isolated(Board):
+        @classmethod
+        def create(cls, n_members, member=0, name="group"):  # type: ignore[no-untyped-def]
+            board = Board.create(n_members, member, name)
+            owners[board.handle().segment.nonce] = member
+            return board
+
+        @classmethod
+        def attach(cls, handle, member):  # type: ignore[no-untyped-def]
+            if sides[owners[handle.segment.nonce]] != sides[member]:
+                raise SharedMemoryError("another pid namespace")
+            return Board.attach(handle, member)
+
+    monkeypatch.setattr(coordinator.nodes, "Board", Isolated)
+    found = members(5, find_nodes)
+    assert [each.node_of for each in found] == [(0, 1, 1, 0, 1)] * 5  # type: ignore[attr-defined]
+    assert found[2].all() == [[0, 3], [1, 2, 4]]  # type: ignore[attr-defined]
+    assert found[2].with_rank(4) == [1, 2, 4]  # type: ignore[attr-defined]
+    close(found)
+
+
+def test_a_given_board_is_used() -> None:
+    """A launcher gives each of its two nodes a board; both have slots for all ranks."""
+    first, second = Board.create(4, 0), Board.create(4, 2)
+    boards = [first, Board.attach(first.handle(), 1), second, Board.attach(second.handle(), 3)]
+
+    def body(exchange: Exchange) -> Nodes:
+        return find_nodes(exchange, boards[exchange.rank])
+
+    found = members(4, body)
+    assert [each.node_of for each in found] == [(0, 0, 2, 2)] * 4  # type: ignore[attr-defined]
+    assert [each.board for each in found] == boards  # type: ignore[attr-defined]
+    close(found)
+
+
+def test_nodes_of_a_subgroup() -> None:
+    with Board.create(6) as board:
+        world = Nodes(board, (0, 1, 2, 3, 4, 5), (0, 0, 2, 2, 2, 5))
+        some = world.sub([5, 3, 1, 2])
+        assert some.members == (5, 3, 1, 2)
+        assert some.node_of == (0, 1, 2, 1)
+        assert some.all() == [[0], [1, 3], [2]]
