@@ -1,0 +1,131 @@
+"""Layers whose parameters are cut over the ranks of a tensor-parallel group.
+
+A column-parallel layer cuts its outputs and needs no communication; a row-parallel one cuts
+its inputs and sums its outputs over the group: together, one all-reduce. Sizes that the group
+does not divide are padded with zeros, which change no sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from coordinator.layout import Layout, Placement, Replicate, Shard
+
+if TYPE_CHECKING:
+    from coordinator import GroupCoordinator
+
+
+@dataclass(frozen=True, slots=True)
+class WholeParameter:
+    """A parameter as the checkpoint has it.
+
+    Attributes:
+        shape: of the whole tensor.
+        layout: how it is cut over the group.
+    """
+
+    shape: tuple[int, ...]
+    layout: Layout
+
+
+class ShardedModule(nn.Module):
+    """A module that declares whole parameters, and holds this rank's part of each.
+
+    Parameters are on the ``meta`` device until real tensors are assigned to them.
+
+    Args:
+        group: the group that the parameters are cut over.
+    """
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        super().__init__()
+        self.group = group
+        self.whole: dict[str, WholeParameter] = {}
+
+    def declare(self, name: str, shape: tuple[int, ...], placement: Placement) -> None:
+        """Register parameter ``name``: a whole of ``shape``, cut by ``placement``."""
+        whole = WholeParameter(shape, Layout((placement,)))
+        local = torch.empty(whole.layout.local_shape(shape, [self.group]), device="meta")
+        self.whole[name] = whole
+        self.register_parameter(name, nn.Parameter(local, requires_grad=False))
+
+
+class ColumnLinear(ShardedModule):
+    """``x @ weight.T + bias`` with the outputs cut: [..., inputs] → [..., ceil(outputs / tp)].
+
+    Collective: no.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, inputs: int, outputs: int, group: GroupCoordinator) -> None:
+        super().__init__(group)
+        self.declare("weight", (outputs, inputs), Shard(0, padded=True))
+        self.declare("bias", (outputs,), Shard(0, padded=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's outputs."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+class RowLinear(ShardedModule):
+    """``x @ weight.T + bias`` with the inputs cut: [..., ceil(inputs / tp)] → [..., outputs].
+
+    The bias is added once, to the sum. Collective: yes, every member of the group.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, inputs: int, outputs: int, group: GroupCoordinator) -> None:
+        super().__init__(group)
+        self.declare("weight", (outputs, inputs), Shard(1, padded=True))
+        self.declare("bias", (outputs,), Replicate())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """All outputs, the same on every rank."""
+        partial = functional.linear(x, self.weight)
+        return self.group.all_reduce_(partial).add_(self.bias)
+
+
+class VocabEmbedding(ShardedModule):
+    """Rows of a table that is cut by rows: int64 [...] → [..., size].
+
+    Collective: yes, every member of the group.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, rows: int, size: int, group: GroupCoordinator) -> None:
+        super().__init__(group)
+        self.declare("weight", (rows, size), Shard(0, padded=True))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of ``ids``, the same on every rank."""
+        rows = self.weight.shape[0]
+        local = ids - rows * self.group.rank_in_group
+        elsewhere = (local < 0) | (local >= rows)
+        found = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.group.all_reduce_(found.masked_fill_(elsewhere.unsqueeze(-1), 0))
+
+
+def whole_parameters(model: nn.Module) -> dict[str, WholeParameter]:
+    """Every parameter of ``model`` as the checkpoint has it, by its name in ``model``.
+
+    Parameters of modules that are not `ShardedModule` are replicated.
+    """
+    found: dict[str, WholeParameter] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{prefix}.{name}" if prefix else name
+            if isinstance(module, ShardedModule):
+                found[full] = module.whole[name]
+            else:
+                found[full] = WholeParameter(tuple(parameter.shape), Layout())
+    return found
