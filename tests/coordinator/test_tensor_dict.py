@@ -1,0 +1,210 @@
+"""What travels of a dict of tensors: headers and slicing, without any transport."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.tensor_dict import (
+    Header,
+    Slicing,
+    TensorMeta,
+    decode,
+    encode,
+    pack,
+    unpack,
+)
+from shm_broadcast import MessageDecodeError
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+def through(values: dict[str, Any]) -> dict[str, Any]:
+    """The dict as a receiver has it, without slicing."""
+    header, parts = pack(values)
+    header = decode(encode(header))
+    arriving = iter(parts)
+    tensors = {
+        key: (next(arriving) if meta.numel else torch.empty(0)).reshape(meta.shape)
+        for key, meta in header.tensors.items()
+    }
+    assert next(arriving, None) is None
+    return unpack(header, tensors)
+
+
+def test_the_header_of_a_dict_by_hand() -> None:
+    values = {"a": torch.zeros(2, 3, dtype=torch.bfloat16), "n": 7, "x": [1, (2,)], "none": None}
+    header, parts = pack(values)
+    assert header.keys == ["a", "n", "x", "none"]
+    assert header.tensors == {"a": TensorMeta("torch.bfloat16", (2, 3), "cpu")}
+    assert header.scalars == {"n": 7, "none": None}
+    assert [part.shape for part in parts] == [(6,)]
+    assert parts[0].untyped_storage().data_ptr() == values["a"].untyped_storage().data_ptr()
+
+
+def test_values_keep_their_types_and_order() -> None:
+    values: dict[str, Any] = {
+        "tuple": (1, [2, {"three": {4}}]),
+        "int keys": {1: "one", None: 0},
+        "enum": Colour.RED,
+        "big": 1 << 70,
+        "negative": -(1 << 63),
+        "bytes": b"\xff",
+        "str": "ü",
+        "true": True,
+        "nan": float("inf"),
+        "none": None,
+        "dtype": torch.float16,
+        "shape": torch.Size([1, 2]),
+    }
+    found = through(values)
+    assert list(found) == list(values)
+    assert found == values
+    assert [type(value) for value in found.values()] == [type(value) for value in values.values()]
+
+
+def test_empty_dict_and_empty_tensors() -> None:
+    assert through({}) == {}
+    header, parts = pack({"empty": torch.empty(0, 5), "one": torch.tensor(3.0)})
+    assert [part.tolist() for part in parts] == [[3.0]]
+    assert header.tensors["empty"].shape == (0, 5)
+    assert header.tensors["one"].shape == ()
+
+
+def test_non_contiguous_conjugated_and_expanded_tensors() -> None:
+    transposed = torch.arange(6).reshape(2, 3).t()
+    conjugated = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    negated = torch.tensor([1 + 2j]).conj().imag
+    expanded = torch.tensor([[1], [2]]).expand(2, 3)
+    found = through({"t": transposed, "c": conjugated, "n": negated, "e": expanded})
+    torch.testing.assert_close(found["t"], transposed)
+    torch.testing.assert_close(found["c"], conjugated.resolve_conj())
+    torch.testing.assert_close(found["n"], torch.tensor([-2.0]))
+    torch.testing.assert_close(found["e"], expanded.contiguous())
+
+
+def test_requires_grad_is_said_and_nothing_travels_with_history() -> None:
+    x = torch.ones(2, requires_grad=True)
+    header, parts = pack({"x": x * 2, "y": torch.ones(1)})
+    assert header.tensors["x"].requires_grad
+    assert not header.tensors["y"].requires_grad
+    assert not parts[0].requires_grad
+
+
+def test_the_sender_cuts_what_divides() -> None:
+    """arange(8) over two peers: four elements per link."""
+    x = torch.arange(8).reshape(2, 4)
+    for rank in range(2):
+        header, parts = pack({"x": x, "odd": torch.ones(3)}, Slicing(2, rank))
+        assert (header.tensors["x"].slices, header.tensors["x"].slice) == (2, rank)
+        assert header.tensors["x"].numel_sent == 4
+        assert parts[0].tolist() == list(range(4 * rank, 4 * rank + 4))
+        assert header.tensors["odd"].slices == 0
+        assert parts[1].tolist() == [1, 1, 1]
+
+
+def test_overrides() -> None:
+    x = torch.arange(4)
+    header, parts = pack({"residual": x, "x": x}, Slicing(2, 1, {"residual": False, "other": True}))
+    assert header.tensors["residual"].slices == 0
+    assert [part.tolist() for part in parts] == [[0, 1, 2, 3], [2, 3]]
+
+
+def test_cutting_what_does_not_divide_is_refused_before_anything_is_sent() -> None:
+    with pytest.raises(ValueError, match="'x' has 3 elements, not divisible by 2 ranks"):
+        pack({"x": torch.ones(3)}, Slicing(2, 0, {"x": True}))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({1: torch.ones(1)}, "keys of a tensor dict are strings; got 1"),
+        ({"f": lambda: 0}, r"cannot pickle one of \['f'\]"),
+        ({"s": torch.ones(2).to_sparse()}, "'s' is not a dense tensor"),
+    ],
+)
+def test_what_cannot_be_sent(values: dict[Any, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        pack(values)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc0", msgspec.msgpack.encode([["k"], {"k": 1}])])
+def test_bytes_that_are_no_header(data: bytes) -> None:
+    with pytest.raises(MessageDecodeError, match="not the header"):
+        decode(data)
+
+
+def test_what_this_side_cannot_restore() -> None:
+    with pytest.raises(MessageDecodeError, match=r"unknown dtype 'torch\.float1'"):
+        _ = TensorMeta("torch.float1", (1,), "cpu").torch_dtype
+    with pytest.raises(MessageDecodeError, match="cannot restore the values"):
+        unpack(Header(["k"], {}, {}, b"no pickle"), {})
+
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
+    torch.uint32, torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(dtype: torch.dtype) -> None:
+    x = torch.arange(4).to(dtype)
+    header, parts = pack({"x": x})
+    assert decode(encode(header)).tensors["x"].torch_dtype == dtype
+    assert torch.equal(parts[0].view(torch.uint8), x.view(torch.uint8))
+
+
+shapes = st.lists(st.integers(0, 5), max_size=3)
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+plain = st.recursive(
+    scalars | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.text(), shapes | plain.map(lambda value: ("plain", value)), max_size=5))
+def test_any_dict_arrives_as_it_was(recipe: dict[str, Any]) -> None:
+    values = {
+        key: made[1] if isinstance(made, tuple) else torch.randn(made)
+        for key, made in recipe.items()
+    }
+    found = through(values)
+    assert list(found) == list(values)
+    for key, value in values.items():
+        assert type(found[key]) is type(value)
+        same = torch.equal(found[key], value) if isinstance(value, torch.Tensor) else None
+        assert same is True or found[key] == value
+
+
+@given(shapes, st.integers(1, 6), st.none() | st.booleans())
+def test_the_slices_of_all_peers_are_the_tensor(
+    shape: list[int], peers: int, override: bool | None
+) -> None:
+    x = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    overrides = {} if override is None else {"x": override}
+    if override and x.numel() % peers:
+        with pytest.raises(ValueError, match="not divisible"):
+            pack({"x": x}, Slicing(peers, 0, overrides))
+        return
+    packed = [pack({"x": x}, Slicing(peers, rank, overrides)) for rank in range(peers)]
+    metas = [header.tensors["x"] for header, _ in packed]
+    sent = [part for _, parts in packed for part in parts]
+    assert len({meta.slices for meta in metas}) == 1
+    assert all(part.numel() == metas[0].numel_sent for part in sent)
+    if metas[0].slices:
+        assert metas[0].slices == peers > 1
+        assert [meta.slice for meta in metas] == list(range(peers))
+        assert torch.equal(torch.cat(sent), x.reshape(-1))
+    else:
+        assert all(torch.equal(part, x.reshape(-1)) for part in sent)
