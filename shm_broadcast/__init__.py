@@ -20,9 +20,11 @@ from shm_broadcast.errors import (
     SharedMemoryError,
 )
 from shm_broadcast.liveness import ProcessId, ProcessWatch
+from shm_broadcast.queue import DEFAULT_CAPACITY, MessageQueue, QueueHandle
 from shm_broadcast.segment import Segment, SegmentHandle
 
 __all__ = [
+    "DEFAULT_CAPACITY",
     "NEVER",
     "Board",
     "BoardHandle",
@@ -37,9 +39,11 @@ __all__ = [
     "MessageDecodeError",
     "MessageError",
     "MessageTooLargeError",
+    "MessageQueue",
     "PeerLostError",
     "ProcessId",
     "ProcessWatch",
+    "QueueHandle",
     "Segment",
     "SegmentHandle",
     "SharedMemoryError",

@@ -148,6 +148,10 @@ class Board:
         """Say "I am between operations"."""
         self.words.progress(self._slot, layout.STATE_IDLE)
 
+    def progress(self) -> None:
+        """Note the time of progress, within whatever this member does."""
+        self.words.store64(self._slot + layout.MEMBER_PROGRESS, time.monotonic_ns())
+
     def check(self, operation: str) -> None:
         """Raise if the group was aborted or this board closed; costs one load otherwise."""
         if self._closed:
@@ -208,6 +212,7 @@ class Board:
         *,
         poll: float | None = None,
         spin: float = DEFAULT_SPIN_SECONDS,
+        detail: Callable[[], str] = str,
     ) -> None:
         """Wait until ``ready()``.
 
@@ -218,6 +223,7 @@ class Board:
             peers: the members still waited for, for liveness and for messages.
             poll: look again every so many seconds, where what is waited for cannot ring.
             spin: seconds to look without sleeping, first.
+            detail: what else a timeout should say.
 
         Raises:
             GroupTimeoutError: the deadline passed; names ``peers()``.
@@ -239,7 +245,7 @@ class Board:
             ready, deadline, slice_seconds=pause, spin_seconds=spin, between_slices=look
         ):
             late = tuple(self.member_status(peer) for peer in peers())
-            raise GroupTimeoutError(f"{self.name} {operation}", deadline.timeout, late)
+            raise GroupTimeoutError(f"{self.name} {operation}", deadline.timeout, late, detail())
 
     def joined(self, member: int) -> bool:
         """Whether a process has taken ``member``'s slot."""

@@ -80,6 +80,25 @@ class Doorbell:
             words.add32(sleepers, -1)
 
 
+class AdaptiveSpin:
+    """How long to look before sleeping, learnt from the last waits.
+
+    A wait that ended within twice the window keeps it; longer ones halve it, down to nothing, so
+    that a process which waits long does not burn its core each time.
+    """
+
+    def __init__(self, window_seconds: float = DEFAULT_SPIN_SECONDS) -> None:
+        self._largest = int(window_seconds * 1e9)
+        self.window_ns = self._largest
+
+    def observe(self, waited_ns: int) -> None:
+        """Learn from a wait that has ended."""
+        if waited_ns <= 2 * self._largest:
+            self.window_ns = self._largest
+        else:
+            self.window_ns //= 2
+
+
 def _spin(ready: Callable[[], bool], seconds: float) -> bool:
     if ready():
         return True

@@ -3,6 +3,7 @@
     CoordinatorError
     ├── GroupTimeoutError (TimeoutError)      a deadline passed; names who is behind
     ├── PeerLostError (ConnectionError)       a member's process is gone; names it
+    ├── PeerProtocolError                     a member on another host broke the protocol; names it
     ├── GroupAbortedError                     someone aborted; carries the first failure
     ├── GroupClosedError                      you closed it
     ├── DivergenceError                       members issued different operations
@@ -131,6 +132,25 @@ class PeerLostError(CoordinatorError, ConnectionError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.operation, self.peer)
+
+
+class PeerProtocolError(CoordinatorError):
+    """A member on another host sent what the protocol does not allow; nothing more is taken from it.
+
+    Attributes:
+        operation: what was waited in.
+        rank: the member's rank.
+        detail: what was wrong.
+    """
+
+    def __init__(self, operation: str, rank: int, detail: str) -> None:
+        self.operation = operation
+        self.rank = rank
+        self.detail = detail
+        super().__init__(f"{operation}: rank {rank} broke the protocol: {detail}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.operation, self.rank, self.detail)
 
 
 class GroupAbortedError(CoordinatorError):

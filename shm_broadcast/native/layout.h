@@ -28,6 +28,8 @@
 #define KIND_PADDING 3
 #define KIND_CANCEL 4
 
+#define BOARD_ABORT 64
+
 #define DOORBELL_SLEEPERS 4
 #define MEMBER_STATE 8
 #define MEMBER_SEQUENCE 64

@@ -38,6 +38,8 @@ static void write_header(char *record, uint32_t size, uint8_t kind, uint8_t code
     memcpy(record + RECORD_OFFSET, &offset, 8);
 }
 
+static bool aborted(const RingEnd *self) { return gc_load32(self->board, BOARD_ABORT) != 0; }
+
 static uint64_t smallest_consumed(const RingEnd *self) {
     uint64_t least = UINT64_MAX;
     for (size_t reader = 0; reader < self->n_peers; reader++) {
@@ -79,7 +81,7 @@ static PyObject *try_write(PyObject *object, PyObject *const *args, Py_ssize_t n
     uint64_t position = gc_load64(self->ring, RING_PUBLISHED);
     uint64_t to_end = self->capacity - position % self->capacity;
     uint64_t padding = stride > to_end ? to_end : 0;
-    bool written = size <= UINT32_MAX && 4 * stride <= self->capacity &&
+    bool written = size <= UINT32_MAX && 4 * stride <= self->capacity && !aborted(self) &&
                    has_room(self, position, padding + stride + RESERVED_FOR_CANCEL);
     if (written) {
         uint64_t sequence = gc_load64(self->ring, RING_SEQUENCE) + 1;
@@ -111,6 +113,21 @@ static bool spin_for_record(RingEnd *self, uint64_t position, uint64_t spin_ns) 
     return there;
 }
 
+/* Steals three references, any of which may be NULL with an error set. */
+static PyObject *make_message(PyObject *codec, PyObject *body, PyObject *buffers) {
+    PyObject *message = codec && body && buffers ? PyTuple_New(3) : NULL;
+    if (message == NULL) {
+        Py_XDECREF(codec);
+        Py_XDECREF(body);
+        Py_XDECREF(buffers);
+        return NULL;
+    }
+    PyTuple_SetItem(message, 0, codec);
+    PyTuple_SetItem(message, 1, body);
+    PyTuple_SetItem(message, 2, buffers);
+    return message;
+}
+
 static PyObject *try_read(PyObject *object, PyObject *const *args, Py_ssize_t n) {
     RingEnd *self = (RingEnd *)object;
     size_t spin_ns;
@@ -119,6 +136,7 @@ static PyObject *try_read(PyObject *object, PyObject *const *args, Py_ssize_t n)
         return NULL;
     }
     if (size_argument(args[0], &spin_ns) < 0) return NULL;
+    if (aborted(self)) Py_RETURN_NONE;
     for (;;) {
         uint64_t position = gc_load64(self->ring, self->own_line + READER_CONSUMED);
         if (!spin_for_record(self, position, spin_ns)) Py_RETURN_NONE;
@@ -142,16 +160,7 @@ static PyObject *try_read(PyObject *object, PyObject *const *args, Py_ssize_t n)
         gc_store64(self->ring, self->own_line + READER_SEQUENCE, sequence);
         gc_store64(self->ring, self->own_line + READER_CONSUMED, next);
         ring_peers(self);
-        PyObject *number = PyLong_FromLong(codec);
-        PyObject *message = number ? PyTuple_New(2) : NULL;
-        if (message == NULL) {
-            Py_XDECREF(number);
-            Py_DECREF(body);
-            return NULL;
-        }
-        PyTuple_SetItem(message, 0, number);
-        PyTuple_SetItem(message, 1, body);
-        return message;
+        return make_message(PyLong_FromLong(codec), body, PyTuple_New(0));
     }
 }
 
@@ -222,7 +231,7 @@ static PyMethodDef writer_methods[] = {
 
 static PyMethodDef reader_methods[] = {
     FAST("try_read", try_read,
-         "try_read(spin_ns) -> (codec, body) | None | False: None: nothing there; False: not small."),
+         "try_read(spin_ns) -> (codec, body, ()) | None | False: None: nothing; False: not small."),
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,0 +1,77 @@
+"""Memory for large results whose pages are not fresh: blocks return when nobody looks at them.
+
+A first pass over fresh pages costs four to seven times a pass over pages that are mapped already,
+so whoever receives large tensors again and again should not get fresh memory each time.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+RECYCLED_BYTES: Final = 1 << 20
+"""Smaller requests take ordinary memory, whose pages malloc keeps."""
+
+DEFAULT_KEPT_BYTES: Final = 256 << 20
+
+
+class RecyclingPool:
+    """Hands out byte arrays; one's memory comes back when its last reference goes.
+
+    Guarantees: no two living arrays share memory, whatever views were made of them. Thread-safe.
+    """
+
+    def __init__(self, kept_bytes: int = DEFAULT_KEPT_BYTES) -> None:
+        """Keep at most ``kept_bytes`` of unused blocks; what is above goes back to the system."""
+        self._kept_limit = kept_bytes
+        self._kept = 0
+        self._free: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
+        # A finaliser may run inside any allocation of the thread that holds the lock.
+        self._lock = threading.RLock()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of blocks that wait to be used again."""
+        return self._kept
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """A writable array of ``size`` bytes with any content."""
+        if size < RECYCLED_BYTES:
+            return np.empty(size, dtype=np.uint8)
+        capacity = _size_class(size)
+        with self._lock:
+            blocks = self._free[capacity]
+            block = blocks.pop() if blocks else None
+            if block is not None:
+                self._kept -= capacity
+        if block is None:
+            block = np.empty(capacity, dtype=np.uint8)
+        # torch and numpy keep the array they were given alive, so its end is the block's release.
+        array = np.frombuffer(memory_of(block)[:size], dtype=np.uint8)
+        weakref.finalize(array, self._give_back, block).atexit = False
+        return array
+
+    def _give_back(self, block: NDArray[np.uint8]) -> None:
+        with self._lock:
+            if self._kept + block.nbytes <= self._kept_limit:
+                self._kept += block.nbytes
+                self._free[block.nbytes].append(block)
+
+
+def _size_class(size: int) -> int:
+    """``size`` rounded up to an eighth of its power of two: at most an eighth is wasted."""
+    step = 1 << max(size.bit_length() - 4, 0)
+    return -(-size // step) * step
+
+
+def memory_of(array: NDArray[Any]) -> memoryview:
+    """The bytes of a contiguous array (numpy's stubs hide that arrays are buffers)."""
+    return memoryview(cast("Buffer", array)).cast("B")

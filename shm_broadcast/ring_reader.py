@@ -1,0 +1,206 @@
+"""The reading end of a ring: the next record, and putting a message of any size together.
+
+Guarantees
+- A message is handed out once, whole; one that its writer cancelled is not handed out at all.
+- What has arrived of an unfinished message is kept between calls.
+- A reader that joins in the middle of a message skips to the next one.
+
+Assumes: one reading thread at a time.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+
+from shm_broadcast import layout
+from shm_broadcast.atomics import native
+from shm_broadcast.recycling import RecyclingPool, memory_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Buffer
+
+    from shm_broadcast.board import Board
+    from shm_broadcast.segment import Segment
+
+_RECORD = struct.Struct(layout.RECORD_FORMAT)
+
+
+class Record(NamedTuple):
+    """One record, still in the ring; ``data`` is where its payload lies in the segment."""
+
+    kind: int
+    codec: int
+    n_buffers: int
+    size: int
+    total: int
+    sequence: int
+    offset: int
+    data: int
+    next_position: int
+
+    @property
+    def is_whole_message(self) -> bool:
+        """Whether a message is in this record alone."""
+        return self.kind == layout.KIND_MESSAGE and self.size == self.total
+
+
+Message: TypeAlias = "tuple[int, Buffer, Sequence[Buffer]]"
+"""One encoded message in memory of its own: codec, main part, out-of-band buffers."""
+
+
+class RingReader:
+    """Reads records of ``segment`` as reader number ``reader`` and wakes the writer."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        board: Board,
+        member: int,
+        reader: int,
+        n_readers: int,
+        writer: int,
+    ) -> None:
+        self._segment = segment
+        self._words = segment.words
+        self._board = board
+        self._writer = writer
+        self._line = layout.reader_line(reader)
+        self._data = layout.data_offset(n_readers)
+        self._capacity = self._words.load64(layout.RING_CAPACITY)
+        self._pool = RecyclingPool()
+        self._unfinished: _Assembly | None = None
+        if self._position() == layout.LEFT:
+            self._words.store64(
+                self._line + layout.READER_CONSUMED, self._words.load64(layout.RING_PUBLISHED)
+            )
+        self._fast = native and native.FastReader(
+            self._words,
+            board.words,
+            self._data,
+            board.slot_offset(member),
+            (board.doorbell_offset(writer),),
+            self._line,
+        )
+
+    @property
+    def readable(self) -> bool:
+        """Whether a record is there."""
+        return self._words.load64(layout.RING_PUBLISHED) != self._position()
+
+    @property
+    def writer_closed(self) -> bool:
+        """Whether the writer has said that nothing more will come."""
+        return self._words.load32(layout.RING_CLOSED) != 0
+
+    def try_read(self, spin_ns: int) -> Message | None:
+        """The next message if it is there within ``spin_ns``, or as much of it as there is.
+
+        Returns:
+            None if the message is not complete yet (what there is of it is kept), or the board is
+            aborted.
+        """
+        if self._fast is not None:
+            small = self._fast.try_read(spin_ns)
+            if small is None:
+                return None
+            if small is not False:
+                self._unfinished = None
+                message: Message = small
+                return message
+        elif self._board.aborted or not self._words.spin64(
+            layout.RING_PUBLISHED, self._position(), spin_ns
+        ):
+            return None
+        while (record := self.peek()) is not None:
+            self._take(record)
+            self.advance(record)
+            if self._unfinished is not None and self._unfinished.complete:
+                finished, self._unfinished = self._unfinished, None
+                return finished.message()
+        return None
+
+    def peek(self) -> Record | None:
+        """The next record but padding, left in the ring; None if there is none."""
+        while self.readable:
+            position = self._position()
+            start = self._data + position % self._capacity
+            size, kind, codec, n_buffers, total, sequence, offset = _RECORD.unpack_from(
+                self._segment.memory, start
+            )
+            after = position + layout.record_stride(size)
+            if kind != layout.KIND_PADDING:
+                data = start + layout.RECORD_HEADER
+                return Record(kind, codec, n_buffers, size, total, sequence, offset, data, after)
+            self._consume(after)
+        return None
+
+    def view(self, record: Record) -> memoryview:
+        """The payload of a record in the ring, valid until `advance`."""
+        return self._segment.memory[record.data : record.data + record.size]
+
+    def advance(self, record: Record) -> None:
+        """Give a record's space back to the writer."""
+        if record.kind in (layout.KIND_MESSAGE, layout.KIND_CANCEL):
+            self._words.store64(self._line + layout.READER_SEQUENCE, record.sequence)
+        self._consume(record.next_position)
+
+    def leave(self) -> None:
+        """Read no more, and gate the writer no more."""
+        self._consume(layout.LEFT)
+
+    def _take(self, record: Record) -> None:
+        if record.kind == layout.KIND_MESSAGE:
+            self._unfinished = _Assembly(record, self._table(record), self._pool)
+        elif record.kind == layout.KIND_CANCEL:
+            self._unfinished = None
+        if self._unfinished is not None:
+            self._unfinished.fill(self._segment, record)
+
+    def _table(self, record: Record) -> tuple[int, ...]:
+        return struct.unpack_from(f"<{record.n_buffers}Q", self._segment.memory, record.data)
+
+    def _position(self) -> int:
+        return self._words.load64(self._line + layout.READER_CONSUMED)
+
+    def _consume(self, position: int) -> None:
+        self._words.store64(self._line + layout.READER_CONSUMED, position)
+        self._board.progress()
+        self._board.ring(self._writer)
+
+
+class _Assembly:
+    """A message on its way: final memory for each part, filled record by record."""
+
+    def __init__(self, first: Record, sizes: tuple[int, ...], pool: RecyclingPool) -> None:
+        table = 8 * len(sizes)
+        self._codec = first.codec
+        self._total = first.total
+        self._main = bytearray(first.total - table - sum(sizes))
+        self._buffers = [pool.take(size) for size in sizes]
+        self._targets = [memoryview(bytearray(table)), memoryview(self._main)]
+        self._targets += [memory_of(buffer) for buffer in self._buffers]
+        self._received = 0
+
+    @property
+    def complete(self) -> bool:
+        return self._received == self._total
+
+    def fill(self, segment: Segment, record: Record) -> None:
+        source, size = record.data, record.size
+        self._received += size
+        while size:
+            target = self._targets[0]
+            run = min(size, target.nbytes)
+            segment.words.read_into(source, target[:run])
+            source += run
+            size -= run
+            if run == target.nbytes:
+                self._targets.pop(0)
+            else:
+                self._targets[0] = target[run:]
+
+    def message(self) -> Message:
+        return self._codec, self._main, cast("list[Buffer]", self._buffers)

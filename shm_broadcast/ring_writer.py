@@ -1,0 +1,239 @@
+"""The writing end of a ring: where records go, and how a message of any size streams through.
+
+Guarantees
+- A record becomes visible whole or not at all.
+- Nothing that a reader has not consumed is overwritten.
+- A message that cannot be finished is ended by a CANCEL record; there is always room for it.
+
+Assumes: one writing thread at a time.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from shm_broadcast import layout
+from shm_broadcast.atomics import native
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from typing_extensions import Buffer
+
+    from shm_broadcast.board import Board
+    from shm_broadcast.segment import Segment
+
+_RESERVED_FOR_CANCEL = layout.RECORD_ALIGN
+_RECORD = struct.Struct(layout.RECORD_FORMAT)
+_LARGEST_RECORD = 512 << 10
+
+
+class Place(NamedTuple):
+    """Where the next record goes: after ``padding`` bytes, ``size`` bytes of payload."""
+
+    padding: int
+    size: int
+
+    @property
+    def need(self) -> int:
+        """Bytes that must be free for it, room for a CANCEL included."""
+        return self.padding + layout.record_stride(self.size) + _RESERVED_FOR_CANCEL
+
+
+class RingWriter:
+    """Writes records into ``segment`` and wakes the readers, members of ``board``."""
+
+    def __init__(self, segment: Segment, board: Board, member: int, readers: Sequence[int]) -> None:
+        self._words = segment.words
+        self._board = board
+        self.readers = tuple(readers)
+        self.capacity = self._words.load64(layout.RING_CAPACITY)
+        self._data = layout.data_offset(len(readers))
+        self._largest_payload = min(self.capacity // 8, _LARGEST_RECORD) - layout.RECORD_HEADER
+        doorbells = tuple(board.doorbell_offset(reader) for reader in readers)
+        self._fast = native and native.FastWriter(
+            self._words, board.words, self._data, board.slot_offset(member), doorbells
+        )
+
+    @property
+    def sequence(self) -> int:
+        """How many messages were begun."""
+        return self._words.load64(layout.RING_SEQUENCE)
+
+    def try_write(self, codec: int, body: Buffer) -> bool:
+        """Publish a message without out-of-band buffers in one record, if there is room now.
+
+        Returns:
+            False if there is no room, the message is larger than a quarter of the ring, or the
+            board is aborted.
+        """
+        if self._fast is not None:
+            written: bool = self._fast.try_write(codec, body)
+            return written
+        size = memoryview(body).nbytes
+        if 4 * layout.record_stride(size) > self.capacity or self._board.aborted:
+            return False
+        place = self._place(size, first=size, splits=False)
+        if not self.has_room(place.need):
+            return False
+        self._begin_message()
+        self._write_record(place, layout.KIND_MESSAGE, codec, 0, size, 0, [memoryview(body)])
+        return True
+
+    def write(
+        self,
+        codec: int,
+        main: Sequence[Buffer],
+        buffers: Sequence[memoryview],
+        wait_for_room: Callable[[int], None],
+    ) -> None:
+        """Stream one message through the ring; returns when its last record is published.
+
+        Args:
+            codec: goes into the header.
+            main: the main part, in pieces.
+            buffers: at most 65,535 out-of-band buffers of contiguous bytes.
+            wait_for_room: waits until so many bytes are free; what it raises cancels the message.
+        """
+        table = struct.pack(f"<{len(buffers)}Q", *(buffer.nbytes for buffer in buffers))
+        body = _Gather([memoryview(part) for part in (table, *main, *buffers)])
+        if len(table) > self._largest_payload:
+            raise ValueError(
+                f"{len(buffers)} buffers are too many for a ring of {self.capacity} bytes"
+            )
+        offset, kind = 0, layout.KIND_MESSAGE
+        splits = body.size > self._largest_payload
+        while offset < body.size or offset == 0:
+            place = self._place(body.size - offset, len(table) if offset == 0 else 1, splits=splits)
+            if not self.has_room(place.need):
+                try:
+                    wait_for_room(place.need)
+                except BaseException:
+                    if offset:
+                        self._cancel()
+                    raise
+            if offset == 0:
+                self._begin_message()
+            pieces = body.take(place.size)
+            self._write_record(place, kind, codec, len(buffers), body.size, offset, pieces)
+            offset += place.size
+            kind = layout.KIND_FRAGMENT
+            if body.size == 0:
+                break
+
+    def has_room(self, need: int) -> bool:
+        """Whether ``need`` bytes are free behind the slowest reader."""
+        words = self._words
+        position = words.load64(layout.RING_PUBLISHED)
+        if position + need - words.load64(layout.RING_GATE) <= self.capacity:
+            return True
+        gate = min(self._consumed(reader) for reader in range(len(self.readers)))
+        if gate == layout.LEFT:
+            return False
+        words.store64(layout.RING_GATE, gate)
+        return position + need - gate <= self.capacity
+
+    def deserted(self) -> bool:
+        """Whether every reader has left."""
+        return all(self._consumed(reader) == layout.LEFT for reader in range(len(self.readers)))
+
+    def behind(self) -> dict[int, int]:
+        """For each reader (as member of the board) that has not left: messages it has not read."""
+        sequence = self.sequence
+        return {
+            member: sequence
+            - self._words.load64(layout.reader_line(reader) + layout.READER_SEQUENCE)
+            for reader, member in enumerate(self.readers)
+            if self._consumed(reader) != layout.LEFT
+        }
+
+    def laggards(self, need: int) -> list[int]:
+        """The readers (as members of the board) that keep ``need`` bytes from being free."""
+        free_from = self._words.load64(layout.RING_PUBLISHED) + need - self.capacity
+        return [
+            member
+            for reader, member in enumerate(self.readers)
+            if self._consumed(reader) < free_from
+        ]
+
+    def close(self) -> None:
+        """Tell the readers that nothing more will come."""
+        self._words.store32(layout.RING_CLOSED, 1)
+        self._ring_readers()
+
+    def _consumed(self, reader: int) -> int:
+        return self._words.load64(layout.reader_line(reader) + layout.READER_CONSUMED)
+
+    def _place(self, remaining: int, first: int, *, splits: bool) -> Place:
+        """Where a record of up to ``remaining`` payload bytes goes, at least ``first`` of them."""
+        size = min(remaining, self._largest_payload) if splits else remaining
+        to_end = self.capacity - self._words.load64(layout.RING_PUBLISHED) % self.capacity
+        if layout.record_stride(size) <= to_end:
+            return Place(0, size)
+        if splits and to_end - layout.RECORD_HEADER >= first:
+            return Place(0, to_end - layout.RECORD_HEADER)
+        return Place(to_end, size)
+
+    def _begin_message(self) -> None:
+        self._words.store64(layout.RING_SEQUENCE, self.sequence + 1)
+
+    def _cancel(self) -> None:
+        self._write_record(Place(0, 0), layout.KIND_CANCEL, 0, 0, 0, 0, [])
+
+    def _write_record(
+        self,
+        place: Place,
+        kind: int,
+        codec: int,
+        n_buffers: int,
+        total: int,
+        offset: int,
+        pieces: Sequence[memoryview],
+    ) -> None:
+        words = self._words
+        position = words.load64(layout.RING_PUBLISHED)
+        if place.padding:
+            padding = place.padding - layout.RECORD_HEADER
+            words.write(
+                self._data + position % self.capacity,
+                _RECORD.pack(padding, layout.KIND_PADDING, 0, 0, 0, 0, 0),
+            )
+            position += place.padding
+        record = self._data + position % self.capacity
+        header = _RECORD.pack(place.size, kind, codec, n_buffers, total, self.sequence, offset)
+        words.write(record, header)
+        target = record + layout.RECORD_HEADER
+        for piece in pieces:
+            words.write(target, piece)
+            target += piece.nbytes
+        words.store64(layout.RING_PUBLISHED, position + layout.record_stride(place.size))
+        self._ring_readers()
+
+    def _ring_readers(self) -> None:
+        self._board.progress()
+        for reader in self.readers:
+            self._board.ring(reader)
+
+
+class _Gather:
+    """Takes successive runs of bytes out of a list of parts."""
+
+    def __init__(self, parts: Sequence[memoryview]) -> None:
+        self._parts = [part.cast("B") for part in parts if part.nbytes]
+        self.size = sum(part.nbytes for part in self._parts)
+        self._part = 0
+        self._offset = 0
+
+    def take(self, size: int) -> list[memoryview]:
+        """The next ``size`` bytes, in pieces."""
+        pieces: list[memoryview] = []
+        while size:
+            part = self._parts[self._part]
+            piece = part[self._offset : self._offset + size]
+            pieces.append(piece)
+            size -= piece.nbytes
+            self._offset += piece.nbytes
+            if self._offset == part.nbytes:
+                self._part, self._offset = self._part + 1, 0
+        return pieces
