@@ -20,7 +20,8 @@ from shm_broadcast.errors import (
     SharedMemoryError,
 )
 from shm_broadcast.liveness import ProcessId, ProcessWatch
-from shm_broadcast.queue import DEFAULT_CAPACITY, MessageQueue, QueueHandle
+from shm_broadcast.queue import MessageQueue
+from shm_broadcast.queue_handle import DEFAULT_CAPACITY, QueueHandle
 from shm_broadcast.segment import Segment, SegmentHandle
 
 __all__ = [

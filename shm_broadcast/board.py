@@ -198,6 +198,11 @@ class Board:
         """Wake ``member``, after having changed what it may wait for."""
         self._doorbells[member].ring()
 
+    def ring_own(self) -> None:
+        """Wake this member: another thread of this process may wait."""
+        if self.member is not None:
+            self._doorbells[self.member].ring()
+
     def ring_all(self) -> None:
         """Wake every member."""
         for doorbell in self._doorbells:

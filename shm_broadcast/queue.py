@@ -16,47 +16,28 @@ Assumes: the members share the trust domain that `shm_broadcast.codec` describes
 
 from __future__ import annotations
 
-import threading
-import time
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
-
-from shm_broadcast import layout
+from shm_broadcast.board import Board
 from shm_broadcast.codec import codec_for
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS, AdaptiveSpin
-from shm_broadcast.errors import GroupClosedError, MessageDecodeError
-from shm_broadcast.ring_reader import Message, RingReader
+from shm_broadcast.errors import SharedMemoryError
+from shm_broadcast.queue_handle import DEFAULT_CAPACITY, QueueHandle, create_ring, ring_capacity
+from shm_broadcast.queue_reader import DistantReader, LocalReader, QueueReader
+from shm_broadcast.queue_writer import QueueWriter
+from shm_broadcast.remote_reader import RemoteReader
+from shm_broadcast.remote_writer import RemoteWriter
+from shm_broadcast.rendezvous import ObjectGroup, as_object_group, local_and_remote, ranks_beside
+from shm_broadcast.ring_reader import RingReader
 from shm_broadcast.ring_writer import RingWriter
-from shm_broadcast.segment import Segment, SegmentHandle
+from shm_broadcast.segment import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
-    from shm_broadcast.board import Board, BoardHandle
-
-DEFAULT_CAPACITY: Final = 4 << 20
-"""Bytes of a ring unless asked otherwise; also the most that ``max_chunk_bytes`` gets."""
-
-SMALLEST_CAPACITY: Final = 64 << 10
-
-
-class QueueHandle(msgspec.Struct, frozen=True):
-    """Names a queue to its other members: processes of the same user on the same host.
-
-    Attributes:
-        board: the board that the queue waits on.
-        ring: the segment that holds the records.
-        writer: the board's member that writes.
-        readers: the board's members that read, in reader order.
-    """
-
-    board: BoardHandle
-    ring: SegmentHandle
-    writer: int
-    readers: tuple[int, ...]
+    from torch.distributed import ProcessGroup
 
 
 class MessageQueue:
@@ -64,34 +45,53 @@ class MessageQueue:
 
     def __init__(
         self,
-        board: Board,
-        ring: Segment,
-        writer: int,
-        readers: Sequence[int],
+        n_reader: int,
+        n_local_reader: int,
+        local_reader_ranks: Sequence[int] | None = None,
+        max_chunk_bytes: int = DEFAULT_CAPACITY,
+        max_chunks: int = 1,
+        connect_ip: str | None = None,
         *,
-        message_type: Any | None = None,
-        spin_seconds: float = DEFAULT_SPIN_SECONDS,
-        owns_board: bool = False,
+        remote_reader_ranks: Sequence[int] | None = None,
+        secret: bytes | None = None,
+        type: Any | None = None,  # noqa: A002  (the field's name for it, as in msgspec)
     ) -> None:
-        """Use `on_board` and `attach`."""
-        member = board.member
-        if member is None or member not in (writer, *readers):
-            raise ValueError(f"member {member} of {board.name} neither writes nor reads this queue")
-        self.board = board
-        self.writer = writer
-        self.readers = tuple(readers)
-        self._ring = ring
-        self._owns_board = owns_board
-        self._closed = False
-        self._codec = codec_for(message_type)
-        self._spin = AdaptiveSpin(spin_seconds)
-        self._lock = threading.Lock()
-        self._writing = RingWriter(ring, board, writer, readers) if member == writer else None
-        self._reading = (
-            RingReader(ring, board, member, self.readers.index(member), len(readers), writer)
-            if member in readers
-            else None
+        """A new queue with a board of its own; this process writes.
+
+        Collective: no. Readers join with `create_from_handle`. See `on_board` for a queue between
+        processes that have a board already.
+
+        Args:
+            n_reader: how many readers there are.
+            n_local_reader: how many of them run on this host.
+            local_reader_ranks: what the caller calls them; 0, 1, ... if not given.
+            max_chunk_bytes: with ``max_chunks``, asks for a ring of their product, of which at most
+                `DEFAULT_CAPACITY` bytes are taken. It limits no message's size.
+            max_chunks: see ``max_chunk_bytes``.
+            connect_ip: the address of this host that readers on other hosts reach; needed for them.
+            remote_reader_ranks: what the caller calls the readers on other hosts; the ranks that
+                follow the local ones if not given.
+            secret: the launcher's secret, 16 bytes or more; needed for readers on other hosts.
+            type: a type that msgspec can validate; ``None`` carries any picklable object.
+
+        Raises:
+            ValueError: the numbers do not fit together, or an address or a secret is missing.
+            SharedMemoryError: too little memory is free.
+        """
+        local, distant = local_and_remote(
+            n_reader, n_local_reader, local_reader_ranks, remote_reader_ranks
         )
+        readers = tuple(range(1, len(local) + 1))
+        capacity = ring_capacity(max_chunk_bytes, max_chunks)
+        remote = _remote_writer(distant, connect_ip, secret)
+        board = Board.create(1 + len(local), member=0, name="queue")
+        ring = create_ring(board, 0, readers, capacity) if readers else None
+        self._handle = _describe(board, ring, 0, readers, local, remote)
+        self._board: Board | None = board
+        self._owns_board = True
+        self._ring = ring
+        writing = RingWriter(ring, board, 0, readers) if ring else None
+        self._end: QueueWriter | QueueReader = QueueWriter(board, codec_for(type), writing, remote)
 
     @classmethod
     def on_board(
@@ -101,7 +101,7 @@ class MessageQueue:
         readers: Sequence[int],
         capacity: int = DEFAULT_CAPACITY,
         *,
-        type: Any | None = None,  # noqa: A002  (the field's name for it, as in msgspec)
+        type: Any | None = None,  # noqa: A002
         spin_seconds: float = DEFAULT_SPIN_SECONDS,
     ) -> MessageQueue:
         """A new queue between members of ``board``; this process owns its memory.
@@ -121,16 +121,9 @@ class MessageQueue:
             ValueError: the members are not distinct members of the board.
             SharedMemoryError: too little memory is free.
         """
-        members = [writer, *readers]
-        if not readers or len(set(members)) != len(members):
-            raise ValueError(f"a queue needs one writer and other readers; got {writer}, {readers}")
-        for member in members:
-            board.slot_offset(member)
-        capacity = layout.align(max(capacity, 1), SMALLEST_CAPACITY)
-        ring = Segment.create(layout.ring_size(len(readers), capacity), "group-queue")
-        ring.words.store64(layout.RING_CAPACITY, capacity)
-        ring.words.store32(layout.RING_READER_COUNT, len(readers))
-        return cls(board, ring, writer, readers, message_type=type, spin_seconds=spin_seconds)
+        ring = create_ring(board, writer, readers, capacity)
+        handle = _describe(board, ring, writer, readers, readers, None)
+        return cls._on_ring(handle, board, ring, type, spin_seconds, owns_board=False)
 
     @classmethod
     def attach(
@@ -146,36 +139,183 @@ class MessageQueue:
         Collective: no. A reader that attaches late gets every message from the first on; one that
         replaces a dead reader goes on where that one stopped.
 
+        Args:
+            handle: from `export_handle`.
+            board: this process's view of the board that ``handle`` names; it stays the caller's.
+            type: the same as the creator's.
+            spin_seconds: the longest time to look for a message without sleeping.
+
         Raises:
             ValueError: ``board.member`` takes no part in the queue.
             SharedMemoryError: the queue is on another host, or its owner has ended.
         """
-        ring = Segment.attach(handle.ring)
-        return cls(
-            board,
-            ring,
-            handle.writer,
-            handle.readers,
-            message_type=type,
-            spin_seconds=spin_seconds,
+        ring = _attach_ring(handle)
+        return cls._on_ring(handle, board, ring, type, spin_seconds, owns_board=False)
+
+    @classmethod
+    def create_from_handle(
+        cls,
+        handle: QueueHandle,
+        rank: int,
+        *,
+        secret: bytes | None = None,
+        type: Any | None = None,  # noqa: A002
+        spin_seconds: float = DEFAULT_SPIN_SECONDS,
+    ) -> MessageQueue:
+        """Join, as reader ``rank``, a queue whose board this process has not joined yet.
+
+        Collective: no. A reader on the writer's host joins the board and reads the ring; any other
+        connects, for which it needs the launcher's ``secret``.
+
+        Raises:
+            ValueError: ``rank`` is no reader of the queue, or a secret is missing.
+            SharedMemoryError: the writer's process has ended.
+        """
+        if rank in handle.reader_ranks:
+            ring = _attach_ring(handle)
+            member = handle.readers[handle.reader_ranks.index(rank)]
+            board = Board.attach(handle.board, member)
+            return cls._on_ring(handle, board, ring, type, spin_seconds, owns_board=True)
+        if handle.remote is None or rank not in handle.remote.readers:
+            raise ValueError(f"rank {rank} is no reader of {handle}")
+        if secret is None:
+            raise ValueError(f"rank {rank} reads from another host: it needs the launcher's secret")
+        queue = cls.__new__(cls)
+        queue._handle = handle
+        queue._board = queue._ring = None
+        queue._owns_board = False
+        queue._end = DistantReader(codec_for(type), RemoteReader(handle.remote, rank, secret))
+        return queue
+
+    @classmethod
+    def create_from_process_group(
+        cls,
+        pg: ProcessGroup | ObjectGroup,
+        max_chunk_bytes: int = DEFAULT_CAPACITY,
+        max_chunks: int = 1,
+        writer_rank: int = 0,
+        external_writer_handle: QueueHandle | None = None,
+        blocking: bool = True,
+        *,
+        connect_ip: str | None = None,
+        secret: bytes | None = None,
+        type: Any | None = None,  # noqa: A002
+        timeout: float | Deadline | None = 60.0,
+    ) -> MessageQueue:
+        """A queue from one rank of a group to all others, or from outside to all of them.
+
+        Collective: yes, every rank of ``pg``. Which ranks share the writer's host is found out by
+        attaching to its memory, not guessed.
+
+        Args:
+            pg: a torch process group whose backend carries CPU objects, or an `ObjectGroup`.
+            max_chunk_bytes: see the constructor.
+            max_chunks: see the constructor.
+            writer_rank: the rank in the group that writes; with ``external_writer_handle``, the one
+                that holds the handle.
+            external_writer_handle: a queue whose writer is in no group; all ranks then read.
+            blocking: wait until writer and readers have all joined.
+            connect_ip: the writer's address for readers on other hosts.
+            secret: the launcher's secret, for readers on other hosts.
+            type: a type that msgspec can validate; ``None`` carries any picklable object.
+            timeout: seconds for ``blocking``.
+
+        Raises:
+            ValueError: ``writer_rank`` is not in the group.
+            GroupTimeoutError: some have not joined in time; names them.
+        """
+        group = as_object_group(pg)
+        if not 0 <= writer_rank < group.world_size:
+            raise ValueError(f"writer_rank must be in 0..{group.world_size - 1}; got {writer_rank}")
+        beside = ranks_beside(group, writer_rank)
+        queue: MessageQueue | None = None
+        handle: QueueHandle | Exception | None = external_writer_handle
+        if group.rank == writer_rank and external_writer_handle is None:
+            elsewhere = {*range(group.world_size)} - {*beside, writer_rank}
+            try:
+                queue = cls(
+                    group.world_size - 1,
+                    len(beside),
+                    beside,
+                    max_chunk_bytes,
+                    max_chunks,
+                    connect_ip,
+                    remote_reader_ranks=sorted(elsewhere),
+                    secret=secret,
+                    type=type,
+                )
+                handle = queue.export_handle()
+            except (ValueError, SharedMemoryError, OSError) as error:
+                handle = error
+        handle = group.broadcast_obj(handle, writer_rank)
+        if isinstance(handle, Exception):
+            raise handle
+        queue = queue or cls.create_from_handle(handle, group.rank, secret=secret, type=type)
+        if blocking:
+            queue.wait_until_ready(timeout)
+        return queue
+
+    @classmethod
+    def create_from_process_group_single_reader(
+        cls,
+        pg: ProcessGroup | ObjectGroup,
+        max_chunk_bytes: int = DEFAULT_CAPACITY,
+        max_chunks: int = 1,
+        reader_rank: int = 0,
+        blocking: bool = False,
+        *,
+        connect_ip: str | None = None,
+        secret: bytes | None = None,
+        type: Any | None = None,  # noqa: A002
+        timeout: float | Deadline | None = 60.0,
+    ) -> tuple[MessageQueue, list[QueueHandle]]:
+        """A queue from every rank of a group to one of them.
+
+        Collective: yes, every rank of ``pg``. The arguments are those of
+        `create_from_process_group`.
+
+        Returns:
+            The queue this rank writes, and, on ``reader_rank``, every rank's handle, by rank (an
+            empty list elsewhere). The reader joins each with ``create_from_handle(handle, 0)``.
+
+        Raises:
+            ValueError: ``reader_rank`` is not in the group.
+        """
+        group = as_object_group(pg)
+        if not 0 <= reader_rank < group.world_size:
+            raise ValueError(f"reader_rank must be in 0..{group.world_size - 1}; got {reader_rank}")
+        beside = group.rank == reader_rank or group.rank in ranks_beside(group, reader_rank)
+        queue = cls(
+            1,
+            int(beside),
+            None,
+            max_chunk_bytes,
+            max_chunks,
+            connect_ip,
+            secret=secret,
+            type=type,
         )
+        handles = group.all_gather_obj(queue.export_handle())
+        if blocking:
+            queue.wait_until_ready(timeout)
+        return queue, handles if group.rank == reader_rank else []
 
     def export_handle(self) -> QueueHandle:
-        """What `attach` needs; valid while this process keeps the queue open."""
-        return QueueHandle(self.board.handle(), self._ring.handle(), self.writer, self.readers)
+        """What the other members join with; valid while this process keeps the queue open."""
+        return self._handle
 
     @property
     def is_writer(self) -> bool:
         """Whether this end writes."""
-        return self._writing is not None
+        return isinstance(self._end, QueueWriter)
 
     def wait_until_ready(self, timeout: float | Deadline | None = None) -> None:
-        """Wait until the writer and all readers have joined the board.
+        """Wait until the writer, or at the writer all readers, have joined.
 
         Raises:
             GroupTimeoutError: names those that have not.
         """
-        self.board.wait_for_members(Deadline.after(timeout), [self.writer, *self.readers])
+        self._end.wait_until_ready(Deadline.after(timeout))
 
     def enqueue(self, message: Any, timeout: float | Deadline | None = None) -> None:
         """Send ``message`` to every reader.
@@ -185,7 +325,7 @@ class MessageQueue:
 
         Args:
             message: any picklable object, or one of the queue's type.
-            timeout: seconds; ``None`` waits for ever. A message cut short by it is not delivered.
+            timeout: seconds; ``None`` waits for ever. A message cut short by it reaches nobody.
 
         Raises:
             GroupTimeoutError: no room in time; names the readers that are behind, and by how much.
@@ -194,30 +334,9 @@ class MessageQueue:
             GroupClosedError: this end was shut down, or every reader has left.
             TypeError: this end reads.
         """
-        writing = self._writing
-        if writing is None:
-            raise TypeError("enqueue: this end of the queue reads")
-        codec = self._codec
-        with self._lock:
-            main, buffers = codec.encode(message)
-            small = len(main) == 1 and not buffers and not self._closed
-            if small and writing.try_write(codec.code, main[0]):
-                return
-            self._check("enqueue")
-            deadline = Deadline.after(timeout)
-            self.board.stamp("enqueue")
-            writing.write(
-                codec.code,
-                main,
-                buffers,
-                lambda need: self._wait_for_room(writing, need, deadline),
-            )
+        self._writer("enqueue").enqueue(message, timeout)
 
-    def dequeue(
-        self,
-        timeout: float | Deadline | None = None,
-        indefinite: bool = False,
-    ) -> Any:
+    def dequeue(self, timeout: float | Deadline | None = None, indefinite: bool = False) -> Any:
         """The next message.
 
         Args:
@@ -236,63 +355,34 @@ class MessageQueue:
             GroupClosedError: this end was shut down, or the writer was and all messages were read.
             TypeError: this end writes.
         """
-        reading = self._require_reader("dequeue")
-        with self._lock:
-            message = None if self._closed else reading.try_read(self._spin.window_ns)
-            if message is None:
-                self._check("dequeue")
-                message = self._wait_for_message(reading, None if indefinite else timeout)
-        code, main, buffers = message
-        if code != self._codec.code:
-            raise MessageDecodeError(
-                f"the writer used codec {code}, this reader {self._codec.code}: "
-                "one end was made with type= and the other without"
-            )
-        return self._codec.decode(main, buffers)
+        return self._reader("dequeue").dequeue(None if indefinite else timeout)
 
-    @contextmanager
-    def acquire_read(self, timeout: float | Deadline | None = None) -> Iterator[memoryview]:
-        """The next message's encoded body in place, without a copy or decoding.
+    def acquire_read(
+        self, timeout: float | Deadline | None = None
+    ) -> AbstractContextManager[memoryview]:
+        """The next message's encoded main part, in place where possible, not decoded.
 
-        The view is valid inside the ``with`` block only; its space goes back to the writer at the
-        end of the block, also when the block raises. A message that was streamed in several
-        records, or has out-of-band buffers, is put together in private memory first; then the view
-        shows its main part.
+        The view is valid inside the ``with`` block only. A message that lies in one record is shown
+        where it is, and its space goes back to the writer at the end of the block, also when the
+        block raises. One that was streamed, or has out-of-band buffers, or came from another host,
+        is put together in private memory first.
 
         Raises:
             What `dequeue` raises, `MessageDecodeError` excepted.
         """
-        reading = self._require_reader("acquire_read")
-        with self._lock:
-            self._check("acquire_read")
-            record = reading.peek()
-            if record is None:
-                self._wait(reading, lambda: reading.readable, "acquire_read", timeout)
-                record = reading.peek()
-            if record is not None and record.is_whole_message and not record.n_buffers:
-                with reading.view(record) as view:
-                    try:
-                        yield view
-                    finally:
-                        reading.advance(record)
-                return
-            message = reading.try_read(0) or self._wait_for_message(reading, timeout)
-        with memoryview(message[1]) as view:
-            yield view
+        return self._reader("acquire_read").acquire_read(timeout)
 
     def readable(self) -> bool:
         """Whether a message is at least partly there; cheap, for waiting on several queues."""
-        return self._require_reader("readable").readable
+        return self._reader("readable").readable()
 
     def behind(self) -> dict[int, int]:
-        """At the writer: for each reader that has not left, the messages it has not read yet."""
-        if self._writing is None:
-            raise TypeError("behind: this end of the queue reads")
-        return self._writing.behind()
+        """For each reader on this host, as member of the board: the messages it has not read."""
+        return self._writer("behind").behind()
 
     def broadcast_object(self, message: Any = None, timeout: float | Deadline | None = None) -> Any:
         """At the writer: `enqueue` and return ``message``. At a reader: `dequeue`."""
-        if self._writing is None:
+        if not self.is_writer:
             return self.dequeue(timeout)
         self.enqueue(message, timeout)
         return message
@@ -303,85 +393,94 @@ class MessageQueue:
         A waiting thread of this process gets GroupClosedError. Readers of a writer that shut down
         get what is still in the queue first. A reader that shut down is waited for no more.
         """
-        if self._closed:
-            return
-        self._closed = True
-        if self._writing is not None:
-            self._writing.close()
-        self.board.ring(self.board.member or 0)
-        with self._lock:
-            if self._reading is not None:
-                self._reading.leave()
-        self._ring.close()
-        if self._owns_board:
-            self.board.close()
+        self._end.close()
+        if self._ring is not None:
+            self._ring.close()
+        if self._owns_board and self._board is not None:
+            self._board.close()
 
     close = shutdown
 
     def __enter__(self) -> Self:
-        """Give the queue itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Shut this end down."""
         self.shutdown()
 
     def __repr__(self) -> str:
-        role = "writer" if self.is_writer else "reader"
-        state = ", closed" if self._closed else ""
-        return f"MessageQueue({self.board.name!r}, {role}, member {self.board.member}{state})"
+        where = "from another host" if self._board is None else repr(self._board)
+        return f"MessageQueue({'writer' if self.is_writer else 'reader'}, {where})"
 
-    def _require_reader(self, operation: str) -> RingReader:
-        if self._reading is None:
-            raise TypeError(f"{operation}: this end of the queue writes")
-        return self._reading
+    @classmethod
+    def _on_ring(
+        cls,
+        handle: QueueHandle,
+        board: Board,
+        ring: Segment,
+        message_type: Any | None,
+        spin_seconds: float,
+        *,
+        owns_board: bool,
+    ) -> MessageQueue:
+        member, writer, readers = board.member, handle.writer, handle.readers
+        if member is None or member not in (writer, *readers):
+            raise ValueError(f"member {member} of {board.name} neither writes nor reads this queue")
+        queue = cls.__new__(cls)
+        queue._handle = handle
+        queue._board = board
+        queue._owns_board = owns_board
+        queue._ring = ring
+        codec = codec_for(message_type)
+        if member == writer:
+            queue._end = QueueWriter(board, codec, RingWriter(ring, board, writer, readers), None)
+        else:
+            reading = RingReader(ring, board, member, readers.index(member), len(readers), writer)
+            queue._end = LocalReader(board, codec, reading, writer, AdaptiveSpin(spin_seconds))
+        return queue
 
-    def _check(self, operation: str) -> None:
-        if self._closed:
-            raise GroupClosedError(f"{operation}: the queue has been shut down in this process")
-        self.board.check(operation)
+    def _writer(self, operation: str) -> QueueWriter:
+        if isinstance(self._end, QueueWriter):
+            return self._end
+        raise TypeError(f"{operation}: this end of the queue reads")
 
-    def _wait_for_message(self, reading: RingReader, timeout: float | Deadline | None) -> Message:
-        deadline = Deadline.after(timeout)
-        while True:
-            self._wait(reading, lambda: reading.readable, "dequeue", deadline)
-            message = reading.try_read(self._spin.window_ns)
-            if message is not None:
-                return message
+    def _reader(self, operation: str) -> QueueReader:
+        if isinstance(self._end, QueueReader):
+            return self._end
+        raise TypeError(f"{operation}: this end of the queue writes")
 
-    def _wait(
-        self,
-        reading: RingReader,
-        there: Any,
-        operation: str,
-        timeout: float | Deadline | None,
-    ) -> None:
-        started = time.monotonic_ns()
-        self.board.stamp(operation)
-        self.board.wait(
-            lambda: there() or reading.writer_closed or self._closed,
-            Deadline.after(timeout),
-            operation,
-            lambda: (self.writer,),
-            spin=0,
+
+def _describe(
+    board: Board,
+    ring: Segment | None,
+    writer: int,
+    readers: Sequence[int],
+    reader_ranks: Sequence[int],
+    remote: RemoteWriter | None,
+) -> QueueHandle:
+    return QueueHandle(
+        board.handle(),
+        ring.handle() if ring else None,
+        writer,
+        tuple(readers),
+        tuple(reader_ranks),
+        remote.handle if remote else None,
+    )
+
+
+def _attach_ring(handle: QueueHandle) -> Segment:
+    if handle.ring is None:
+        raise ValueError("the queue has no readers on its writer's host")
+    return Segment.attach(handle.ring)
+
+
+def _remote_writer(
+    ranks: Sequence[int], connect_ip: str | None, secret: bytes | None
+) -> RemoteWriter | None:
+    if not ranks:
+        return None
+    if connect_ip is None or secret is None:
+        raise ValueError(
+            f"readers {ranks} are on other hosts: the queue needs connect_ip, the address at which "
+            "they reach this host, and the launcher's secret"
         )
-        self._spin.observe(time.monotonic_ns() - started)
-        self._check(operation)
-        if not there() and reading.writer_closed and not there():
-            raise GroupClosedError(f"{operation}: the writer has shut the queue down")
-
-    def _wait_for_room(self, writing: RingWriter, need: int, deadline: Deadline) -> None:
-        self.board.wait(
-            lambda: writing.has_room(need) or writing.deserted() or self._closed,
-            deadline,
-            "enqueue",
-            lambda: writing.laggards(need),
-            detail=lambda: "; ".join(
-                f"rank {member} is {count} messages behind"
-                for member, count in writing.behind().items()
-                if count
-            ),
-        )
-        self._check("enqueue")
-        if writing.deserted():
-            raise GroupClosedError("enqueue: every reader has left")
+    return RemoteWriter(0, ranks, connect_ip, secret)

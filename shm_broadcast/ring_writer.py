@@ -87,6 +87,7 @@ class RingWriter:
         main: Sequence[Buffer],
         buffers: Sequence[memoryview],
         wait_for_room: Callable[[int], None],
+        before_last: Callable[[], None] | None = None,
     ) -> None:
         """Stream one message through the ring; returns when its last record is published.
 
@@ -95,6 +96,8 @@ class RingWriter:
             main: the main part, in pieces.
             buffers: at most 65,535 out-of-band buffers of contiguous bytes.
             wait_for_room: waits until so many bytes are free; what it raises cancels the message.
+            before_last: called when nothing but publishing the last record is left to do; what it
+                raises cancels the message.
         """
         table = struct.pack(f"<{len(buffers)}Q", *(buffer.nbytes for buffer in buffers))
         body = _Gather([memoryview(part) for part in (table, *main, *buffers)])
@@ -102,25 +105,28 @@ class RingWriter:
             raise ValueError(
                 f"{len(buffers)} buffers are too many for a ring of {self.capacity} bytes"
             )
-        offset, kind = 0, layout.KIND_MESSAGE
         splits = body.size > self._largest_payload
-        while offset < body.size or offset == 0:
-            place = self._place(body.size - offset, len(table) if offset == 0 else 1, splits=splits)
-            if not self.has_room(place.need):
-                try:
+        offset = 0
+        try:
+            while True:
+                first = 1 if offset else len(table)
+                place = self._place(body.size - offset, first, splits=splits)
+                if not self.has_room(place.need):
                     wait_for_room(place.need)
-                except BaseException:
-                    if offset:
-                        self._cancel()
-                    raise
-            if offset == 0:
-                self._begin_message()
-            pieces = body.take(place.size)
-            self._write_record(place, kind, codec, len(buffers), body.size, offset, pieces)
-            offset += place.size
-            kind = layout.KIND_FRAGMENT
-            if body.size == 0:
-                break
+                if before_last is not None and offset + place.size == body.size:
+                    before_last()
+                if offset == 0:
+                    self._begin_message()
+                kind = layout.KIND_FRAGMENT if offset else layout.KIND_MESSAGE
+                pieces = body.take(place.size)
+                self._write_record(place, kind, codec, len(buffers), body.size, offset, pieces)
+                offset += place.size
+                if offset == body.size:
+                    return
+        except BaseException:
+            if offset:
+                self._cancel()
+            raise
 
     def has_room(self, need: int) -> bool:
         """Whether ``need`` bytes are free behind the slowest reader."""

@@ -1,0 +1,179 @@
+"""The reading ends of a message queue: from a ring, and from a writer on another host."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import GroupClosedError, MessageDecodeError
+from shm_broadcast.queue_writer import REMOTE_HEADER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from typing_extensions import Buffer
+
+    from shm_broadcast.board import Board
+    from shm_broadcast.codec import Codec
+    from shm_broadcast.doorbell import AdaptiveSpin
+    from shm_broadcast.remote_reader import RemoteReader
+    from shm_broadcast.ring_reader import Message, RingReader
+
+
+class QueueReader(ABC):
+    """Takes messages out and decodes them; one call at a time, from any thread."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def dequeue(self, timeout: float | Deadline | None) -> Any:
+        """See `MessageQueue.dequeue`."""
+        with self._lock:
+            code, main, buffers = self._take(timeout)
+        if code != self._codec.code:
+            raise MessageDecodeError(
+                f"the writer used codec {code}, this reader {self._codec.code}: "
+                "one end was made with type= and the other without"
+            )
+        return self._codec.decode(main, buffers)
+
+    @contextmanager
+    def acquire_read(self, timeout: float | Deadline | None) -> Iterator[memoryview]:
+        """See `MessageQueue.acquire_read`."""
+        with self._lock:
+            _, main, _ = self._take(timeout)
+        with memoryview(main) as view:
+            yield view
+
+    @abstractmethod
+    def readable(self) -> bool:
+        """Whether a message is at least partly there."""
+
+    @abstractmethod
+    def wait_until_ready(self, deadline: Deadline) -> None:
+        """Wait until the writer has joined."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Read no more; wake a thread that waits here."""
+
+    @abstractmethod
+    def _take(self, timeout: float | Deadline | None) -> Message:
+        """The next message, encoded."""
+
+
+class LocalReader(QueueReader):
+    """Reads a ring."""
+
+    def __init__(
+        self, board: Board, codec: Codec, ring: RingReader, writer: int, spin: AdaptiveSpin
+    ) -> None:
+        super().__init__(codec)
+        self._board = board
+        self._ring = ring
+        self._writer = writer
+        self._spin = spin
+
+    @contextmanager
+    def acquire_read(self, timeout: float | Deadline | None) -> Iterator[memoryview]:
+        """The body in place where it lies in one record, else a private copy's main part."""
+        ring = self._ring
+        with self._lock:
+            self._check("acquire_read")
+            if ring.peek() is None:
+                self._wait("acquire_read", Deadline.after(timeout))
+            record = ring.peek()
+            if record is not None and record.is_whole_message and not record.n_buffers:
+                with ring.view(record) as view:
+                    try:
+                        yield view
+                    finally:
+                        ring.advance(record)
+                return
+        with super().acquire_read(timeout) as view:
+            yield view
+
+    def readable(self) -> bool:
+        """Whether a record is there."""
+        return self._ring.readable
+
+    def wait_until_ready(self, deadline: Deadline) -> None:
+        """Wait until the writer has joined the board."""
+        self._board.wait_for_members(deadline, [self._writer])
+
+    def close(self) -> None:
+        """Stop gating the writer."""
+        self._closed = True
+        self._board.ring_own()
+        with self._lock:
+            self._ring.leave()
+
+    def _take(self, timeout: float | Deadline | None) -> Message:
+        message = None if self._closed else self._ring.try_read(self._spin.window_ns)
+        if message is not None:
+            return message
+        self._check("dequeue")
+        deadline = Deadline.after(timeout)
+        while True:
+            self._wait("dequeue", deadline)
+            message = self._ring.try_read(self._spin.window_ns)
+            if message is not None:
+                return message
+
+    def _wait(self, operation: str, deadline: Deadline) -> None:
+        ring = self._ring
+        started = time.monotonic_ns()
+        self._board.stamp(operation)
+        self._board.wait(
+            lambda: ring.readable or ring.writer_closed or self._closed,
+            deadline,
+            operation,
+            lambda: (self._writer,),
+            spin=0,
+        )
+        self._spin.observe(time.monotonic_ns() - started)
+        self._check(operation)
+        # What was published before the writer closed is still handed out.
+        if ring.writer_closed and not ring.readable:
+            raise GroupClosedError(f"{operation}: the writer has shut the queue down")
+
+    def _check(self, operation: str) -> None:
+        if self._closed:
+            raise GroupClosedError(f"{operation}: the queue has been shut down in this process")
+        self._board.check(operation)
+
+
+class DistantReader(QueueReader):
+    """Reads from a writer on another host."""
+
+    def __init__(self, codec: Codec, remote: RemoteReader) -> None:
+        super().__init__(codec)
+        self._remote = remote
+
+    def readable(self) -> bool:
+        """Whether a message has come in whole."""
+        return self._remote.readable()
+
+    def wait_until_ready(self, deadline: Deadline) -> None:
+        """Wait until the writer has admitted this reader."""
+        self._remote.wait_ready(deadline)
+
+    def close(self) -> None:
+        """Leave in good order."""
+        self._remote.close()
+
+    def _take(self, timeout: float | Deadline | None) -> Message:
+        header, *parts = self._remote.recv(Deadline.after(timeout))
+        code, n_main = REMOTE_HEADER.unpack(header)
+        main = parts[0] if n_main == 1 else b"".join(parts[:n_main])
+        return code, main, [_writable(part) for part in parts[n_main:]]
+
+
+def _writable(part: Buffer) -> Buffer:
+    return bytearray(part) if memoryview(part).readonly else part

@@ -1,0 +1,119 @@
+"""The writing end of a message queue: encodes once, delivers to all readers or to none.
+
+Readers on the writer's host read a ring, readers on other hosts a `RemoteWriter`. A message becomes
+visible in the ring only when the remote readers have it for certain, so that one that times out
+reaches nobody.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import GroupClosedError
+
+if TYPE_CHECKING:
+    from shm_broadcast.board import Board
+    from shm_broadcast.codec import Codec, Encoded
+    from shm_broadcast.remote_writer import RemoteWriter
+    from shm_broadcast.ring_writer import RingWriter
+
+REMOTE_HEADER: Final = struct.Struct("<BI")
+"""The first part of a remote message: the codec, and how many parts make the main part."""
+
+
+class QueueWriter:
+    """Encodes and delivers; one call at a time, from any thread."""
+
+    def __init__(
+        self,
+        board: Board,
+        codec: Codec,
+        ring: RingWriter | None,
+        remote: RemoteWriter | None,
+    ) -> None:
+        self._board = board
+        self._codec = codec
+        self._ring = ring
+        self._remote = remote
+        self._only_ring = ring if remote is None else None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def enqueue(self, message: Any, timeout: float | Deadline | None) -> None:
+        """See `MessageQueue.enqueue`."""
+        codec, ring = self._codec, self._only_ring
+        with self._lock:
+            encoded = codec.encode(message)
+            main, buffers = encoded
+            small = len(main) == 1 and not buffers and ring is not None and not self._closed
+            if small and ring is not None and ring.try_write(codec.code, main[0]):
+                return
+            self._check()
+            self._board.stamp("enqueue")
+            self._deliver(encoded, Deadline.after(timeout))
+
+    def wait_until_ready(self, deadline: Deadline) -> None:
+        """Wait until every reader has joined."""
+        if self._ring is not None:
+            self._board.wait_for_members(deadline, self._ring.readers)
+        if self._remote is not None:
+            self._remote.wait_ready(deadline, self._check)
+
+    def behind(self) -> dict[int, int]:
+        """For each reader of the ring that has not left: the messages it has not read."""
+        return {} if self._ring is None else self._ring.behind()
+
+    def close(self) -> None:
+        """Tell all readers that nothing more will come; wake a thread that waits here."""
+        self._closed = True
+        self._board.ring_own()
+        if self._ring is not None:
+            self._ring.close()
+        if self._remote is not None:
+            self._remote.close()
+
+    def _deliver(self, encoded: Encoded, deadline: Deadline) -> None:
+        code, (main, buffers) = self._codec.code, encoded
+
+        def send_remote() -> None:
+            if self._remote is not None:
+                header = REMOTE_HEADER.pack(code, len(main))
+                self._remote.send([header, *main, *buffers], deadline, self._check)
+
+        if self._ring is None:
+            send_remote()
+            return
+        ring = self._ring
+        ring.write(
+            code,
+            main,
+            buffers,
+            wait_for_room=lambda need: self._wait_for_room(ring, need, deadline),
+            before_last=send_remote,
+        )
+
+    def _wait_for_room(self, ring: RingWriter, need: int, deadline: Deadline) -> None:
+        self._board.wait(
+            lambda: ring.has_room(need) or ring.deserted() or self._closed,
+            deadline,
+            "enqueue",
+            lambda: ring.laggards(need),
+            detail=lambda: _how_far(ring.behind()),
+        )
+        self._check()
+        if ring.deserted():
+            raise GroupClosedError("enqueue: every reader has left")
+
+    def _check(self) -> None:
+        if self._closed:
+            raise GroupClosedError("enqueue: the queue has been shut down in this process")
+        self._board.check("enqueue")
+
+
+def _how_far(behind: dict[int, int]) -> str:
+    return "; ".join(
+        f"rank {member} is {count} messages behind" for member, count in behind.items() if count
+    )
