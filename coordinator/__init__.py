@@ -1,1 +1,19 @@
-"""The layer that lets the processes of an inference server's group act as one."""
+"""Groups of ranks: who I am, collectives, messages, tensor dicts."""
+
+from coordinator.bootstrap import Launch, connect_store, host_store
+from coordinator.group import GroupCoordinator
+from coordinator.groups import ParallelGroups, init
+from coordinator.rank_grid import RankGrid
+from device_comm import ReduceOp, Work
+
+__all__ = [
+    "GroupCoordinator",
+    "Launch",
+    "ParallelGroups",
+    "RankGrid",
+    "ReduceOp",
+    "Work",
+    "connect_store",
+    "host_store",
+    "init",
+]

@@ -6,9 +6,8 @@ given, one that the launcher hosts, or one that rank 0 hosts. Whoever hosts it b
 address, never all of them, and may leave the choice of the port to the system: `host_store`
 tells the port afterwards, so no port is ever probed first and bound later.
 
-Several topologies may use one store, at once or one after the other: each rank counts how
-often it has come to a store, and what belongs to its n-th visit stands under a prefix of
-its own. Ranks that set up the same topologies in the same order therefore meet.
+Several topologies may use one store, at once or one after the other: ranks that set up the
+same topologies in the same order meet (`Exchange.visit`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from coordinator.exchange import Exchange
 from shm_broadcast.deadline import Deadline
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT = 60.0
 """Seconds that all ranks have to meet."""
 
-_PREFIX = "group-coordinator"
 _STORE_TIMEOUT = timedelta(seconds=300)
 _BACKLOG = 4096
 
@@ -100,15 +98,14 @@ class Meeting:
 
     Attributes:
         launch: who this process is.
-        exchange: swaps values between all ranks, in a part of the store for this topology.
+        exchange: swaps values between all ranks, in a part of the store for this topology. It keeps
+            a store that rank 0 hosts alive.
         address: this host's address on the way to the store; ``""`` if the store is not TCP.
-        store: the store itself; while rank 0 hosts it, it lives as long as this object.
     """
 
     launch: Launch
     exchange: Exchange
     address: str
-    store: Store
 
 
 def meet(
@@ -133,19 +130,12 @@ def meet(
     if store is None:
         store = _open_store(launch, deadline)
     host = f"{store.host}:{store.port}" if isinstance(store, TCPStore) else ""
-    visits = f"{_PREFIX}/{launch.attempt}"
-    visit = store.add(f"{visits}/visits/{launch.rank}", 1)
-    exchange = Exchange(
-        PrefixStore(f"{visits}/{visit}", store),
-        launch.rank,
-        launch.world_size,
-        "world",
-        deadline,
-        host,
+    exchange = Exchange.visit(
+        store, f"world/{launch.attempt}", launch.rank, launch.world_size, "world", deadline, host
     )
     exchange.all_gather("rendezvous")
     address = own_address(store.host, store.port) if isinstance(store, TCPStore) else ""
-    return Meeting(launch, exchange, address, store)
+    return Meeting(launch, exchange, address)
 
 
 def host_store(address: str = "127.0.0.1", port: int = 0) -> TCPStore:

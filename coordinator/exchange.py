@@ -50,6 +50,28 @@ class Exchange:
     deadline: Deadline
     host: str = ""
 
+    @classmethod
+    def visit(
+        cls,
+        store: Store,
+        place: str,
+        rank: int,
+        size: int,
+        name: str,
+        deadline: Deadline,
+        host: str = "",
+    ) -> Exchange:
+        """An exchange at a place in a store that may have been used before.
+
+        Each member counts how often it has come there, and what belongs to its n-th visit
+        stands under keys of its own. Members that come there in the same order meet.
+
+        Collective: no.
+        """
+        place = f"group-coordinator/{place}"
+        count = store.add(f"{place}/visits/{rank}", 1)
+        return cls(PrefixStore(f"{place}/{count}", store), rank, size, name, deadline, host)
+
     def all_gather(self, what: str, payload: bytes = b"") -> list[bytes]:
         """Put ``payload`` and return everyone's, by rank.
 

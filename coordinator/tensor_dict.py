@@ -162,7 +162,7 @@ def encode(header: Header) -> bytes:
     return _encoder.encode(header)
 
 
-def decode(data: bytes) -> Header:
+def decode(data: bytes | memoryview) -> Header:
     """The header that was encoded.
 
     Raises:

@@ -13,6 +13,7 @@ All that this project takes from torch.distributed's private parts stands in thi
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,7 @@ def new_process_group(
 
     Args:
         store: the members' store, with a prefix that only this group uses.
-        name: unique in the process, the same on all members.
+        name: for torch's registry; a number is added if it is taken there.
         ranks: global ranks, in the order of their ranks in the group.
         rank: this member's rank in the group.
         backend: as for `torch.distributed.new_group`: ``"gloo"``, ``"nccl"``, or by device.
@@ -86,6 +87,7 @@ def new_process_group(
     group._set_default_backend(next(iter(made.values()))[0])
     for device, kind in by_device.items():
         group._register_backend(torch.device(device), *made[kind])
+    name = _free_name(name)
     group._set_group_name(name)  # type: ignore[arg-type] # a NewType of str
     group._set_group_desc(name)
     _register(group, name, ranks, backend, store)
@@ -107,8 +109,9 @@ def default_store() -> Store:
 
 
 def store_of(group: ProcessGroup) -> Store:
-    """The store that a registered process group was made with."""
-    return distributed_c10d._world.pg_map[group][1]
+    """The store that a process group was made with."""
+    known = distributed_c10d._world.pg_map.get(group)
+    return group.get_group_store() if known is None else known[1]
 
 
 def _new_backend(
@@ -149,6 +152,12 @@ def _gloo(
         raise
     made._set_default_timeout(_OPERATION_TIMEOUT)
     return made
+
+
+def _free_name(name: str) -> str:
+    taken = distributed_c10d._world.pg_names.values()
+    candidates = itertools.chain([name], (f"{name}#{count}" for count in itertools.count(2)))
+    return next(candidate for candidate in candidates if candidate not in taken)
 
 
 def _register(

@@ -1,0 +1,180 @@
+"""What one member holds of its group, and how it comes to hold it.
+
+A `Link` is built by all members of a group together, over an `Exchange`: the board of the
+node, the process groups, and the communicators over these. A group of one has neither
+process group nor board of its own and costs nothing.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from coordinator import torch_groups
+from coordinator.nodes import Nodes, find_nodes
+from coordinator.torch_groups import SocketChoice
+from device_comm import DeviceCommunicator, LoopbackComm
+from device_comm.torch_comm import TorchComm
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from coordinator.exchange import Exchange
+
+OPERATION_TIMEOUT = 600.0
+"""Seconds that an operation may take unless it says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the groups of one topology have in common.
+
+    Attributes:
+        backend: of the device's process groups, as for `torch.distributed.new_group`.
+        device: where the tensors of the collectives are.
+        local_rank: this process's number on its node.
+        sockets: where gloo listens.
+        timeout: seconds that an operation may take; None: for ever.
+    """
+
+    backend: str
+    device: torch.device
+    local_rank: int
+    sockets: SocketChoice
+    timeout: float | None
+
+    @classmethod
+    def of(
+        cls,
+        backend: str | None,
+        local_rank: int,
+        sockets: SocketChoice | None = None,
+        timeout: float | None = OPERATION_TIMEOUT,
+    ) -> Settings:
+        """Settings for a backend, and the device that goes with it.
+
+        Args:
+            backend: None: NCCL where this process sees a GPU, gloo elsewhere.
+            local_rank: chooses the GPU.
+            sockets: where gloo listens; None: torch's choice.
+            timeout: seconds that an operation may take; None: for ever.
+        """
+        if backend is None:
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
+        device = torch.device("cpu")
+        if "nccl" in backend:
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        return cls(backend, device, local_rank, sockets or SocketChoice(), timeout)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one member holds of its group.
+
+    Attributes:
+        name: the group's, for errors and status.
+        ranks: the members' global ranks, by rank in the group.
+        rank_in_group: this member's.
+        settings: the topology's.
+        cpu_group: a torch process group for the CPU; None in a group of one.
+        device_group: one for the device; the same if that is the CPU.
+        cpu: moves tensors on the CPU.
+        device: moves tensors on the device; the same if that is the CPU.
+        nodes: which members share a host; None in a group of one without a board.
+        exchange: swaps values between the members; None in a group of one.
+        closing: gives everything back.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank_in_group: int
+    settings: Settings
+    cpu_group: ProcessGroup | None
+    device_group: ProcessGroup | None
+    cpu: DeviceCommunicator
+    device: DeviceCommunicator
+    nodes: Nodes | None
+    exchange: Exchange | None
+    closing: ExitStack
+
+
+def alone(name: str, rank: int, settings: Settings, nodes: Nodes | None = None) -> Link:
+    """The link of a group of one. Collective: no."""
+    watch, member = (None, 0) if nodes is None else (nodes.board, nodes.members[0])
+    device = LoopbackComm(settings.device, name=name, watch=watch, member=member)
+    cpu = device
+    if settings.device.type != "cpu":
+        cpu = LoopbackComm("cpu", name=name, watch=watch, member=member)
+    return Link(name, (rank,), 0, settings, None, None, cpu, device, nodes, None, ExitStack())
+
+
+def connect(
+    exchange: Exchange,
+    ranks: Sequence[int],
+    settings: Settings,
+    nodes: Nodes | None = None,
+) -> Link:
+    """Build the link of a group of two or more.
+
+    Args:
+        exchange: of its members, with keys that no other group uses; it names the group.
+        ranks: their global ranks, by rank in the group.
+        settings: the same on all members, but for the local rank.
+        nodes: if they are known, with their boards; else they are found, and a board is made.
+
+    Collective: yes, every member, and nobody else.
+
+    Raises:
+        GroupTimeoutError: some members did not come in time; names them.
+        ValueError: the backend is unknown.
+    """
+    name, rank = exchange.name, exchange.rank
+    with ExitStack() as undo:
+        if nodes is None:
+            nodes = find_nodes(exchange)
+            undo.callback(nodes.board.close)
+        exchange.all_gather("members")
+        cpu_group = _process_group(undo, exchange, ranks, "gloo", settings)
+        cpu = TorchComm(cpu_group, "cpu", nodes.board, nodes.members, name, settings.timeout)
+        undo.callback(cpu.close)
+        device_group, device = cpu_group, cpu
+        if settings.device.type != "cpu":
+            device_group = _process_group(undo, exchange, ranks, settings.backend, settings)
+            device = TorchComm(
+                device_group, settings.device, nodes.board, nodes.members, name, settings.timeout
+            )
+            undo.callback(device.close)
+        return Link(
+            name,
+            tuple(ranks),
+            rank,
+            settings,
+            cpu_group,
+            device_group,
+            cpu,
+            device,
+            nodes,
+            exchange,
+            undo.pop_all(),
+        )
+
+
+def _process_group(
+    undo: ExitStack, exchange: Exchange, ranks: Sequence[int], backend: str, settings: Settings
+) -> ProcessGroup:
+    group = torch_groups.new_process_group(
+        exchange.store,
+        f"{exchange.name}:{backend}",
+        ranks,
+        exchange.rank,
+        backend,
+        exchange.deadline,
+        settings.sockets,
+    )
+    undo.callback(torch_groups.destroy, group)
+    return group

@@ -1,0 +1,144 @@
+"""Objects from one member of a group to another, or to all, over its CPU communicator.
+
+Guarantees
+    - What one member sends to another arrives in the order sent; receives from one peer
+      take effect in the order they were asked for, also those whose handles were dropped.
+    - A handle owns all that its message needs, and may be dropped.
+    - Blocking sends do not wait for their receives, so members that send to each other
+      first both go on. They wait once `OUTSTANDING_BYTES` to that peer are under way.
+
+Assumes: the members trust each other, for objects are pickled; one thread at a time.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from coordinator.boxes import Inbox, Outbox, Together
+from coordinator.messages import Message, broadcast_bytes
+from device_comm import Work
+from shm_broadcast import Deadline, GroupTimeoutError, MessageDecodeError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from coordinator.boxes import Steps
+    from device_comm import DeviceCommunicator
+
+T = TypeVar("T")
+
+OUTSTANDING_BYTES = 64 << 20
+"""What may be under way to one peer before a blocking send waits; one message always may."""
+
+
+def dump(obj: Any) -> bytes:
+    """Pickle an object.
+
+    Raises:
+        TypeError: it cannot be pickled.
+    """
+    try:
+        return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(f"cannot send a {type(obj).__name__}: {error}") from error
+
+
+def load(data: bytes | memoryview) -> Any:
+    """Restore a pickled object.
+
+    Raises:
+        MessageDecodeError: it cannot be restored here.
+    """
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise MessageDecodeError(f"cannot restore an object: {error}") from error
+
+
+class ObjectMail:
+    """One member's messages to and from the others. The communicator stays the group's."""
+
+    def __init__(self, cpu: DeviceCommunicator) -> None:
+        """Send and receive over ``cpu``, which moves tensors on the CPU."""
+        self.cpu = cpu
+        self._inboxes: dict[int, Inbox] = {}
+        self._outboxes: dict[int, Outbox] = {}
+
+    def isend_object(self, obj: Any, dst: int, timeout: float | None) -> Work[None]:
+        """Begin to send an object. Collective: no."""
+        return self._sending(self.send_bytes(dump(obj), dst), timeout)
+
+    def send_object(self, obj: Any, dst: int, timeout: float | None) -> None:
+        """Send an object. Collective: no."""
+        payload = dump(obj)
+        self._post(dst, self.send_bytes(payload, dst), len(payload), timeout)
+
+    def irecv_object(self, src: int, timeout: float | None) -> Work[Any]:
+        """Begin to receive the next message of ``src``, an object. Collective: no."""
+        return self._receiving(src, self._object_steps(src), timeout)
+
+    def broadcast_object(self, obj: Any, src: int, timeout: float | None) -> Any:
+        """The object of ``src``, on all members. Collective: yes, every member."""
+        deadline = self.deadline(timeout)
+        if self.cpu.rank == src:
+            broadcast_bytes(self.cpu, dump(obj), src, deadline)
+            return obj
+        return load(broadcast_bytes(self.cpu, None, src, deadline))
+
+    def finish(self, work: Work[T]) -> T:
+        """The end of a blocking receive; what cannot be taken back ends the group.
+
+        Raises:
+            GroupTimeoutError: it did not come in time; the group has been aborted.
+        """
+        try:
+            return work.wait()
+        except GroupTimeoutError as error:
+            self.cpu.abort(error)
+            raise
+
+    def settle(self, src: int, timeout: float | None) -> None:
+        """Wait until the receives from ``src`` have asked for all their parts."""
+        if src in self._inboxes:
+            self._inboxes[src].settle(self.deadline(timeout))
+
+    def is_behind(self, src: int) -> bool:
+        """Whether a receive from ``src`` that begins now has to wait for others' turns."""
+        return src in self._inboxes and self._inboxes[src].is_busy()
+
+    def deadline(self, timeout: float | None) -> Deadline:
+        """The end of a call that begins now; None: as long as the communicator allows."""
+        return Deadline.after(self.cpu.timeout if timeout is None else timeout)
+
+    def send_bytes(self, payload: bytes, dst: int) -> list[Work[None]]:
+        """Begin to send bytes."""
+        message = Message(payload)
+        works = [self.cpu.isend(message.first, dst)]
+        rest = message.rest()
+        if rest is not None:
+            works.append(self.cpu.isend(rest, dst))
+        return works
+
+    def _object_steps(self, src: int) -> Steps[Any]:
+        message = Message()
+        yield self.cpu.irecv(out=message.first, src=src)
+        rest = message.rest()
+        works = [] if rest is None else [self.cpu.irecv(out=rest, src=src)]
+        return works, lambda: load(message.payload)
+
+    def _post(
+        self, dst: int, works: Sequence[Work[None]], size: int, timeout: float | None
+    ) -> None:
+        outbox = self._outboxes.setdefault(dst, Outbox(OUTSTANDING_BYTES))
+        outbox.add(works, size, self.deadline(timeout))
+
+    def _sending(self, works: Sequence[Work[None]], timeout: float | None) -> Work[None]:
+        return Work(None, Together(works), timeout=self._allowed(timeout))
+
+    def _receiving(self, src: int, steps: Steps[Any], timeout: float | None) -> Work[Any]:
+        receipt = self._inboxes.setdefault(src, Inbox()).begin(steps)
+        return Work(None, receipt, receipt.finish, self._allowed(timeout))
+
+    def _allowed(self, timeout: float | None) -> float | None:
+        return self.cpu.timeout if timeout is None else timeout

@@ -1,0 +1,176 @@
+"""Dicts of tensors from one member of a group to another, or to all.
+
+The header goes over the CPU communicator, each tensor over that of its device, in the
+header's order. `coordinator.tensor_dict` says what is in a header and how tensors are cut,
+`coordinator.objects` what is guaranteed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from coordinator.boxes import in_turn
+from coordinator.messages import Message, broadcast_bytes
+from coordinator.objects import ObjectMail
+from coordinator.tensor_dict import WHOLE, Slicing, decode, encode, pack, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from coordinator.boxes import Steps
+    from coordinator.tensor_dict import Header, TensorMeta
+    from device_comm import DeviceCommunicator, Work
+    from shm_broadcast import Deadline
+
+
+class TensorMail(ObjectMail):
+    """One member's messages, tensors included. The communicators stay the group's."""
+
+    def __init__(self, cpu: DeviceCommunicator, device: DeviceCommunicator) -> None:
+        """Send and receive over these; they are one where the group's device is the CPU."""
+        super().__init__(cpu)
+        self.device = device
+
+    def isend_dict(
+        self, values: Mapping[str, Any], dst: int, slicing: Slicing, timeout: float | None
+    ) -> Work[None]:
+        """Begin to send a dict, whose tensors must not change until that is done."""
+        header, parts = self._pack(values, slicing)
+        return self._sending(self._send_dict(header, parts, dst), timeout)
+
+    def send_dict(
+        self, values: Mapping[str, Any], dst: int, slicing: Slicing, timeout: float | None
+    ) -> None:
+        """Send a dict, whose tensors may be changed after that."""
+        header, parts = self._pack(values, slicing)
+        copies = [part.clone() for part in parts]
+        size = sum(part.nbytes for part in copies)
+        self._post(dst, self._send_dict(header, copies, dst), size, timeout)
+
+    def irecv_dict(
+        self, src: int, peers: TensorMail | None, timeout: float | None
+    ) -> Work[dict[str, Any]]:
+        """Begin to receive the next message of ``src``, a dict.
+
+        Args:
+            src: a rank in the group.
+            peers: the mail of the group that receives the other slices.
+            timeout: seconds that its `wait` allows; None: the communicator's.
+        """
+        return self._receiving(src, self._dict_steps(src, peers), timeout)
+
+    def irecv_tensor(
+        self,
+        size: Sequence[int] | None,
+        dtype: torch.dtype | None,
+        src: int,
+        out: Tensor | None,
+        timeout: float | None,
+    ) -> Work[Tensor]:
+        """Begin to receive a tensor of the group's device, behind what was asked for before."""
+        if not self.is_behind(src):
+            return self.device.irecv(size, dtype, src, out=out, timeout=timeout)
+        return self._receiving(
+            src,
+            in_turn(lambda: self.device.irecv(size, dtype, src, out=out, timeout=timeout)),
+            timeout,
+        )
+
+    def broadcast_dict(
+        self, values: Mapping[str, Any] | None, src: int, timeout: float | None
+    ) -> dict[str, Any]:
+        """The dict of ``src``, on all members. Collective: yes, every member."""
+        deadline = self.deadline(timeout)
+        if self.cpu.rank != src:
+            header = decode(broadcast_bytes(self.cpu, None, src, deadline))
+            tensors = self._rooms(header)
+            self._broadcast_all([room for room in tensors.values() if room.numel()], src, deadline)
+            return unpack(header, self._whole(header, tensors, None))
+        if values is None:
+            raise ValueError(f"rank {src} is the source: it needs a dict")
+        header, parts = self._pack(values, WHOLE)
+        broadcast_bytes(self.cpu, encode(header), src, deadline)
+        self._broadcast_all(parts, src, deadline)
+        return dict(values)
+
+    def slicing(self, overrides: Mapping[str, bool] | None) -> Slicing:
+        """How to cut tensors that all members of this mail's group hold."""
+        return Slicing(self.cpu.world_size, self.cpu.rank, overrides or {})
+
+    def _dict_steps(self, src: int, peers: TensorMail | None) -> Steps[dict[str, Any]]:
+        message = Message()
+        yield self.cpu.irecv(out=message.first, src=src)
+        rest = message.rest()
+        if rest is not None:
+            yield self.cpu.irecv(out=rest, src=src)
+        header = decode(message.payload)
+        tensors = self._rooms(header)
+        works = [
+            self._comm(room.device.type).irecv(out=room, src=src)
+            for room in tensors.values()
+            if room.numel()
+        ]
+
+        return works, lambda: unpack(header, self._whole(header, tensors, peers))
+
+    def _send_dict(self, header: Header, parts: Sequence[Tensor], dst: int) -> list[Work[None]]:
+        works = self.send_bytes(encode(header), dst)
+        works += [self._comm(part.device.type).isend(part, dst) for part in parts]
+        return works
+
+    def _broadcast_all(self, parts: Sequence[Tensor], src: int, deadline: Deadline) -> None:
+        works = [
+            self._comm(part.device.type).broadcast_(part, src=src, async_op=True) for part in parts
+        ]
+        for work in works:
+            work.wait(deadline)
+
+    def _whole(
+        self, header: Header, tensors: Mapping[str, Tensor], peers: TensorMail | None
+    ) -> dict[str, Tensor]:
+        """The received tensors by key: gathered where they were cut, in their shapes."""
+        for key, meta in header.tensors.items():
+            if meta.slices and (
+                peers is None or (peers.cpu.world_size, peers.cpu.rank) != (meta.slices, meta.slice)
+            ):
+                raise ValueError(
+                    f"{key!r} came as slice {meta.slice} of {meta.slices}: receive it with an "
+                    "all_gather_group of that size, at that rank"
+                )
+        whole = {}
+        for key, tensor in tensors.items():
+            meta = header.tensors[key]
+            if meta.slices and peers is not None:
+                tensor = peers._comm(meta.device).all_gather(tensor, dim=0)
+            tensor = tensor.view(meta.shape)
+            may_require = meta.requires_grad and torch.is_grad_enabled()
+            whole[key] = tensor.requires_grad_() if may_require else tensor
+        return whole
+
+    def _pack(self, values: Mapping[str, Any], slicing: Slicing) -> tuple[Header, list[Tensor]]:
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.device not in (
+                self.cpu.device,
+                self.device.device,
+            ):
+                raise ValueError(
+                    f"{key!r} is on {value.device}; this group moves tensors on "
+                    f"{self.cpu.device} and {self.device.device}"
+                )
+        return pack(values, slicing)
+
+    def _rooms(self, header: Header) -> dict[str, Tensor]:
+        """Room for what arrives of each tensor, by key."""
+        return {key: self._room(key, meta) for key, meta in header.tensors.items()}
+
+    def _room(self, key: str, meta: TensorMeta) -> Tensor:
+        device = self._comm(meta.device).device
+        if device.type != meta.device:
+            raise ValueError(f"{key!r} comes from a {meta.device}; this group is on {device}")
+        return torch.empty(meta.numel_sent, dtype=meta.torch_dtype, device=device)
+
+    def _comm(self, device_type: str) -> DeviceCommunicator:
+        return self.cpu if device_type == "cpu" else self.device

@@ -1,0 +1,281 @@
+"""The verbs over tensors, as a group offers them: the device communicator's, by name.
+
+`device_comm.base` says what all verbs share (out of place, what is validated, what is
+raised) and documents each in full. Here ``dim`` may be given by position, as vLLM's users do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from device_comm import DeviceCommunicator, ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+Timeout = float | None
+"""Seconds that a call may take; None: what the group allows."""
+
+
+class TensorVerbs:
+    """Collectives over tensors on the group's device.
+
+    ``async_op=True`` returns a `device_comm.Work`; ``await`` it, or call its ``wait()``, for
+    what the call would have returned. A group of one returns its input itself.
+
+    Attributes:
+        device_communicator: what moves the tensors.
+    """
+
+    device_communicator: DeviceCommunicator
+
+    def all_reduce(
+        self,
+        x: Tensor,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """The reduction of every ``x``. Collective: yes, every member."""
+        return self.device_communicator.all_reduce(
+            x, op=op, out=out, async_op=async_op, timeout=timeout
+        )
+
+    def all_reduce_(
+        self,
+        x: Tensor,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """As `all_reduce`, into ``x``. Collective: yes, every member."""
+        return self.device_communicator.all_reduce_(x, op=op, async_op=async_op, timeout=timeout)
+
+    def all_gather(
+        self,
+        x: Tensor,
+        dim: int = -1,
+        *,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """Every ``x`` (..., s, ...), concatenated along ``dim``. Collective: yes, every member."""
+        return self.device_communicator.all_gather(
+            x, dim=dim, out=out, async_op=async_op, timeout=timeout
+        )
+
+    def all_gather_(
+        self, x: Tensor, dim: int = -1, *, async_op: bool = False, timeout: Timeout = None
+    ) -> Any:
+        """Fill ``x`` from each member's own part of it. Collective: yes, every member."""
+        return self.device_communicator.all_gather_(x, dim=dim, async_op=async_op, timeout=timeout)
+
+    def all_gatherv(
+        self,
+        x: Tensor | Sequence[Tensor],
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        out: Any = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """As `all_gather`, with ``sizes[r]`` rows from rank r; of a list, each tensor.
+
+        Collective: yes, every member.
+        """
+        return self.device_communicator.all_gatherv(
+            x, dim=dim, sizes=sizes, out=out, async_op=async_op, timeout=timeout
+        )
+
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        dim: int = -1,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """This member's part, along ``dim``, of the reduction. Collective: yes, every member."""
+        return self.device_communicator.reduce_scatter(
+            x, dim=dim, op=op, out=out, async_op=async_op, timeout=timeout
+        )
+
+    def reduce_scatter_(
+        self,
+        x: Tensor,
+        dim: int = -1,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """As `reduce_scatter`, into the first part of ``x``. Collective: yes, every member."""
+        return self.device_communicator.reduce_scatter_(
+            x, dim=dim, op=op, async_op=async_op, timeout=timeout
+        )
+
+    def reduce_scatterv(
+        self,
+        x: Tensor,
+        dim: int = -1,
+        sizes: Sequence[int] | None = None,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """As `reduce_scatter`, with ``sizes[r]`` rows for rank r. Collective: yes, every member."""
+        return self.device_communicator.reduce_scatterv(
+            x, dim=dim, sizes=sizes, op=op, out=out, async_op=async_op, timeout=timeout
+        )
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        dim: int = 0,
+        *,
+        input_sizes: Sequence[int] | None = None,
+        output_sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """Part r of ``x`` goes to rank r. Collective: yes, every member."""
+        return self.device_communicator.all_to_all(
+            x,
+            dim=dim,
+            input_sizes=input_sizes,
+            output_sizes=output_sizes,
+            out=out,
+            async_op=async_op,
+            timeout=timeout,
+        )
+
+    def all_to_all_(
+        self, x: Tensor, dim: int = 0, *, async_op: bool = False, timeout: Timeout = None
+    ) -> Any:
+        """As `all_to_all` of equal parts, into ``x``. Collective: yes, every member."""
+        return self.device_communicator.all_to_all_(x, dim=dim, async_op=async_op, timeout=timeout)
+
+    def broadcast(
+        self,
+        x: Tensor,
+        src: int = 0,
+        *,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """The ``x`` of rank ``src``, in a tensor of its own. Collective: yes, every member."""
+        return self.device_communicator.broadcast(
+            x, src=src, out=out, async_op=async_op, timeout=timeout
+        )
+
+    def broadcast_(
+        self, x: Tensor, src: int = 0, *, async_op: bool = False, timeout: Timeout = None
+    ) -> Any:
+        """As `broadcast`, into ``x``. Collective: yes, every member."""
+        return self.device_communicator.broadcast_(x, src=src, async_op=async_op, timeout=timeout)
+
+    def reduce(
+        self,
+        x: Tensor,
+        dst: int = 0,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """The reduction on rank ``dst``, None elsewhere. Collective: yes, every member."""
+        return self.device_communicator.reduce(
+            x, dst=dst, op=op, out=out, async_op=async_op, timeout=timeout
+        )
+
+    def reduce_(
+        self,
+        x: Tensor,
+        dst: int = 0,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """As `reduce`, into the ``x`` of ``dst``. Collective: yes, every member."""
+        return self.device_communicator.reduce_(
+            x, dst=dst, op=op, async_op=async_op, timeout=timeout
+        )
+
+    def gather(
+        self,
+        x: Tensor,
+        dst: int = 0,
+        dim: int = -1,
+        *,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """Every ``x``, concatenated, on rank ``dst``; None elsewhere.
+
+        Collective: yes, every member.
+        """
+        return self.device_communicator.gather(
+            x, dst=dst, dim=dim, out=out, async_op=async_op, timeout=timeout
+        )
+
+    def gather_(
+        self,
+        x: Tensor,
+        dst: int = 0,
+        dim: int = -1,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """As `gather`, into the ``x`` of ``dst``. Collective: yes, every member."""
+        return self.device_communicator.gather_(
+            x, dst=dst, dim=dim, async_op=async_op, timeout=timeout
+        )
+
+    def scatter(
+        self,
+        x: Tensor | None,
+        src: int = 0,
+        dim: int = -1,
+        *,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """Part r of the ``x`` of ``src``, on rank r; the others pass None, and ``out``.
+
+        Collective: yes, every member.
+        """
+        return self.device_communicator.scatter(
+            x, src=src, dim=dim, out=out, async_op=async_op, timeout=timeout
+        )
+
+    def scatter_(
+        self,
+        x: Tensor,
+        src: int = 0,
+        dim: int = -1,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """As `scatter`, into ``x``. Collective: yes, every member."""
+        return self.device_communicator.scatter_(
+            x, src=src, dim=dim, async_op=async_op, timeout=timeout
+        )
