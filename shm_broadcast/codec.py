@@ -14,7 +14,7 @@ tensor on another device is copied through the host.
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import msgspec
 import torch
@@ -34,14 +34,8 @@ PICKLE: Final = 1
 MSGPACK: Final = 2
 
 
-class Encoded(NamedTuple):
-    """An encoded message: the main part in pieces, and the out-of-band buffers.
-
-    All of it may still be the caller's memory.
-    """
-
-    main: Sequence[Buffer]
-    buffers: Sequence[memoryview]
+Encoded: TypeAlias = "tuple[Sequence[Buffer], Sequence[memoryview]]"
+"""The main part in pieces, and the out-of-band buffers; all may still be the caller's memory."""
 
 
 class Codec(Protocol):
@@ -78,7 +72,7 @@ class PickleCodec:
         """Pickle ``message``; an object that cannot be pickled raises what pickle raises."""
         try:
             self._pickler.dump(message)
-            return Encoded(tuple(self._main), tuple(self._buffers))
+            return tuple(self._main), tuple(self._buffers)
         finally:
             self._pickler.clear_memo()
             self._main.clear()
@@ -110,7 +104,7 @@ class MsgpackCodec:
 
     def encode(self, message: Any) -> Encoded:
         """Encode ``message``; one that msgspec does not know raises TypeError."""
-        return Encoded((self._encoder.encode(message),), ())
+        return (self._encoder.encode(message),), ()
 
     def decode(self, main: Buffer, buffers: Sequence[Buffer]) -> Any:
         """Decode and validate a message."""

@@ -3,7 +3,8 @@
     CoordinatorError
     ├── GroupTimeoutError (TimeoutError)      a deadline passed; names who is behind
     ├── PeerLostError (ConnectionError)       a member's process is gone; names it
-    ├── PeerProtocolError                     a member on another host broke the protocol; names it
+    ├── PeerProtocolError                     a member on another host sent nonsense, or refused us
+    ├── TransportError (ConnectionError)      a connection broke; nobody is known to have died
     ├── GroupAbortedError                     someone aborted; carries the first failure
     ├── GroupClosedError                      you closed it
     ├── DivergenceError                       members issued different operations
@@ -135,11 +136,11 @@ class PeerLostError(CoordinatorError, ConnectionError):
 
 
 class PeerProtocolError(CoordinatorError):
-    """A member on another host sent what the protocol does not allow; nothing more is taken from it.
+    """A member on another host sent what the protocol does not allow, or refused this one.
 
     Attributes:
         operation: what was waited in.
-        rank: the member's rank.
+        rank: the other member's rank.
         detail: what was wrong.
     """
 
@@ -147,10 +148,27 @@ class PeerProtocolError(CoordinatorError):
         self.operation = operation
         self.rank = rank
         self.detail = detail
-        super().__init__(f"{operation}: rank {rank} broke the protocol: {detail}")
+        super().__init__(f"{operation}: nothing more is exchanged with rank {rank}: {detail}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.operation, self.rank, self.detail)
+
+
+class TransportError(CoordinatorError, ConnectionError):
+    """A library's connection broke and the cause is not known: no member is seen to have died.
+
+    Attributes:
+        operation: what was waited in.
+        detail: what the library says.
+    """
+
+    def __init__(self, operation: str, detail: str) -> None:
+        self.operation = operation
+        self.detail = detail
+        super().__init__(f"{operation}: {detail}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.operation, self.detail)
 
 
 class GroupAbortedError(CoordinatorError):

@@ -66,7 +66,8 @@ Record, at a multiple of 64
     | `size` bytes: body[offset : offset + size] of message `sequence`, which has `total` bytes   |
     +---------------------------------------------------------------------------------------------+
 
-A body is ``buffers`` sizes (u64 each), the main part, then the out-of-band buffers. A message is
+A body is ``buffers`` sizes (u64 each), the main part, then the out-of-band buffers. A size with the
+`PLACED` bit is that of a descriptor: the buffer itself lies in a block of its own. A message is
 one MESSAGE record, followed by FRAGMENT records until ``total`` bytes are there. PADDING fills the
 space before the wrap when a record must not be split. CANCEL ends a message whose writer gave up;
 the writer always keeps room for it.
@@ -141,6 +142,7 @@ READER_STRIDE: Final = 64
 READER_CONSUMED: Final = 0
 READER_SEQUENCE: Final = 8
 LEFT: Final = 2**64 - 1
+PLACED: Final = 1 << 63
 
 RECORD_ALIGN: Final = 64
 RECORD_HEADER: Final = 32

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
+from shm_broadcast.arena import DEFAULT_BLOCK_BYTES, BlockWriter
 from shm_broadcast.board import Board
 from shm_broadcast.codec import codec_for
 from shm_broadcast.deadline import Deadline
@@ -55,6 +56,7 @@ class MessageQueue:
         remote_reader_ranks: Sequence[int] | None = None,
         secret: bytes | None = None,
         type: Any | None = None,  # noqa: A002  (the field's name for it, as in msgspec)
+        zero_copy: bool = False,
     ) -> None:
         """A new queue with a board of its own; this process writes.
 
@@ -73,6 +75,7 @@ class MessageQueue:
                 follow the local ones if not given.
             secret: the launcher's secret, 16 bytes or more; needed for readers on other hosts.
             type: a type that msgspec can validate; ``None`` carries any picklable object.
+            zero_copy: let readers use buffers of 1 MiB and more where they lie: see `dequeue`.
 
         Raises:
             ValueError: the numbers do not fit together, or an address or a secret is missing.
@@ -91,7 +94,11 @@ class MessageQueue:
         self._owns_board = True
         self._ring = ring
         writing = RingWriter(ring, board, 0, readers) if ring else None
-        self._end: QueueWriter | QueueReader = QueueWriter(board, codec_for(type), writing, remote)
+        blocks = _blocks(writing, zero_copy)
+        self._writing: QueueWriter | None = QueueWriter(
+            board, codec_for(type), writing, remote, blocks
+        )
+        self._reading: QueueReader | None = None
 
     @classmethod
     def on_board(
@@ -103,6 +110,7 @@ class MessageQueue:
         *,
         type: Any | None = None,  # noqa: A002
         spin_seconds: float = DEFAULT_SPIN_SECONDS,
+        zero_copy: bool = False,
     ) -> MessageQueue:
         """A new queue between members of ``board``; this process owns its memory.
 
@@ -116,6 +124,8 @@ class MessageQueue:
             capacity: bytes, rounded up to a multiple of 64 KiB.
             type: a type that msgspec can validate; ``None`` carries any picklable object.
             spin_seconds: the longest time to look for a message without sleeping.
+            zero_copy: at the writer, let readers use buffers of 1 MiB and more where they lie: see
+                `dequeue`.
 
         Raises:
             ValueError: the members are not distinct members of the board.
@@ -123,7 +133,7 @@ class MessageQueue:
         """
         ring = create_ring(board, writer, readers, capacity)
         handle = _describe(board, ring, writer, readers, readers, None)
-        return cls._on_ring(handle, board, ring, type, spin_seconds, owns_board=False)
+        return cls._on_ring(handle, board, ring, type, spin_seconds, zero_copy=zero_copy)
 
     @classmethod
     def attach(
@@ -133,6 +143,7 @@ class MessageQueue:
         *,
         type: Any | None = None,  # noqa: A002
         spin_seconds: float = DEFAULT_SPIN_SECONDS,
+        zero_copy: bool = False,
     ) -> MessageQueue:
         """Join the queue that ``handle`` names; ``board.member`` decides whether to write or read.
 
@@ -144,13 +155,15 @@ class MessageQueue:
             board: this process's view of the board that ``handle`` names; it stays the caller's.
             type: the same as the creator's.
             spin_seconds: the longest time to look for a message without sleeping.
+            zero_copy: at the writer, let readers use buffers of 1 MiB and more where they lie: see
+                `dequeue`.
 
         Raises:
             ValueError: ``board.member`` takes no part in the queue.
             SharedMemoryError: the queue is on another host, or its owner has ended.
         """
         ring = _attach_ring(handle)
-        return cls._on_ring(handle, board, ring, type, spin_seconds, owns_board=False)
+        return cls._on_ring(handle, board, ring, type, spin_seconds, zero_copy=zero_copy)
 
     @classmethod
     def create_from_handle(
@@ -184,7 +197,8 @@ class MessageQueue:
         queue._handle = handle
         queue._board = queue._ring = None
         queue._owns_board = False
-        queue._end = DistantReader(codec_for(type), RemoteReader(handle.remote, rank, secret))
+        queue._writing = None
+        queue._reading = DistantReader(codec_for(type), RemoteReader(handle.remote, rank, secret))
         return queue
 
     @classmethod
@@ -307,7 +321,7 @@ class MessageQueue:
     @property
     def is_writer(self) -> bool:
         """Whether this end writes."""
-        return isinstance(self._end, QueueWriter)
+        return self._writing is not None
 
     def wait_until_ready(self, timeout: float | Deadline | None = None) -> None:
         """Wait until the writer, or at the writer all readers, have joined.
@@ -315,7 +329,8 @@ class MessageQueue:
         Raises:
             GroupTimeoutError: names those that have not.
         """
-        self._end.wait_until_ready(Deadline.after(timeout))
+        end = self._writing or self._reader("wait_until_ready")
+        end.wait_until_ready(Deadline.after(timeout))
 
     def enqueue(self, message: Any, timeout: float | Deadline | None = None) -> None:
         """Send ``message`` to every reader.
@@ -345,7 +360,10 @@ class MessageQueue:
 
         Returns:
             The message, in memory of its own. Tensors and arrays of 1 MiB and more lie in recycled
-            memory, which stays theirs until the last reference goes.
+            memory, which stays theirs until the last reference goes. If the writer was made with
+            ``zero_copy``, they lie in shared memory that the readers have in common: do not write
+            to them, and do not keep more than needed, as they count towards the writer's limit of
+            `DEFAULT_BLOCK_BYTES`, beyond which messages are copied after all.
 
         Raises:
             GroupTimeoutError: no message in time; nothing was consumed.
@@ -393,7 +411,8 @@ class MessageQueue:
         A waiting thread of this process gets GroupClosedError. Readers of a writer that shut down
         get what is still in the queue first. A reader that shut down is waited for no more.
         """
-        self._end.close()
+        end = self._writing or self._reader("shutdown")
+        end.close()
         if self._ring is not None:
             self._ring.close()
         if self._owns_board and self._board is not None:
@@ -420,7 +439,8 @@ class MessageQueue:
         message_type: Any | None,
         spin_seconds: float,
         *,
-        owns_board: bool,
+        owns_board: bool = False,
+        zero_copy: bool = False,
     ) -> MessageQueue:
         member, writer, readers = board.member, handle.writer, handle.readers
         if member is None or member not in (writer, *readers):
@@ -430,23 +450,26 @@ class MessageQueue:
         queue._board = board
         queue._owns_board = owns_board
         queue._ring = ring
+        queue._writing = queue._reading = None
         codec = codec_for(message_type)
         if member == writer:
-            queue._end = QueueWriter(board, codec, RingWriter(ring, board, writer, readers), None)
+            ring_end = RingWriter(ring, board, writer, readers)
+            blocks = _blocks(ring_end, zero_copy)
+            queue._writing = QueueWriter(board, codec, ring_end, None, blocks)
         else:
             reading = RingReader(ring, board, member, readers.index(member), len(readers), writer)
-            queue._end = LocalReader(board, codec, reading, writer, AdaptiveSpin(spin_seconds))
+            queue._reading = LocalReader(board, codec, reading, writer, AdaptiveSpin(spin_seconds))
         return queue
 
     def _writer(self, operation: str) -> QueueWriter:
-        if isinstance(self._end, QueueWriter):
-            return self._end
-        raise TypeError(f"{operation}: this end of the queue reads")
+        if self._writing is None:
+            raise TypeError(f"{operation}: this end of the queue reads")
+        return self._writing
 
     def _reader(self, operation: str) -> QueueReader:
-        if isinstance(self._end, QueueReader):
-            return self._end
-        raise TypeError(f"{operation}: this end of the queue writes")
+        if self._reading is None:
+            raise TypeError(f"{operation}: this end of the queue writes")
+        return self._reading
 
 
 def _describe(
@@ -465,6 +488,12 @@ def _describe(
         tuple(reader_ranks),
         remote.handle if remote else None,
     )
+
+
+def _blocks(ring: RingWriter | None, zero_copy: bool) -> BlockWriter | None:
+    if ring is None or not zero_copy:
+        return None
+    return BlockWriter(len(ring.readers), DEFAULT_BLOCK_BYTES, ring.has_left)
 
 
 def _attach_ring(handle: QueueHandle) -> Segment:

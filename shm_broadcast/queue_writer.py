@@ -11,12 +11,17 @@ import struct
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
+from shm_broadcast.arena import PLACED_BYTES, BlockWriter, Placed
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupClosedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Buffer
+
     from shm_broadcast.board import Board
-    from shm_broadcast.codec import Codec, Encoded
+    from shm_broadcast.codec import Codec
     from shm_broadcast.remote_writer import RemoteWriter
     from shm_broadcast.ring_writer import RingWriter
 
@@ -33,11 +38,13 @@ class QueueWriter:
         codec: Codec,
         ring: RingWriter | None,
         remote: RemoteWriter | None,
+        blocks: BlockWriter | None = None,
     ) -> None:
         self._board = board
         self._codec = codec
         self._ring = ring
         self._remote = remote
+        self._blocks = blocks
         self._only_ring = ring if remote is None else None
         self._closed = False
         self._lock = threading.Lock()
@@ -46,14 +53,18 @@ class QueueWriter:
         """See `MessageQueue.enqueue`."""
         codec, ring = self._codec, self._only_ring
         with self._lock:
-            encoded = codec.encode(message)
-            main, buffers = encoded
-            small = len(main) == 1 and not buffers and ring is not None and not self._closed
-            if small and ring is not None and ring.try_write(codec.code, main[0]):
+            main, buffers = codec.encode(message)
+            if (
+                ring is not None
+                and not buffers
+                and len(main) == 1
+                and not self._closed
+                and ring.try_write(codec.code, main[0])
+            ):
                 return
             self._check()
             self._board.stamp("enqueue")
-            self._deliver(encoded, Deadline.after(timeout))
+            self._deliver(main, buffers, Deadline.after(timeout))
 
     def wait_until_ready(self, deadline: Deadline) -> None:
         """Wait until every reader has joined."""
@@ -74,9 +85,14 @@ class QueueWriter:
             self._ring.close()
         if self._remote is not None:
             self._remote.close()
+        if self._blocks is not None:
+            with self._lock:
+                self._blocks.close()
 
-    def _deliver(self, encoded: Encoded, deadline: Deadline) -> None:
-        code, (main, buffers) = self._codec.code, encoded
+    def _deliver(
+        self, main: Sequence[Buffer], buffers: Sequence[memoryview], deadline: Deadline
+    ) -> None:
+        code = self._codec.code
 
         def send_remote() -> None:
             if self._remote is not None:
@@ -87,13 +103,30 @@ class QueueWriter:
             send_remote()
             return
         ring = self._ring
-        ring.write(
-            code,
-            main,
-            buffers,
-            wait_for_room=lambda need: self._wait_for_room(ring, need, deadline),
-            before_last=send_remote,
-        )
+        placed = self._place(buffers)
+        try:
+            ring.write(
+                code,
+                main,
+                [placed[i].descriptor if i in placed else each for i, each in enumerate(buffers)],
+                wait_for_room=lambda need: self._wait_for_room(ring, need, deadline),
+                placed=placed,
+                before_last=send_remote,
+            )
+        except BaseException:
+            for each in placed.values():
+                each.withdraw()
+            raise
+
+    def _place(self, buffers: Sequence[memoryview]) -> dict[int, Placed]:
+        """Put the large ones of ``buffers`` into blocks, as far as there is room for blocks."""
+        placed: dict[int, Placed] = {}
+        if self._blocks is not None:
+            for index, buffer in enumerate(buffers):
+                block = self._blocks.place(buffer) if buffer.nbytes >= PLACED_BYTES else None
+                if block is not None:
+                    placed[index] = block
+        return placed
 
     def _wait_for_room(self, ring: RingWriter, need: int, deadline: Deadline) -> None:
         self._board.wait(

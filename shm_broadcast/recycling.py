@@ -46,7 +46,7 @@ class RecyclingPool:
         """A writable array of ``size`` bytes with any content."""
         if size < RECYCLED_BYTES:
             return np.empty(size, dtype=np.uint8)
-        capacity = _size_class(size)
+        capacity = size_class(size)
         with self._lock:
             blocks = self._free[capacity]
             block = blocks.pop() if blocks else None
@@ -66,8 +66,8 @@ class RecyclingPool:
                 self._free[block.nbytes].append(block)
 
 
-def _size_class(size: int) -> int:
-    """``size`` rounded up to an eighth of its power of two: at most an eighth is wasted."""
+def size_class(size: int) -> int:
+    """``size`` rounded up so that at most an eighth is wasted, and similar sizes share a class."""
     step = 1 << max(size.bit_length() - 4, 0)
     return -(-size // step) * step
 

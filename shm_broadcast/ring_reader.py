@@ -14,6 +14,7 @@ import struct
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from shm_broadcast import layout
+from shm_broadcast.arena import BlockReader
 from shm_broadcast.atomics import native
 from shm_broadcast.recycling import RecyclingPool, memory_of
 
@@ -71,6 +72,7 @@ class RingReader:
         self._data = layout.data_offset(n_readers)
         self._capacity = self._words.load64(layout.RING_CAPACITY)
         self._pool = RecyclingPool()
+        self._blocks = BlockReader(reader)
         self._unfinished: _Assembly | None = None
         if self._position() == layout.LEFT:
             self._words.store64(
@@ -149,11 +151,12 @@ class RingReader:
 
     def leave(self) -> None:
         """Read no more, and gate the writer no more."""
+        self._blocks.forget()
         self._consume(layout.LEFT)
 
     def _take(self, record: Record) -> None:
         if record.kind == layout.KIND_MESSAGE:
-            self._unfinished = _Assembly(record, self._table(record), self._pool)
+            self._unfinished = _Assembly(record, self._table(record), self._pool, self._blocks)
         elif record.kind == layout.KIND_CANCEL:
             self._unfinished = None
         if self._unfinished is not None:
@@ -174,12 +177,21 @@ class RingReader:
 class _Assembly:
     """A message on its way: final memory for each part, filled record by record."""
 
-    def __init__(self, first: Record, sizes: tuple[int, ...], pool: RecyclingPool) -> None:
-        table = 8 * len(sizes)
+    def __init__(
+        self,
+        first: Record,
+        entries: tuple[int, ...],
+        pool: RecyclingPool,
+        blocks: BlockReader,
+    ) -> None:
+        table = 8 * len(entries)
+        sizes = [entry & ~layout.PLACED for entry in entries]
         self._codec = first.codec
         self._total = first.total
         self._main = bytearray(first.total - table - sum(sizes))
         self._buffers = [pool.take(size) for size in sizes]
+        self._placed = [index for index, entry in enumerate(entries) if entry & layout.PLACED]
+        self._blocks = blocks
         self._targets = [memoryview(bytearray(table)), memoryview(self._main)]
         self._targets += [memory_of(buffer) for buffer in self._buffers]
         self._received = 0
@@ -203,4 +215,6 @@ class _Assembly:
                 self._targets[0] = target[run:]
 
     def message(self) -> Message:
+        for index in self._placed:
+            self._buffers[index] = self._blocks.resolve(self._buffers[index].tobytes())
         return self._codec, self._main, cast("list[Buffer]", self._buffers)

@@ -17,7 +17,7 @@ from shm_broadcast import layout
 from shm_broadcast.atomics import native
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from typing_extensions import Buffer
 
@@ -87,6 +87,8 @@ class RingWriter:
         main: Sequence[Buffer],
         buffers: Sequence[memoryview],
         wait_for_room: Callable[[int], None],
+        *,
+        placed: Collection[int] = (),
         before_last: Callable[[], None] | None = None,
     ) -> None:
         """Stream one message through the ring; returns when its last record is published.
@@ -96,10 +98,15 @@ class RingWriter:
             main: the main part, in pieces.
             buffers: at most 65,535 out-of-band buffers of contiguous bytes.
             wait_for_room: waits until so many bytes are free; what it raises cancels the message.
+            placed: the indexes in ``buffers`` of descriptors of blocks.
             before_last: called when nothing but publishing the last record is left to do; what it
                 raises cancels the message.
         """
-        table = struct.pack(f"<{len(buffers)}Q", *(buffer.nbytes for buffer in buffers))
+        sizes = (
+            buffer.nbytes | layout.PLACED * (index in placed)
+            for index, buffer in enumerate(buffers)
+        )
+        table = struct.pack(f"<{len(buffers)}Q", *sizes)
         body = _Gather([memoryview(part) for part in (table, *main, *buffers)])
         if len(table) > self._largest_payload:
             raise ValueError(
@@ -140,9 +147,13 @@ class RingWriter:
         words.store64(layout.RING_GATE, gate)
         return position + need - gate <= self.capacity
 
+    def has_left(self, reader: int) -> bool:
+        """Whether reader number ``reader`` has left."""
+        return self._consumed(reader) == layout.LEFT
+
     def deserted(self) -> bool:
         """Whether every reader has left."""
-        return all(self._consumed(reader) == layout.LEFT for reader in range(len(self.readers)))
+        return all(self.has_left(reader) for reader in range(len(self.readers)))
 
     def behind(self) -> dict[int, int]:
         """For each reader (as member of the board) that has not left: messages it has not read."""
@@ -151,7 +162,7 @@ class RingWriter:
             member: sequence
             - self._words.load64(layout.reader_line(reader) + layout.READER_SEQUENCE)
             for reader, member in enumerate(self.readers)
-            if self._consumed(reader) != layout.LEFT
+            if not self.has_left(reader)
         }
 
     def laggards(self, need: int) -> list[int]:
