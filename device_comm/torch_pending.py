@@ -1,0 +1,171 @@
+"""Waiting for operations of a torch process group, and saying what went wrong in them.
+
+Two facts about gloo shape this file (torch 2.11 to 2.13):
+
+- Aborting a group does not free a call that waits in it. So nothing here waits without end.
+  The work of a collective can be waited for in slices. That of a send or a receive cannot:
+  it does not know that it is complete until it is waited for, and an expired wait breaks
+  the connections of the group. It is waited for on a helper thread, which is left behind if
+  it has to be.
+- Destroying a group waits for its operations, so one that hangs would keep the process from
+  ending. `never_destroy` prevents that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import (
+    CoordinatorError,
+    GroupTimeoutError,
+    MemberStatus,
+    PeerLostError,
+    TransportError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed import Work
+
+    from device_comm.helper_threads import Job
+    from device_comm.watch import Watch
+
+_FIRST_LOOK = 0.05
+"""Seconds that torch itself waits for a collective, before the watch does."""
+
+_POLL = 0.002
+"""Seconds between two looks at a collective that has taken longer."""
+
+_FIND_CAUSE = 0.5
+"""Seconds to find out who died when a connection broke: the socket tells it sooner."""
+
+
+class Boundary:
+    """Where errors of torch become errors of this project. One per communicator."""
+
+    def __init__(self, watch: Watch, sees_peers: bool) -> None:
+        """Translate for a communicator.
+
+        Args:
+            watch: the group's.
+            sees_peers: whether ``watch`` knows which peers are alive.
+        """
+        self.watch = watch
+        self._sees_peers = sees_peers
+
+    def translate(self, error: Exception, operation: str, peers: Sequence[int]) -> CoordinatorError:
+        """The error to raise, from ``error``, in its place: the cause, if it can be found."""
+        said = str(error).partition("\n")[0]
+        seconds = _FIND_CAUSE if self._sees_peers else 0.0
+        try:
+            self.watch.wait(bool, Deadline.after(seconds), operation, lambda: peers)
+        except GroupTimeoutError as nobody:
+            if "timed out" in said.lower():
+                return GroupTimeoutError(operation, None, nobody.waiting_for, said)
+        except CoordinatorError as cause:
+            return cause
+        if len(peers) == 1 and not self._sees_peers:
+            return PeerLostError(operation, MemberStatus(peers[0], 0, "lost"))
+        return TransportError(operation, said)
+
+
+class CollectivePending:
+    """A collective under way in a torch process group."""
+
+    def __init__(
+        self,
+        work: Work,
+        finish: Callable[[], None] | None,
+        operation: str,
+        peers: Sequence[int],
+        boundary: Boundary,
+    ) -> None:
+        """Follow ``work``; ``finish`` is what is to be done when it has succeeded."""
+        self._work = work
+        self._finish = finish
+        self._operation = operation
+        self._peers = peers
+        self._boundary = boundary
+
+    def ready(self) -> bool:
+        """Whether torch is done."""
+        return self._work.is_completed()
+
+    def wait(self, deadline: Deadline) -> None:
+        """Wait for torch, in a way that ends."""
+        if not self._wait_shortly(deadline):
+            self._boundary.watch.wait(
+                self._work.is_completed, deadline, self._operation, lambda: self._peers, poll=_POLL
+            )
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise self._boundary.translate(error, self._operation, self._peers) from error
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def _wait_shortly(self, deadline: Deadline) -> bool:
+        milliseconds = int(1000 * deadline.remaining(at_most=_FIRST_LOOK))
+        if not milliseconds:  # to torch, 0 means for ever
+            return False
+        try:
+            self._work.wait(timedelta(milliseconds=milliseconds))
+        except RuntimeError as error:
+            if self._work.is_completed():
+                raise self._boundary.translate(error, self._operation, self._peers) from error
+            return False
+        return True
+
+
+class StreamPending:
+    """An operation of a backend that works in stream order, as NCCL does."""
+
+    def __init__(self, work: Work, finish: Callable[[], None] | None) -> None:
+        """Follow ``work``; ``finish`` is put on the stream behind it."""
+        self._work = work
+        self._finish = finish
+
+    def ready(self) -> bool:
+        """Whether the device is done."""
+        return self._work.is_completed()
+
+    def wait(self, deadline: Deadline) -> None:  # noqa: ARG002 - the host does not wait
+        """Let the current stream wait for the operation."""
+        self._work.wait()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+
+class TransferPending:
+    """A send or a receive, waited for on a helper thread."""
+
+    def __init__(self, job: Job, operation: str, peers: Sequence[int], boundary: Boundary) -> None:
+        """Follow ``job``, which concerns the one member in ``peers``."""
+        self._job = job
+        self._operation = operation
+        self._peers = peers
+        self._boundary = boundary
+
+    def ready(self) -> bool:
+        """Whether the helper is done."""
+        return self._job.done
+
+    def wait(self, deadline: Deadline) -> None:
+        """Wait for the helper, in a way that ends."""
+        self._boundary.watch.wait(
+            lambda: self._job.done, deadline, self._operation, lambda: self._peers
+        )
+        error = self._job.error
+        if error is not None:
+            raise self._boundary.translate(error, self._operation, self._peers) from error
+
+
+def never_destroy(group: object) -> None:
+    """Keep ``group`` until the process ends, and beyond the interpreter's own clean-up."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

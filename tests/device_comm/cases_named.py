@@ -1,0 +1,347 @@
+"""Rows of the table: worked examples, odd tensors, wrong arguments, many operations at once."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from device_comm import DeviceCommunicator, ReduceOp, Work
+from shm_broadcast.deadline import Deadline
+from tests.device_comm.oracle import reduced, same, values
+from tests.device_comm.suite import Case
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "broadcast"})
+ROOTED = frozenset({"reduce", "gather", "scatter"})
+UNEVEN = frozenset({"all_gatherv", "reduce_scatterv", "all_to_all"})
+P2P = frozenset({"send", "recv"})
+
+
+def named_cases(n: int) -> Iterator[Case]:
+    """The worked examples of the specification for this many ranks, and the odd ones."""
+    rows: list[tuple[frozenset[str], Callable[[DeviceCommunicator], None]]] = [
+        (COLLECTIVES, all_gather_makes_rows_of_ranks),
+        (COLLECTIVES, inputs_stay_as_they_were),
+        (COLLECTIVES, odd_tensors),
+        (COLLECTIVES, autograd_is_left_out),
+        (COLLECTIVES, awaiting_works),
+        (COLLECTIVES | UNEVEN | ROOTED, empty_tensors),
+        (COLLECTIVES | UNEVEN | ROOTED | P2P, wrong_arguments_move_nothing),
+        (COLLECTIVES | UNEVEN, many_in_flight),
+        (frozenset({"barrier"}), barrier_waits_for_the_late),
+    ]
+    if n == 2:
+        rows += [
+            (COLLECTIVES, reduce_scatter_of_two),
+            (COLLECTIVES | UNEVEN | ROOTED, examples_of_two),
+            (P2P, crossed_sends_complete),
+            (P2P, handles_may_be_dropped),
+        ]
+    if n == 4:
+        rows += [(COLLECTIVES | ROOTED, examples_of_four)]
+    for verbs, body in rows:
+        yield Case(body.__name__, verbs, torch.float32, body)
+
+
+def _tensor(comm: DeviceCommunicator, data: object, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(data, dtype=dtype, device=comm.device)
+
+
+def all_gather_makes_rows_of_ranks(comm: DeviceCommunicator) -> None:
+    mine = torch.full((2, 1), float(comm.rank), device=comm.device)
+    ranks = [float(rank) for rank in range(comm.world_size)]
+    same(comm.all_gather(mine, dim=1), torch.tensor([ranks, ranks]))
+    cube = mine.reshape(1, 2, 1)
+    for dim in (2, -1):
+        same(comm.all_gather(cube, dim=dim), torch.tensor([[ranks, ranks]]))
+
+
+def reduce_scatter_of_two(comm: DeviceCommunicator) -> None:
+    mine = _tensor(comm, [[1, 2, 3, 4]]) * (comm.rank + 1)
+    expected = [[3.0, 6.0]] if comm.rank == 0 else [[9.0, 12.0]]
+    same(comm.reduce_scatter(mine, dim=1), torch.tensor(expected))
+    cube = torch.ones(2, 4, 6, device=comm.device)
+    assert comm.reduce_scatter(cube, dim=-1).shape == (2, 4, 3)
+
+
+def examples_of_two(comm: DeviceCommunicator) -> None:
+    rank = comm.rank
+    mine = _tensor(comm, [1, 2] if rank == 0 else [3, 4])
+    same(comm.all_reduce(mine), torch.tensor([4.0, 6.0]))
+    same(comm.all_reduce(mine[:1], op=ReduceOp.AVG), torch.tensor([2.0]))
+    slots = _tensor(comm, [0, 0])
+    slots[rank] = rank + 1
+    same(comm.all_gather_(slots), torch.tensor([1.0, 2.0]))
+    same(comm.reduce_scatter_(mine), torch.tensor([4.0 + 2 * rank]))
+    own = _tensor(comm, [rank])
+    gathered = comm.gather(own, dst=1)
+    assert (gathered is None) == (rank == 0)
+    if gathered is not None:
+        same(gathered, torch.tensor([0.0, 1.0]))
+    part = torch.empty(1, device=comm.device)
+    comm.scatter(_tensor(comm, [5, 6]) if rank == 0 else None, out=part)
+    same(part, torch.tensor([5.0 + rank]))
+    chunks = _tensor(comm, [0, 1] if rank == 0 else [10, 11])
+    same(comm.all_to_all(chunks), torch.tensor([0.0, 10.0] if rank == 0 else [1.0, 11.0]))
+    rows = _tensor(comm, [1] if rank == 0 else [2, 3])
+    same(comm.all_gatherv(rows, sizes=[1, 2]), torch.tensor([1.0, 2.0, 3.0]))
+    halves = comm.reduce_scatterv(_tensor(comm, [1, 2, 3]), sizes=[1, 2])
+    same(halves, torch.tensor([2.0] if rank == 0 else [4.0, 6.0]))
+
+
+def examples_of_four(comm: DeviceCommunicator) -> None:
+    rank = comm.rank
+    mine = _tensor(comm, [rank + 1, 3 * rank + 2], torch.int64)
+    for op, expected in {
+        ReduceOp.SUM: [10, 26],
+        ReduceOp.PRODUCT: [24, 880],
+        ReduceOp.MIN: [1, 2],
+        ReduceOp.MAX: [4, 11],
+        ReduceOp.BAND: [0, 0],
+        ReduceOp.BOR: [7, 15],
+        ReduceOp.BXOR: [4, 4],
+    }.items():
+        same(comm.all_reduce(mine, op=op), torch.tensor(expected))
+    same(comm.all_reduce(mine.float(), op=ReduceOp.AVG), torch.tensor([2.5, 6.5]))
+    one = _tensor(comm, [rank + 1], torch.int64)
+    result = comm.reduce(one, dst=0)
+    assert (result is None) == (rank != 0)
+    if result is not None:
+        same(result, torch.tensor([10]))
+    same(one, torch.tensor([rank + 1]))
+    same(
+        comm.all_reduce(_tensor(comm, [1 + 1j], torch.complex64)),
+        torch.tensor([4 + 4j], dtype=torch.complex64),
+    )
+
+
+def inputs_stay_as_they_were(comm: DeviceCommunicator) -> None:
+    mine = _tensor(comm, [1.0 + comm.rank] * 4 * comm.world_size)
+    before = mine.clone()
+    verbs: list[Callable[[Tensor], Tensor]] = [
+        comm.all_reduce,
+        comm.all_gather,
+        comm.reduce_scatter,
+        comm.broadcast,
+    ]
+    results = [verb(mine) for verb in verbs]
+    assert torch.equal(mine, before)
+    if comm.world_size == 1:
+        assert all(result is mine for result in results)
+    else:
+        for result in results:
+            result.zero_()
+        assert torch.equal(mine, before)
+
+
+def odd_tensors(comm: DeviceCommunicator) -> None:
+    n = comm.world_size
+    scalar = torch.tensor(comm.rank + 1.0, device=comm.device)
+    same(comm.all_reduce(scalar), torch.tensor(n * (n + 1) / 2))
+    same(comm.broadcast(scalar, src=n - 1), torch.tensor(float(n)))
+    parts = [values(rank, (4,), torch.complex64) for rank in range(n)]
+    lazy = torch.conj(parts[comm.rank].to(comm.device, copy=True))
+    same(comm.all_reduce(lazy).resolve_conj(), reduced([p.conj() for p in parts], ReduceOp.SUM))
+    same(comm.all_gather(lazy).resolve_conj(), torch.cat([part.conj() for part in parts]))
+    negated = lazy.imag
+    gathered = comm.all_gather(negated)
+    same(gathered.resolve_neg(), torch.cat([-part.imag for part in parts]))
+    expanded = _tensor(comm, [float(comm.rank)]).expand(3)
+    same(comm.all_reduce(expanded), torch.full((3,), n * (n - 1) / 2))
+    with torch.inference_mode():
+        same(comm.all_reduce(scalar.clone()), torch.tensor(n * (n + 1) / 2))
+    conj_out = torch.conj(torch.zeros(4, dtype=torch.complex64, device=comm.device))
+    assert comm.all_reduce(parts[comm.rank].to(comm.device, copy=True), out=conj_out) is conj_out
+    same(conj_out.resolve_conj(), reduced(parts, ReduceOp.SUM))
+
+
+def autograd_is_left_out(comm: DeviceCommunicator) -> None:
+    n = comm.world_size
+    weight = torch.nn.Parameter(_tensor(comm, [1.0, 2.0]))
+    if n > 1:
+        assert not comm.all_reduce(weight).requires_grad
+        assert not comm.all_gather(weight, dim=0).requires_grad
+    if comm.rank:
+        with torch.no_grad():
+            weight.zero_()
+    assert comm.broadcast_(weight) is weight
+    assert weight.requires_grad
+    same(weight, torch.tensor([1.0, 2.0]))
+
+
+def awaiting_works(comm: DeviceCommunicator) -> None:
+    n = comm.world_size
+    mine = _tensor(comm, [comm.rank + 1.0])
+
+    async def both() -> list[Tensor]:
+        works = [comm.all_reduce(mine, async_op=True), comm.all_gather(mine, async_op=True)]
+        return [await work for work in works]
+
+    total, gathered = asyncio.run(both())
+    same(total, torch.tensor([n * (n + 1) / 2]))
+    same(gathered, torch.arange(1.0, n + 1))
+
+
+def empty_tensors(comm: DeviceCommunicator) -> None:
+    n, device = comm.world_size, comm.device
+    empty = torch.empty(2, 0, 3, device=device)
+    root = empty if comm.rank == 0 else None
+    for form in (False, True):
+        results = [
+            comm.all_reduce(empty, async_op=form),
+            comm.broadcast(empty, async_op=form),
+            comm.all_gather(empty, dim=1, async_op=form),
+            comm.reduce_scatter(empty, dim=1, async_op=form),
+            comm.all_gatherv(empty, dim=1, async_op=form),
+            comm.reduce_scatterv(empty, dim=1, async_op=form),
+            comm.all_to_all(empty, dim=1, async_op=form),
+            comm.scatter(root, dim=1, out=torch.empty_like(empty), async_op=form),
+        ]
+        for result in results:
+            found = result.wait() if isinstance(result, Work) else result
+            assert found.shape == empty.shape
+    assert comm.all_gather(empty, dim=2).shape == (2, 0, 3 * n)
+    for result in (comm.gather(empty, dim=0), comm.reduce(empty)):
+        assert (result is None) == (comm.rank != 0)
+    if n > 1:
+        comm.isend(empty).wait()
+        assert comm.recv(empty.shape, empty.dtype).shape == empty.shape
+    same(comm.all_reduce(_tensor(comm, [1.0])), torch.tensor([float(n)]))
+
+
+def wrong_arguments_move_nothing(comm: DeviceCommunicator) -> None:
+    n, device = comm.world_size, comm.device
+    x = torch.zeros(n + 1, 3, device=device)
+    whole = torch.zeros(3, dtype=torch.int64, device=device)
+    meta = torch.zeros(3, device="meta")
+    calls: list[tuple[type[Exception], Callable[[], object]]] = [
+        (TypeError, lambda: comm.all_reduce([1.0])),  # type: ignore[arg-type]
+        (TypeError, lambda: comm.all_reduce(x, op=0)),  # type: ignore[arg-type]
+        (TypeError, lambda: comm.all_reduce(x, op=ReduceOp.BAND)),
+        (TypeError, lambda: comm.all_reduce(whole, op=ReduceOp.AVG)),
+        (TypeError, lambda: comm.all_reduce(x.to(torch.complex64), op=ReduceOp.MAX)),
+        (TypeError, lambda: comm.all_reduce(x.to(torch.float8_e4m3fn))),
+        (TypeError, lambda: comm.all_reduce(x.to_sparse())),
+        (ValueError, lambda: comm.all_reduce(meta)),
+        (ValueError, lambda: comm.all_reduce(x, timeout=-1)) if n > 1 else _never(),
+        (ValueError, lambda: comm.all_reduce(x, out=x[:1])),
+        (TypeError, lambda: comm.all_reduce(x, out=torch.zeros_like(x, dtype=torch.float64))),
+        (ValueError, lambda: comm.all_gather(x, dim=2)),
+        (ValueError, lambda: comm.all_gather(x, dim=-3)),
+        (TypeError, lambda: comm.all_gather(x, dim=True)),
+        (TypeError, lambda: comm.all_gather(x, dim=0.0)),  # type: ignore[arg-type]
+        (ValueError, lambda: comm.all_gather(x[0, 0])),
+        (ValueError, lambda: comm.all_gather(x, dim=0, out=torch.zeros_like(x[1:]))),
+        (ValueError, lambda: comm.all_gatherv(x, sizes=[n + 2] * n)),
+        (ValueError, lambda: comm.all_gatherv(x, sizes=[n + 1] * (n + 1))),
+        (TypeError, lambda: comm.all_gatherv(x, sizes=n)),  # type: ignore[arg-type]
+        (TypeError, lambda: comm.all_gatherv([x, x], out=x)),
+        (ValueError, lambda: comm.reduce_scatterv(x, dim=0, sizes=[n] * n)) if n > 1 else _never(),
+        (ValueError, lambda: comm.reduce_scatterv(x, dim=0, sizes=[n + 2] + [-1] * (n - 1)))
+        if n > 1
+        else _never(),
+        (ValueError, lambda: comm.all_to_all(x, input_sizes=[n + 1] + [0] * (n - 1))),
+        (ValueError, lambda: comm.broadcast(x, src=-1)),
+        (ValueError, lambda: comm.broadcast(x, src=n)),
+        (TypeError, lambda: comm.broadcast(x, src=None)),  # type: ignore[arg-type]
+        (ValueError, lambda: comm.reduce(x, dst=n)),
+        (ValueError, lambda: comm.gather(x, dst=-1)),
+        (ValueError, lambda: comm.scatter(None, src=comm.rank)),
+        (ValueError, lambda: comm.send(x, comm.rank)),
+        (ValueError, lambda: comm.recv((1,), torch.float32, comm.rank)),
+        (ValueError, lambda: comm.recv((1,), src=(comm.rank + 1) % n)),
+        (ValueError, lambda: comm.send(x, n)),
+    ]
+    if n > 1:
+        calls += [
+            (ValueError, lambda: comm.reduce_scatter(x, dim=0)),
+            (ValueError, lambda: comm.reduce_scatter_(x, dim=0)),
+            (ValueError, lambda: comm.all_to_all(x, dim=0)),
+            (ValueError, lambda: comm.scatter(x, src=(comm.rank + 1) % n)),
+            (ValueError, lambda: comm.scatter(None, src=(comm.rank + 1) % n)),
+        ]
+    for number, (kind, call) in enumerate(calls):
+        try:
+            call()
+        except kind:
+            pass
+        else:
+            raise AssertionError(f"call {number} raised no {kind.__name__}")
+        same(comm.all_reduce(_tensor(comm, [1.0])), torch.tensor([float(n)]))
+
+
+def _never() -> tuple[type[Exception], Callable[[], object]]:
+    return ValueError, partial(Deadline.after, -1)
+
+
+def many_in_flight(comm: DeviceCommunicator) -> None:
+    n, rank = comm.world_size, comm.rank
+    works: list[tuple[Work[Tensor], Tensor]] = []
+    for turn in range(12):
+        parts = [values(r, (n, 7), torch.float32, turn) for r in range(n)]
+        mine = parts[rank].to(comm.device, copy=True)
+        works += [
+            (comm.all_reduce(mine, async_op=True), reduced(parts, ReduceOp.SUM)),
+            (comm.all_gather(mine, dim=1, async_op=True), torch.cat(parts, 1)),
+            (
+                comm.reduce_scatter(mine, dim=0, async_op=True),
+                reduced(parts, ReduceOp.SUM)[rank : rank + 1],
+            ),
+            (comm.broadcast(mine, src=turn % n, async_op=True), parts[turn % n]),
+            (comm.all_gatherv(mine, async_op=True), torch.cat(parts)),
+        ]
+        same(comm.all_reduce(mine, op=ReduceOp.MAX), reduced(parts, ReduceOp.MAX))
+        if turn % 3 == 0:
+            works.pop()  # dropped before it is done
+            gc.collect()
+    for work, expected in reversed(works):
+        same(work.wait(), expected)
+
+
+def barrier_waits_for_the_late(comm: DeviceCommunicator) -> None:
+    late = comm.world_size - 1
+    comm.barrier()
+    began = time.monotonic()
+    if comm.rank == late:
+        time.sleep(0.2)
+    comm.barrier()
+    assert time.monotonic() - began >= 0.19
+    work = comm.barrier(async_op=True)
+    assert work is not None
+    assert work.wait() is None
+
+
+def crossed_sends_complete(comm: DeviceCommunicator) -> None:
+    other = 1 - comm.rank
+    big = torch.full((4 << 20,), float(comm.rank), device=comm.device)
+    sent = comm.isend(big, other)
+    got = comm.recv(big.shape, big.dtype, other)
+    sent.wait()
+    same(got[:3], torch.full((3,), float(other)))
+    assert bool((got == other).all())
+    receiving = comm.irecv((2,), torch.float32, other)
+    sending = comm.isend(_tensor(comm, [comm.rank, 7.0]), other)
+    same(receiving.wait(), torch.tensor([float(other), 7.0]))
+    sending.wait()
+
+
+def handles_may_be_dropped(comm: DeviceCommunicator) -> None:
+    if comm.rank == 0:
+        for number in range(20):
+            comm.isend(torch.full((50_000,), float(number), device=comm.device))
+            gc.collect()
+        same(comm.recv((1,), torch.float32), torch.tensor([20.0]))
+    else:
+        time.sleep(0.1)
+        for number in range(20):
+            got = comm.recv((50_000,), torch.float32)
+            assert bool((got == number).all())
+        comm.send(_tensor(comm, [20.0]))
