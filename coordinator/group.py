@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-import torch
 import torch.distributed as dist
 
 from coordinator import torch_groups
 from coordinator.bootstrap import DEFAULT_TIMEOUT
 from coordinator.exchange import Exchange
-from coordinator.link import Link, Settings, alone, connect
+from coordinator.link import Settings, alone, connect
 from coordinator.message_verbs import MessageVerbs
-from coordinator.tensor_mail import TensorMail
-from shm_broadcast import Deadline, MessageQueue, QueueHandle
+from coordinator.queues import MailGroup, queue_on_board
+from shm_broadcast import Deadline, MessageQueue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from coordinator.verbs import Timeout
-    from device_comm import DeviceCommunicator, Work
-    from shm_broadcast import Board, MemberStatus
+    from device_comm import Work
+    from shm_broadcast import QueueHandle
 
 
 class GroupCoordinator(MessageVerbs):
@@ -31,20 +31,7 @@ class GroupCoordinator(MessageVerbs):
     Ranks in arguments are ranks in the group; `rank`, `ranks`, `first_rank`, `last_rank`,
     `next_rank` and `prev_rank` are global. One thread at a time. Errors and waiting are those
     of `shm_broadcast.errors`: nothing waits longer than the group's timeout, or after a
-    member has died or aborted.
-
-    Attributes:
-        name: the group's.
-        rank: this process's global rank.
-        ranks: the members' global ranks, by rank in the group.
-        rank_in_group: this member's rank.
-        world_size: how many members.
-        local_rank: this process's number on its node.
-        device: where the tensors of the collectives are.
-        device_communicator: what moves them.
-        cpu_group: a torch process group on the CPU; None in a group of one.
-        device_group: one for ``device``, the same if that is the CPU; None in a group of one.
-        mq_broadcaster: the queue for what rank 0 broadcasts by `broadcast_object`; may be None.
+    member has died or aborted. `coordinator.member.Member` lists the attributes.
     """
 
     def __init__(
@@ -95,63 +82,70 @@ class GroupCoordinator(MessageVerbs):
             Deadline.after(timeout),
         )
         self._adopt(connect(exchange, mine[0], settings))
-        if use_message_queue_broadcaster:
+        if use_message_queue_broadcaster and self.world_size > 1:
             self.mq_broadcaster = self.create_mq_broadcaster()
 
     @classmethod
-    def from_link(cls, link: Link) -> Self:
-        """The group that ``link`` is a member's end of, which it then owns. Collective: no."""
-        group = cls.__new__(cls)
-        group._adopt(link)
-        return group
+    def from_process_group(
+        cls,
+        process_group: ProcessGroup,
+        group_name: str = "group",
+        *,
+        local_rank: int | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT,
+    ) -> Self:
+        """Wrap a torch process group, which stays yours to destroy, after this is closed.
 
-    def _adopt(self, link: Link) -> None:
-        self._link = link
-        self.name = link.name
-        self.ranks = list(link.ranks)
-        self.rank_in_group = link.rank_in_group
-        self.rank = link.ranks[link.rank_in_group]
-        self.world_size = len(link.ranks)
-        self.local_rank = link.settings.local_rank
-        self.device: torch.device = link.device.device
-        self.device_communicator: DeviceCommunicator = link.device
-        self.cpu_group: ProcessGroup | None = link.cpu_group
-        self.device_group: ProcessGroup | None = link.device_group
-        self.mq_broadcaster: MessageQueue | None = None
-        self._mail = TensorMail(link.cpu, link.device)
-        self._closed = False
+        A CPU group is made beside it if it has none. Do not use it directly meanwhile.
 
-    # --- who is who ----------------------------------------------------------------------
+        Args:
+            process_group: its members are the group's, in its order.
+            group_name: for errors and status.
+            local_rank: this process's number on its node; None: its global rank.
+            timeout: seconds for set-up; None: for ever.
 
-    @property
-    def first_rank(self) -> int:
-        """The global rank of the first member."""
-        return self.ranks[0]
+        Collective: yes, every member.
 
-    @property
-    def last_rank(self) -> int:
-        """The global rank of the last member."""
-        return self.ranks[-1]
+        Raises:
+            GroupTimeoutError: some members did not come in time.
+        """
+        ranks = torch_groups.ranks_of(process_group)
+        rank = ranks[process_group.rank()]
+        backend = torch_groups.backend_of(process_group)
+        settings = Settings.of(backend, rank if local_rank is None else local_rank)
+        if len(ranks) == 1:
+            return cls.from_link(alone(group_name, rank, settings))
+        exchange = Exchange.visit(
+            torch_groups.store_of(process_group),
+            f"wrapped:{group_name}",
+            process_group.rank(),
+            len(ranks),
+            group_name,
+            Deadline.after(timeout),
+        )
+        return cls.from_link(connect(exchange, ranks, settings, given=process_group))
 
-    @property
-    def is_first_rank(self) -> bool:
-        """Whether this is the first member."""
-        return self.rank_in_group == 0
+    @classmethod
+    def from_device_mesh(
+        cls,
+        mesh: DeviceMesh,
+        *,
+        local_rank: int | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT,
+    ) -> Self:
+        """Wrap the process group of a mesh of one dimension: ``from_device_mesh(mesh["tp"])``.
 
-    @property
-    def is_last_rank(self) -> bool:
-        """Whether this is the last member."""
-        return self.rank_in_group == self.world_size - 1
+        Collective: yes, every member of the mesh.
 
-    @property
-    def next_rank(self) -> int:
-        """The global rank of the next member; after the last comes the first."""
-        return self.ranks[(self.rank_in_group + 1) % self.world_size]
-
-    @property
-    def prev_rank(self) -> int:
-        """The global rank of the previous member; before the first comes the last."""
-        return self.ranks[self.rank_in_group - 1]
+        Raises:
+            ValueError: ``mesh`` has more than one dimension.
+        """
+        if mesh.ndim != 1:
+            raise ValueError(f"choose one dimension of {mesh.mesh_dim_names}: mesh[name]")
+        name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "mesh"
+        return cls.from_process_group(
+            mesh.get_group(), name, local_rank=local_rank, timeout=timeout
+        )
 
     # --- together ------------------------------------------------------------------------
 
@@ -159,88 +153,70 @@ class GroupCoordinator(MessageVerbs):
         """Return once every member has come here, on the CPU. Collective: yes, every member."""
         return self._link.cpu.barrier(async_op=async_op, timeout=timeout)
 
-    def create_mq_broadcaster(self, writer_rank: int = 0) -> MessageQueue | None:
-        """A new queue from one member to all others, over shared memory.
+    def create_mq_broadcaster(
+        self,
+        writer_rank: int = 0,
+        external_writer_handle: QueueHandle | None = None,
+        blocking: bool = True,
+        *,
+        connect_ip: str | None = None,
+        secret: bytes | None = None,
+    ) -> MessageQueue:
+        """A new queue from one member, or from outside, to all (other) members.
 
         Args:
-            writer_rank: the rank in the group of the member that writes.
+            writer_rank: the rank in the group of the member that writes, or has the handle.
+            external_writer_handle: of a queue whose writer is not in the group.
+            blocking: return once all have joined.
+            connect_ip: the writer's address, for members on other hosts.
+            secret: the launcher's, for members on other hosts.
 
         Returns:
-            The queue, to be shut down by the caller; None in a group of one or of several hosts.
+            This member's end, which the caller shuts down.
+
+        Collective: yes, every member.
+
+        Raises:
+            ValueError: ``writer_rank`` is not in the group, which has two members or more.
+        """
+        nodes = self._link.nodes
+        if external_writer_handle is None and nodes is not None and len(nodes.all()) == 1:
+            return queue_on_board(self._mail, nodes.board, writer_rank)
+        return MessageQueue.create_from_process_group(
+            MailGroup(self._mail),
+            writer_rank=writer_rank,
+            external_writer_handle=external_writer_handle,
+            blocking=blocking,
+            connect_ip=connect_ip,
+            secret=secret,
+        )
+
+    def create_single_reader_mq_broadcasters(
+        self,
+        reader_rank_in_group: int = 0,
+        blocking: bool = False,
+        *,
+        connect_ip: str | None = None,
+        secret: bytes | None = None,
+    ) -> tuple[MessageQueue, list[QueueHandle]]:
+        """A queue from each member to one of them.
+
+        Args:
+            reader_rank_in_group: the member that reads all of them.
+            blocking: return once the reader has joined.
+            connect_ip: this member's address, if the reader is on another host.
+            secret: the launcher's, if some are on another host than the reader.
+
+        Returns:
+            The queue that this member writes, and on the reader every member's handle, by
+            rank in the group, each for ``MessageQueue.create_from_handle(handle, 0)``.
 
         Collective: yes, every member.
         """
-        nodes = self._link.nodes
-        if nodes is None or self.world_size == 1 or len(nodes.all()) > 1:
-            return None
-        writer = nodes.members[writer_rank]
-        readers = [member for member in nodes.members if member != writer]
-        if self.rank_in_group != writer_rank:
-            handle: QueueHandle = self._mail.broadcast_object(None, writer_rank, None)
-            queue = MessageQueue.attach(handle, nodes.board)
-        else:
-            queue = MessageQueue.on_board(nodes.board, writer, readers)
-            self._mail.broadcast_object(queue.export_handle(), writer_rank, None)
-        self.barrier()
-        return queue
-
-    # --- life ----------------------------------------------------------------------------
-
-    @property
-    def board(self) -> Board | None:
-        """This node's board, on which the members' doings stand; None in a group of one."""
-        return None if self._link.nodes is None else self._link.nodes.board
-
-    @property
-    def nodes(self) -> list[list[int]]:
-        """The ranks in the group of each node's members."""
-        return [[0]] if self._link.nodes is None else self._link.nodes.all()
-
-    def status(self) -> list[MemberStatus]:
-        """What each member on this node was last seen doing, by its number on the board.
-
-        Collective: no.
-        """
-        if self._link.nodes is None:
-            return []
-        members = self._link.nodes.members
-        return [self._link.nodes.board.member_status(member) for member in members]
-
-    def abort(self, error: BaseException | str) -> None:
-        """Make every waiting and every later call raise `GroupAbortedError`. Collective: no.
-
-        It reaches all that share this node's board: with a launcher's board, all groups.
-        """
-        self._link.device.abort(error)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    def close(self) -> None:
-        """Give everything back; the second time does nothing. Collective: no.
-
-        Other members may go on among themselves only with what does not need this one.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        if self.mq_broadcaster is not None:
-            self.mq_broadcaster.shutdown()
-        self._link.closing.close()
-
-    destroy = close
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = ", closed" if self._closed else ""
-        return (
-            f"<GroupCoordinator {self.name!r} rank {self.rank_in_group} of {self.ranks} "
-            f"on {self.device}{state}>"
+        return MessageQueue.create_from_process_group_single_reader(
+            MailGroup(self._mail),
+            reader_rank=reader_rank_in_group,
+            blocking=blocking,
+            connect_ip=connect_ip,
+            secret=secret,
         )

@@ -118,6 +118,7 @@ def connect(
     ranks: Sequence[int],
     settings: Settings,
     nodes: Nodes | None = None,
+    given: ProcessGroup | None = None,
 ) -> Link:
     """Build the link of a group of two or more.
 
@@ -126,6 +127,8 @@ def connect(
         ranks: their global ranks, by rank in the group.
         settings: the same on all members, but for the local rank.
         nodes: if they are known, with their boards; else they are found, and a board is made.
+        given: a process group of the members, to be used for what it handles; it is not
+            destroyed with the link.
 
     Collective: yes, every member, and nobody else.
 
@@ -133,26 +136,30 @@ def connect(
         GroupTimeoutError: some members did not come in time; names them.
         ValueError: the backend is unknown.
     """
-    name, rank = exchange.name, exchange.rank
     with ExitStack() as undo:
         if nodes is None:
             nodes = find_nodes(exchange)
             undo.callback(nodes.board.close)
         exchange.all_gather("members")
-        cpu_group = _process_group(undo, exchange, ranks, "gloo", settings)
-        cpu = TorchComm(cpu_group, "cpu", nodes.board, nodes.members, name, settings.timeout)
-        undo.callback(cpu.close)
+
+        def communicator(device: torch.device, backend: str) -> tuple[ProcessGroup, TorchComm]:
+            group = given
+            if group is None or not torch_groups.handles(group, device):
+                group = _process_group(undo, exchange, ranks, backend, settings)
+            comm = TorchComm(
+                group, device, nodes.board, nodes.members, exchange.name, settings.timeout
+            )
+            undo.callback(comm.close)
+            return group, comm
+
+        cpu_group, cpu = communicator(torch.device("cpu"), "gloo")
         device_group, device = cpu_group, cpu
         if settings.device.type != "cpu":
-            device_group = _process_group(undo, exchange, ranks, settings.backend, settings)
-            device = TorchComm(
-                device_group, settings.device, nodes.board, nodes.members, name, settings.timeout
-            )
-            undo.callback(device.close)
+            device_group, device = communicator(settings.device, settings.backend)
         return Link(
-            name,
+            exchange.name,
             tuple(ranks),
-            rank,
+            exchange.rank,
             settings,
             cpu_group,
             device_group,

@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from coordinator.tensor_mail import TensorMail
     from coordinator.verbs import Timeout
     from device_comm import Work
-    from shm_broadcast import MessageQueue
 
 
 class MessageVerbs(TensorVerbs):
@@ -25,17 +23,7 @@ class MessageVerbs(TensorVerbs):
     What one member sends to another arrives in the order sent, whatever its kind; the
     receiver asks for the same kinds in the same order. Sends do not wait for their
     receives. Objects are pickled: members trust each other.
-
-    Attributes:
-        rank_in_group: this member's rank.
-        world_size: how many members the group has.
-        mq_broadcaster: the queue that carries the objects that rank 0 broadcasts; or None.
     """
-
-    rank_in_group: int
-    world_size: int
-    mq_broadcaster: MessageQueue | None
-    _mail: TensorMail
 
     # --- tensors -------------------------------------------------------------------------
 
@@ -140,6 +128,10 @@ class MessageVerbs(TensorVerbs):
             raise ValueError(f"rank {src} has {len(found)} objects, this one {len(obj_list)}")
         obj_list[:] = found
         return obj_list
+
+    def all_gather_object(self, obj: Any, *, timeout: Timeout = None) -> list[Any]:
+        """Every member's object, by rank in the group. Collective: yes, every member."""
+        return self._mail.all_gather_object(obj, timeout)
 
     # --- dicts of tensors ----------------------------------------------------------------
 

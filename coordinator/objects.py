@@ -15,6 +15,8 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from coordinator.boxes import Inbox, Outbox, Together
 from coordinator.messages import Message, broadcast_bytes
 from device_comm import Work
@@ -85,6 +87,14 @@ class ObjectMail:
             broadcast_bytes(self.cpu, dump(obj), src, deadline)
             return obj
         return load(broadcast_bytes(self.cpu, None, src, deadline))
+
+    def all_gather_object(self, obj: Any, timeout: float | None) -> list[Any]:
+        """Every member's object, by rank. Collective: yes, every member."""
+        deadline = self.deadline(timeout)
+        payload = torch.frombuffer(bytearray(dump(obj)), dtype=torch.uint8)
+        lengths = self.cpu.all_gather(torch.tensor([payload.numel()]), timeout=deadline).tolist()
+        everyone = self.cpu.all_gatherv(payload, sizes=lengths, timeout=deadline)
+        return [load(memoryview(each.numpy())) for each in everyone.split(lengths)]
 
     def finish(self, work: Work[T]) -> T:
         """The end of a blocking receive; what cannot be taken back ends the group.

@@ -3,10 +3,10 @@
 `torch.distributed.new_group` wants a default group, of which there is one per process. Here
 a group is built over a store by its members alone, so its cost does not depend on other
 ranks, and several topologies live side by side. It is registered with torch under its name
-and ranks, so that all of torch.distributed takes it like one of `new_group`: functions
-(``src`` and ``dst`` are global ranks there), DeviceMesh and DTensor, functional collectives,
-`destroy_process_group`. Only `torch.distributed.get_rank(group)` does not: it asks the
-default group first; use ``group.rank()``.
+and ranks, so that torch.distributed takes it like one of `new_group`: functions (``src`` and
+``dst`` are global ranks there), functional collectives, `destroy_process_group`. What asks
+for the default group first needs one: `torch.distributed.get_rank` (use ``group.rank()``),
+and DeviceMesh, on which DTensor stands.
 
 All that this project takes from torch.distributed's private parts stands in this file.
 """
@@ -101,6 +101,24 @@ def destroy(group: ProcessGroup) -> None:
     """
     if group in distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)
+
+
+def handles(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether a process group moves tensors on ``device``."""
+    return torch.device(device.type) in group._device_types
+
+
+def backend_of(group: ProcessGroup) -> str:
+    """``"nccl"`` if that is what moves a process group's CUDA tensors, else ``"gloo"``."""
+    cuda = torch.device("cuda")
+    is_nccl = handles(group, cuda) and group._get_backend(cuda).name() == "nccl"
+    return "nccl" if is_nccl else "gloo"
+
+
+def ranks_of(group: ProcessGroup) -> list[int]:
+    """The global ranks of a process group's members; ranks in the group if torch knows none."""
+    known = distributed_c10d._world.pg_group_ranks.get(group)
+    return list(range(group.size())) if known is None else list(known)
 
 
 def default_store() -> Store:

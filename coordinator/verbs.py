@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from device_comm import DeviceCommunicator, ReduceOp
+from coordinator.member import Member
+from device_comm import ReduceOp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,17 +20,12 @@ Timeout = float | None
 """Seconds that a call may take; None: what the group allows."""
 
 
-class TensorVerbs:
+class TensorVerbs(Member):
     """Collectives over tensors on the group's device.
 
     ``async_op=True`` returns a `device_comm.Work`; ``await`` it, or call its ``wait()``, for
     what the call would have returned. A group of one returns its input itself.
-
-    Attributes:
-        device_communicator: what moves the tensors.
     """
-
-    device_communicator: DeviceCommunicator
 
     def all_reduce(
         self,

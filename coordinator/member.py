@@ -1,0 +1,150 @@
+"""What a member of a group knows of it: who is who, who is alive, and when it is over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from coordinator.tensor_mail import TensorMail
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from coordinator.link import Link
+    from device_comm import DeviceCommunicator
+    from shm_broadcast import Board, MemberStatus, MessageQueue
+
+
+class Member:
+    """One process in a group.
+
+    Attributes:
+        name: the group's.
+        rank: this process's global rank.
+        ranks: the members' global ranks, by rank in the group.
+        rank_in_group: this member's rank.
+        world_size: how many members.
+        local_rank: this process's number on its node.
+        device: where the tensors of the collectives are.
+        device_communicator: what moves them.
+        cpu_group: a torch process group on the CPU; None in a group of one.
+        device_group: one for ``device``, the same if that is the CPU; None in a group of one.
+        mq_broadcaster: the queue for what rank 0 broadcasts by `broadcast_object`; may be None.
+    """
+
+    @classmethod
+    def from_link(cls, link: Link) -> Self:
+        """The group that ``link`` is a member's end of, which it then owns. Collective: no."""
+        group = cls.__new__(cls)
+        group._adopt(link)
+        return group
+
+    def _adopt(self, link: Link) -> None:
+        """Become the member whose end of the group ``link`` is."""
+        self._link = link
+        self.name = link.name
+        self.ranks = list(link.ranks)
+        self.rank_in_group = link.rank_in_group
+        self.rank = link.ranks[link.rank_in_group]
+        self.world_size = len(link.ranks)
+        self.local_rank = link.settings.local_rank
+        self.device: torch.device = link.device.device
+        self.device_communicator: DeviceCommunicator = link.device
+        self.cpu_group: ProcessGroup | None = link.cpu_group
+        self.device_group: ProcessGroup | None = link.device_group
+        self.mq_broadcaster: MessageQueue | None = None
+        self._mail = TensorMail(link.cpu, link.device)
+        self._closed = False
+
+    # --- who is who ----------------------------------------------------------------------
+
+    @property
+    def first_rank(self) -> int:
+        """The global rank of the first member."""
+        return self.ranks[0]
+
+    @property
+    def last_rank(self) -> int:
+        """The global rank of the last member."""
+        return self.ranks[-1]
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this is the first member."""
+        return self.rank_in_group == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        """Whether this is the last member."""
+        return self.rank_in_group == self.world_size - 1
+
+    @property
+    def next_rank(self) -> int:
+        """The global rank of the next member; after the last comes the first."""
+        return self.ranks[(self.rank_in_group + 1) % self.world_size]
+
+    @property
+    def prev_rank(self) -> int:
+        """The global rank of the previous member; before the first comes the last."""
+        return self.ranks[self.rank_in_group - 1]
+
+    # --- life ----------------------------------------------------------------------------
+
+    @property
+    def board(self) -> Board | None:
+        """This node's board, on which the members' doings stand; None in a group of one."""
+        return None if self._link.nodes is None else self._link.nodes.board
+
+    @property
+    def nodes(self) -> list[list[int]]:
+        """The ranks in the group of each node's members."""
+        return [[0]] if self._link.nodes is None else self._link.nodes.all()
+
+    def status(self) -> list[MemberStatus]:
+        """What each member on this node was last seen doing, by its number on the board.
+
+        Collective: no.
+        """
+        if self._link.nodes is None:
+            return []
+        members = self._link.nodes.members
+        return [self._link.nodes.board.member_status(member) for member in members]
+
+    def abort(self, error: BaseException | str) -> None:
+        """Make every waiting and every later call raise `GroupAbortedError`. Collective: no.
+
+        It reaches all that share this node's board: with a launcher's board, all groups.
+        """
+        self._link.device.abort(error)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Give everything back; the second time does nothing. Collective: no.
+
+        Other members may go on among themselves only with what does not need this one.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self.mq_broadcaster is not None:
+            self.mq_broadcaster.shutdown()
+        self._link.closing.close()
+
+    destroy = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return (
+            f"<GroupCoordinator {self.name!r} rank {self.rank_in_group} of {self.ranks} "
+            f"on {self.device}{state}>"
+        )

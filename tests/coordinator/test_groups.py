@@ -1,0 +1,207 @@
+"""Topologies: who is in which group, how they are started, what they cost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import coordinator
+from coordinator import ParallelGroups, host_store
+from shm_broadcast import Board, GroupTimeoutError
+from tests.ranks import run_ranks
+
+SUM_OF_RANKS = """
+import torch, coordinator
+with coordinator.init(tp=2) as groups:
+    total = groups.world.all_reduce(torch.tensor([groups.rank + 1]))
+    text = f"rank {groups.rank} of {groups.world.ranks} tp {groups.tp.ranks} {total.tolist()}"
+    print(text + "\\n", end="", flush=True)
+"""
+
+
+def join(rank: int, n: int, port: int, **sizes: int) -> ParallelGroups:
+    store = coordinator.connect_store("127.0.0.1", port)
+    return coordinator.init(rank=rank, world_size=n, store=store, timeout=30, **sizes)
+
+
+def who_is_who(rank: int, n: int, port: int) -> dict[str, Any]:
+    with join(rank, n, port, tp=2, pp=2) as groups:
+        assert groups.rank == groups.world.rank == rank
+        assert groups.device == torch.device("cpu")
+        assert groups.world.ranks == [0, 1, 2, 3]
+        pp = groups.pp
+        assert (pp.first_rank, pp.last_rank) == (pp.ranks[0], pp.ranks[1])
+        assert pp.next_rank == pp.prev_rank == pp.ranks[1 - pp.rank_in_group]
+        assert (pp.is_first_rank, pp.is_last_rank) == (rank < 2, rank >= 2)
+        assert groups.world.next_rank == (rank + 1) % 4
+        assert groups.world.prev_rank == (rank - 1) % 4
+        assert groups.world.all_reduce(torch.tensor([rank])).item() == 6
+        assert groups.tp.nodes == [[0, 1]]
+        assert [status.pid > 0 for status in groups.world.status()] == [True] * 4
+        groups.world.barrier()
+        return {name: getattr(groups, name).ranks for name in ("tp", "pp", "dp")}
+
+
+def test_each_rank_is_in_its_groups() -> None:
+    store = host_store()
+    assert run_ranks(4, who_is_who, store.port) == [
+        {"tp": [0, 1], "pp": [0, 2], "dp": [0]},
+        {"tp": [0, 1], "pp": [1, 3], "dp": [1]},
+        {"tp": [2, 3], "pp": [0, 2], "dp": [2]},
+        {"tp": [2, 3], "pp": [1, 3], "dp": [3]},
+    ]
+
+
+def two_at_once(rank: int, n: int, port: int) -> None:
+    """D6: one process in two topologies of other shapes, used in turn, closed apart."""
+    first, second = join(rank, n, port, tp=2), join(rank, n, port, pp=2)
+    x = torch.tensor([rank + 1.0])
+    assert first.tp.all_reduce(x).item() == 3
+    assert second.pp.all_reduce(x * 10).item() == 30
+    assert first.pp.all_reduce(x).item() == rank + 1
+    first.close()
+    first.close()
+    assert second.world.all_reduce(x).item() == 3
+    assert first.world.closed
+    assert not second.world.closed
+    second.close()
+    with join(rank, n, port, dp=2) as third:
+        assert third.dp.all_reduce(x).item() == 3
+
+
+def test_two_topologies_live_in_one_process() -> None:
+    store = host_store()
+    run_ranks(2, two_at_once, store.port)
+
+
+def use_with_torch(rank: int, n: int, port: int) -> None:
+    """The process groups are torch's: its functions take them."""
+    from torch.distributed._functional_collectives import all_reduce
+
+    with join(rank, n, port, tp=2, pp=2) as groups:
+        pp = groups.pp.device_group
+        x = torch.tensor([float(rank)])
+        dist.all_reduce(x, group=pp)
+        assert x.item() == sum(groups.pp.ranks)
+        dist.broadcast(x, src=groups.pp.last_rank, group=pp)
+        assert dist.get_process_group_ranks(pp) == groups.pp.ranks
+        assert (dist.get_world_size(pp), pp.rank()) == (2, groups.pp.rank_in_group)
+        assert dist.get_backend(groups.pp.cpu_group) == "gloo"
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, rank, group=groups.pp.cpu_group)
+        assert everyone == groups.pp.ranks
+        assert all_reduce(torch.ones(1), "sum", groups.tp.device_group).item() == 2
+        assert not dist.is_initialized()
+
+
+def test_process_groups_work_with_torch() -> None:
+    store = host_store()
+    run_ranks(4, use_with_torch, store.port)
+
+
+def on_a_given_board(rank: int, n: int, port: int, handle: Any) -> None:
+    with Board.attach(handle, rank) as board:
+        store = coordinator.connect_store("127.0.0.1", port)
+        groups = coordinator.init(
+            tp=2, pp=2, rank=rank, world_size=n, store=store, board=board, timeout=30
+        )
+        with groups:
+            assert groups.board is board
+            assert groups.pp.board is board
+            groups.pp.all_reduce(torch.ones(1))
+            seen = [status.rank for status in groups.pp.status()]
+            assert seen == groups.pp.ranks
+            assert "all_reduce" in groups.pp.status()[groups.pp.rank_in_group].operation
+            groups.world.barrier()
+        assert not board.closed
+
+
+def test_a_launchers_board_is_the_scope() -> None:
+    store = host_store()
+    with Board.create(4, None) as board:
+        run_ranks(4, on_a_given_board, store.port, board.handle())
+
+
+def absent(rank: int, n: int, port: int) -> str:
+    if rank == 2:
+        return ""
+    store = coordinator.connect_store("127.0.0.1", port)
+    with pytest.raises(GroupTimeoutError) as caught:
+        coordinator.init(tp=n, rank=rank, world_size=n, store=store, timeout=1)
+    assert [member.rank for member in caught.value.waiting_for] == [2]
+    return str(caught.value)
+
+
+def test_an_absent_rank_is_named_by_all() -> None:
+    store = host_store()
+    for text in run_ranks(3, absent, store.port)[:2]:
+        assert text.startswith("world rendezvous: timed out after 1 s, waiting for rank 2")
+
+
+def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    start = time.perf_counter()
+    with coordinator.init() as groups:
+        x = torch.ones(2)
+        assert groups.tp.all_reduce(x) is x
+        assert groups.world.cpu_group is None
+        assert groups.pp.broadcast_object("x") == "x"
+        assert groups.dp.broadcast_tensor_dict({"x": x})["x"] is x
+        assert groups.world.all_gather_object(1) == [1]
+        assert groups.board is None
+        groups.world.barrier()
+    assert time.perf_counter() - start < 0.5
+    with Board.create(1) as board, coordinator.init(rank=0, board=board) as groups:
+        groups.tp.all_reduce(x)
+        assert board.status()[0].operation == "tp all_reduce"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tp": 2, "pp": 2, "world_size": 6}, "6 ranks cannot make up"),
+        ({"tp": 2, "dp": 2, "world_size": 2}, "2 ranks cannot make up"),
+        ({"tp": 4, "world_size": 2}, "size of axis 'dp' must be at least 1"),
+        ({"tp": 0, "world_size": 2}, "size of axis 'tp' must be at least 1"),
+        ({"tp": 2, "rank": 2}, "rank 2 is not in a world of 2"),
+        ({"tp": 2, "rank": 1, "master_port": 0}, "master_port 0 tells nobody"),
+    ],
+)
+def test_wrong_sizes(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        coordinator.init(**{"rank": 0, **arguments})
+
+
+@pytest.mark.parametrize("hosted", [True, False])
+def test_torchrun(hosted: bool, tmp_path: Path) -> None:
+    """From torchrun's environment alone; its agent hosts the store, or rank 0 does."""
+    script = tmp_path / "script.py"
+    script.write_text(SUM_OF_RANKS)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"] if hosted else ["--standalone"]
+    ran = subprocess.run(
+        [*launcher, *where, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(coordinator.__file__).parents[1]),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0" if hosted else "1",
+        },
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(ran.stdout.splitlines()) == [
+        "rank 0 of [0, 1] tp [0, 1] [3]",
+        "rank 1 of [0, 1] tp [0, 1] [3]",
+    ]
