@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MIN_SECRET_BYTES: Final = 16
 NONCE_BYTES: Final = 32
+ZAP_DOMAIN: Final = "remote queue"
 _PROTOCOL: Final = b"group-coordinator remote queue 1: "
 
 
@@ -70,7 +71,7 @@ class AllowList(ThreadAuthenticator):
     ) -> None:
         super().__init__(context)
         self._ranks = {reader_key(secret, nonce, rank).public: rank for rank in ranks}
-        self.configure_curve_callback(credentials_provider=self)
+        self.configure_curve_callback(ZAP_DOMAIN, credentials_provider=self)
 
     def callback(self, _domain: str, public_key: bytes) -> bool:
         """Whether the reader with ``public_key`` (z85) is admitted; called by the base class."""

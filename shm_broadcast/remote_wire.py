@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -187,13 +186,7 @@ class Assembler:
         return self._complete()
 
     def cancel(self) -> None:
-        """Forget the message begun.
-
-        Raises:
-            FrameError: none has begun.
-        """
-        if not self.partial:
-            raise FrameError("cancels no message")
+        """Forget the message begun, if one is."""
         self._reset()
 
     def _take(self, chunk: memoryview) -> None:

@@ -1,0 +1,383 @@
+"""Readers on other hosts, over loopback, in real processes: delivery, back-pressure, waiting."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+
+from shm_broadcast.errors import GroupClosedError, GroupTimeoutError, MessageTooLargeError
+from shm_broadcast.remote_end import LINGER_SECONDS
+from shm_broadcast.remote_reader import RemoteReader
+from shm_broadcast.remote_wire import MIN_CREDIT_BYTES
+from shm_broadcast.remote_writer import RemoteWriter
+from tests.ranks import run_ranks
+from tests.shm_broadcast.remote_peers import (
+    LIMIT,
+    SECRET,
+    fill,
+    get,
+    make_reader,
+    make_writer,
+    put,
+    read_all,
+    wait_until,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CREDIT = 1 << 18
+WHOLE = [bytes([i % 251]) * size for i, size in enumerate([1, 0, 300, 70_000, CREDIT - 1])]
+
+
+def messages() -> Iterator[list[bytes]]:
+    """Messages of all shapes, the largest several times the credit window."""
+    yield [b"hello"]
+    yield []
+    yield [b""]
+    yield [b"", b"x", b""]
+    yield WHOLE
+    yield [os.urandom(16) for _ in range(3000)]
+    yield [b"head", os.urandom(5 * CREDIT + 3), b"tail"]
+    for number in range(200):
+        yield [number.to_bytes(4, "little"), os.urandom(number * 7)]
+
+
+def deliver(rank: int, _n: int, folder: str, host: str) -> list[list[bytes]] | None:
+    if rank == 0:
+        with make_writer(folder, [1, 2], host, credit_bytes=CREDIT) as writer:
+            writer.wait_ready(LIMIT)
+            sent = []
+            for message in messages():
+                mutable = [bytearray(part) for part in message]
+                writer.send(mutable, LIMIT)
+                for part in mutable:
+                    part[:] = bytes(len(part))
+                sent.append(message)
+            put(folder, "sent", sent)
+        return None
+    with make_reader(folder, rank) as reader:
+        return read_all(reader)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_every_reader_gets_every_message_although_the_buffers_change(
+    tmp_path: Path, host: str
+) -> None:
+    _, first, second = run_ranks(3, deliver, str(tmp_path), host)
+    sent = get(str(tmp_path), "sent")
+    assert len(sent) == 207
+    assert first == sent
+    assert second == sent
+
+
+def fall_behind(rank: int, _n: int, folder: str) -> Any:
+    if rank == 0:
+        with make_writer(folder, [1, 2], credit_bytes=CREDIT) as writer:
+            writer.wait_ready(LIMIT)
+            numbers = count()
+            with pytest.raises(GroupTimeoutError) as caught:
+                send_numbers(writer, numbers)
+            sent = next(numbers) - 1
+            assert [status.rank for status in caught.value.waiting_for] == [2]
+            assert f"{sent} messages were sent before" in str(caught.value)
+            # What fits the window without waiting, no more: nothing is dropped, memory is bounded.
+            assert 0.5 * CREDIT < sent * 1000 <= CREDIT
+            with pytest.raises(GroupTimeoutError):
+                writer.send([bytes(3 * CREDIT)], 0.2)
+            put(folder, "full", sent)
+            writer.send([b"last"], LIMIT)
+            get(folder, "read 1")
+            get(folder, "read 2")
+            return sent
+    with make_reader(folder, rank) as reader:
+        if rank == 2:
+            get(folder, "full")
+        received = []
+        while bytes((message := reader.recv(LIMIT))[0]) != b"last":
+            received.append(int.from_bytes(message[0], "little"))
+        put(folder, f"read {rank}", True)
+        return received
+
+
+def send_numbers(writer: RemoteWriter, numbers: Iterator[int]) -> NoReturn:
+    for number in numbers:
+        writer.send([number.to_bytes(4, "little"), bytes(1000)], 0.3)
+    raise AssertionError("the numbers ran out")
+
+
+def test_slow_reader_holds_the_writer_and_loses_nothing(tmp_path: Path) -> None:
+    sent, fast, slow = run_ranks(3, fall_behind, str(tmp_path))
+    assert fast == slow == list(range(sent))
+
+
+def cancel_in_the_middle(rank: int, _n: int, folder: str) -> Any:
+    if rank == 0:
+        with make_writer(folder, [1], credit_bytes=CREDIT) as writer:
+            writer.wait_ready(LIMIT)
+            with pytest.raises(GroupTimeoutError):
+                writer.send([bytes(5 * CREDIT)], 0.3)
+            put(folder, "cancelled", True)
+            writer.send([b"next"], LIMIT)
+            get(folder, "read")
+            return None
+    with make_reader(folder, rank) as reader:
+        get(folder, "cancelled")
+        message = reader.recv(LIMIT)
+        put(folder, "read", True)
+        return [bytes(part) for part in message]
+
+
+def test_message_cancelled_amid_its_fragments_never_appears(tmp_path: Path) -> None:
+    assert run_ranks(2, cancel_in_the_middle, str(tmp_path))[1] == [b"next"]
+
+
+def time_out_amid_fragments(rank: int, _n: int, folder: str) -> Any:
+    payload = bytes(range(256)) * (40 * CREDIT // 256)
+    if rank == 0:
+        with make_writer(folder, [1], credit_bytes=CREDIT) as writer:
+            writer.wait_ready(LIMIT)
+            get(folder, "timed out empty")
+            writer.send([b"a", payload], LIMIT)
+            writer.send([b"b"], LIMIT)
+            get(folder, "done")
+            return None
+    with make_reader(folder, rank) as reader:
+        assert not reader.readable()
+        with pytest.raises(GroupTimeoutError, match="rank 0"):
+            reader.recv(0.05)
+        put(folder, "timed out empty", True)
+        timeouts = 0
+        while True:
+            try:
+                first = reader.recv(0.0005)
+                break
+            except GroupTimeoutError:
+                timeouts += 1
+        assert timeouts > 1
+        assert [bytes(part) for part in first] == [b"a", payload]
+        assert [bytes(part) for part in reader.recv(LIMIT)] == [b"b"]
+        put(folder, "done", True)
+        return None
+
+
+def test_recv_that_timed_out_consumed_nothing(tmp_path: Path) -> None:
+    run_ranks(2, time_out_amid_fragments, str(tmp_path))
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[RemoteWriter, RemoteReader]]:
+    """A writer and its only reader, in one process."""
+    writer = RemoteWriter(0, [1], "127.0.0.1", SECRET, credit_bytes=MIN_CREDIT_BYTES)
+    with writer, RemoteReader(writer.handle, 1, SECRET) as reader:
+        writer.wait_ready(LIMIT)
+        reader.wait_ready(LIMIT)
+        yield writer, reader
+
+
+class AbortedError(Exception):
+    pass
+
+
+class Abort:
+    """A ``check`` that raises from its n-th call on."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def __call__(self) -> None:
+        self.calls -= 1
+        if self.calls < 0:
+            raise AbortedError
+
+
+class TestWaiting:
+    def test_check_ends_a_recv(self, pair: tuple[RemoteWriter, RemoteReader]) -> None:
+        writer, reader = pair
+        with pytest.raises(AbortedError):
+            reader.recv(None, Abort(3))
+        writer.send([b"still intact"], LIMIT)
+        assert bytes(reader.recv(LIMIT)[0]) == b"still intact"
+
+    def test_check_ends_a_send_and_no_part_arrives(
+        self, pair: tuple[RemoteWriter, RemoteReader]
+    ) -> None:
+        writer, reader = pair
+        with pytest.raises(AbortedError):
+            writer.send([bytes(10 * MIN_CREDIT_BYTES)], None, Abort(3))
+        with pytest.raises(GroupTimeoutError):
+            reader.recv(0.05)
+        writer.send([b"still intact"], LIMIT)
+        assert bytes(reader.recv(LIMIT)[0]) == b"still intact"
+
+    def test_check_ends_wait_ready(self) -> None:
+        with RemoteWriter(0, [1], "127.0.0.1", SECRET) as writer:
+            with pytest.raises(AbortedError):
+                writer.wait_ready(None, Abort(2))
+            with (
+                RemoteReader(writer.handle, 1, SECRET) as reader,
+                pytest.raises(AbortedError),
+            ):
+                reader.wait_ready(None, Abort(2))
+
+    def test_wait_ready_lists_who_has_not_arrived(self) -> None:
+        with (
+            RemoteWriter(0, [3, 5, 8], "127.0.0.1", SECRET) as writer,
+            RemoteReader(writer.handle, 5, SECRET) as reader,
+        ):
+            wait_until(lambda: _welcomed(writer, reader))
+            with pytest.raises(GroupTimeoutError, match=r"rank 3 \(never joined\)") as caught:
+                writer.wait_ready(0.05)
+            assert [status.rank for status in caught.value.waiting_for] == [3, 8]
+
+    @pytest.mark.parametrize("which", [0, 1], ids=["writer", "reader"])
+    def test_shutdown_from_another_thread_ends_a_wait(
+        self, pair: tuple[RemoteWriter, RemoteReader], which: int
+    ) -> None:
+        writer, reader = pair
+        closer = threading.Timer(0.2, pair[which].close)
+        closer.start()
+        with pytest.raises(GroupClosedError, match="this end of the queue is closed"):
+            fill(writer) if which == 0 else reader.recv(None)
+        closer.join(LIMIT)
+        assert not closer.is_alive()
+
+    def test_closed_end_raises_at_once(self, pair: tuple[RemoteWriter, RemoteReader]) -> None:
+        writer, reader = pair
+        for end in (writer, reader) * 2:
+            end.close()
+        for call in (
+            lambda: writer.send([b""], None),
+            writer.poll,
+            lambda: writer.wait_ready(None),
+            lambda: reader.recv(None),
+            reader.readable,
+            lambda: reader.wait_ready(None),
+        ):
+            with pytest.raises(GroupClosedError):
+                call()
+
+    def test_message_sent_before_close_arrives(
+        self, pair: tuple[RemoteWriter, RemoteReader]
+    ) -> None:
+        writer, reader = pair
+        writer.send([b"last words"], LIMIT)
+        writer.close()
+        assert bytes(reader.recv(LIMIT)[0]) == b"last words"
+        for _ in range(2):
+            with pytest.raises(GroupClosedError, match="writer 0 closed"):
+                reader.recv(LIMIT)
+        assert reader.readable()
+
+    def test_reader_that_left_gates_nobody(self) -> None:
+        with RemoteWriter(0, [1, 2], "127.0.0.1", SECRET, credit_bytes=MIN_CREDIT_BYTES) as writer:
+            first = RemoteReader(writer.handle, 1, SECRET)
+            with first, RemoteReader(writer.handle, 2, SECRET) as second:
+                writer.wait_ready(LIMIT)
+                first.wait_ready(LIMIT)
+                first.close()
+                wait_until(lambda: _state(writer, 1) == "closed")
+                for _ in range(20):
+                    writer.send([bytes(MIN_CREDIT_BYTES // 8)], LIMIT)
+                    second.recv(LIMIT)
+                second.close()
+                with pytest.raises(GroupClosedError, match="every reader has left"):
+                    fill(writer)
+
+
+class TestResources:
+    def test_nothing_is_left_after_close(self) -> None:
+        for attempt in range(3):
+            if attempt == 1:  # the first may start what the interpreter keeps
+                before = _holdings()
+            writer = RemoteWriter(0, [1], "127.0.0.1", SECRET)
+            reader = RemoteReader(writer.handle, 1, SECRET)
+            writer.wait_ready(LIMIT)
+            writer.send([bytes(1 << 20)], LIMIT)
+            reader.recv(LIMIT)
+            reader.close()
+            writer.close()
+        wait_until(lambda: _holdings() == before, f"{_holdings()} are held, {before} were")
+
+    def test_close_is_bounded_when_nobody_listens(self) -> None:
+        writer = RemoteWriter(0, [1], "127.0.0.1", SECRET)
+        handle = writer.handle
+        writer.close()
+        began = time.monotonic()
+        with RemoteReader(handle, 1, SECRET) as reader, pytest.raises(GroupTimeoutError):
+            reader.wait_ready(0.1)
+        assert time.monotonic() - began < LINGER_SECONDS
+
+    def test_listens_on_its_one_address_only(self) -> None:
+        with RemoteWriter(0, [1], "127.0.0.1", SECRET) as writer:
+            host, port = writer.address.removeprefix("tcp://").split(":")
+            assert host == "127.0.0.1"
+            socket.create_connection((host, int(port)), 5).close()
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.2", int(port)), 5)
+
+    def test_writers_never_collide(self) -> None:
+        writers = [RemoteWriter(0, [1], "127.0.0.1", SECRET) for _ in range(20)]
+        addresses = {writer.address for writer in writers}
+        for writer in writers:
+            writer.close()
+        assert len(addresses) == 20
+
+
+class TestArguments:
+    @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+    def test_all_interfaces_are_refused(self, host: str) -> None:
+        with pytest.raises(ValueError, match="one address"):
+            RemoteWriter(0, [1], host, SECRET)
+
+    def test_address_of_another_host(self) -> None:
+        with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1"):
+            RemoteWriter(0, [1], "192.0.2.1", SECRET)
+
+    @pytest.mark.parametrize("readers", [[], [1, 1], [-1]])
+    def test_bad_readers(self, readers: list[int]) -> None:
+        with pytest.raises(ValueError, match="different ranks"):
+            RemoteWriter(0, readers, "127.0.0.1", SECRET)
+
+    @pytest.mark.parametrize(
+        "options", [{"credit_bytes": MIN_CREDIT_BYTES - 1}, {"silence": 0.0}, {"silence": -1.0}]
+    )
+    def test_bad_limits(self, options: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=next(iter(options))):
+            RemoteWriter(0, [1], "127.0.0.1", SECRET, **options)
+
+    def test_rank_that_may_not_read(self, pair: tuple[RemoteWriter, RemoteReader]) -> None:
+        with pytest.raises(ValueError, match=r"one of \(1,\); got 2"):
+            RemoteReader(pair[0].handle, 2, SECRET)
+
+    def test_more_parts_than_a_header_holds(self, pair: tuple[RemoteWriter, RemoteReader]) -> None:
+        writer, reader = pair
+        with pytest.raises(MessageTooLargeError, match=f"at most {MIN_CREDIT_BYTES // 8}"):
+            writer.send([b"x"] * 10_000, LIMIT)
+        writer.send([b"fine"], LIMIT)
+        assert bytes(reader.recv(LIMIT)[0]) == b"fine"
+
+
+def _state(writer: RemoteWriter, rank: int) -> str:
+    writer.poll()
+    return next(status.state for status in writer.status() if status.rank == rank)
+
+
+def _welcomed(writer: RemoteWriter, reader: RemoteReader) -> bool:
+    return _state(writer, reader.rank) == "busy"
+
+
+def _holdings() -> tuple[int, int, int]:
+    """Python threads, kernel threads and open files of this process."""
+    return (
+        threading.active_count(),
+        len(list(Path("/proc/self/task").iterdir())),
+        len(list(Path("/proc/self/fd").iterdir())),
+    )

@@ -1,0 +1,551 @@
+"""Readers on other hosts: peers that die, lie, or have no business there."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import struct
+import threading
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import zmq
+
+from shm_broadcast.errors import (
+    GroupTimeoutError,
+    PeerLostError,
+    PeerProtocolError,
+)
+from shm_broadcast.remote_keys import reader_key, writer_key
+from shm_broadcast.remote_reader import RemoteReader
+from shm_broadcast.remote_wire import Credit, Hello, RemoteHandle, encode
+from shm_broadcast.remote_writer import RemoteWriter
+from tests.ranks import run_ranks
+from tests.shm_broadcast.remote_peers import (
+    LIMIT,
+    SECRET,
+    drain,
+    fill,
+    get,
+    make_reader,
+    make_writer,
+    put,
+    read_all,
+    wait_until,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+CREDIT = 1 << 18
+BOUND = 1.0
+"""Seconds within which a killed peer must be named."""
+
+
+def kill_a_reader(rank: int, _n: int, folder: str, stalled: list[int]) -> Any:
+    if rank == 0:
+        with make_writer(folder, [1, 2], credit_bytes=CREDIT) as writer:
+            writer.wait_ready(LIMIT)
+            struck = kill_soon(get(folder, "pid 2"))
+            with pytest.raises(PeerLostError) as caught:
+                fill(writer)
+            named = time.monotonic() - struck()
+            with pytest.raises(PeerLostError, match="lost rank 2"):
+                writer.send([b""], LIMIT)
+            with pytest.raises(PeerLostError, match="lost rank 2"):
+                writer.poll()
+            put(folder, "over", True)
+            return caught.value.rank, caught.value.pid, named
+    with make_reader(folder, rank) as reader:
+        put(folder, f"pid {rank}", os.getpid())
+        if rank in stalled:
+            get(folder, "over")
+        read_all(reader)
+        return None
+
+
+@pytest.mark.parametrize("stalled", [[], [2], [1], [1, 2]], ids=str)
+def test_killed_reader_is_named(tmp_path: Path, stalled: list[int]) -> None:
+    folder = str(tmp_path)
+    (rank, pid, named), *_ = run_ranks(3, kill_a_reader, folder, stalled, may_die=[2])
+    assert (rank, pid) == (2, get(folder, "pid 2"))
+    assert named < BOUND
+
+
+def kill_the_writer(rank: int, _n: int, folder: str, signal_number: int, silence: float) -> Any:
+    if rank == 0:
+        with make_writer(folder, [1], credit_bytes=CREDIT, silence=silence) as writer:
+            put(folder, "pid", os.getpid())
+            writer.wait_ready(LIMIT)
+            for number in range(3):
+                writer.send([bytes([number])], LIMIT)
+            put(folder, "sent", True)
+            with pytest.raises(PeerLostError):
+                writer.send([bytes(20 * CREDIT)], LIMIT)
+        return None
+    with make_reader(folder, rank) as reader:
+        get(folder, "sent")
+        time.sleep(0.2)
+        pid = get(folder, "pid")
+        os.kill(pid, signal_number)
+        struck = time.monotonic()
+        assert [bytes(reader.recv(LIMIT)[0]) for _ in range(3)] == [b"\0", b"\1", b"\2"]
+        with pytest.raises(PeerLostError) as caught:
+            reader.recv(LIMIT)
+        named = time.monotonic() - struck
+        with pytest.raises(PeerLostError, match="lost rank 0"):
+            reader.recv(LIMIT)
+        if signal_number == signal.SIGSTOP:
+            os.kill(pid, signal.SIGCONT)
+        return caught.value.rank, caught.value.pid == pid, named
+
+
+def test_killed_writer_is_named_after_all_that_it_sent(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    _, found = run_ranks(2, kill_the_writer, folder, signal.SIGKILL, 10.0, may_die=[0])
+    assert found[:2] == (0, True)
+    assert found[2] < BOUND
+
+
+def test_silent_writer_is_named_within_the_silence(tmp_path: Path) -> None:
+    silence = 1.0
+    _, found = run_ranks(2, kill_the_writer, str(tmp_path), signal.SIGSTOP, silence)
+    assert found[:2] == (0, True)
+    assert 0.5 * silence < found[2] < silence + BOUND
+
+
+def stop_a_reader(rank: int, _n: int, folder: str, silence: float) -> Any:
+    if rank == 0:
+        with make_writer(folder, [1], credit_bytes=CREDIT, silence=silence) as writer:
+            writer.wait_ready(LIMIT)
+            pid = get(folder, "pid 1")
+            os.kill(pid, signal.SIGSTOP)
+            struck = time.monotonic()
+            with pytest.raises(PeerLostError, match="lost rank 1"):
+                fill(writer)
+            named = time.monotonic() - struck
+            os.kill(pid, signal.SIGCONT)
+            return named
+    with make_reader(folder, rank) as reader:
+        put(folder, "pid 1", os.getpid())
+        with pytest.raises(PeerLostError, match="lost rank 0"):
+            drain(reader)
+    return None
+
+
+def test_silent_reader_is_named_within_the_silence(tmp_path: Path) -> None:
+    silence = 1.0
+    named, _ = run_ranks(2, stop_a_reader, str(tmp_path), silence)
+    assert 0.5 * silence < named < silence + BOUND
+
+
+@pytest.fixture
+def writer() -> Iterator[RemoteWriter]:
+    """A writer that admits readers 1 and 2."""
+    with RemoteWriter(0, [1, 2], "127.0.0.1", SECRET, credit_bytes=CREDIT) as writer:
+        yield writer
+
+
+@pytest.fixture
+def reader(writer: RemoteWriter) -> Iterator[RemoteReader]:
+    """Reader 1, in good order."""
+    with RemoteReader(writer.handle, 1, SECRET) as reader:
+        wait_until(lambda: state(writer, 1) == "busy")
+        reader.wait_ready(LIMIT)
+        yield reader
+
+
+class TestIntruders:
+    def test_wrong_secret(self, writer: RemoteWriter, reader: RemoteReader) -> None:
+        with (
+            RemoteReader(writer.handle, 2, secrets.token_bytes(32)) as intruder,
+            pytest.raises(GroupTimeoutError, match="handshakes failed: is the secret the same"),
+        ):
+            intruder.wait_ready(0.5)
+        assert state(writer, 2) == "absent"
+        with RemoteReader(writer.handle, 2, SECRET) as honest:
+            exchange(writer, reader, honest)
+
+    def test_key_that_is_not_on_the_list(self, writer: RemoteWriter, reader: RemoteReader) -> None:
+        forged = msgspec.structs.replace(writer.handle, readers=(1, 2, 3))
+        with (
+            RemoteReader(forged, 3, SECRET) as intruder,
+            pytest.raises(PeerProtocolError, match="does not admit this reader's key"),
+        ):
+            intruder.wait_ready(LIMIT)
+        with RemoteReader(writer.handle, 2, SECRET) as honest:
+            exchange(writer, reader, honest)
+
+    def test_second_reader_of_one_rank_is_refused(
+        self, writer: RemoteWriter, reader: RemoteReader
+    ) -> None:
+        with RemoteReader(writer.handle, 2, SECRET) as honest:
+            wait_until(lambda: state(writer, 2) == "busy")
+            with RemoteReader(writer.handle, 2, SECRET) as second:
+                wait_until(lambda: state(writer, 2) == "busy" and second.readable())
+                with pytest.raises(PeerProtocolError, match="rank 2 came on another connection"):
+                    second.wait_ready(LIMIT)
+            exchange(writer, reader, honest)
+
+    def test_flood_of_nonsense(self, writer: RemoteWriter, reader: RemoteReader) -> None:
+        with RemoteReader(writer.handle, 2, SECRET) as honest, flood(writer) as connections:
+            exchange(writer, reader, honest, count=300)
+            wait_until(lambda: connections() > 100)
+
+    def test_handle_and_wire_carry_no_secret(self, writer: RemoteWriter) -> None:
+        with Tap(writer.handle) as tap, RemoteReader(tap.handle, 1, SECRET) as reader:
+            wait_until(lambda: state(writer, 1) == "busy")
+            with RemoteReader(writer.handle, 2, SECRET) as other:
+                exchange(writer, reader, other)
+            heard = tap.from_reader + tap.from_writer
+            assert len(heard) > 10 * len(PAYLOAD)
+            for clear in (SECRET, PAYLOAD, reader_key(SECRET, writer.handle.nonce, 1).secret):
+                assert clear not in heard
+                assert clear not in msgspec.msgpack.encode(writer.handle)
+
+
+class TestReplay:
+    def test_recorded_reader(self, writer: RemoteWriter, reader: RemoteReader) -> None:
+        with Tap(writer.handle) as tap, RemoteReader(tap.handle, 2, SECRET) as honest:
+            exchange(writer, reader, honest)
+            with socket.create_connection(tap.target, LIMIT) as replay:
+                greeting, hello, initiate, *traffic = zmtp_frames(tap.from_reader)
+                assert b"INITIATE" in initiate
+                assert traffic
+                replay.sendall(greeting + hello)
+                wait_for(replay, b"WELCOME")
+                # The answer to a good INITIATE is READY; this one holds another session's cookie.
+                replay.sendall(initiate + b"".join(traffic))
+                assert b"READY" not in read_to_end(replay)
+            exchange(writer, reader, honest)
+
+    def test_recorded_writer(self, writer: RemoteWriter, reader: RemoteReader) -> None:
+        with Tap(writer.handle) as tap, RemoteReader(tap.handle, 2, SECRET) as honest:
+            exchange(writer, reader, honest)
+            recorded = tap.from_writer
+        with (
+            Player(writer.handle, recorded) as player,
+            RemoteReader(player.handle, 2, SECRET) as victim,
+        ):
+            with pytest.raises(GroupTimeoutError):
+                victim.recv(1.0)
+            assert player.played
+
+    def test_frame_repeated_within_its_connection(
+        self, writer: RemoteWriter, reader: RemoteReader
+    ) -> None:
+        with Tap(writer.handle) as tap, RemoteReader(tap.handle, 2, SECRET) as honest:
+            exchange(writer, reader, honest, count=3)
+            tap.repeat_to_reader()
+            with pytest.raises(PeerLostError):
+                honest.recv(LIMIT)
+
+
+class TestMalformed:
+    """A peer with a right key that does not keep the protocol, or the limits."""
+
+    @pytest.mark.parametrize(
+        ("frames", "detail"),
+        [
+            ([b"nonsense"], "Expected `array`"),
+            ([encode(Credit(1 << 40, 0))], f"credit for {1 << 40} bytes of 0 sent"),
+            ([encode(Hello(1)), b"and more"], "2 frames"),
+        ],
+    )
+    def test_nonsense_from_a_reader_names_it(
+        self, writer: RemoteWriter, frames: list[bytes], detail: str
+    ) -> None:
+        with raw_reader(writer.handle, 2) as raw:
+            raw.send_multipart([encode(Hello(1))])
+            wait_until(lambda: state(writer, 2) == "busy")
+            raw.send_multipart(frames)
+            wait_until(lambda: status(writer, 2) == "faulty")
+            with pytest.raises(PeerProtocolError, match=detail) as caught:
+                writer.send([b"x"], LIMIT)
+            assert caught.value.rank == 2
+
+    def test_oversized_frame_costs_the_sender_its_connection(self, writer: RemoteWriter) -> None:
+        with raw_reader(writer.handle, 2) as raw:
+            raw.send(encode(Hello(1)))
+            wait_until(lambda: state(writer, 2) == "busy")
+            raw.send(bytes(4096))
+            wait_until(lambda: status(writer, 2) == "lost")
+            with pytest.raises(PeerLostError) as caught:
+                writer.send([b"x"], LIMIT)
+            assert caught.value.rank == 2
+
+    @pytest.mark.parametrize(
+        ("frames", "detail"),
+        [
+            ([b"nonsense"], "Expected `array`"),
+            ([encode(("fragment", 7, [1])), b"x"], "fragment 7 where 0 was due"),
+            ([encode(("fragment", 0, [1])), b"xy"], "more bytes"),
+            ([encode(("closed",)), b"and more"], "2 frames"),
+        ],
+    )
+    def test_nonsense_from_the_writer_names_it(self, frames: list[bytes], detail: str) -> None:
+        with raw_writer() as (raw, handle), RemoteReader(handle, 1, SECRET) as reader:
+            identity, hello = raw.recv_multipart()
+            assert msgspec.msgpack.decode(hello) == ["hello", os.getpid()]
+            raw.send_multipart([identity, *frames])
+            for _ in range(2):
+                with pytest.raises(PeerProtocolError, match=detail) as caught:
+                    reader.recv(LIMIT)
+                assert caught.value.rank == 0
+
+
+PAYLOAD = b"what nobody else should read" * 40
+
+
+def exchange(writer: RemoteWriter, *readers: RemoteReader, count: int = 20) -> None:
+    """Send messages to all readers and see that they arrive in time and order."""
+    for number in range(count):
+        writer.send([number.to_bytes(4, "little"), PAYLOAD], LIMIT)
+        if number % 10 == 9 or number == count - 1:
+            for reader in readers:
+                for expected in range(number - number % 10, number + 1):
+                    head, payload = reader.recv(LIMIT)
+                    assert int.from_bytes(head, "little") == expected
+                    assert bytes(payload) == PAYLOAD
+
+
+def status(writer: RemoteWriter, rank: int) -> str:
+    """The state of a reader, without raising what it did."""
+    with suppress(PeerLostError, PeerProtocolError):
+        writer.poll()
+    return state_of(writer, rank)
+
+
+def state(writer: RemoteWriter, rank: int) -> str:
+    """The state of a reader of a queue in good order."""
+    writer.poll()
+    return state_of(writer, rank)
+
+
+def state_of(writer: RemoteWriter, rank: int) -> str:
+    return next(status.state for status in writer.status() if status.rank == rank)
+
+
+def kill_soon(pid: int) -> Callable[[], float]:
+    """Kill a process in a while; the function returned tells when it was done."""
+    at: list[float] = []
+
+    def strike() -> None:
+        os.kill(pid, signal.SIGKILL)
+        at.append(time.monotonic())
+
+    timer = threading.Timer(0.4, strike)
+    timer.start()
+
+    def struck() -> float:
+        timer.join(LIMIT)
+        return at[0]
+
+    return struck
+
+
+@contextmanager
+def raw_reader(handle: RemoteHandle, rank: int) -> Iterator[zmq.Socket[bytes]]:
+    """A plain socket with a reader's key."""
+    key = reader_key(SECRET, handle.nonce, rank)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.linger = 0
+        raw.curve_publickey, raw.curve_secretkey = key.public, key.secret
+        raw.curve_serverkey = writer_key(SECRET, handle.nonce).public
+        raw.connect(handle.address)
+        yield raw
+
+
+@contextmanager
+def raw_writer() -> Iterator[tuple[zmq.Socket[bytes], RemoteHandle]]:
+    """A plain socket with a writer's key, and the handle that names it."""
+    nonce = secrets.token_bytes(32)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as raw:
+        raw.linger = 0
+        raw.rcvtimeo = int(LIMIT * 1000)
+        raw.curve_server = True
+        raw.curve_secretkey = writer_key(SECRET, nonce).secret
+        raw.bind("tcp://127.0.0.1:*")
+        address = raw.get_string(zmq.LAST_ENDPOINT)
+        yield raw, RemoteHandle(address, nonce, 0, (1,), CREDIT, 10.0)
+
+
+@contextmanager
+def flood(writer: RemoteWriter) -> Iterator[Callable[[], int]]:
+    """Connections that send nonsense, as fast as they come; the function tells how many so far."""
+    target = port_of(writer.handle)
+    over = threading.Event()
+    counts = [0, 0]
+    # A greeting of ZMTP 3.1 with CURVE, then a frame that claims to have 2**62 bytes.
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    nonsense = [b"", os.urandom(1000), greeting, greeting + b"\x06" + struct.pack(">Q", 1 << 62)]
+
+    def attack(index: int) -> None:
+        while not over.is_set():
+            connection = socket.create_connection(target, LIMIT)
+            with connection, suppress(ConnectionError):
+                connection.sendall(nonsense[counts[index] % len(nonsense)])
+            counts[index] += 1
+
+    attackers = [threading.Thread(target=attack, args=(index,)) for index in range(len(counts))]
+    for attacker in attackers:
+        attacker.start()
+    try:
+        yield lambda: sum(counts)
+    finally:
+        over.set()
+        for attacker in attackers:
+            attacker.join(LIMIT)
+
+
+def port_of(handle: RemoteHandle) -> tuple[str, int]:
+    host, port = handle.address.removeprefix("tcp://").split(":")
+    return host, int(port)
+
+
+def zmtp_frames(stream: bytes) -> list[bytes]:
+    """The greeting of ZMTP 3.1, then each frame: flags, size in 1 or 8 bytes, body."""
+    frames, at = [stream[:64]], 64
+    while at < len(stream):
+        long = stream[at] & 2
+        size = int.from_bytes(stream[at + 1 : at + (9 if long else 2)], "big")
+        end = at + (9 if long else 2) + size
+        frames.append(stream[at:end])
+        at = end
+    return frames
+
+
+def wait_for(connection: socket.socket, text: bytes) -> None:
+    """Read until the other side has said ``text``."""
+    heard = b""
+    while text not in heard:
+        chunk = connection.recv(1 << 16)
+        assert chunk, f"the connection ended before {text!r}"
+        heard += chunk
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    """All that the other side sends until it closes."""
+    heard = b""
+    try:
+        while chunk := connection.recv(1 << 16):
+            heard += chunk
+    except ConnectionResetError:
+        pass
+    return heard
+
+
+class Tap:
+    """Stands between a reader and its writer, and writes down what both say.
+
+    Attributes:
+        handle: the writer's handle with this tap's address.
+        target: the writer's host and port.
+    """
+
+    def __init__(self, handle: RemoteHandle) -> None:
+        self.target = port_of(handle)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.handle = msgspec.structs.replace(handle, address=address)
+        self.from_reader = b""
+        self.from_writer = b""
+        self._last_large = b""
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._serve)]
+
+    def __enter__(self) -> Tap:
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for each in self._sockets:
+            each.close()
+        for thread in self._threads:
+            thread.join(LIMIT)
+
+    def repeat_to_reader(self) -> None:
+        """Say once more the last thing of some size that the writer said."""
+        assert self._last_large
+        self._sockets[0].sendall(self._last_large)
+
+    def _serve(self) -> None:
+        try:
+            reader, _ = self._listener.accept()
+        except OSError:
+            return
+        writer = socket.create_connection(self.target, LIMIT)
+        writer.settimeout(None)
+        self._sockets += [reader, writer]
+        answers = threading.Thread(target=self._answer, args=(writer, reader))
+        self._threads.append(answers)
+        answers.start()
+        self._pass_on(reader, writer, from_reader=True)
+
+    def _answer(self, writer: socket.socket, reader: socket.socket) -> None:
+        self._pass_on(writer, reader, from_reader=False)
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, *, from_reader: bool) -> None:
+        try:
+            while chunk := source.recv(1 << 20):
+                if from_reader:
+                    self.from_reader += chunk
+                else:
+                    self.from_writer += chunk
+                    if len(chunk) > len(PAYLOAD):
+                        self._last_large = chunk
+                sink.sendall(chunk)
+        except OSError:
+            pass
+        for each in (source, sink):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+class Player:
+    """Answers every connection with a recorded writer's bytes.
+
+    Attributes:
+        handle: the writer's handle with this player's address.
+        played: whether somebody has listened.
+    """
+
+    def __init__(self, handle: RemoteHandle, recorded: bytes) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.handle = msgspec.structs.replace(handle, address=address)
+        self.played = False
+        self._recorded = recorded
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self) -> Player:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(LIMIT)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection:
+                connection.settimeout(0.3)
+                try:
+                    connection.sendall(self._recorded)
+                    read_to_end(connection)
+                except OSError:
+                    pass
+            self.played = True

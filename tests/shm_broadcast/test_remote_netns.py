@@ -1,0 +1,96 @@
+"""Readers on other hosts, on two hosts: network namespaces with addresses of one family only."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+from shm_broadcast.errors import PeerLostError
+from tests.netns import Host, enter, two_hosts, unavailable
+from tests.ranks import run_ranks
+from tests.shm_broadcast.remote_peers import (
+    LIMIT,
+    fill,
+    get,
+    make_reader,
+    make_writer,
+    put,
+    read_all,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_UNAVAILABLE = unavailable()
+pytestmark = pytest.mark.skipif(_UNAVAILABLE is not None, reason=str(_UNAVAILABLE))
+
+MESSAGES = [[b"head", bytes([size % 256]) * size] for size in (0, 1, 1000, 3_000_000)]
+
+
+def cross(rank: int, _n: int, folder: str, hosts: tuple[Host, Host]) -> Any:
+    enter(hosts[min(rank, 1)].name)
+    if rank == 0:
+        with make_writer(folder, [1, 2], hosts[0].address, credit_bytes=1 << 20) as writer:
+            writer.wait_ready(LIMIT)
+            for message in MESSAGES:
+                writer.send(message, LIMIT)
+            return writer.address, other_family_fails(hosts[0])
+    with make_reader(folder, rank) as reader:
+        return read_all(reader)
+
+
+def other_family_fails(host: Host) -> bool:
+    """Whether the other family has not even a loopback address here."""
+    family, loopback = (
+        (socket.AF_INET, "127.0.0.1") if ":" in host.address else (socket.AF_INET6, "::1")
+    )
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((loopback, 0))
+        except OSError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("family", ["IPv4", "IPv6"])
+def test_messages_cross_hosts(tmp_path: Path, family: Literal["IPv4", "IPv6"]) -> None:
+    with two_hosts(family) as hosts:
+        (address, alone), first, second = run_ranks(3, cross, str(tmp_path), hosts)
+    assert first == second == MESSAGES
+    assert hosts[0].address in address
+    assert alone
+
+
+def part(rank: int, _n: int, folder: str, hosts: tuple[Host, Host], silence: float) -> float:
+    enter(hosts[rank].name)
+    if rank == 0:
+        with make_writer(
+            folder, [1], hosts[0].address, credit_bytes=1 << 20, silence=silence
+        ) as writer:
+            writer.wait_ready(LIMIT)
+            writer.send([b"before"], LIMIT)
+            get(folder, "read")
+            for host in hosts:
+                host.unplug()
+            unplugged = time.monotonic()
+            put(folder, "unplugged", unplugged)
+            with pytest.raises(PeerLostError, match="lost rank 1"):
+                fill(writer)
+            return time.monotonic() - unplugged
+    with make_reader(folder, rank) as reader:
+        assert bytes(reader.recv(LIMIT)[0]) == b"before"
+        put(folder, "read", True)
+        with pytest.raises(PeerLostError, match="lost rank 0"):
+            reader.recv(LIMIT)
+        lost = time.monotonic()
+        return lost - float(get(folder, "unplugged"))
+
+
+def test_silent_partition_is_noticed_on_both_sides(tmp_path: Path) -> None:
+    silence = 1.0
+    with two_hosts("IPv4") as hosts:
+        for noticed in run_ranks(2, part, str(tmp_path), hosts, silence):
+            assert 0.5 * silence < noticed < silence + 1.0
