@@ -1,0 +1,148 @@
+"""Our message queue beside others: python -m benchmarks.message_queue [--quick] [--peers DIR]."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.harness import Report, machine, parser
+from benchmarks.queue_base import System, payload_for
+from benchmarks.queue_systems import SYSTEMS
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+PEERS = ("vLLM", "vLLM (arena)", "SGLang")
+LARGE = ("1MiB", "16MiB", "64MiB", "256MiB")
+
+
+class Remote:
+    """A peer in its own interpreter, asked line by line."""
+
+    def __init__(self, name: str, peers: str, n_readers: int) -> None:
+        root = Path(__file__).parent.parent
+        code = (
+            'source "$0/env.sh" && PYTHONPATH="$1:$PYTHONPATH" '
+            'exec "$0/venv/bin/python" -m benchmarks.queue_peers'
+        )
+        self._process = subprocess.Popen(
+            ["bash", "-c", code, peers, str(root)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=root,
+        )
+        self.name = name
+        self.carries_tensors = True
+        self._ask({"do": "start", "system": name, "readers": n_readers})
+
+    def ask(self, work: str, payload: str | None, *arguments: Any) -> list[float]:
+        return self._ask({"do": work, "payload": payload, "arguments": arguments})
+
+    def stop(self) -> None:
+        self._ask({"do": "stop"})
+        self._process.communicate()
+
+    def _ask(self, request: dict[str, Any]) -> list[float]:
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("the peer has no pipes")
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("samples "):
+                samples: list[float] = json.loads(line.removeprefix("samples "))
+                return samples
+        raise RuntimeError(f"{self.name} ended")
+
+
+class Local:
+    """A system of this interpreter, with the same face as `Remote`."""
+
+    def __init__(self, system: System, n_readers: int) -> None:
+        self.name = system.name
+        self.carries_tensors = system.carries_tensors
+        self._system = system
+        system.start(n_readers)
+
+    def ask(self, work: str, payload: str | None, *arguments: Any) -> list[float]:
+        given = () if payload is None else (payload_for(payload),)
+        samples: list[float] = getattr(self._system, work)(*given, *arguments)
+        return samples
+
+    def stop(self) -> None:
+        self._system.stop()
+
+
+def start_all(report: Report, options: argparse.Namespace, n_readers: int) -> list[Local | Remote]:
+    """Start every system that is there; name those that are not."""
+    running: list[Local | Remote] = [Local(system(), n_readers) for system in SYSTEMS]
+    for name in PEERS:
+        if not options.peers:
+            report.left_out[name] = "give --peers DIR"
+            continue
+        try:
+            running.append(Remote(name, options.peers, n_readers))
+        except (OSError, RuntimeError) as error:
+            report.left_out[name] = str(error)
+    return running
+
+
+def run(report: Report, options: argparse.Namespace, n_readers: int) -> None:
+    """All work with ``n_readers`` readers."""
+    quick = options.quick
+    repeats = 1 if quick else 5
+    running = start_all(report, options, n_readers)
+
+    def measure(
+        work: str, payload: str | None, *arguments: Any, label: str = "", unit: str = "us"
+    ) -> None:
+        params = f"{label or payload or ''}, {n_readers} reader{'s' * (n_readers > 1)}"
+        if options.only not in f"{work} {params}":
+            return
+        large = payload in LARGE
+
+        def asking(system: Local | Remote) -> Callable[[], list[float]]:
+            return lambda: system.ask(work, payload, *arguments)
+
+        takes_part = {
+            each.name: asking(each) for each in running if each.carries_tensors or not large
+        }
+        report.measure(work, params, takes_part, unit=unit, repeats=repeats)
+
+    try:
+        count = 300 if quick else 3000
+        measure("echo", "dict", count)
+        measure("echo", "ints", count)
+        measure("flood", "dict", 2000 if quick else 20000)
+        for size in LARGE[: 2 if quick else 4]:
+            measure("one_way", size, 3 if quick else 8, unit="ms")
+        if n_readers == 1:
+            measure("wake", "dict", 0.5 if quick else 5.0, 1, label="after idling")
+            measure("idle_cpu", None, 1.0 if quick else 20.0, label="share of a core", unit="s")
+    finally:
+        for system in running:
+            system.stop()
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parser(__doc__ or "").parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    report = Report(machine())
+    for n_readers in (1, 3):
+        run(report, options, n_readers)
+    report.finish(options)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""vLLM's and SGLang's queues, measured in their own interpreter.
+
+Run as a child of `benchmarks.message_queue`: reads one JSON request a line, answers with one JSON
+line of samples in seconds. Imports nothing of ours but `benchmarks.queue_base`.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from benchmarks.queue_base import System, payload_for, serve
+
+READERS = mp.get_context("forkserver")
+READERS.set_forkserver_preload(["torch", "benchmarks.queue_peers"])
+
+
+def vllm_queue() -> Any:
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    return MessageQueue
+
+
+def sglang_queue() -> Any:
+    root = Path(os.environ["PEERS"]) / "sgl" / "sglang"
+    for name in (
+        "sglang",
+        "sglang.srt",
+        "sglang.srt.distributed",
+        "sglang.srt.distributed.device_communicators",
+        "sglang.srt.utils",
+    ):
+        module = types.ModuleType(name)
+        module.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
+        sys.modules[name] = module
+    from sglang.srt.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    return MessageQueue
+
+
+LOADERS = {"vLLM": vllm_queue, "vLLM (arena)": vllm_queue, "SGLang": sglang_queue}
+
+
+class Peer(System):
+    """A queue of vLLM's shape: one broadcasts to the readers, one from each comes back."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._options = {"enable_shm_tensor_arena": True} if name == "vLLM (arena)" else {}
+
+    def start(self, n_readers: int) -> None:
+        make = LOADERS[self.name]()
+        self._queue = make(n_readers, n_readers, **self._options)
+        pipes = [READERS.Pipe() for _ in range(n_readers)]
+        self._processes = [
+            READERS.Process(target=read, args=(self.name, self._queue.export_handle(), reader, end))
+            for reader, (_, end) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+        self._answers = [make.create_from_handle(ours.recv(), 0) for ours, _ in pipes]
+        self._queue.wait_until_ready()
+        for answer in self._answers:
+            answer.wait_until_ready()
+
+    def send(self, command: str, payload: Any) -> None:
+        self._queue.enqueue((command, payload))
+
+    def replies(self) -> list[Any]:
+        return [answer.dequeue() for answer in self._answers]
+
+    def stop(self) -> None:
+        self.send("stop", None)
+        for process in self._processes:
+            process.join(30)
+
+
+def read(name: str, handle: Any, reader: int, end: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    make = LOADERS[name]()
+    queue = make.create_from_handle(handle, reader)
+    answer = make(1, 1)
+    end.send(answer.export_handle())
+    queue.wait_until_ready()
+    answer.wait_until_ready()
+    serve(queue.dequeue, answer.enqueue)
+
+
+def main() -> None:
+    """Answer requests until the input ends."""
+    system: Peer | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["do"] == "start":
+            system = Peer(request["system"])
+            system.start(request["readers"])
+            answer: Any = []
+        elif request["do"] == "stop" and system is not None:
+            system.stop()
+            answer = []
+        else:
+            arguments = request["arguments"]
+            if request["payload"]:
+                arguments = [payload_for(request["payload"]), *arguments]
+            answer = getattr(system, request["do"])(*arguments)
+        print("samples " + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
