@@ -90,8 +90,8 @@ class RowLinear(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """All outputs, the same on every rank."""
-        partial = functional.linear(x, self.weight)
-        return self.group.all_reduce_(partial).add_(self.bias)
+        total: torch.Tensor = self.group.all_reduce_(functional.linear(x, self.weight))
+        return total.add_(self.bias)
 
 
 class VocabEmbedding(ShardedModule):
@@ -112,7 +112,8 @@ class VocabEmbedding(ShardedModule):
         local = ids - rows * self.group.rank_in_group
         elsewhere = (local < 0) | (local >= rows)
         found = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self.group.all_reduce_(found.masked_fill_(elsewhere.unsqueeze(-1), 0))
+        whole: torch.Tensor = self.group.all_reduce_(found.masked_fill_(elsewhere.unsqueeze(-1), 0))
+        return whole
 
 
 def whole_parameters(model: nn.Module) -> dict[str, WholeParameter]:
