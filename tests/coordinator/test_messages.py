@@ -1,0 +1,350 @@
+"""Objects, tensors and dicts of tensors from member to member, between real processes.
+
+Where it matters the group is [1, 3]: its ranks are not the global ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import coordinator
+from coordinator import GroupCoordinator, host_store
+from coordinator.objects import OUTSTANDING_BYTES
+from shm_broadcast import GroupAbortedError, GroupTimeoutError, MessageDecodeError
+from tests.ranks import run_ranks
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return (
+            isinstance(b, torch.Tensor)
+            and (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
+            and torch.equal(a.contiguous().reshape(-1).view(torch.uint8),
+                            b.contiguous().reshape(-1).view(torch.uint8))
+        )  # fmt: skip
+    return type(a) is type(b) and a == b
+
+
+def mixed() -> dict[str, Any]:
+    return {
+        "hidden": torch.arange(24, dtype=torch.bfloat16).reshape(2, 3, 4),
+        "none": None,
+        "empty": torch.empty(0, 7),
+        "transposed": torch.arange(6).reshape(2, 3).t(),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "flags": torch.tensor([True, False]),
+        "half": torch.tensor([1.0, -1.0], dtype=torch.float16),
+        "complex": torch.tensor([1 + 2j]),
+        "grad": torch.ones(3, requires_grad=True),
+        "step": 7,
+        "nested": {"ids": [1, 2, (3,)], "name": "x"},
+        "big": "y" * 5000,
+    }
+
+
+def agree(found: dict[str, Any], sent: dict[str, Any]) -> None:
+    assert list(found) == list(sent)
+    for key, value in sent.items():
+        assert same(found[key], value), (key, found[key], value)
+
+
+# --- cases: each runs on both members of a group of two -----------------------------------
+
+
+def objects(group: GroupCoordinator, me: int, other: int) -> None:
+    for obj in (None, {"rank": 0}, "x" * (5 << 20), b"", 1 << 100):
+        if me == 0:
+            group.send_object(obj, 1)
+        else:
+            assert group.recv_object(0) == obj
+    for src in (0, 1):
+        assert group.broadcast_object(("from", me) if me == src else None, src) == ("from", src)
+        filled = group.broadcast_object_list([me, src] if me == src else [None, None], src)
+        assert filled == [src, src]
+    assert group.all_gather_object({"me": me, "pad": "x" * 3000 * me}) == [
+        {"me": 0, "pad": ""},
+        {"me": 1, "pad": "x" * 3000},
+    ]
+
+
+def object_handles(group: GroupCoordinator, me: int, other: int) -> None:
+    first, second = group.irecv_object(other), group.irecv_object(other)
+    value = {"from": me, "data": list(range(1000))}
+    sent = group.isend_object(value, other)
+    value["from"] = "changed after isend"
+    group.isend_object("dropped", other)
+    assert second.wait() == "dropped"
+    assert first.wait() == {"from": other, "data": list(range(1000))}
+    assert first.wait() is first.wait()
+    assert sent.wait() is sent.wait() is None
+
+
+def crossed_sends(group: GroupCoordinator, me: int, other: int) -> None:
+    """D5: both send first, more than any buffer of a socket holds."""
+    big = torch.full((8 << 20,), float(me))
+    group.send_object("x" * (20 << 20), other)
+    group.send_tensor_dict({"big": big}, other)
+    big.fill_(-1)
+    group.send_object("behind", other)
+    assert len(group.recv_object(other)) == 20 << 20
+    assert group.recv_tensor_dict(other)["big"].unique().tolist() == [float(other)]
+    assert group.recv_object(other) == "behind"
+
+
+def many_sends_ahead(group: GroupCoordinator, me: int, other: int) -> None:
+    """The sender goes ahead up to the limit, then waits for its receiver."""
+    part = {"part": torch.zeros(OUTSTANDING_BYTES // 16)}  # a quarter of the limit each
+    if me == 0:
+        start = time.monotonic()
+        for _ in range(4):
+            group.send_tensor_dict(part, 1)
+        ahead = time.monotonic() - start
+        group.send_tensor_dict(part, 1)
+        assert ahead < 0.5 < time.monotonic() - start
+    else:
+        time.sleep(0.7)
+        for _ in range(5):
+            agree(group.recv_tensor_dict(0), part)
+
+
+def dicts(group: GroupCoordinator, me: int, other: int) -> None:
+    if me == 0:
+        group.send_tensor_dict(mixed())
+        group.send_tensor_dict({}, 1)
+        group.send_tensor_dict(mixed(), dst=1)
+    else:
+        agree(group.recv_tensor_dict(), mixed())
+        assert group.recv_tensor_dict(0) == {}
+        agree(group.recv_tensor_dict(src=0), mixed())
+
+
+def broadcast_dicts(group: GroupCoordinator, me: int, other: int) -> None:
+    for src in (0, 1):
+        sent = mixed() if me == src else None
+        found = group.broadcast_tensor_dict(sent, src)
+        agree(found, mixed())
+        if sent is not None:
+            assert found["hidden"] is sent["hidden"]
+    assert group.broadcast_tensor_dict({} if me == 0 else None) == {}
+
+
+def dict_handles(group: GroupCoordinator, me: int, other: int) -> None:
+    """D4: isend returns without a receive; order holds among kinds; handles may be dropped."""
+    if me == 0:
+        x = torch.arange(1 << 20)
+        start = time.monotonic()
+        kept = group.isend_tensor_dict({"x": x}, 1)
+        group.isend_tensor_dict({"dropped": torch.ones(1 << 16), "o": {1}}, 1)
+        group.isend(torch.tensor([4, 5]), 1)
+        group.isend_tensor_dict(mixed(), 1)
+        assert time.monotonic() - start < 0.2
+        assert not kept.is_completed()
+        group.barrier()
+        kept.wait()
+        kept.wait()
+    else:
+        group.barrier()
+        first = group.irecv_tensor_dict(0)
+        group.irecv_tensor_dict(0)
+        third = group.irecv((2,), torch.int64, 0)
+        fourth = group.irecv_tensor_dict(0)
+        agree(fourth.wait(), mixed())
+        assert third.wait().tolist() == [4, 5]
+        assert torch.equal(first.wait()["x"], torch.arange(1 << 20))
+        assert first.wait() is first.wait()
+
+
+def tensors_behind_dicts(group: GroupCoordinator, me: int, other: int) -> None:
+    """A blocking recv does not overtake a dict that was asked for before."""
+    if me == 0:
+        group.send_tensor_dict({"a": torch.ones(3)}, 1)
+        group.send(torch.full((2,), 9.0), 1)
+    else:
+        handle = group.irecv_tensor_dict(0)
+        assert group.recv((2,), torch.float32, 0).tolist() == [9, 9]
+        agree(handle.wait(), {"a": torch.ones(3)})
+
+
+def awaited(group: GroupCoordinator, me: int, other: int) -> None:
+    async def swap() -> dict[str, Any]:
+        sent = group.isend_tensor_dict({"me": me, "t": torch.ones(2) * me}, other)
+        found = await group.irecv_tensor_dict(other)
+        await sent
+        return found
+
+    agree(asyncio.run(swap()), {"me": other, "t": torch.ones(2) * other})
+
+
+def refused(group: GroupCoordinator, me: int, other: int) -> None:
+    """What is wrong on all members raises before anything moves; the next verb is right."""
+    for call, error in (
+        (lambda: group.broadcast_object(1, src=-1), ValueError),
+        (lambda: group.broadcast_object(1, src=2), ValueError),
+        (lambda: group.broadcast_tensor_dict({}, src=-1), ValueError),
+        (lambda: group.send_object(1, me), ValueError),
+        (lambda: group.recv_object(me), ValueError),
+        (lambda: group.send_object(lambda: 0, other), TypeError),
+        (lambda: group.send_tensor_dict({"f": lambda: 0}, other), TypeError),
+        (lambda: group.send_tensor_dict({2: 1}, other), TypeError),  # type: ignore[dict-item]
+        (lambda: group.send_tensor_dict({"s": torch.eye(2).to_sparse()}, other), TypeError),
+        (lambda: group.send_tensor_dict({"m": torch.empty(1, device="meta")}, other), ValueError),
+        (lambda: group.send(torch.ones(1), me), ValueError),
+        (lambda: group.recv((1,), torch.float32, 5), ValueError),
+        (lambda: group.recv(), ValueError),
+    ):
+        with pytest.raises(error):
+            call()
+    assert group.broadcast_object(me, 1) == 1
+    assert group.all_reduce(torch.tensor([me])).item() == 1
+
+
+def undecodable(group: GroupCoordinator, me: int, other: int) -> None:
+    """A message that cannot be restored is consumed; the next one is right."""
+    if me == 0:
+        group.send_object(Unloadable(), 1)
+        group.send_tensor_dict({"o": Unloadable(), "t": torch.ones(2)}, 1)
+        group.send_object("good", 1)
+    else:
+        with pytest.raises(MessageDecodeError, match="not here"):
+            group.recv_object(0)
+        with pytest.raises(MessageDecodeError, match="not here"):
+            group.recv_tensor_dict(0)
+        assert group.recv_object(0) == "good"
+
+
+class Unloadable:
+    def __reduce__(self) -> Any:
+        return refuse, ()
+
+
+def refuse() -> None:
+    raise RuntimeError("not here")
+
+
+CASES = [
+    objects,
+    object_handles,
+    crossed_sends,
+    many_sends_ahead,
+    dicts,
+    broadcast_dicts,
+    dict_handles,
+    tensors_behind_dicts,
+    awaited,
+    refused,
+    undecodable,
+]
+
+
+def run_cases(rank: int, n: int, port: int, pp: int) -> None:
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(
+        tp=n // pp, pp=pp, rank=rank, world_size=n, store=store, timeout=30, operation_timeout=30
+    ) as groups:
+        group = groups.pp
+        for case in CASES:
+            if groups.tp.rank_in_group == groups.tp.world_size - 1:
+                case(group, group.rank_in_group, 1 - group.rank_in_group)
+            groups.world.barrier()
+
+
+@pytest.mark.parametrize("n", [2, 4], ids=["ranks 0 and 1", "ranks 1 and 3"])
+def test_every_kind_of_message(n: int) -> None:
+    store = host_store()
+    run_ranks(n, run_cases, store.port, 2)
+
+
+# --- slicing ------------------------------------------------------------------------------
+
+
+def sliced(rank: int, n: int, port: int) -> None:
+    """Two stages of two: [0, 1] send to [2, 3]."""
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(tp=2, pp=2, rank=rank, store=store, timeout=30) as groups:
+        pp, tp = groups.pp, groups.tp
+        sent: list[int] = []
+        if pp.is_first_rank:
+            plain_isend = groups.pp.device_communicator.isend
+
+            def counted(x: torch.Tensor, *rest: Any, **options: Any) -> Any:
+                if x.dtype != torch.uint8:
+                    sent.append(x.numel())
+                return plain_isend(x, *rest, **options)
+
+            pp.device_communicator.isend = counted  # type: ignore[method-assign]
+        x = torch.arange(8).reshape(2, 4)
+        many = {
+            "x": x,
+            "odd": torch.arange(3.0),
+            "empty": torch.empty(0),
+            "t": x.t(),
+            "bf16": torch.ones(2, 2, dtype=torch.bfloat16),
+        }
+        residual = torch.full((4,), float(tp.rank_in_group))
+        for blocking in (True, False):
+            if pp.is_first_rank:
+                sent.clear()
+                values = {**many, "residual": residual}
+                if blocking:
+                    pp.send_tensor_dict(values, 1, tp, {"residual": False, "absent": True})
+                else:
+                    pp.isend_tensor_dict(values, 1, tp, {"residual": False}).wait()
+                assert sent == [4, 3, 4, 2, 4]
+                pp.send_tensor_dict({"x": x}, 1, tp, {"x": False})
+                assert sent[-1] == 8
+            else:
+                found = (
+                    pp.recv_tensor_dict(0, tp) if blocking else pp.irecv_tensor_dict(0, tp).wait()
+                )
+                agree(found, {**many, "residual": residual})
+                agree(pp.recv_tensor_dict(0, tp), {"x": x})
+        if pp.is_first_rank:
+            with pytest.raises(ValueError, match="'odd' has 3 elements, not divisible by 2"):
+                pp.send_tensor_dict({"x": x, "odd": torch.ones(3)}, 1, tp, {"odd": True})
+            pp.send_tensor_dict({"x": x}, 1, tp)
+            pp.send_tensor_dict({"after": x}, 1)
+        else:
+            with pytest.raises(ValueError, match=r"'x' came as slice \d of 2: receive it with"):
+                pp.recv_tensor_dict(0)
+            agree(pp.recv_tensor_dict(0), {"after": x})
+        groups.world.barrier()
+
+
+def test_slices_of_replicated_tensors() -> None:
+    """arange(8) over two: 4 elements per link; the sender alone decides what is cut."""
+    store = host_store()
+    run_ranks(4, sliced, store.port)
+
+
+# --- what does not come -------------------------------------------------------------------
+
+
+def nothing_comes(rank: int, n: int, port: int) -> None:
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(pp=2, rank=rank, store=store, timeout=30) as groups:
+        if rank == 0:
+            pending = groups.pp.irecv_object(1)
+            with pytest.raises(GroupTimeoutError):
+                pending.wait(0.1)
+            groups.pp.barrier()
+            assert pending.wait() == "late"
+            with pytest.raises(GroupTimeoutError, match="rank 1") as caught:
+                groups.pp.recv_tensor_dict(timeout=0.3)
+            assert [member.rank for member in caught.value.waiting_for] == [1]
+        else:
+            groups.pp.barrier()
+            groups.pp.send_object("late", 0)
+            time.sleep(0.6)
+        with pytest.raises(GroupAbortedError, match="GroupTimeoutError"):
+            groups.pp.recv_object(1 - rank)
+
+
+def test_deadlines() -> None:
+    """A handle may be waited for again; a blocking call that gave up ends the group."""
+    store = host_store()
+    run_ranks(2, nothing_comes, store.port)
