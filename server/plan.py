@@ -1,0 +1,109 @@
+"""What a pool is to be, checked before anything starts."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from server.reference import main_of, name_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from server.config import PoolConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A pool's shape, its worker and its settings.
+
+    Attributes:
+        worker: the worker's class, as `server.reference.name_of` gives it.
+        main: how workers load the driver's main module, where the class is defined in that.
+        worker_kwargs: its keyword arguments, pickled.
+        tp, pp, dp: the grid of ranks.
+        device: ``"cpu"``, ``"cuda"`` (one device per rank) or one device for all, as ``"cuda:0"``.
+        start_timeout: seconds for all workers to be ready; ``None``: for ever.
+        on_progress: ``(rank, done, total, what)``.
+        config: the rest.
+    """
+
+    worker: str
+    main: dict[str, str] | None
+    worker_kwargs: bytes
+    tp: int
+    pp: int
+    dp: int
+    device: str
+    start_timeout: float | None
+    on_progress: Callable[[int, int, int, str], None]
+    config: PoolConfig
+
+    @classmethod
+    def checked(
+        cls,
+        worker: type | str,
+        worker_kwargs: Mapping[str, Any] | None,
+        grid: tuple[int, int, int],
+        device: str,
+        start_timeout: float | None,
+        on_progress: Callable[[int, int, int, str], None] | None,
+        config: PoolConfig,
+    ) -> Plan:
+        """Check and pack what `server.pool.WorkerPool` is given; ``grid`` is tp, pp, dp.
+
+        Raises:
+            ValueError, TypeError: something is out of range, cannot be imported by another
+                process, or cannot be pickled.
+        """
+        for name, size in zip(("tp", "pp", "dp"), grid, strict=True):
+            if size < 1:
+                raise ValueError(f"{name} must be 1 or more; got {size}")
+        if start_timeout is not None and not start_timeout > 0:
+            raise ValueError(f"start_timeout must be more than 0 seconds; got {start_timeout!r}")
+        try:
+            torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device: {error}") from error
+        name = name_of(worker)
+        return cls(
+            name,
+            main_of(name),
+            _pickled(worker_kwargs or {}),
+            *grid,
+            device,
+            start_timeout,
+            on_progress or _ignore,
+            config,
+        )
+
+    @property
+    def n_workers(self) -> int:
+        """How many ranks there are."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def output_rank(self) -> int:
+        """The rank whose reply `WorkerPool.call` gives: tp rank 0 of the last stage."""
+        return (self.pp - 1) * self.tp
+
+    @property
+    def in_flight(self) -> int:
+        """How many calls may be under way."""
+        return self.config.in_flight or self.pp + 1
+
+
+def _pickled(worker_kwargs: Mapping[str, Any]) -> bytes:
+    for name, value in worker_kwargs.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise TypeError(f"worker_kwargs[{name!r}] cannot be pickled: {error}") from error
+    return pickle.dumps(dict(worker_kwargs))
+
+
+def _ignore(*_: object) -> None:
+    """Tell nobody of progress."""

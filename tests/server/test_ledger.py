@@ -1,0 +1,251 @@
+"""What answers to calls mean, decided without processes."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import pytest
+
+from server.calls import PendingCall
+from server.errors import PoolClosedError, WorkerError, WorkerLostError
+from server.ledger import Ledger, LedgerHooks
+from server.messages import Failed, Reply
+
+
+class Book:
+    """A ledger of two ranks, and what it asked for."""
+
+    def __init__(self, in_flight: int = 2, settle_seconds: float = 60.0) -> None:
+        self.asked: list[Any] = []
+        self.ledger = Ledger(
+            2,
+            in_flight,
+            settle_seconds,
+            LedgerHooks(
+                resume=lambda rank, number: self.asked.append(("resume", rank, number)),
+                wake=lambda: None,
+                broke=lambda error: self.asked.append(("broke", type(error))),
+            ),
+        )
+
+    def send(self, method: str = "embed", reply_rank: int | None = None) -> PendingCall:
+        call = PendingCall(method, (), {}, 2, reply_rank)
+        if self.ledger.accept(call):
+            self.ledger.sent()
+        return call
+
+    def reply(self, rank: int, number: int, value: Any = None, operations: int = 0) -> None:
+        self.ledger.replied(rank, Reply(number, operations, value))
+
+    def fail(
+        self, rank: int, number: int, kind: str = "E", operations: int = 0, hearsay: bool = False
+    ) -> None:
+        self.ledger.failed(rank, Failed(number, operations, kind, "text", "trace", hearsay))
+
+
+def test_a_call_is_done_when_every_rank_has_answered() -> None:
+    book = Book()
+    everyone, one = book.send(), book.send(reply_rank=1)
+    book.reply(1, 1, "b")
+    assert not everyone.done
+    book.reply(0, 1, "a")
+    assert everyone.result() == ["a", "b"]
+    book.reply(1, 2, "c")
+    assert not one.done
+    book.reply(0, 2)
+    assert one.result() == "c"
+    assert not book.ledger.busy
+
+
+def test_a_failure_reaches_the_caller_at_once_and_its_rank_waits_for_the_others() -> None:
+    book = Book()
+    call = book.send()
+    book.fail(1, 1, "ValueError")
+    assert call.done
+    assert book.asked == []
+    with pytest.raises(WorkerError, match="rank 1 failed in embed: ValueError: text"):
+        call.result()
+    book.fail(0, 1, "KeyError")
+    assert book.asked == [("resume", 1, 1), ("resume", 0, 1)]
+    book.ledger.check()
+
+
+def test_a_rank_may_go_on_when_the_others_succeeded_with_as_many_operations() -> None:
+    book = Book()
+    book.send()
+    book.fail(1, 1, operations=3)
+    book.reply(0, 1, operations=3)
+    assert book.asked == [("resume", 1, 1)]
+
+
+def test_the_pool_breaks_when_operations_were_left_half_done() -> None:
+    book = Book()
+    book.send()
+    later = book.send()
+    book.fail(1, 1, "ValueError")
+    book.reply(0, 1, operations=1)
+    assert book.asked == [("broke", WorkerError)]
+    for refused in (later.result, book.ledger.check, book.send):
+        with pytest.raises(WorkerError, match="rank 1 failed in embed: ValueError"):
+            refused()
+
+
+def test_the_pool_breaks_when_the_others_do_not_answer_in_time() -> None:
+    book = Book(settle_seconds=0.0)
+    book.send()
+    assert book.ledger.tick() == math.inf
+    book.fail(1, 1, "ValueError")
+    book.ledger.tick()
+    assert book.asked == [("broke", WorkerError)]
+
+
+def test_the_next_failed_call_is_overdue_after_the_first_is_settled() -> None:
+    book = Book()
+    book.send()
+    assert book.ledger.tick() == math.inf
+    book.fail(1, 1)
+    assert 0 < book.ledger.tick() <= 60
+    book.fail(0, 1)
+    assert book.ledger.tick() == math.inf
+
+
+def test_hearsay_of_a_failure_gives_way_to_the_failure() -> None:
+    book = Book()
+    call = book.send()
+    book.fail(0, 1, "PeerLostError", hearsay=True)
+    assert not call.done
+    book.fail(1, 1, "ValueError")
+    with pytest.raises(WorkerError, match="rank 1 failed in embed: ValueError"):
+        call.result()
+
+
+def test_hearsay_counts_when_there_is_nothing_better() -> None:
+    book = Book()
+    call = book.send()
+    book.fail(0, 1, "PeerLostError", operations=1, hearsay=True)
+    book.reply(1, 1)
+    with pytest.raises(WorkerError, match="rank 0 failed in embed: PeerLostError"):
+        call.result()
+    assert book.asked == [("broke", WorkerError)]
+
+
+def test_the_first_failure_is_the_one_that_is_kept() -> None:
+    book = Book()
+    calls = [book.send(), book.send()]
+    book.ledger.end(WorkerLostError(1, 4242, "killed by SIGKILL"))
+    book.ledger.end(WorkerLostError(0, 4241, "exit status 1"))
+    for call in calls:
+        with pytest.raises(WorkerLostError, match=r"rank 1 \(pid 4242\): killed by SIGKILL"):
+            call.result()
+    with pytest.raises(WorkerLostError, match="rank 1") as raised:
+        book.ledger.check()
+    assert "takes no more calls" in raised.value.__notes__[-1]
+    assert book.asked == [("broke", WorkerLostError)]
+
+
+def test_a_closed_pool_fails_its_calls_and_did_not_break() -> None:
+    book = Book()
+    call = book.send()
+    book.ledger.end(PoolClosedError("shut down"))
+    with pytest.raises(PoolClosedError):
+        call.result()
+    assert book.asked == []
+
+
+def test_no_more_calls_are_under_way_than_allowed_and_the_rest_go_in_order() -> None:
+    book = Book(in_flight=2)
+    calls = [book.send() for _ in range(4)]
+    assert [call.number for call in calls] == [1, 2, 0, 0]
+    book.reply(0, 1)
+    book.reply(1, 1)
+    assert book.ledger.next_to_send() is calls[2]
+    assert calls[2].number == 3
+    book.ledger.sent()
+    book.reply(0, 2)
+    book.reply(1, 2)
+    assert book.ledger.next_to_send() is calls[3]
+
+
+def test_a_call_waits_for_the_one_that_is_being_sent() -> None:
+    book = Book(in_flight=2)
+    first, second = (PendingCall("embed", (), {}, 2, None) for _ in range(2))
+    assert book.ledger.accept(first)
+    assert not book.ledger.accept(second)
+    book.ledger.sent()
+    assert book.ledger.next_to_send() is second
+
+
+def test_a_call_that_could_not_be_sent_leaves_no_gap() -> None:
+    book = Book()
+    call = PendingCall("embed", (), {}, 2, None)
+    assert book.ledger.accept(call)
+    book.ledger.unsent(call, TypeError("cannot pickle"))
+    with pytest.raises(TypeError, match="cannot pickle"):
+        call.result()
+    assert book.send().number == 1
+
+
+def test_a_queued_call_can_be_withdrawn_and_a_cancelled_one_is_skipped() -> None:
+    book = Book(in_flight=1)
+    first, withdrawn = book.send(), book.send()
+    cancelled, last = (PendingCall("embed", (), {}, 2, None) for _ in range(2))
+    assert cancelled.future().cancel()
+    book.ledger.queue(cancelled)
+    book.ledger.queue(last)
+    assert book.ledger.withdraw(withdrawn)
+    assert not book.ledger.withdraw(first)
+    book.reply(0, 1)
+    book.reply(1, 1)
+    assert book.ledger.next_to_send() is last
+
+
+def test_a_reply_that_an_interrupt_dropped_fails_its_call_only() -> None:
+    book = Book()
+    lost, kept = book.send(), book.send()
+    book.reply(0, 1)
+    book.reply(1, 2, "b")
+    with pytest.raises(WorkerError, match="interrupted"):
+        lost.result()
+    book.reply(0, 2, "a")
+    assert kept.result() == ["a", "b"]
+    assert book.asked == []
+
+
+def test_a_reply_that_cannot_be_decoded_fails_the_oldest_call_of_its_rank() -> None:
+    book = Book()
+    first, second = book.send(), book.send()
+    book.reply(1, 1)
+    book.ledger.garbled(0, ValueError("garbled"))
+    with pytest.raises(ValueError, match="garbled"):
+        first.result()
+    assert not second.done
+    assert book.asked == []
+
+
+def test_futures_get_the_result_before_and_after_it_is_known() -> None:
+    book = Book()
+    call = book.send(reply_rank=0)
+    early = book.ledger.future(call)
+    seen: list[Any] = []
+    early.add_done_callback(lambda future: seen.append(future.result()))
+    book.reply(0, 1, "a")
+    book.reply(1, 1)
+    assert seen == ["a"]
+    assert book.ledger.future(call) is early
+    late = book.send()
+    book.fail(0, 2)
+    assert isinstance(book.ledger.future(late).exception(timeout=0), WorkerError)
+
+
+def test_the_sender_is_released_at_the_end() -> None:
+    book = Book()
+    released: list[Any] = []
+    sender = threading.Thread(target=lambda: released.append(book.ledger.next_to_send()))
+    sender.start()
+    book.ledger.end(PoolClosedError("shut down"))
+    sender.join(10)
+    assert released == [None]
+    assert book.ledger.wait_for_end(0)
+    assert book.ledger.wait_until_idle(0)

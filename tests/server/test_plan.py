@@ -1,0 +1,69 @@
+"""Arguments of a pool, checked before anything starts; naming classes for other processes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from server.config import PoolConfig
+from server.pool import WorkerPool
+from server.reference import load, main_of, name_of
+from tests.server.workers import Worker
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"tp": 0}, ValueError, "tp must be 1 or more; got 0"),
+        ({"pp": -1}, ValueError, "pp must be 1 or more; got -1"),
+        ({"launcher": "ssh"}, ValueError, "launcher must be 'local'; got 'ssh'"),
+        ({"start_timeout": 0}, ValueError, "start_timeout must be more than 0 seconds"),
+        ({"worker": "no_colon"}, ValueError, "worker must be 'package.module:Class'"),
+        ({"worker": len}, TypeError, "worker must be a class"),
+        ({"worker_kwargs": {"f": lambda: 0}}, TypeError, r"worker_kwargs\['f'\] cannot be pickled"),
+        ({"device": "abacus"}, ValueError, "device: .*abacus"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        WorkerPool(arguments.pop("worker", Worker), **arguments)
+
+
+@pytest.mark.parametrize("wrong", [{"in_flight": 0}, {"kill_seconds": -1.0}])
+def test_wrong_settings_are_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        PoolConfig(**wrong)
+
+
+def test_a_class_is_named_by_module_and_name() -> None:
+    assert name_of(Worker) == "tests.server.workers:Worker"
+    assert name_of("a.b:C.D") == "a.b:C.D"
+    assert load("tests.server.workers:Worker", None) is Worker
+    assert main_of("tests.server.workers:Worker") is None
+
+
+def test_a_class_that_no_other_process_can_import_is_refused() -> None:
+    class Local:
+        pass
+
+    with pytest.raises(ValueError, match="defined in a function"):
+        name_of(Local)
+
+
+def test_a_class_of_a_session_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = type(sys)("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", session)
+    typed = type("Typed", (), {"__module__": "__main__"})
+    with pytest.raises(ValueError, match="Typed is defined where no other process"):
+        name_of(typed)
+    session.__file__ = "/scripts/run.py"
+    assert name_of(typed) == "__main__:Typed"
+    assert main_of("__main__:Typed") == {"init_main_from_path": "/scripts/run.py"}
+
+
+@pytest.mark.parametrize("name", ["tests.server.workers:Nobody", "tests.server.workers:sys"])
+def test_loading_what_is_no_class_says_so(name: str) -> None:
+    with pytest.raises((AttributeError, TypeError), match=r"Nobody|is not a class"):
+        load(name, None)

@@ -1,0 +1,243 @@
+"""Calls to a pool that works: one pool of two workers for all tests of this file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from server.errors import CallTimeoutError, WorkerError
+from server.pool import WorkerPool
+from shm_broadcast import MessageDecodeError
+from tests.server.workers import BadInputError, Undecodable, Unpicklable, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(Worker, tp=2, worker_kwargs={"size": 3}) as pool:
+        yield pool
+
+
+def test_every_rank_is_a_process_that_was_given_the_arguments(pool: WorkerPool) -> None:
+    places = pool.collective_rpc("where")
+    assert [rank for rank, _ in places] == [0, 1]
+    assert len({os.getpid(), *(pid for _, pid in places)}) == 3
+    assert pool.collective_rpc("given") == [{"size": 3}, {"size": 3}]
+    assert [status.pid for status in pool.status()] == [pid for _, pid in places]
+
+
+def test_workers_have_the_drivers_path_and_folder_and_a_session_of_their_own(
+    pool: WorkerPool,
+) -> None:
+    for there, (_, pid) in zip(
+        pool.collective_rpc("environment"), pool.collective_rpc("where"), strict=True
+    ):
+        assert there["path"] == sys.path
+        assert there["folder"] == str(Path.cwd())
+        assert there["device"] == torch.device("cpu")
+        assert there["session"] == pid
+
+
+def test_one_reply_may_be_wanted(pool: WorkerPool) -> None:
+    assert pool.collective_rpc("where", unique_reply_rank=1)[0] == 1
+    assert pool.call("where")[0] == 0
+    assert pool.collective_rpc("echo", args=("a",)) == ["a", "a"]
+    assert pool.collective_rpc("echo", kwargs={"value": "b"}) == ["b", "b"]
+    with pytest.raises(ValueError, match=r"unique_reply_rank must be in 0\.\.1; got 2"):
+        pool.collective_rpc("where", unique_reply_rank=2)
+
+
+def test_workers_use_their_groups(pool: WorkerPool) -> None:
+    assert pool.collective_rpc("total", args=(1.5,)) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("size", [0, 1000, 3 << 20])
+def test_tensors_travel_both_ways(pool: WorkerPool, size: int) -> None:
+    sent = torch.arange(size, dtype=torch.float32)
+    assert torch.equal(pool.call("echo", sent), sent)
+    assert np.array_equal(pool.call("echo", sent.numpy()), sent.numpy())
+    for rank, ones in enumerate(pool.collective_rpc("ones", args=(size,))):
+        assert torch.equal(ones, torch.full((size,), float(rank)))
+
+
+def test_an_exception_on_every_rank_reaches_the_caller_and_the_pool_goes_on(
+    pool: WorkerPool,
+) -> None:
+    for _ in range(3):
+        with pytest.raises(WorkerError, match=r"BadInputError: bad input") as raised:
+            pool.call("fail", [0, 1])
+        assert isinstance(raised.value.__cause__, BadInputError)
+        assert "raise BadInputError(text)" in raised.value.traceback
+        assert pool.collective_rpc("total", args=(1.0,)) == [2.0, 2.0]
+
+
+def test_an_exception_on_one_rank_names_it_and_the_pool_goes_on(pool: WorkerPool) -> None:
+    for method in ("fail", "fail_after_reduce"):
+        with pytest.raises(WorkerError) as raised:
+            pool.call(method, [1])
+        assert raised.value.rank == 1
+        assert pool.collective_rpc("total", args=(1.0,)) == [2.0, 2.0]
+
+
+def test_calls_behind_a_failed_one_are_not_mixed_up_with_it(pool: WorkerPool) -> None:
+    futures = [
+        pool.submit("fail_after_reduce", [1]) if turn % 3 == 1 else pool.submit("total", turn)
+        for turn in range(12)
+    ]
+    for turn, future in enumerate(futures):
+        if turn % 3 == 1:
+            assert isinstance(future.exception(timeout=30), WorkerError)
+        else:
+            assert future.result(timeout=30) == 2.0 * turn
+
+
+def test_odd_exceptions_come_back_as_text(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="UnpicklableError: 1 and 2") as raised:
+        pool.call("fail_oddly")
+    assert raised.value.__cause__ is None
+    with pytest.raises(WorkerError, match="SystemExit: 3"):
+        pool.call("leave")
+    with pytest.raises(WorkerError, match=r"AttributeError: .*no attribute 'absent'"):
+        pool.call("absent")
+    with pytest.raises(WorkerError, match=r"TypeError: .*unexpected keyword"):
+        pool.call("echo", wrong=1)
+
+
+def test_what_cannot_travel_fails_its_call_only(pool: WorkerPool) -> None:
+    with pytest.raises(TypeError, match="this cannot be pickled"):
+        pool.call("echo", Unpicklable())
+    with pytest.raises(WorkerError, match="TypeError: this cannot be pickled"):
+        pool.call("make", "unpicklable")
+    with pytest.raises(WorkerError, match="MessageDecodeError"):
+        pool.call("echo", Undecodable())
+    with pytest.raises(MessageDecodeError, match="invalid literal"):
+        pool.call("make", "undecodable")
+    assert isinstance(pool.submit("echo", Unpicklable()).exception(timeout=30), TypeError)
+    assert pool.call("echo", "fine") == "fine"
+
+
+def test_futures_are_done_in_order(pool: WorkerPool) -> None:
+    done: list[int] = []
+    pool.collective_rpc("note", args=(-1,))
+    before = len(pool.call("note", -1))
+    futures = [pool.submit("note", turn) for turn in range(50)]
+    for turn, future in enumerate(futures):
+        future.add_done_callback(lambda _, turn=turn: done.append(turn))  # type: ignore[misc]
+    assert [future.result(timeout=30)[before:] for future in futures] == [
+        list(range(turn + 1)) for turn in range(50)
+    ]
+    assert done == list(range(50))
+
+
+def test_queued_calls_can_be_cancelled(pool: WorkerPool) -> None:
+    futures = [pool.submit("sleep", 0.2) for _ in range(3)]
+    last = pool.submit("note", 1000)
+    assert last.cancel()
+    assert [future.result(timeout=30) for future in futures] == [0, 0, 0]
+    with pytest.raises(CancelledError):
+        last.result(timeout=0)
+    assert 1000 not in pool.call("note", 1001)
+
+
+def test_threads_call_at_once_and_each_gets_its_own_answer(pool: WorkerPool) -> None:
+    wrong: list[Any] = []
+
+    def many(thread: int) -> None:
+        for turn in range(100):
+            asked = (thread, turn)
+            kind = turn % 3
+            if kind == 0:
+                answer = pool.call("echo", asked, timeout=60)
+            elif kind == 1:
+                answer = pool.submit("echo", asked).result(timeout=60)
+            else:
+                both = pool.collective_rpc("echo", 60, (asked,))
+                answer = both[0] if both[0] == both[1] else both
+            if answer != asked:
+                wrong.append((asked, answer))
+
+    threads = [threading.Thread(target=many, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+
+
+def test_large_calls_and_large_replies_cross(pool: WorkerPool) -> None:
+    """Whoever listens never waits to send: 8 MiB each way through rings of 4 and 2."""
+    sent = [torch.full((2 << 20,), float(turn)) for turn in range(6)]
+    futures = [pool.submit("echo", tensor) for tensor in sent]
+    again = [pool.call("echo", tensor, timeout=60) for tensor in sent]
+    for tensor, future, answer in zip(sent, futures, again, strict=True):
+        assert torch.equal(future.result(timeout=60), tensor)
+        assert torch.equal(answer, tensor)
+
+
+def test_a_late_call_names_method_rank_and_stack_and_the_pool_goes_on(pool: WorkerPool) -> None:
+    began = time.monotonic()
+    with pytest.raises(CallTimeoutError) as raised:
+        pool.call("hang_in_group", but=1, seconds=2.0, timeout=0.5)
+    error = raised.value
+    assert 0.5 <= time.monotonic() - began < 2.0
+    assert (error.method, error.timeout) == ("hang_in_group", 0.5)
+    assert [late.rank for late in error.waiting_for] == [0, 1]
+    assert "all_reduce" in error.waiting_for[0].operation
+    assert error.waiting_for[1].operation == "hang_in_group"
+    assert "in all_reduce" in error.stacks[0]
+    assert "in hang_in_group" in error.stacks[1]
+    assert pool.call("echo", "late but fine", timeout=30) == "late but fine"
+
+
+def test_only_the_late_ranks_are_named(pool: WorkerPool) -> None:
+    with pytest.raises(CallTimeoutError, match=r"waiting for rank 1 \(pid \d+\)") as raised:
+        pool.collective_rpc("sleep", 0.3, (1.0, [1]))
+    assert list(raised.value.stacks) == [1]
+    assert pool.collective_rpc("where", 30)[1][0] == 1
+
+
+def test_a_call_that_never_left_says_so_and_is_not_made(pool: WorkerPool) -> None:
+    busy = [pool.submit("sleep", 0.5) for _ in range(3)]
+    with pytest.raises(CallTimeoutError, match="never sent"):
+        pool.call("note", 2000, timeout=0.1)
+    for future in busy:
+        future.result(timeout=30)
+    assert 2000 not in pool.call("note", 2001)
+
+
+def test_an_interrupted_caller_leaves_the_pool_usable(pool: WorkerPool) -> None:
+    """As a console's Ctrl-C: the call goes on, its reply is taken and dropped."""
+
+    def interrupt() -> None:
+        time.sleep(0.3)
+        os.kill(os.getpid(), 2)
+
+    for _ in range(3):
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.call("sleep", 0.6)
+        thread.join()
+        assert pool.call("echo", "after", timeout=30) == "after"
+
+
+def test_progress_is_told_after_the_start_too() -> None:
+    told: list[tuple[int, int, int, str]] = []
+    with WorkerPool(Worker, on_progress=lambda *what: told.append(what)) as pool:
+        pool.call("progress", 3)
+        deadline = time.monotonic() + 30
+        while len(told) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert told == [(0, 1, 3, "later"), (0, 2, 3, "later"), (0, 3, 3, "later")]

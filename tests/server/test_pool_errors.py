@@ -1,0 +1,115 @@
+"""The pool's errors, and a worker's exception on its way to the caller."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from typing import Any
+
+import pytest
+
+from server.errors import (
+    CallTimeoutError,
+    PoolClosedError,
+    WorkerError,
+    WorkerLostError,
+    WorkerStartError,
+    again,
+)
+from server.failures import describe, rebuild
+from shm_broadcast import Failure, GroupAbortedError, GroupTimeoutError, MemberStatus
+from tests.server.workers import BadInputError, Unpicklable, UnpicklableError
+
+STATUS = MemberStatus(1, 4242, "busy", "embed", 7, 2.5)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerError(1, "embed", "ValueError", "bad", "Traceback ..."),
+        WorkerLostError(1, 4242, "killed by SIGSEGV", "Fatal Python error"),
+        WorkerStartError(1, "ValueError: bad", "Traceback ..."),
+        CallTimeoutError("embed", 2.0, (STATUS,), "", {1: 'File "x.py", line 1 in embed'}),
+        PoolClosedError("the pool was shut down"),
+    ],
+)
+def test_errors_survive_pickling_and_raising_again(error: Exception) -> None:
+    for copy in (pickle.loads(pickle.dumps(error)), again(error)):
+        assert type(copy) is type(error)
+        assert str(copy) == str(error)
+        assert vars(copy) == vars(error)
+        assert "".join(traceback.format_exception(copy)) == "".join(
+            traceback.format_exception(error)
+        )
+
+
+def test_an_error_again_keeps_its_cause_and_leaves_the_original_alone() -> None:
+    error = WorkerError(1, "embed", "ValueError", "bad", "")
+    error.__cause__ = ValueError("bad")
+    copy = again(error, "and a note")
+    assert copy is not error
+    assert copy.__cause__ is error.__cause__
+    assert copy.__notes__[-1] == "and a note"
+    assert "and a note" not in error.__notes__
+    other = KeyError("not ours")
+    assert again(other, "note") is other
+
+
+def test_the_texts_name_rank_process_method_and_stack() -> None:
+    lost = WorkerLostError(1, 4242, "killed by SIGKILL")
+    assert str(lost) == "lost the worker of rank 1 (pid 4242): killed by SIGKILL"
+    late = CallTimeoutError("embed", 2.0, (STATUS,), stacks={1: "in embed"})
+    assert isinstance(late, TimeoutError)
+    assert str(late) == f"embed: timed out after 2 s, waiting for {STATUS}"
+    assert "Stack of rank 1:\nin embed" in "".join(traceback.format_exception(late))
+
+
+def _raised(error: BaseException) -> BaseException:
+    with pytest.raises(type(error)) as raised:
+        raise error
+    return raised.value
+
+
+def test_an_exception_comes_back_with_its_type_text_and_traceback() -> None:
+    failed = describe(_raised(BadInputError("line 3")), number=5, operations=2)
+    assert (failed.number, failed.operations, failed.consequence) == (5, 2, False)
+    error = rebuild(failed, 1, "embed")
+    assert str(error) == "rank 1 failed in embed: tests.server.workers.BadInputError: line 3"
+    assert "in _raised" in error.traceback
+    assert isinstance(error.__cause__, BadInputError)
+    assert error.__cause__.args == ("line 3",)
+    assert "in _raised" in "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize(
+    "error", [UnpicklableError(1, 2), ValueError(Unpicklable()), ValueError(lambda: None)]
+)
+def test_an_exception_that_cannot_be_pickled_comes_back_as_text(error: Exception) -> None:
+    rebuilt = rebuild(describe(_raised(error), 1, 0), 0, "embed")
+    assert rebuilt.__cause__ is None
+    assert rebuilt.message == str(error)
+
+
+def test_an_exception_of_a_class_that_the_driver_lacks_comes_back_as_text() -> None:
+    failed = describe(_raised(ValueError("x")), 1, 0)
+    foreign = type(failed)(
+        1,
+        0,
+        "gone.Error",
+        "x",
+        "trace",
+        exception=pickle.dumps(BadInputError).replace(b"Bad", b"Odd"),
+    )
+    assert rebuild(foreign, 0, "embed").__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("error", "consequence"),
+    [
+        (GroupAbortedError("all_reduce", Failure(1, "E", "text", 1)), True),
+        (GroupTimeoutError("all_reduce", 1.0), False),
+        (ConnectionError("reset"), False),
+    ],
+)
+def test_only_what_another_rank_caused_is_a_consequence(error: Any, consequence: bool) -> None:
+    assert describe(_raised(error), 1, 0).consequence is consequence

@@ -1,0 +1,153 @@
+"""Workers for the pool's tests; every pool's processes import this module."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+if TYPE_CHECKING:
+    from server.worker import WorkerContext
+
+
+class BadInputError(ValueError):
+    """An exception of a module that the driver can import."""
+
+
+class UnpicklableError(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class Unpicklable:
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("this cannot be pickled")
+
+
+class Undecodable:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("not a number",)
+
+
+class Worker:
+    def __init__(self, context: WorkerContext, **kwargs: Any) -> None:
+        self.context = context
+        self.groups = context.groups
+        self.rank = context.groups.world.rank
+        self.kwargs = kwargs
+        self.seen: list[int] = []
+
+    def echo(self, value: Any = None) -> Any:
+        return value
+
+    def given(self) -> dict[str, Any]:
+        return self.kwargs
+
+    def where(self) -> tuple[int, int]:
+        return self.rank, os.getpid()
+
+    def environment(self) -> dict[str, Any]:
+        return {
+            "path": sys.path,
+            "folder": str(Path.cwd()),
+            "device": self.context.device,
+            "threads": torch.get_num_threads(),
+            "fds": len(list(Path("/proc/self/fd").iterdir())),
+            "session": os.getsid(0),
+        }
+
+    def note(self, number: int, seconds: float = 0.0) -> list[int]:
+        time.sleep(seconds)
+        self.seen.append(number)
+        return list(self.seen)
+
+    def fail(self, ranks: list[int], text: str = "bad input") -> str:
+        if self.rank in ranks:
+            raise BadInputError(text)
+        return "fine"
+
+    def fail_oddly(self) -> None:
+        raise UnpicklableError(1, 2)
+
+    def fail_in_group(self, ranks: list[int]) -> float:
+        """The others wait in an all_reduce for those that fail."""
+        if self.rank in ranks:
+            raise BadInputError("not me")
+        return self.total(1.0)
+
+    def fail_after_reduce(self, ranks: list[int]) -> float:
+        total = self.total(1.0)
+        if self.rank in ranks:
+            raise BadInputError("after all took part")
+        return total
+
+    def send_then_fail(self) -> None:
+        """Rank 0 sends what rank 1 never takes."""
+        if self.rank == 0:
+            self.groups.world.send_object("stale", 1)
+            return
+        raise BadInputError("before it received")
+
+    def total(self, value: float) -> float:
+        return float(self.groups.world.all_reduce(torch.tensor([value])).item())
+
+    def hang_in_group(self, but: int, seconds: float = 600.0) -> float:
+        """Every rank but one waits in an all_reduce; that one sleeps."""
+        if self.rank == but:
+            time.sleep(seconds)
+        return self.total(1.0)
+
+    def sleep(self, seconds: float, ranks: list[int] | None = None) -> int:
+        if ranks is None or self.rank in ranks:
+            time.sleep(seconds)
+        return self.rank
+
+    def hold_python(self, ranks: list[int]) -> None:
+        """Hold Python's lock in one C call that does not end."""
+        if self.rank in ranks:
+            re.match(r"(a+)+$", "a" * 64 + "b")
+
+    def exit(self, ranks: list[int], status: int) -> None:
+        if self.rank in ranks:
+            os._exit(status)
+
+    def leave(self) -> NoReturn:
+        sys.exit(3)
+
+    def crash(self, ranks: list[int]) -> None:
+        if self.rank in ranks:
+            os.abort()
+
+    def start_child(self) -> int:
+        return subprocess.Popen(["sleep", "600"]).pid
+
+    def make(self, kind: str) -> Any:
+        return {"unpicklable": Unpicklable, "undecodable": Undecodable}[kind]()
+
+    def progress(self, steps: int) -> None:
+        for step in range(steps):
+            self.context.report_progress(step + 1, steps, "later")
+
+    def ones(self, n: int) -> torch.Tensor:
+        return torch.full((n,), float(self.rank))
+
+
+class Failing(Worker):
+    """Fails to start on one rank, while the others take for ever."""
+
+    def __init__(self, context: WorkerContext, rank: int, how: str) -> None:
+        super().__init__(context)
+        context.report_progress(1, 2, "loading")
+        if self.rank != rank:
+            time.sleep(600)
+        if how == "raise":
+            raise BadInputError("no such model")
+        if how == "exit":
+            os._exit(7)
+        time.sleep(600)
