@@ -1,29 +1,39 @@
-"""Between the shapes that callers use and the flat, contiguous tensors that backends move."""
+"""Between the shapes that callers use and the contiguous tensors that backends move.
+
+A verb with a ``dim`` sees a tensor as (outer, count, rest): the dimensions before ``dim``
+together, then ``count`` equal pieces of ``dim`` with all that follows. Backends want the
+pieces first: (count, outer, rest). With one outer row, and so always with ``dim`` 0, the two
+are the same memory, and nothing is copied.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
-
-import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
     from torch import Tensor
+
+    Empty = Callable[[Sequence[int], torch.dtype], Tensor]
+    Landing = tuple[Tensor, Callable[[], Tensor] | None]
+    """Where a backend writes, and the last step that returns the result (None: it is that)."""
 
 
 def plain(x: Tensor) -> Tensor:
     """``x`` itself or a copy of it: contiguous, no autograd history, nothing lazy."""
     if x.requires_grad:
         x = x.detach()
-    if x.is_complex():
-        x = x.resolve_conj()
-    return x.resolve_neg().contiguous() if x.is_neg() else x.contiguous()
+    if is_plain(x):
+        return x
+    return x.resolve_conj().resolve_neg().contiguous()
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a backend may write into ``x``'s memory as it stands."""
-    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
+    """Whether the elements of ``x`` lie in its memory in order and as they are."""
+    return x.is_contiguous() and not x.is_neg() and not (x.is_complex() and x.is_conj())
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
@@ -31,34 +41,46 @@ def shares_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
+def resized(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
+    """``shape`` with ``rows`` in dimension ``dim``."""
+    return (*shape[:dim], rows, *shape[dim + 1 :])
+
+
+def pieces_first(x: Tensor, dim: int, count: int) -> Tensor:
+    """``x`` with its ``count`` pieces along ``dim`` one after the other, contiguous."""
+    outer = math.prod(x.shape[:dim])
+    if outer == 1 or x.numel() == 0:
+        return plain(x)
+    return plain(x.reshape(outer, count, x.numel() // (outer * count)).transpose(0, 1))
+
+
 def landing(
+    empty: Empty,
     out: Tensor | None,
     shape: Sequence[int],
-    like: Tensor,
-    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    source: Tensor | None,
     *,
     in_place: bool = False,
-) -> tuple[Tensor, Callable[[], Tensor] | None]:
-    """Where a backend may write a result of ``shape``, and how that becomes the result.
+) -> Landing:
+    """A landing for a result of ``shape``.
 
     Args:
+        empty: makes new tensors.
         out: what the caller wants filled; None: a new tensor.
         shape: the result's.
-        like: gives dtype and device.
-        inputs: tensors that the result must not overlap while it is written.
+        dtype: the result's.
+        source: what the result must not overlap while it is written.
         in_place: ``out`` is the input, and the backend can work in place.
-
-    Returns:
-        A contiguous buffer, and the last step that returns the result; None: the buffer
-        is the result.
     """
     if out is None:
-        return torch.empty(shape, dtype=like.dtype, device=like.device), None
+        return empty(shape, dtype), None
     given = out
     target = out.detach()
-    if is_plain(target) and (in_place or not any(shares_memory(target, x) for x in inputs)):
+    apart = in_place or source is None or not shares_memory(target, source)
+    if apart and is_plain(target):
         return target, lambda: given
-    buffer = torch.empty(shape, dtype=like.dtype, device=like.device)
+    buffer = empty(shape, dtype)
 
     def finish() -> Tensor:
         target.copy_(buffer)
@@ -67,56 +89,29 @@ def landing(
     return buffer, finish
 
 
-def rows_first(x: Tensor, dim: int) -> Tensor:
-    """``x`` with dimension ``dim`` in front, contiguous: a copy unless it is there already."""
-    return plain(x.movedim(dim, 0) if dim else x)
-
-
-def split_parts(x: Tensor, dim: int, parts: int) -> Tensor:
-    """``x`` cut into equal parts along ``dim``: shape (parts, *shape of a part), contiguous."""
-    return plain(_cut(x, dim, parts).movedim(dim, 0))
-
-
-def resized(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
-    """``shape`` with ``rows`` in dimension ``dim``."""
-    return (*shape[:dim], rows, *shape[dim + 1 :])
-
-
-def landing_parts(
-    out: Tensor | None, x: Tensor, dim: int, parts: int
-) -> tuple[Tensor, Callable[[], Tensor] | None]:
-    """A landing for ``parts`` tensors like ``x``, in a row, that become one along ``dim``."""
-    shape = resized(x.shape, dim, parts * x.shape[dim])
-    if dim == 0:
-        return landing(out, shape, x, [x])
-    buffer = torch.empty((parts, *x.shape), dtype=x.dtype, device=x.device)
+def landing_pieces(
+    empty: Empty,
+    out: Tensor | None,
+    shape: Sequence[int],
+    dim: int,
+    count: int,
+    source: Tensor,
+) -> Landing:
+    """A landing for ``count`` pieces, one after the other, of a result of ``shape``."""
+    outer = math.prod(shape[:dim])
+    numel = math.prod(shape)
+    if outer == 1 or numel == 0:
+        return landing(empty, out, shape, source.dtype, source)
+    rest = numel // (outer * count)
+    buffer = empty((count, outer, rest), source.dtype)
 
     def finish() -> Tensor:
-        result = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
-        _cut(result.detach(), dim, parts).copy_(buffer.movedim(0, dim))
+        result = empty(shape, source.dtype) if out is None else out
+        target = result.detach()
+        if is_plain(target):
+            target.view(outer, count, rest).copy_(buffer.transpose(0, 1))
+        else:
+            target.copy_(buffer.transpose(0, 1).reshape(shape))
         return result
 
     return buffer, finish
-
-
-def landing_rows(
-    out: Tensor | None, x: Tensor, dim: int, rows: int
-) -> tuple[Tensor, Callable[[], Tensor] | None]:
-    """A landing, rows first, for a result like ``x`` with ``rows`` in dimension ``dim``."""
-    shape = resized(x.shape, dim, rows)
-    if dim == 0:
-        return landing(out, shape, x, [x])
-    moved = (rows, *x.shape[:dim], *x.shape[dim + 1 :])
-    buffer = torch.empty(moved, dtype=x.dtype, device=x.device)
-
-    def finish() -> Tensor:
-        result = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
-        result.detach().movedim(dim, 0).copy_(buffer)
-        return result
-
-    return buffer, finish
-
-
-def _cut(x: Tensor, dim: int, parts: int) -> Tensor:
-    """A view of ``x`` in which dimension ``dim`` is two: (parts, rows of a part)."""
-    return x.unflatten(dim, (parts, x.shape[dim] // parts))  # type: ignore[no-untyped-call, no-any-return]

@@ -62,7 +62,7 @@ class Backend(Primitives):
         self.device = device
         self.capabilities = capabilities
         self.name = name
-        self.timeout = timeout
+        self.timeout = Deadline.after(timeout).timeout
         self.watch: Watch = LoneWatch(rank) if watch is None else watch
         self.peers = tuple(member for r, member in enumerate(self.members) if r != rank)
         self._closed = False
@@ -138,9 +138,9 @@ class Backend(Primitives):
         An operation that fails midway, or is given up at its deadline, leaves the ranks out
         of step: the error is reported, so that every member stops.
         """
+        seconds = self.timeout if timeout is None else Deadline.after(timeout)
         operation = self._enter(verb)
-        seconds = self.timeout if timeout is None else timeout
-        call = Call(verb, operation, Deadline.after(seconds), async_op)
+        call = Call(verb, operation, seconds, async_op)
         try:
             pending = self._launch(primitive, call)
             if async_op:
@@ -182,6 +182,10 @@ class Backend(Primitives):
         self.watch.check(operation)
         self.watch.stamp(operation)
         return operation
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Backend: a new contiguous tensor on ``self.device``, for a result or on its way."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _launch(self, primitive: Callable[[Call], Pending | None], call: Call) -> Pending | None:
         """Backend: start ``primitive(call)``, here and now unless it knows better.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from device_comm.arrange import landing, plain
 from device_comm.backend import Backend
 from device_comm.checks import check_out, check_rank, check_tensor
@@ -13,6 +11,7 @@ from device_comm.checks import check_out, check_rank, check_tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
     from device_comm.work import Work
@@ -119,7 +118,7 @@ class PointToPointVerbs(Backend):
             return self._skip("send", None, async_op)
         return self._run(
             "send",
-            lambda call: self._send(source.view(-1), peer, call),
+            lambda call: self._send(source, peer, call),
             None,
             async_op=async_op,
             timeout=timeout,
@@ -140,16 +139,16 @@ class PointToPointVerbs(Backend):
         if out is None:
             if size is None or dtype is None:
                 raise ValueError("recv needs size and dtype, or out")
-            buffer, finish = torch.empty(tuple(size), dtype=dtype, device=self.device), None
+            buffer, finish = self._empty(tuple(size), dtype), None
         else:
             wanted = (tuple(size or ()) if size is not None else out.shape, dtype or out.dtype)
             check_out(out, *wanted, self.device)
-            buffer, finish = landing(out, out.shape, out, [])
+            buffer, finish = landing(self._empty, out, out.shape, out.dtype, None)
         if buffer.numel() == 0:
             return self._skip("recv", buffer if out is None else out, async_op)
         return self._run(
             "recv",
-            lambda call: self._recv(buffer.view(-1), peer, call),
+            lambda call: self._recv(buffer, peer, call),
             buffer,
             finish,
             async_op=async_op,

@@ -5,10 +5,10 @@ has (those named in its ``capabilities.verbs``); nothing else needs to be writte
 
 Guarantees to a primitive
     - There are two ranks or more; a single rank never gets this far.
-    - Every tensor is contiguous, on ``self.device``, of one dimension unless said, without
-      autograd history, without lazy conjugation. Arguments are valid. Reductions are
-      defined for the dtype. No collective of equal sizes is empty; single entries of
-      ``sizes`` may be 0.
+    - Every tensor is contiguous, on ``self.device``, without autograd history or lazy
+      conjugation. Its shape means nothing, the order of its elements does; sizes are in
+      elements. Arguments are valid. Reductions are defined for the dtype. No collective of
+      equal sizes is empty; single entries of ``sizes`` may be 0.
     - An output shares no memory with an input, except where "in place" is said.
     - The group was neither closed nor aborted, and the watch has been stamped.
 
@@ -28,6 +28,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shm_broadcast.deadline import Deadline
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
     from device_comm.reduce_op import ReduceOp
     from device_comm.work import Pending
-    from shm_broadcast.deadline import Deadline
 
 ALL_VERBS = frozenset(
     {
@@ -78,21 +79,32 @@ class Capabilities:
     detects_loss: bool = False
 
 
-@dataclass(slots=True)
 class Call:
     """One operation, as a primitive sees it.
 
     Attributes:
         verb: one of `ALL_VERBS`.
         operation: the verb with the communicator's name, for stamps and errors.
-        deadline: when to give up.
         background: ``async_op=True``: the caller goes on without waiting.
     """
 
-    verb: str
-    operation: str
-    deadline: Deadline
-    background: bool
+    __slots__ = ("_timeout", "background", "operation", "verb")
+
+    def __init__(
+        self, verb: str, operation: str, timeout: float | Deadline | None, background: bool
+    ) -> None:
+        """Describe an operation; ``timeout`` is in seconds, or the deadline itself."""
+        self.verb = verb
+        self.operation = operation
+        self.background = background
+        self._timeout = timeout
+
+    @property
+    def deadline(self) -> Deadline:
+        """When to give up. Made when first asked for: what is done at once needs no clock."""
+        if not isinstance(self._timeout, Deadline):
+            self._timeout = Deadline.after(self._timeout)
+        return self._timeout
 
 
 class Primitives:
@@ -105,25 +117,25 @@ class Primitives:
         raise NotImplementedError
 
     def _all_gather(self, output: Tensor, source: Tensor, call: Call) -> Pending | None:
-        """Backend: put rank r's ``source`` into row r of ``output``, of shape (N, numel)."""
+        """Backend: put the ``source`` of all ranks, in rank order, into ``output``."""
         raise NotImplementedError
 
     def _all_gatherv(
         self, output: Tensor, source: Tensor, sizes: Sequence[int], call: Call
     ) -> Pending | None:
-        """Backend: concatenate all ``source`` in ``output``; rank r's has sizes[r] elements."""
+        """Backend: as `_all_gather`; rank r's ``source`` has ``sizes[r]`` elements."""
         raise NotImplementedError
 
     def _reduce_scatter(
         self, output: Tensor, source: Tensor, op: ReduceOp, call: Call
     ) -> Pending | None:
-        """Backend: reduce row ``self.rank`` of all ``source``, of shape (N, numel)."""
+        """Backend: reduce this rank's part of all ``source``, which are N equal parts."""
         raise NotImplementedError
 
     def _reduce_scatterv(
         self, output: Tensor, source: Tensor, sizes: Sequence[int], op: ReduceOp, call: Call
     ) -> Pending | None:
-        """Backend: reduce the part of ``source`` that is this rank's; r's has sizes[r] elements."""
+        """Backend: as `_reduce_scatter`; rank r's part has ``sizes[r]`` elements."""
         raise NotImplementedError
 
     def _all_to_all(
@@ -154,13 +166,13 @@ class Primitives:
     def _gather(
         self, output: Tensor | None, source: Tensor, root: int, call: Call
     ) -> Pending | None:
-        """Backend: put rank r's ``source`` into row r of the root's ``output`` (N, numel)."""
+        """Backend: as `_all_gather`, into the root's ``output``, None elsewhere."""
         raise NotImplementedError
 
     def _scatter(
         self, output: Tensor, source: Tensor | None, root: int, call: Call
     ) -> Pending | None:
-        """Backend: fill ``output`` with row ``self.rank`` of the root's ``source`` (N, numel)."""
+        """Backend: fill ``output`` with this rank's of N equal parts of the root's ``source``."""
         raise NotImplementedError
 
     def _send(self, source: Tensor, peer: int, call: Call) -> Pending | None:

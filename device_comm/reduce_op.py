@@ -7,6 +7,7 @@ order, half precision accumulated in float32. Whoever reduces locally uses it.
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,15 +66,23 @@ def check_reduction(op: ReduceOp, dtype: torch.dtype) -> None:
     """Raise `TypeError` unless ``op`` is a `ReduceOp` that is defined for ``dtype``."""
     if not isinstance(op, ReduceOp):
         raise TypeError(f"op must be a ReduceOp, not {op!r}")
+    objection = _objection(op, dtype)
+    if objection:
+        raise TypeError(objection)
+
+
+@cache
+def _objection(op: ReduceOp, dtype: torch.dtype) -> str:
     real_float = dtype.is_floating_point
     if (real_float and dtype.itemsize == 1) or dtype in _MOVED_ONLY:
-        raise TypeError(f"{dtype} tensors are moved but not reduced; convert to a wider type")
+        return f"{dtype} tensors are moved but not reduced; convert to a wider type"
     if op in _BITWISE and (real_float or dtype.is_complex):
-        raise TypeError(f"{op.name} is for integer and bool tensors, not {dtype}")
+        return f"{op.name} is for integer and bool tensors, not {dtype}"
     if op in _ORDERED and dtype.is_complex:
-        raise TypeError(f"{op.name} is not defined for {dtype}: complex numbers have no order")
+        return f"{op.name} is not defined for {dtype}: complex numbers have no order"
     if op is ReduceOp.AVG and not (real_float or dtype.is_complex):
-        raise TypeError(f"AVG is for floating point and complex tensors, not {dtype}")
+        return f"AVG is for floating point and complex tensors, not {dtype}"
+    return ""
 
 
 def reduce_in_rank_order(parts: Sequence[Tensor], op: ReduceOp, output: Tensor) -> None:

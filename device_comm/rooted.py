@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from device_comm.arrange import landing, landing_parts, plain, resized, shares_memory, split_parts
+from device_comm.arrange import (
+    landing,
+    landing_pieces,
+    pieces_first,
+    plain,
+    resized,
+    shares_memory,
+)
 from device_comm.backend import Backend
 from device_comm.checks import check_dim, check_out, check_rank, check_tensor, equal_share
 from device_comm.reduce_op import ReduceOp, check_reduction
@@ -45,14 +52,14 @@ class RootedVerbs(Backend):
             check_out(out, x.shape, x.dtype, self.device)
         if self.world_size == 1:
             return self._identity("broadcast", x, out, async_op)
-        buffer, finish = landing(out, x.shape, x, [x], in_place=out is x)
+        buffer, finish = landing(self._empty, out, x.shape, x.dtype, x, in_place=out is x)
         if x.numel() == 0:
             return self._skip("broadcast", buffer if out is None else out, async_op)
         if self.rank == src and not shares_memory(buffer, x):
             buffer.copy_(x.detach())
         return self._run(
             "broadcast",
-            lambda call: self._broadcast(buffer.view(-1), src, call),
+            lambda call: self._broadcast(buffer, src, call),
             buffer,
             finish,
             async_op=async_op,
@@ -92,13 +99,12 @@ class RootedVerbs(Backend):
         source = plain(x)
         buffer, finish = None, None
         if self.rank == dst:
-            buffer, finish = landing(out, x.shape, x, [source], in_place=out is x)
+            buffer, finish = landing(self._empty, out, x.shape, x.dtype, x, in_place=out is x)
         if x.numel() == 0:
             return self._skip("reduce", buffer if out is None else out, async_op)
-        flat = None if buffer is None else buffer.view(-1)
         return self._run(
             "reduce",
-            lambda call: self._reduce(flat, source.view(-1), dst, op, call),
+            lambda call: self._reduce(buffer, source, dst, op, call),
             buffer,
             finish,
             async_op=async_op,
@@ -133,20 +139,20 @@ class RootedVerbs(Backend):
         dim = check_dim(dim, x)
         n = self.world_size
         self._check_root("dst", dst, out)
+        shape = resized(x.shape, dim, n * x.shape[dim])
         if out is not None:
-            check_out(out, resized(x.shape, dim, n * x.shape[dim]), x.dtype, self.device)
+            check_out(out, shape, x.dtype, self.device)
         if n == 1:
             return self._identity("gather", x, out, async_op)
         source = plain(x)
         buffer, finish = None, None
         if self.rank == dst:
-            buffer, finish = landing_parts(out, source, dim, n)
+            buffer, finish = landing_pieces(self._empty, out, shape, dim, n, x)
         if x.numel() == 0:
             return self._skip("gather", buffer if finish is None else finish(), async_op)
-        flat = None if buffer is None else buffer.view(n, -1)
         return self._run(
             "gather",
-            lambda call: self._gather(flat, source.view(-1), dst, call),
+            lambda call: self._gather(buffer, source, dst, call),
             buffer,
             finish,
             async_op=async_op,
@@ -186,12 +192,12 @@ class RootedVerbs(Backend):
             raise ValueError(f"rank {self.rank} needs out= to know the shape that it gets")
         check_tensor("out", out, self.device)
         check_dim(dim, out)
-        buffer, finish = landing(out, out.shape, out, [])
+        buffer, finish = landing(self._empty, out, out.shape, out.dtype, None)
         if out.numel() == 0:
             return self._skip("scatter", out, async_op)
         return self._run(
             "scatter",
-            lambda call: self._scatter(buffer.view(-1), None, src, call),
+            lambda call: self._scatter(buffer, None, src, call),
             buffer,
             finish,
             async_op=async_op,
@@ -217,13 +223,13 @@ class RootedVerbs(Backend):
             check_out(out, shape, x.dtype, self.device)
         if n == 1:
             return self._identity("scatter", x, out, async_op)
-        source = split_parts(x, dim, n)
-        buffer, finish = landing(out, shape, x, [source])
+        source = pieces_first(x, dim, n)
+        buffer, finish = landing(self._empty, out, shape, x.dtype, x)
         if x.numel() == 0:
             return self._skip("scatter", buffer if out is None else out, async_op)
         return self._run(
             "scatter",
-            lambda call: self._scatter(buffer.view(-1), source.view(n, -1), src, call),
+            lambda call: self._scatter(buffer, source, src, call),
             buffer,
             finish,
             async_op=async_op,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from device_comm.arrange import landing, landing_parts, plain, resized, split_parts
+from device_comm.arrange import landing, landing_pieces, pieces_first, plain, resized
 from device_comm.backend import Backend
 from device_comm.checks import check_dim, check_out, check_tensor, equal_share
 from device_comm.reduce_op import ReduceOp, check_reduction
@@ -46,12 +46,12 @@ class SymmetricVerbs(Backend):
         if self.world_size == 1:
             return self._identity("all_reduce", x, out, async_op)
         source = plain(x)
-        buffer, finish = landing(out, x.shape, x, [source], in_place=out is x)
+        buffer, finish = landing(self._empty, out, x.shape, x.dtype, x, in_place=out is x)
         if x.numel() == 0:
             return self._skip("all_reduce", buffer if out is None else out, async_op)
         return self._run(
             "all_reduce",
-            lambda call: self._all_reduce(buffer.view(-1), source.view(-1), op, call),
+            lambda call: self._all_reduce(buffer, source, op, call),
             buffer,
             finish,
             async_op=async_op,
@@ -83,17 +83,18 @@ class SymmetricVerbs(Backend):
         check_tensor("x", x, self.device)
         dim = check_dim(dim, x)
         n = self.world_size
+        shape = resized(x.shape, dim, n * x.shape[dim])
         if out is not None:
-            check_out(out, resized(x.shape, dim, n * x.shape[dim]), x.dtype, self.device)
+            check_out(out, shape, x.dtype, self.device)
         if n == 1:
             return self._identity("all_gather", x, out, async_op)
         source = plain(x)
-        buffer, finish = landing_parts(out, source, dim, n)
+        buffer, finish = landing_pieces(self._empty, out, shape, dim, n, x)
         if x.numel() == 0:
             return self._skip("all_gather", buffer if finish is None else finish(), async_op)
         return self._run(
             "all_gather",
-            lambda call: self._all_gather(buffer.view(n, -1), source.view(-1), call),
+            lambda call: self._all_gather(buffer, source, call),
             buffer,
             finish,
             async_op=async_op,
@@ -133,13 +134,13 @@ class SymmetricVerbs(Backend):
             check_out(out, shape, x.dtype, self.device)
         if n == 1:
             return self._identity("reduce_scatter", x, out, async_op)
-        source = split_parts(x, dim, n)
-        buffer, finish = landing(out, shape, x, [source])
+        source = pieces_first(x, dim, n)
+        buffer, finish = landing(self._empty, out, shape, x.dtype, x)
         if x.numel() == 0:
             return self._skip("reduce_scatter", buffer if out is None else out, async_op)
         return self._run(
             "reduce_scatter",
-            lambda call: self._reduce_scatter(buffer.view(-1), source.view(n, -1), op, call),
+            lambda call: self._reduce_scatter(buffer, source, op, call),
             buffer,
             finish,
             async_op=async_op,

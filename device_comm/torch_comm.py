@@ -98,10 +98,10 @@ class TorchComm(DeviceCommunicator):
     def _all_reduce(self, output: Tensor, source: Tensor, op: ReduceOp, call: Call) -> Pending:
         wire = reduction_wire(op, source.dtype)
         if wire is None:
-            parts = source.new_empty((self.world_size, source.numel()))
+            parts = source.new_empty((self.world_size, *source.shape))
             return self._start(
                 call,
-                lambda: self._group._allgather_base(as_bytes(parts.view(-1)), as_bytes(source)),
+                lambda: self._group._allgather_base(as_bytes(parts), as_bytes(source)),
                 lambda: reduce_in_rank_order(parts.unbind(), op, output),
             )
         travelling = wire.wrap(output)
@@ -115,28 +115,30 @@ class TorchComm(DeviceCommunicator):
         )
 
     def _all_gather(self, output: Tensor, source: Tensor, call: Call) -> Pending:
-        rows = as_bytes(output.view(-1))
-        return self._start(call, lambda: self._group._allgather_base(rows, as_bytes(source)))
+        return self._start(
+            call, lambda: self._group._allgather_base(as_bytes(output), as_bytes(source))
+        )
 
     def _all_gatherv(
         self, output: Tensor, source: Tensor, sizes: Sequence[int], call: Call
     ) -> Pending:
         n = self.world_size
-        return self._all_to_all(output, source.repeat(n), sizes, [source.numel()] * n, call)
+        return self._all_to_all(
+            output, source.view(-1).repeat(n), sizes, [source.numel()] * n, call
+        )
 
     def _reduce_scatter(self, output: Tensor, source: Tensor, op: ReduceOp, call: Call) -> Pending:
         sizes = [output.numel()] * self.world_size
-        return self._reduce_scatterv(output, source.view(-1), sizes, op, call)
+        return self._reduce_scatterv(output, source, sizes, op, call)
 
     def _reduce_scatterv(
         self, output: Tensor, source: Tensor, sizes: Sequence[int], op: ReduceOp, call: Call
     ) -> Pending:
-        n, mine = self.world_size, output.numel()
-        parts = source.new_empty((n, mine))
+        parts = source.new_empty((self.world_size, *output.shape))
         return self._exchange(
-            parts.view(-1),
+            parts,
             source,
-            [mine] * n,
+            [output.numel()] * self.world_size,
             sizes,
             call,
             lambda: reduce_in_rank_order(parts.unbind(), op, output),
@@ -162,8 +164,7 @@ class TorchComm(DeviceCommunicator):
     ) -> Pending:
         wire = reduction_wire(op, source.dtype)
         if wire is None:
-            n = self.world_size
-            parts = None if output is None else source.new_empty((n, source.numel()))
+            parts = None if output is None else source.new_empty((self.world_size, *source.shape))
 
             def combine() -> None:
                 if parts is not None and output is not None:
@@ -193,7 +194,7 @@ class TorchComm(DeviceCommunicator):
     ) -> Pending:
         options = dist.GatherOptions()
         options.rootRank = root
-        rows = [] if output is None else [list(as_bytes(output).unbind())]
+        rows = [] if output is None else [list(as_bytes(output).chunk(self.world_size))]
         return self._start(
             call, lambda: self._group.gather(rows, [as_bytes(source)], options), finish
         )
@@ -201,7 +202,7 @@ class TorchComm(DeviceCommunicator):
     def _scatter(self, output: Tensor, source: Tensor | None, root: int, call: Call) -> Pending:
         options = dist.ScatterOptions()
         options.rootRank = root
-        rows = [] if source is None else [list(as_bytes(source).unbind())]
+        rows = [] if source is None else [list(as_bytes(source).chunk(self.world_size))]
         return self._start(call, lambda: self._group.scatter([as_bytes(output)], rows, options))
 
     def _barrier(self, call: Call) -> Pending:

@@ -34,8 +34,8 @@ _BOOL_OP = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as uint8, of the same number of dimensions."""
-    return x.view(torch.uint8)
+    """The memory of a contiguous tensor as uint8, of one dimension."""
+    return x.view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)

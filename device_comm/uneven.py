@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from device_comm.arrange import landing_rows, resized, rows_first
+from device_comm.arrange import landing_pieces, pieces_first, resized
 from device_comm.backend import Backend
 from device_comm.checks import (
     check_dim,
@@ -68,7 +69,7 @@ class UnevenVerbs(Backend):
         def primitive(call: Call) -> Pending | None:
             return join(
                 [
-                    self._all_gatherv(buffer.view(-1), source.view(-1), elements, call)
+                    self._all_gatherv(buffer, source, elements, call)
                     for source, buffer, _, elements in plans
                     if buffer.numel()
                 ]
@@ -123,20 +124,19 @@ class UnevenVerbs(Backend):
         )
         check_total("sizes", parts, rows, dim)
         mine = parts[self.rank]
+        shape = resized(x.shape, dim, mine)
         if out is not None:
-            check_out(out, resized(x.shape, dim, mine), x.dtype, self.device)
+            check_out(out, shape, x.dtype, self.device)
         if n == 1:
             return self._identity("reduce_scatterv", x, out, async_op)
-        source = rows_first(x, dim)
-        buffer, finish = landing_rows(out, x, dim, mine)
+        source = pieces_first(x, dim, rows)
+        buffer, finish = landing_pieces(self._empty, out, shape, dim, mine, x)
         if x.numel() == 0:
             return self._skip("reduce_scatterv", buffer if finish is None else finish(), async_op)
-        elements = _elements(parts, x.numel() // rows)
+        elements = _elements(parts, _row(shape, dim))
         return self._run(
             "reduce_scatterv",
-            lambda call: self._reduce_scatterv(
-                buffer.view(-1), source.view(-1), elements, op, call
-            ),
+            lambda call: self._reduce_scatterv(buffer, source, elements, op, call),
             buffer,
             finish,
             async_op=async_op,
@@ -187,17 +187,19 @@ class UnevenVerbs(Backend):
                 f"input_sizes and output_sizes differ about what rank {self.rank} sends itself: "
                 f"{gives[self.rank]} and {takes[self.rank]}"
             )
+        total = sum(takes)
+        shape = resized(x.shape, dim, total)
         if out is not None:
-            check_out(out, resized(x.shape, dim, sum(takes)), x.dtype, self.device)
+            check_out(out, shape, x.dtype, self.device)
         if n == 1:
             return self._identity("all_to_all", x, out, async_op)
-        source = rows_first(x, dim)
-        buffer, finish = landing_rows(out, x, dim, sum(takes))
-        row = source[:1].numel() if rows else buffer[:1].numel()
+        source = pieces_first(x, dim, rows)
+        buffer, finish = landing_pieces(self._empty, out, shape, dim, total, x)
+        row = _row(shape, dim)
         return self._run(
             "all_to_all",
             lambda call: self._all_to_all(
-                buffer.view(-1), source.view(-1), _elements(takes, row), _elements(gives, row), call
+                buffer, source, _elements(takes, row), _elements(gives, row), call
             ),
             buffer,
             finish,
@@ -219,11 +221,13 @@ class UnevenVerbs(Backend):
             raise ValueError(
                 f"sizes[{self.rank}] is {parts[self.rank]}; dimension {dim} has {rows} rows here"
             )
+        total = sum(parts)
+        shape = resized(x.shape, dim, total)
         if out is not None:
-            check_out(out, resized(x.shape, dim, sum(parts)), x.dtype, self.device)
-        source = rows_first(x, dim)
-        buffer, finish = landing_rows(out, x, dim, sum(parts))
-        return source, buffer, finish, _elements(parts, buffer[:1].numel())
+            check_out(out, shape, x.dtype, self.device)
+        source = pieces_first(x, dim, rows)
+        buffer, finish = landing_pieces(self._empty, out, shape, dim, total, x)
+        return source, buffer, finish, _elements(parts, _row(shape, dim))
 
 
 def _match_outputs(
@@ -239,6 +243,11 @@ def _match_outputs(
             raise TypeError(f"out must be of tensors, not {type(output).__name__}")
         given.append(output)
     return given
+
+
+def _row(shape: Sequence[int], dim: int) -> int:
+    """Elements of one row along ``dim``."""
+    return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
 def _elements(rows: Sequence[int], row: int) -> tuple[int, ...]:

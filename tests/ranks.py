@@ -109,7 +109,7 @@ def init_gloo(rank: int, n: int, path: str, timeout: float = 30.0) -> dist.Proce
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(path, n),
+        store=dist.FileStore(path, n),  # type: ignore[attr-defined]
         rank=rank,
         world_size=n,
         timeout=timedelta(seconds=timeout),

@@ -142,7 +142,7 @@ def _all_to_all_split(dtype: torch.dtype, comm: DeviceCommunicator) -> None:
                 shape = [2, 2]
                 shape[dim] = sum(rows[rank])
                 inputs.append(values(rank, shape, dtype))
-            parts = [inputs[a].split(rows[a], dim)[comm.rank] for a in range(n)]
+            parts = [torch.split(inputs[a], rows[a], dim)[comm.rank] for a in range(n)]
             apply(
                 comm.all_to_all,
                 form,

@@ -126,7 +126,7 @@ def _reduce_scatterv(
     for sizes in ([rank + 1 for rank in range(n)], [3 * rank for rank in range(n)], [2] * n, None):
         shape[dim] = n if sizes is None else sum(sizes)
         inputs = [values(rank, shape, dtype) for rank in range(n)]
-        expected = reduced(inputs, op).split([1] * n if sizes is None else sizes, dim)[comm.rank]
+        expected = torch.split(reduced(inputs, op), sizes or [1] * n, dim)[comm.rank]
         mine = inputs[comm.rank].to(comm.device, copy=True)
         apply(comm.reduce_scatterv, form, mine, expected, comm.device, op=op, dim=dim, sizes=sizes)
 

@@ -1,0 +1,95 @@
+#include "half.h"
+
+#include "versions.h"
+
+typedef union {
+    uint32_t bits;
+    float value;
+} word;
+
+/* Two neighbours in one word, anywhere that halves may lie. */
+typedef uint32_t __attribute__((aligned(2), may_alias)) two_halves;
+
+static inline uint32_t round_bfloat16(float value) {
+    uint32_t bits = (word){.value = value}.bits;
+    return value != value ? 0x7fc00000u : bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+
+/* Even ones first, then the odd ones: both are words of their own that way, nothing is shuffled. */
+VERSIONED void load_bfloat16(const uint16_t *from, float *to, size_t n) {
+    const two_halves *pairs = (const two_halves *)from;
+    float *odd = to + n / 2;
+    INDEPENDENT
+    for (size_t i = 0; i < n / 2; i++) {
+        to[i] = (word){.bits = pairs[i] << 16}.value;
+        odd[i] = (word){.bits = pairs[i] & 0xffff0000u}.value;
+    }
+    if (n % 2) to[n - 1] = (word){.bits = (uint32_t)from[n - 1] << 16}.value;
+}
+
+VERSIONED void store_bfloat16(const float *from, uint16_t *to, size_t n) {
+    two_halves *pairs = (two_halves *)to;
+    const float *odd = from + n / 2;
+    INDEPENDENT
+    for (size_t i = 0; i < n / 2; i++)
+        pairs[i] = round_bfloat16(from[i]) >> 16 | (round_bfloat16(odd[i]) & 0xffff0000u);
+    if (n % 2) to[n - 1] = (uint16_t)(round_bfloat16(from[n - 1]) >> 16);
+}
+
+/* Moves the exponent's bits into place, then rescales by 2^112, which is exact and makes subnormal
+ * halves normal. Infinities and NaNs get the largest exponent. */
+static inline float from_float16(uint16_t half) {
+    uint32_t magnitude = half & 0x7fffu;
+    word scaled = {.bits = magnitude << 13};
+    scaled.value *= 0x1p112f;
+    uint32_t special = 0x7f800000u | (magnitude << 13);
+    uint32_t bits = magnitude >= 0x7c00u ? special : scaled.bits;
+    return (word){.bits = bits | ((uint32_t)(half & 0x8000u) << 16)}.value;
+}
+
+/* A subnormal half is rounded by adding a number whose last bit weighs as much as the half's. */
+static inline uint16_t to_float16(float value) {
+    uint32_t bits = (word){.value = value}.bits;
+    uint32_t sign = bits >> 31;
+    bits &= 0x7fffffffu;
+    uint32_t normal = (bits - (112u << 23) + 0xfffu + ((bits >> 13) & 1u)) >> 13;
+    word shifted = {.bits = bits};
+    shifted.value += 0.5f;
+    uint32_t subnormal = shifted.bits - 0x3f000000u;
+    uint32_t special = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    uint32_t finite = bits < 0x38800000u ? subnormal : normal;
+    return (uint16_t)((bits >= 0x47800000u ? special : finite) | (sign << 15));
+}
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+__attribute__((target("avx,f16c"))) static size_t load_with_f16c(const uint16_t *from, float *to,
+                                                                 size_t n) {
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
+    return i;
+}
+
+__attribute__((target("avx,f16c"))) static size_t store_with_f16c(const float *from, uint16_t *to,
+                                                                  size_t n) {
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i),
+                                                              _MM_FROUND_TO_NEAREST_INT));
+    return i;
+}
+
+#define FAST(converted) (__builtin_cpu_supports("f16c") ? (converted) : 0)
+#else
+#define FAST(converted) 0
+#endif
+
+void load_float16(const uint16_t *from, float *to, size_t n) {
+    for (size_t i = FAST(load_with_f16c(from, to, n)); i < n; i++) to[i] = from_float16(from[i]);
+}
+
+void store_float16(const float *from, uint16_t *to, size_t n) {
+    for (size_t i = FAST(store_with_f16c(from, to, n)); i < n; i++) to[i] = to_float16(from[i]);
+}

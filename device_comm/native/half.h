@@ -1,0 +1,16 @@
+/* Blocks of half-precision numbers to single precision and back, to nearest even.
+ *
+ * In between the numbers may stand in another order, the same for all blocks of one length and
+ * type: whoever combines blocks number by number need not know. */
+#ifndef GC_HALF_H
+#define GC_HALF_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+void load_bfloat16(const uint16_t *from, float *to, size_t n);
+void store_bfloat16(const float *from, uint16_t *to, size_t n);
+void load_float16(const uint16_t *from, float *to, size_t n);
+void store_float16(const float *from, uint16_t *to, size_t n);
+
+#endif

@@ -1,0 +1,264 @@
+"""What `TorchComm` does when a peer dies, aborts, is late or is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from device_comm import ReduceOp, TorchComm
+from shm_broadcast import (
+    Board,
+    BoardHandle,
+    CoordinatorError,
+    GroupAbortedError,
+    GroupClosedError,
+    GroupTimeoutError,
+    PeerLostError,
+)
+from tests.ranks import init_gloo, run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Verb = str
+
+
+def make(rank: int, n: int, path: str, board: BoardHandle | None) -> TorchComm:
+    group = init_gloo(rank, n, path)
+    watch = None if board is None else Board.attach(board, rank)
+    comm = TorchComm(group, "cpu", watch, name="tp", timeout=20)
+    comm.barrier()
+    return comm
+
+
+def start(comm: TorchComm, verb: Verb) -> object:
+    """Begin something that needs every peer, or the next one."""
+    x = torch.ones(comm.world_size, 100_000)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: comm.all_reduce(x),
+        "product": lambda: comm.all_reduce(x.to(torch.complex64), op=ReduceOp.PRODUCT),
+        "all_gather": lambda: comm.all_gather(x),
+        "all_gatherv": lambda: comm.all_gatherv(x),
+        "reduce_scatter": lambda: comm.reduce_scatter(x, dim=0),
+        "all_to_all": lambda: comm.all_to_all(x),
+        "recv": lambda: comm.recv((5,), torch.float32, comm.world_size - 1),
+        "barrier": lambda: comm.barrier(),
+        "work": lambda: comm.all_reduce(x, async_op=True).wait(),
+        "irecv": lambda: comm.irecv((5,), torch.float32, comm.world_size - 1).wait(),
+    }
+    return calls[verb]()
+
+
+VERBS = [
+    "all_reduce",
+    "product",
+    "all_gather",
+    "all_gatherv",
+    "reduce_scatter",
+    "all_to_all",
+    "recv",
+    "barrier",
+    "work",
+    "irecv",
+]
+
+
+def failure_of(call: Callable[[], object]) -> tuple[CoordinatorError, float]:
+    began = time.monotonic()
+    try:
+        call()
+    except CoordinatorError as error:
+        return error, time.monotonic() - began
+    raise AssertionError("nothing was raised")
+
+
+def last_is_killed(
+    rank: int, n: int, path: str, board: BoardHandle | None, verb: Verb
+) -> tuple[CoordinatorError, CoordinatorError, float]:
+    comm = make(rank, n, path, board)
+    if rank == n - 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    error, seconds = failure_of(lambda: start(comm, verb))
+    return error, failure_of(lambda: comm.all_reduce(torch.ones(1)))[0], seconds - 0.3
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_killed_peer_is_named_within_a_second(verb: Verb, store_path: str) -> None:
+    n = 3
+    with Board.create(n, None) as board:
+        results = run_ranks(n, last_is_killed, store_path, board.handle(), verb, may_die=[n - 1])
+    for error, later, seconds in results[:-1]:
+        if isinstance(error, PeerLostError):
+            assert error.rank == n - 1
+        else:
+            assert isinstance(error, GroupAbortedError)
+            assert error.failure.kind == "PeerLostError"
+        assert isinstance(later, GroupAbortedError)
+        assert f"lost rank {n - 1}" in later.failure.message
+        assert seconds < 1
+
+
+def test_a_killed_peer_without_a_board(store_path: str) -> None:
+    (error, later, seconds), _ = run_ranks(
+        2, last_is_killed, store_path, None, "all_reduce", may_die=[1]
+    )
+    assert isinstance(error, PeerLostError)
+    assert error.rank == 1
+    assert isinstance(later, GroupAbortedError)
+    assert seconds < 1
+
+
+def last_aborts(
+    rank: int, n: int, path: str, board: BoardHandle, verb: Verb
+) -> tuple[CoordinatorError, float]:
+    comm = make(rank, n, path, board)
+    if rank == n - 1:
+        time.sleep(0.3)
+        comm.abort(KeyError("the reason"))
+        return failure_of(lambda: start(comm, "all_reduce"))
+    error, seconds = failure_of(lambda: start(comm, verb))
+    return error, seconds - 0.3
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_abort_frees_whoever_waits(verb: Verb, store_path: str) -> None:
+    with Board.create(2, None) as board:
+        results = run_ranks(2, last_aborts, store_path, board.handle(), verb)
+    for error, seconds in results:
+        assert isinstance(error, GroupAbortedError)
+        assert (error.failure.rank, error.failure.kind) == (1, "KeyError")
+        assert "the reason" in error.failure.message
+        assert seconds < 1
+
+
+def last_is_late(
+    rank: int, n: int, path: str, board: BoardHandle | None
+) -> tuple[CoordinatorError, CoordinatorError | None, float]:
+    comm = make(rank, n, path, board)
+    x = torch.ones(3)
+    if rank == n - 1:
+        time.sleep(1.0)
+        # without a board it cannot know that the others have left
+        error = failure_of(lambda: comm.all_reduce(x))[0] if board else CoordinatorError()
+        return error, None, 0.0
+    error, seconds = failure_of(lambda: comm.all_reduce(x, timeout=0.3))
+    return error, failure_of(lambda: comm.all_reduce(x))[0], seconds
+
+
+def test_a_deadline_names_the_late_and_ends_the_group(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        first, second = run_ranks(2, last_is_late, store_path, board.handle())
+    error, later, seconds = first
+    assert isinstance(error, GroupTimeoutError)
+    assert [member.rank for member in error.waiting_for] == [1]
+    assert error.timeout == 0.3
+    assert 0.29 < seconds < 1
+    for ended in (later, second[0]):
+        assert isinstance(ended, GroupAbortedError)
+        assert ended.failure.rank == 0
+        assert "tp all_reduce: timed out after 0.3 s" in ended.failure.message
+
+
+def test_a_deadline_without_a_board(store_path: str) -> None:
+    error, later, seconds = run_ranks(2, last_is_late, store_path, None)[0]
+    assert isinstance(error, GroupTimeoutError)
+    assert isinstance(later, GroupAbortedError)
+    assert 0.29 < seconds < 1
+
+
+def wait_again(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
+    comm = make(rank, n, path, board)
+    if rank == 1:
+        time.sleep(0.5)
+    works = [comm.all_reduce(torch.ones(2), async_op=True)]
+    if rank == 0:
+        works.append(comm.irecv((2,), torch.float32, 1))
+        for work in works:
+            for seconds in (0, 0.05):
+                with pytest.raises(GroupTimeoutError):
+                    work.wait(seconds)
+            assert not work.is_completed()
+    else:
+        comm.send(torch.full((2,), 3.0), 0)
+    results = [work.wait() for work in works]
+    results.append(comm.all_reduce(torch.ones(2)))
+    return [float(value) for result in results for value in result]
+
+
+def test_a_work_can_be_waited_for_again_after_its_deadline(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        results = run_ranks(2, wait_again, store_path, board.handle())
+    assert results == [[2, 2, 3, 3, 2, 2], [2, 2, 2, 2]]
+
+
+def wrong_on_one(rank: int, n: int, path: str, board: BoardHandle) -> str:
+    comm = make(rank, n, path, board)
+    x = torch.ones(4)
+    if rank == 1:
+        with pytest.raises(ValueError, match="src=2"):
+            comm.broadcast(x, src=2)
+        time.sleep(1)
+        return "raised"
+    error = failure_of(lambda: comm.broadcast(x, src=1, timeout=0.5))[0]
+    assert isinstance(error, GroupTimeoutError)
+    return str(error)
+
+
+def test_a_wrong_argument_on_one_rank_is_blamed_on_it(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        said, other = run_ranks(2, wrong_on_one, store_path, board.handle())
+    assert other == "raised"
+    assert "waiting for rank 1" in said
+    assert "last seen in tp barrier" in said
+
+
+def closed(rank: int, n: int, path: str, board: BoardHandle) -> None:
+    with make(rank, n, path, board) as comm:
+        assert "open" in repr(comm)
+    comm.close()
+    assert comm.closed
+    assert "closed" in repr(comm)
+    with pytest.raises(GroupClosedError):
+        comm.all_reduce(torch.ones(1))
+
+
+def test_close_twice(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, closed, store_path, board.handle())
+
+
+_TIMES_OUT_AND_ENDS = """
+import os, sys, time, torch
+from device_comm import TorchComm
+from shm_broadcast import GroupTimeoutError
+from tests.ranks import init_gloo
+rank, path = int(sys.argv[1]), sys.argv[2]
+comm = TorchComm(init_gloo(rank, 2, path, timeout=60), timeout=0.2)
+if rank == 1:
+    sys.stdin.read()
+    os._exit(0)
+for call in (lambda: comm.all_reduce(torch.ones(1)), lambda: comm.recv((1,), torch.float32)):
+    try:
+        call()
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
+def test_what_hangs_does_not_hold_up_the_end_of_the_process(store_path: str) -> None:
+    command = [sys.executable, "-c", _TIMES_OUT_AND_ENDS]
+    with subprocess.Popen([*command, "1", store_path], stdin=subprocess.PIPE) as late:
+        ended = subprocess.run(
+            [*command, "0", store_path], capture_output=True, text=True, timeout=40, check=False
+        )
+        late.communicate(timeout=20)
+    assert ended.stdout.split() == ["GroupTimeoutError", "GroupAbortedError"]
+    assert ended.returncode == 0, ended.stderr
