@@ -298,7 +298,7 @@ class MessageQueue:
         group = as_object_group(pg)
         if not 0 <= reader_rank < group.world_size:
             raise ValueError(f"reader_rank must be in 0..{group.world_size - 1}; got {reader_rank}")
-        beside = group.rank == reader_rank or group.rank in ranks_beside(group, reader_rank)
+        beside = group.rank in (reader_rank, *ranks_beside(group, reader_rank))
         queue = cls(
             1,
             int(beside),
