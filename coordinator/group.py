@@ -180,8 +180,11 @@ class GroupCoordinator(MessageVerbs):
             ValueError: ``writer_rank`` is not in the group, which has two members or more.
         """
         nodes = self._link.nodes
-        if external_writer_handle is None and nodes is not None and len(nodes.all()) == 1:
-            return queue_on_board(self._mail, nodes.board, writer_rank)
+        if nodes is not None and len(nodes.all()) == 1:
+            wanted = external_writer_handle is None
+            queue = queue_on_board(self._mail, nodes.board, writer_rank, wanted=wanted)
+            if queue is not None:
+                return queue
         return MessageQueue.create_from_process_group(
             MailGroup(self._mail),
             writer_rank=writer_rank,

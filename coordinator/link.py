@@ -63,11 +63,14 @@ class Settings:
             local_rank: chooses the GPU.
             sockets: where gloo listens; None: torch's choice.
             timeout: seconds that an operation may take; None: for ever.
+
+        Raises:
+            ValueError: a backend that is neither gloo nor NCCL.
         """
         if backend is None:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
         device = torch.device("cpu")
-        if "nccl" in backend:
+        if "nccl" in torch_groups.kinds(backend):
             device = torch.device("cuda", local_rank % torch.cuda.device_count())
         return cls(backend, device, local_rank, sockets or SocketChoice(), timeout)
 

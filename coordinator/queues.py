@@ -38,18 +38,31 @@ class MailGroup:
         return self._mail.all_gather_object(obj, None)
 
 
-def queue_on_board(mail: ObjectMail, board: Board, writer_rank: int) -> MessageQueue:
+def queue_on_board(
+    mail: ObjectMail, board: Board, writer_rank: int, *, wanted: bool
+) -> MessageQueue | None:
     """A queue from one member to all others, all of whom are on ``board``.
+
+    Args:
+        mail: the group's.
+        board: the members'.
+        writer_rank: the rank in the group of the member that writes.
+        wanted: the writer says whether it wants one; the others need not know.
+
+    Returns:
+        This member's end; None if it was not wanted.
 
     Collective: yes, every member.
     """
     members = mail.cpu.members
     writer = members[writer_rank]
-    if mail.cpu.rank != writer_rank:
-        handle: QueueHandle = mail.broadcast_object(None, writer_rank, None)
-        queue = MessageQueue.attach(handle, board)
+    if mail.cpu.rank == writer_rank:
+        readers = [each for each in members if each != writer]
+        queue = MessageQueue.on_board(board, writer, readers) if wanted else None
+        mail.broadcast_object(queue and queue.export_handle(), writer_rank, None)
     else:
-        queue = MessageQueue.on_board(board, writer, [each for each in members if each != writer])
-        mail.broadcast_object(queue.export_handle(), writer_rank, None)
-    mail.cpu.barrier()
+        handle: QueueHandle | None = mail.broadcast_object(None, writer_rank, None)
+        queue = None if handle is None else MessageQueue.attach(handle, board)
+    if queue is not None:
+        mail.cpu.barrier()
     return queue

@@ -65,14 +65,13 @@ def new_process_group(
         name: for torch's registry; a number is added if it is taken there.
         ranks: global ranks, in the order of their ranks in the group.
         rank: this member's rank in the group.
-        backend: as for `torch.distributed.new_group`: ``"gloo"``, ``"nccl"``, or by device.
+        backend: one that `kinds` accepts: ``"gloo"``, ``"nccl"``, or both by device.
         deadline: until when gloo may take to connect.
         sockets: where gloo listens.
 
     Collective: yes, every member; gloo connects all of them, NCCL at its first operation.
 
     Raises:
-        ValueError: an unknown backend.
         GroupTimeoutError: the members did not connect in time.
     """
     store = PrefixStore(f"{backend}/", store)
@@ -106,6 +105,22 @@ def destroy(group: ProcessGroup) -> None:
 def handles(group: ProcessGroup, device: torch.device) -> bool:
     """Whether a process group moves tensors on ``device``."""
     return torch.device(device.type) in group._device_types
+
+
+def kinds(backend: str) -> set[str]:
+    """The backends that a name as for `torch.distributed.new_group` asks for.
+
+    Raises:
+        ValueError: one that no group can be made with here.
+    """
+    try:
+        config = distributed_c10d.BackendConfig(dist.Backend(backend))
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"unknown backend {backend!r}: {error}") from error
+    found: set[str] = set(config.get_device_backend_map().values())
+    if not found <= {dist.Backend.GLOO, dist.Backend.NCCL}:
+        raise ValueError(f"cannot make {backend!r} groups; wrap yours with from_process_group()")
+    return found
 
 
 def backend_of(group: ProcessGroup) -> str:
@@ -142,12 +157,10 @@ def _new_backend(
 ) -> tuple[ProcessGroup.BackendType, Any]:
     if kind == dist.Backend.GLOO:
         return dist.ProcessGroup.BackendType.GLOO, _gloo(store, rank, size, deadline, sockets)
-    if kind == dist.Backend.NCCL:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _OPERATION_TIMEOUT
-        nccl = dist.ProcessGroupNCCL(store, rank, size, options)
-        return dist.ProcessGroup.BackendType.NCCL, nccl
-    raise ValueError(f"cannot make a {kind!r} group; wrap one of yours with from_process_group()")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _OPERATION_TIMEOUT
+    nccl = dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroup.BackendType.NCCL, nccl
 
 
 def _gloo(
