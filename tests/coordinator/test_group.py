@@ -84,7 +84,7 @@ def singles(rank: int, n: int, path: str) -> None:
     with pytest.raises(ValueError, match="has to be in one group, once"):
         GroupCoordinator([[0, 1, 0, 1]], rank, "gloo", True)
     for backend in ("mpi", "carrier pigeon", "cpu:"):
-        with pytest.raises(ValueError, match=r"unknown backend|cannot make"):
+        with pytest.raises(ValueError, match="cannot make .* groups"):
             GroupCoordinator([[0, 1]], rank, backend, True, timeout=10)
 
 
