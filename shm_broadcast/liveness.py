@@ -6,10 +6,15 @@ opened while the start time still matches, tells in 0.4 µs whether that process
 
 from __future__ import annotations
 
+import errno
 import os
 import select
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
+
+_NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
+"""What pidfd_open says of a number that nobody has, or that a thread was given by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class ProcessWatch:
         self._poll = select.poll()
         if self._pidfd is not None:
             self._poll.register(self._pidfd, select.POLLIN)
+            self._release = weakref.finalize(self, os.close, self._pidfd)
 
     @property
     def pidfd(self) -> int | None:
@@ -68,15 +74,17 @@ class ProcessWatch:
     def close(self) -> None:
         """Let go of the descriptor; the process then counts as ended."""
         if self._pidfd is not None:
-            os.close(self._pidfd)
             self._pidfd = None
+            self._release()
 
 
 def _open_pidfd(process: ProcessId) -> int | None:
     try:
         pidfd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return None
+    except OSError as error:
+        if error.errno in _NO_PROCESS:
+            return None
+        raise
     try:
         if ProcessId.of(process.pid) == process:
             return pidfd

@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import socket
+import weakref
 from pathlib import Path
 from typing import Self
 
@@ -57,14 +58,16 @@ class SegmentHandle(msgspec.Struct, frozen=True):
 class Segment:
     """A mapped segment. ``words`` gives its atomic words, ``memory`` its bytes."""
 
-    def __init__(self, fd: int, size: int) -> None:
-        """Map ``fd``, which the segment then owns. Use `create` and `attach`."""
+    def __init__(self, fd: int, mapping: mmap.mmap) -> None:
+        """Own ``fd`` and its mapping. Use `create` and `attach`."""
         self._fd = fd
-        self._map = mmap.mmap(fd, size)
-        _touch(self._map)
-        self.size = size
-        self.words: WordsLike = make_words(self._map)
-        self.memory = memoryview(self._map)
+        self._release = weakref.finalize(self, os.close, fd)
+        self._release.atexit = False
+        self._map = mapping
+        _touch(mapping)
+        self.size = len(mapping)
+        self.words: WordsLike = make_words(mapping)
+        self.memory = memoryview(mapping)
         self.nonce = bytes(self.memory[SEGMENT_NONCE : SEGMENT_NONCE + NONCE_BYTES])
 
     @classmethod
@@ -84,10 +87,11 @@ class Segment:
         try:
             os.posix_fallocate(fd, 0, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            segment = cls(fd, size)
+            mapping = mmap.mmap(fd, size)
         except OSError as error:
             os.close(fd)
             raise SharedMemoryError(f"cannot reserve {size} bytes: {error.strerror}") from error
+        segment = cls(fd, mapping)
         segment._write_header(os.urandom(NONCE_BYTES))
         return segment
 
@@ -100,12 +104,12 @@ class Segment:
         """
         try:
             if ProcessId.of(handle.pid).start_time != handle.start_time:
-                raise ProcessLookupError
+                raise ProcessLookupError("the pid has been used again")
             fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise SharedMemoryError(
                 f"segment of pid {handle.pid} cannot be opened: its owner has ended, runs on "
-                f"another host, or belongs to another user ({error or 'no such process'})"
+                f"another host, or belongs to another user ({error})"
             ) from error
         return cls._adopt(fd, handle)
 
@@ -119,6 +123,7 @@ class Segment:
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
         if not descriptors:
             raise SharedMemoryError("no descriptor came with the message")
+        os.set_inheritable(descriptors[0], False)
         return cls._adopt(descriptors[0], handle)
 
     def send(self, connection: socket.socket) -> None:
@@ -133,14 +138,11 @@ class Segment:
     @property
     def closed(self) -> bool:
         """Whether `close` was called here."""
-        return self._fd < 0
+        return not self._release.alive
 
     def close(self) -> None:
         """Give up the descriptor. The memory goes with the last view of it, in any process."""
-        if self.closed:
-            return
-        os.close(self._fd)
-        self._fd = -1
+        self._release()
 
     def __enter__(self) -> Self:
         """Give the segment itself."""
@@ -160,12 +162,13 @@ class Segment:
         try:
             if os.fstat(fd).st_size != handle.size:
                 raise SharedMemoryError(f"descriptor {handle.fd} of pid {handle.pid} is no segment")
-            segment = cls(fd, handle.size)
+            mapping = mmap.mmap(fd, handle.size)
         except (OSError, SharedMemoryError) as error:
             os.close(fd)
             if isinstance(error, SharedMemoryError):
                 raise
             raise SharedMemoryError(f"cannot map {handle.size} bytes: {error}") from error
+        segment = cls(fd, mapping)
         words = segment.words
         known = (words.load32(SEGMENT_MAGIC), words.load32(SEGMENT_VERSION)) == (MAGIC, VERSION)
         if not known or segment.nonce != handle.nonce:
@@ -204,14 +207,18 @@ def _require_free(size: int) -> None:
         raise SharedMemoryError(f"{size} bytes of shared memory are required, {free} are free")
 
 
-def _free_bytes() -> int:
+def _free_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that this process may still use: the machine's, and its memory cgroup's."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    free = _numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     try:
-        return min(free, int(limit.read_text()) - int(used.read_text()))
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        cached = _numbers(cgroup / "memory.stat")
     except (OSError, ValueError):  # no memory cgroup, or no limit in it ("max")
         return free
+    # The kernel drops cached files rather than refuse memory; shared memory is not among these.
+    return min(free, limit - used + cached["inactive_file"] + cached["active_file"])
+
+
+def _numbers(table: Path) -> dict[str, int]:
+    return {line.split()[0]: int(line.split()[1]) for line in table.read_text().splitlines()}

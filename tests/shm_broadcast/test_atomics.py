@@ -1,0 +1,260 @@
+"""Words of shared memory: one suite over the extension's and the twin's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from shm_broadcast import _native, layout
+from shm_broadcast.atomics import PythonWords, WordsLike
+from shm_broadcast.segment import Segment
+from tests.ranks import run_ranks
+from tests.shm_broadcast.remote_peers import get, put
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SIZE = 256
+
+
+@pytest.fixture(params=[_native.Words, PythonWords], ids=["native", "twin"])
+def make(request: pytest.FixtureRequest) -> Callable[[bytearray], WordsLike]:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def memory() -> bytearray:
+    return bytearray(SIZE)
+
+
+@pytest.fixture
+def words(make: Callable[[bytearray], WordsLike], memory: bytearray) -> WordsLike:
+    return make(memory)
+
+
+@pytest.mark.parametrize("value", [0, 1, 2**31, 2**32 - 1])
+def test_a_word_of_32_bits(words: WordsLike, memory: bytearray, value: int) -> None:
+    words.store32(8, value)
+    assert words.load32(8) == value
+    assert memory[8:12] == value.to_bytes(4, "little")
+    assert memory[:8] + memory[12:] == bytes(SIZE - 4)
+
+
+@pytest.mark.parametrize("value", [0, 2**32, 2**63, 2**64 - 1])
+def test_a_word_of_64_bits(words: WordsLike, memory: bytearray, value: int) -> None:
+    words.store64(16, value)
+    assert words.load64(16) == value
+    assert memory[16:24] == value.to_bytes(8, "little")
+    assert memory[:16] + memory[24:] == bytes(SIZE - 8)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3, 254, SIZE, SIZE + 64, 2**40, -4])
+def test_offsets_outside_or_not_aligned_are_refused(words: WordsLike, offset: int) -> None:
+    for call in (
+        lambda: words.load32(offset),
+        lambda: words.load64(offset),
+        lambda: words.store32(offset, 1),
+        lambda: words.store64(offset, 1),
+        lambda: words.add32(offset, 1),
+        lambda: words.compare_and_swap32(offset, 0, 1),
+    ):
+        with pytest.raises((ValueError, IndexError, OverflowError)):
+            call()
+
+
+def test_a_64_bit_word_must_be_aligned_to_8(words: WordsLike) -> None:
+    with pytest.raises(ValueError, match="aligned"):
+        words.load64(4)
+    with pytest.raises((ValueError, IndexError)):
+        words.load64(SIZE - 4)
+
+
+@pytest.mark.parametrize("value", [-1, 2**32])
+def test_values_that_do_not_fit_are_refused(words: WordsLike, value: int) -> None:
+    words.store32(0, 7)
+    with pytest.raises((ValueError, OverflowError)):
+        words.store32(0, value)
+    with pytest.raises((ValueError, OverflowError)):
+        words.store64(8, -1 if value < 0 else 2**64)
+    assert words.load32(0) == 7
+    assert words.load64(8) == 0
+
+
+def test_add_gives_the_value_before_and_wraps(words: WordsLike) -> None:
+    assert words.add32(4, 5) == 0
+    assert words.add32(4, -7) == 5
+    assert words.load32(4) == 2**32 - 2
+    assert words.add32(4, 3) == 2**32 - 2
+    assert words.load32(4) == 1
+    assert words.load32(0) == words.load32(8) == 0
+
+
+def test_compare_and_swap(words: WordsLike) -> None:
+    assert words.compare_and_swap32(0, 0, 9)
+    assert not words.compare_and_swap32(0, 0, 1)
+    assert words.load32(0) == 9
+    assert words.compare_and_swap32(0, 9, 2**32 - 1)
+    assert words.load32(0) == 2**32 - 1
+
+
+def test_bytes_go_in_and_out(words: WordsLike, memory: bytearray) -> None:
+    words.write(3, b"hello")
+    assert memory[3:8] == b"hello"
+    words.write(64, memoryview(b"abcdef")[1:3])
+    target = bytearray(4)
+    words.read_into(63, target)
+    assert target == b"\0bc\0"
+
+
+def test_bytes_past_the_end_are_refused(words: WordsLike, memory: bytearray) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  (each implementation words it its way)
+        words.write(SIZE - 2, b"abc")
+    with pytest.raises(ValueError):  # noqa: PT011
+        words.read_into(SIZE - 2, bytearray(3))
+    assert memory == bytes(SIZE)
+
+
+def test_only_writable_memory_is_filled(words: WordsLike) -> None:
+    with pytest.raises((BufferError, TypeError)):
+        words.read_into(0, b"read-only")
+
+
+def test_memory_that_cannot_be_written_makes_no_words() -> None:
+    with pytest.raises(BufferError):
+        _native.Words(bytes(64))
+
+
+def test_copies_large_enough_to_let_other_threads_run(
+    make: Callable[[bytearray], WordsLike],
+) -> None:
+    size = 1 << 20
+    words = make(bytearray(size))
+    content = bytes(range(256)) * (size // 256)
+    words.write(0, content)
+    copy = bytearray(size)
+    words.read_into(0, copy)
+    assert copy == content
+
+
+def test_a_ring_without_sleepers_changes_nothing(words: WordsLike) -> None:
+    words.ring(0)
+    assert words.load32(0) == 0
+
+
+def test_a_ring_with_sleepers_changes_the_doorbell(words: WordsLike) -> None:
+    words.add32(layout.DOORBELL_SLEEPERS, 1)
+    words.ring(0)
+    assert words.load32(0) == 1
+
+
+def test_nobody_sleeps_on_a_doorbell_that_has_changed(words: WordsLike) -> None:
+    words.store32(0, 4)
+    began = time.monotonic()
+    words.sleep_on(0, 3, 30.0)
+    assert time.monotonic() - began < 10
+
+
+def test_sleep_ends_with_its_time(words: WordsLike) -> None:
+    began = time.monotonic()
+    words.sleep_on(0, 0, 0.02)
+    assert time.monotonic() - began < 10
+
+
+def test_a_ring_wakes_sleepers(words: WordsLike) -> None:
+    """Two threads sleep until the doorbell changes; the twin's sleeps are short ones."""
+
+    def sleep() -> None:
+        words.add32(layout.DOORBELL_SLEEPERS, 1)
+        while words.load32(0) == 0:
+            words.sleep_on(0, 0, 30.0)
+
+    threads = [threading.Thread(target=sleep) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while words.load32(layout.DOORBELL_SLEEPERS) < 2:
+        time.sleep(0.001)
+    words.ring(0)
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_spin_sees_a_word_that_differs_already(words: WordsLike) -> None:
+    words.store64(8, 1)
+    assert words.spin64(8, 0, 0)
+    assert not words.spin64(8, 1, 0)
+    assert not words.spin64(8, 1, 100_000)
+
+
+def test_spin_lets_another_thread_change_the_word(words: WordsLike) -> None:
+    seen: list[bool] = []
+    thread = threading.Thread(target=lambda: seen.append(words.spin64(8, 0, 20_000_000_000)))
+    thread.start()
+    words.store64(8, 1)
+    thread.join(10)
+    assert seen == [True]
+
+
+def test_stamp_numbers_operations_and_notes_the_time(words: WordsLike, memory: bytearray) -> None:
+    before = time.monotonic_ns()
+    assert words.stamp(0, layout.STATE_BUSY, "all_reduce") == 1
+    assert words.stamp(0, layout.STATE_BUSY, "é" * 40) == 2
+    assert words.load32(layout.MEMBER_STATE) == layout.STATE_BUSY
+    assert words.load64(layout.MEMBER_SEQUENCE) == 2
+    assert before <= words.load64(layout.MEMBER_PROGRESS) <= time.monotonic_ns()
+    end = layout.MEMBER_OPERATION + layout.OPERATION_BYTES
+    assert memory[layout.MEMBER_OPERATION : end] == ("é" * 24).encode()
+    assert memory[end:] == bytes(SIZE - end)
+    words.stamp(0, layout.STATE_BUSY, "send")
+    assert memory[layout.MEMBER_OPERATION : end] == b"send".ljust(48, b"\0")
+
+
+def test_progress_changes_time_and_state_only(words: WordsLike) -> None:
+    words.stamp(0, layout.STATE_BUSY, "send")
+    words.store64(layout.MEMBER_PROGRESS, 0)
+    words.progress(0, layout.STATE_IDLE)
+    assert words.load64(layout.MEMBER_PROGRESS) > 0
+    assert words.load32(layout.MEMBER_STATE) == layout.STATE_IDLE
+    assert words.load64(layout.MEMBER_SEQUENCE) == 1
+
+
+def test_a_stamp_outside_is_refused(words: WordsLike) -> None:
+    with pytest.raises((ValueError, IndexError)):
+        words.stamp(SIZE - 64, layout.STATE_BUSY, "send")
+
+
+def test_fence(words: WordsLike) -> None:
+    assert words.fence() is None  # type: ignore[func-returns-value]
+
+
+def add(rank: int, n: int, folder: str, times: int) -> int:
+    if rank == 0:
+        segment = Segment.create(4096, "test")
+        put(folder, "segment", segment.handle())
+    else:
+        segment = Segment.attach(get(folder, "segment"))
+    put(folder, f"ready-{rank}", True)
+    for other in range(n):
+        get(folder, f"ready-{other}")
+    claimed = 0
+    for turn in range(times):
+        segment.words.add32(128, 1)
+        claimed += segment.words.compare_and_swap32(
+            256 + 4 * (turn % 512), turn // 512, turn // 512 + 1
+        )
+    put(folder, f"done-{rank}", True)
+    for other in range(n):
+        get(folder, f"done-{other}")
+    return claimed if rank else segment.words.load32(128) * 2**32 + claimed
+
+
+def test_processes_add_and_swap_atomically(tmp_path: Path) -> None:
+    times = 50_000
+    first, claimed = run_ranks(2, add, str(tmp_path), times)
+    assert first >> 32 == 2 * times
+    # Each (word, value) was claimed by one process, never by both.
+    assert (first & 0xFFFFFFFF) + claimed <= times

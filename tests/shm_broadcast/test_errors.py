@@ -1,0 +1,97 @@
+"""Errors keep their values across processes and say what people need to know."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from shm_broadcast import errors
+from shm_broadcast.errors import (
+    CoordinatorError,
+    DivergenceError,
+    Failure,
+    GroupAbortedError,
+    GroupClosedError,
+    GroupTimeoutError,
+    MemberStatus,
+    MessageDecodeError,
+    MessageTooLargeError,
+    PeerLostError,
+    PeerProtocolError,
+    SharedMemoryError,
+    TransportError,
+)
+
+LOST = MemberStatus(3, 4242, "lost", "all_reduce", 1041, 2.13)
+BUSY = MemberStatus(1, 77, "busy", "dequeue", 9, 0.04)
+
+EVERY = [
+    GroupTimeoutError("all_reduce", 2.0, (LOST, BUSY), "detail"),
+    GroupTimeoutError("all_reduce", None),
+    PeerLostError("dequeue", LOST),
+    PeerProtocolError("recv", 4, "too large"),
+    TransportError("connect", "refused"),
+    GroupAbortedError("send", Failure(2, "ValueError", "no", 3)),
+    GroupClosedError("closed"),
+    DivergenceError(1, "all_reduce", "barrier"),
+    SharedMemoryError("5 bytes"),
+    MessageDecodeError("bad"),
+    MessageTooLargeError(10, 5),
+]
+
+
+def test_every_error_is_here() -> None:
+    leaves = {
+        each
+        for each in vars(errors).values()
+        if isinstance(each, type)
+        and issubclass(each, CoordinatorError)
+        and not each.__subclasses__()
+    }
+    assert {type(each) for each in EVERY} >= leaves
+
+
+@pytest.mark.parametrize("error", EVERY, ids=lambda each: type(each).__name__)
+def test_an_error_travels(error: CoordinatorError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
+
+
+@pytest.mark.parametrize("error", EVERY, ids=lambda each: type(each).__name__)
+def test_an_error_stands_in_the_tree_of_the_docstring(error: CoordinatorError) -> None:
+    assert isinstance(error, CoordinatorError)
+    assert type(error).__name__ in (errors.__doc__ or "")
+
+
+def test_builtin_classes_catch_what_they_should() -> None:
+    assert issubclass(GroupTimeoutError, TimeoutError)
+    assert issubclass(PeerLostError, ConnectionError)
+
+
+def test_a_lost_peer_is_named_with_rank_pid_and_age() -> None:
+    error = PeerLostError("tp:0 all_reduce", LOST)
+    assert str(error) == (
+        "tp:0 all_reduce: lost rank 3 (pid 4242), lost, last seen in all_reduce #1041, 2.1 s ago"
+    )
+    assert (error.rank, error.pid) == (3, 4242)
+
+
+def test_a_timeout_names_who_is_late() -> None:
+    assert str(GroupTimeoutError("enqueue", 0.5, (BUSY,), "rank 1 is 7 messages behind")) == (
+        "enqueue: timed out after 0.5 s, waiting for rank 1 (pid 77), last seen in dequeue #9, "
+        "0.0 s ago (rank 1 is 7 messages behind)"
+    )
+    assert str(GroupTimeoutError("enqueue", None)) == "enqueue: timed out"
+
+
+def test_members_that_never_came_or_did_nothing() -> None:
+    assert str(MemberStatus(2, 0, "absent")) == "rank 2 (never joined)"
+    assert str(MemberStatus(2, 5, "idle")) == "rank 2 (pid 5), no operation"
+
+
+def test_a_failure_names_whom_it_is_about() -> None:
+    assert str(Failure(2, "ValueError", "no", 2)) == "rank 2 reported: ValueError: no"
+    assert str(Failure(2, "PeerLost", "gone", 3)) == "rank 2 reported about rank 3: PeerLost: gone"
