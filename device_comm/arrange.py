@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     from torch import Tensor
 
-    Empty = Callable[[Sequence[int], torch.dtype], Tensor]
+    Empty = Callable[[Sequence[int], Tensor], Tensor]
     Landing = tuple[Tensor, Callable[[], Tensor] | None]
     """Where a backend writes, and the last step that returns the result (None: it is that)."""
 
@@ -58,7 +57,7 @@ def landing(
     empty: Empty,
     out: Tensor | None,
     shape: Sequence[int],
-    dtype: torch.dtype,
+    like: Tensor,
     source: Tensor | None,
     *,
     in_place: bool = False,
@@ -66,21 +65,21 @@ def landing(
     """A landing for a result of ``shape``.
 
     Args:
-        empty: makes new tensors.
+        empty: makes a new contiguous tensor of a shape, of the dtype of another tensor.
         out: what the caller wants filled; None: a new tensor.
         shape: the result's.
-        dtype: the result's.
+        like: of the result's dtype.
         source: what the result must not overlap while it is written.
         in_place: ``out`` is the input, and the backend can work in place.
     """
     if out is None:
-        return empty(shape, dtype), None
+        return empty(shape, like), None
     given = out
     target = out.detach()
     apart = in_place or source is None or not shares_memory(target, source)
     if apart and is_plain(target):
         return target, lambda: given
-    buffer = empty(shape, dtype)
+    buffer = empty(shape, like)
 
     def finish() -> Tensor:
         target.copy_(buffer)
@@ -95,18 +94,19 @@ def landing_pieces(
     shape: Sequence[int],
     dim: int,
     count: int,
+    like: Tensor,
     source: Tensor,
 ) -> Landing:
     """A landing for ``count`` pieces, one after the other, of a result of ``shape``."""
     outer = math.prod(shape[:dim])
     numel = math.prod(shape)
     if outer == 1 or numel == 0:
-        return landing(empty, out, shape, source.dtype, source)
+        return landing(empty, out, shape, like, source)
     rest = numel // (outer * count)
-    buffer = empty((count, outer, rest), source.dtype)
+    buffer = empty((count, outer, rest), like)
 
     def finish() -> Tensor:
-        result = empty(shape, source.dtype) if out is None else out
+        result = empty(shape, like) if out is None else out
         target = result.detach()
         if is_plain(target):
             target.view(outer, count, rest).copy_(buffer.transpose(0, 1))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from device_comm.arrange import landing, plain
 from device_comm.backend import Backend
 from device_comm.checks import check_out, check_rank, check_tensor
@@ -11,7 +13,6 @@ from device_comm.checks import check_out, check_rank, check_tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import Tensor
 
     from device_comm.work import Work
@@ -139,11 +140,11 @@ class PointToPointVerbs(Backend):
         if out is None:
             if size is None or dtype is None:
                 raise ValueError("recv needs size and dtype, or out")
-            buffer, finish = self._empty(tuple(size), dtype), None
+            buffer, finish = torch.empty(tuple(size), dtype=dtype, device=self.device), None
         else:
             wanted = (tuple(size or ()) if size is not None else out.shape, dtype or out.dtype)
             check_out(out, *wanted, self.device)
-            buffer, finish = landing(self._empty, out, out.shape, out.dtype, None)
+            buffer, finish = landing(self._empty, out, out.shape, out, None)
         if buffer.numel() == 0:
             return self._skip("recv", buffer if out is None else out, async_op)
         return self._run(

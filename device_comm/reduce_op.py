@@ -36,7 +36,7 @@ class ReduceOp(IntEnum):
     AVG = 10
 
     @property
-    def torch(self) -> dist.ReduceOp:
+    def torch(self) -> dist.ReduceOp.RedOpType:
         """The operation of the same name in ``torch.distributed``."""
         return getattr(dist.ReduceOp, self.name)  # type: ignore[no-any-return]
 

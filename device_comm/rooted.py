@@ -52,7 +52,7 @@ class RootedVerbs(Backend):
             check_out(out, x.shape, x.dtype, self.device)
         if self.world_size == 1:
             return self._identity("broadcast", x, out, async_op)
-        buffer, finish = landing(self._empty, out, x.shape, x.dtype, x, in_place=out is x)
+        buffer, finish = landing(self._empty, out, x.shape, x, x, in_place=out is x)
         if x.numel() == 0:
             return self._skip("broadcast", buffer if out is None else out, async_op)
         if self.rank == src and not shares_memory(buffer, x):
@@ -99,7 +99,7 @@ class RootedVerbs(Backend):
         source = plain(x)
         buffer, finish = None, None
         if self.rank == dst:
-            buffer, finish = landing(self._empty, out, x.shape, x.dtype, x, in_place=out is x)
+            buffer, finish = landing(self._empty, out, x.shape, source, x, in_place=out is x)
         if x.numel() == 0:
             return self._skip("reduce", buffer if out is None else out, async_op)
         return self._run(
@@ -147,7 +147,7 @@ class RootedVerbs(Backend):
         source = plain(x)
         buffer, finish = None, None
         if self.rank == dst:
-            buffer, finish = landing_pieces(self._empty, out, shape, dim, n, x)
+            buffer, finish = landing_pieces(self._empty, out, shape, dim, n, source, x)
         if x.numel() == 0:
             return self._skip("gather", buffer if finish is None else finish(), async_op)
         return self._run(
@@ -192,7 +192,7 @@ class RootedVerbs(Backend):
             raise ValueError(f"rank {self.rank} needs out= to know the shape that it gets")
         check_tensor("out", out, self.device)
         check_dim(dim, out)
-        buffer, finish = landing(self._empty, out, out.shape, out.dtype, None)
+        buffer, finish = landing(self._empty, out, out.shape, out, None)
         if out.numel() == 0:
             return self._skip("scatter", out, async_op)
         return self._run(
@@ -224,7 +224,7 @@ class RootedVerbs(Backend):
         if n == 1:
             return self._identity("scatter", x, out, async_op)
         source = pieces_first(x, dim, n)
-        buffer, finish = landing(self._empty, out, shape, x.dtype, x)
+        buffer, finish = landing(self._empty, out, shape, source, x)
         if x.numel() == 0:
             return self._skip("scatter", buffer if out is None else out, async_op)
         return self._run(

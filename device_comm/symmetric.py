@@ -41,12 +41,12 @@ class SymmetricVerbs(Backend):
         """
         check_tensor("x", x, self.device)
         check_reduction(op, x.dtype)
-        if out is not None:
+        if out is not None and out is not x:
             check_out(out, x.shape, x.dtype, self.device)
         if self.world_size == 1:
             return self._identity("all_reduce", x, out, async_op)
         source = plain(x)
-        buffer, finish = landing(self._empty, out, x.shape, x.dtype, x, in_place=out is x)
+        buffer, finish = landing(self._empty, out, x.shape, source, x, in_place=out is x)
         if x.numel() == 0:
             return self._skip("all_reduce", buffer if out is None else out, async_op)
         return self._run(
@@ -89,7 +89,7 @@ class SymmetricVerbs(Backend):
         if n == 1:
             return self._identity("all_gather", x, out, async_op)
         source = plain(x)
-        buffer, finish = landing_pieces(self._empty, out, shape, dim, n, x)
+        buffer, finish = landing_pieces(self._empty, out, shape, dim, n, source, x)
         if x.numel() == 0:
             return self._skip("all_gather", buffer if finish is None else finish(), async_op)
         return self._run(
@@ -135,7 +135,7 @@ class SymmetricVerbs(Backend):
         if n == 1:
             return self._identity("reduce_scatter", x, out, async_op)
         source = pieces_first(x, dim, n)
-        buffer, finish = landing(self._empty, out, shape, x.dtype, x)
+        buffer, finish = landing(self._empty, out, shape, source, x)
         if x.numel() == 0:
             return self._skip("reduce_scatter", buffer if out is None else out, async_op)
         return self._run(

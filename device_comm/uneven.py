@@ -130,7 +130,7 @@ class UnevenVerbs(Backend):
         if n == 1:
             return self._identity("reduce_scatterv", x, out, async_op)
         source = pieces_first(x, dim, rows)
-        buffer, finish = landing_pieces(self._empty, out, shape, dim, mine, x)
+        buffer, finish = landing_pieces(self._empty, out, shape, dim, mine, source, x)
         if x.numel() == 0:
             return self._skip("reduce_scatterv", buffer if finish is None else finish(), async_op)
         elements = _elements(parts, _row(shape, dim))
@@ -194,7 +194,7 @@ class UnevenVerbs(Backend):
         if n == 1:
             return self._identity("all_to_all", x, out, async_op)
         source = pieces_first(x, dim, rows)
-        buffer, finish = landing_pieces(self._empty, out, shape, dim, total, x)
+        buffer, finish = landing_pieces(self._empty, out, shape, dim, total, source, x)
         row = _row(shape, dim)
         return self._run(
             "all_to_all",
@@ -226,7 +226,7 @@ class UnevenVerbs(Backend):
         if out is not None:
             check_out(out, shape, x.dtype, self.device)
         source = pieces_first(x, dim, rows)
-        buffer, finish = landing_pieces(self._empty, out, shape, dim, total, x)
+        buffer, finish = landing_pieces(self._empty, out, shape, dim, total, source, x)
         return source, buffer, finish, _elements(parts, _row(shape, dim))
 
 

@@ -19,7 +19,7 @@ def table(rank: int, n: int, path: str, board: BoardHandle | None) -> dict[str, 
     group = init_gloo(rank, n, path)
     watch = None if board is None else Board.attach(board, rank)
     with TorchComm(group, "cpu", watch) as comm:
-        dtypes = None if board else [torch.float32, torch.bool]
+        dtypes = None if board and n > 1 else [torch.float32, torch.bool]
         failures = run_table(comm, reduce_cases, dtypes)
         failures |= run_table(comm, move_cases, dtypes)
         return failures | run_table(comm, named_cases)

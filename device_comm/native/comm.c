@@ -1,0 +1,261 @@
+#include "comm.h"
+
+#include <string.h>
+
+#include "atomics.h"
+#include "reduce.h"
+
+/* Below this, looking for arrivals a microsecond with the GIL held beats giving it up. */
+#define BRIEF_BYTES 32768
+
+steps_status comm_run(Comm *self, uint64_t bytes, uint64_t spin_ns) {
+    steps_status status = STEPS_BLOCKED;
+    if (bytes <= BRIEF_BYTES) status = steps_run_briefly(&self->steps);
+    if (status != STEPS_BLOCKED || (spin_ns == 0 && bytes <= BRIEF_BYTES)) return status;
+    Py_BEGIN_ALLOW_THREADS
+    status = steps_run(&self->steps, spin_ns);
+    Py_END_ALLOW_THREADS
+    return status;
+}
+
+static int read_u64(PyObject *object, uint64_t *value) {
+    *value = PyLong_AsUnsignedLongLong(object);
+    return *value == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
+}
+
+/* Reads a tuple of (address, size) pairs, at most `most`; returns how many, or -1. */
+static Py_ssize_t read_spans(PyObject *tuple, span *spans, size_t most) {
+    Py_ssize_t count = PyTuple_Size(tuple);
+    if (count < 0) return -1;
+    if ((size_t)count > most) {
+        PyErr_Format(PyExc_ValueError, "%zd spans for %zu ranks", count, most);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        unsigned long long address, size;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(tuple, i), "KK", &address, &size)) return -1;
+        spans[i] = (span){.address = (char *)(uintptr_t)address, .size = size};
+    }
+    return count;
+}
+
+/* The fields of device_comm.shm.plan.Plan, in that order. */
+static int read_plan(Comm *self, PyObject *object) {
+    steps *s = &self->steps;
+    const char *signature, *awaits;
+    Py_ssize_t signature_size, awaits_size;
+    PyObject *gives, *takes;
+    int addressed;
+    unsigned long long length, own;
+    memset(s->plan.gives, 0, s->n * sizeof(span));
+    memset(s->plan.takes, 0, s->n * sizeof(span));
+    if (!PyArg_ParseTuple(object, "iy#y#iiKO!O!pK", &s->plan.kind, &signature, &signature_size,
+                          &awaits, &awaits_size, &s->plan.dtype, &s->plan.op, &length, &PyTuple_Type,
+                          &gives, &PyTuple_Type, &takes, &addressed, &own))
+        return -1;
+    if (signature_size != SIGNATURE_BYTES || (size_t)awaits_size != s->n) {
+        PyErr_SetString(PyExc_ValueError, "signature or awaits has the wrong length");
+        return -1;
+    }
+    if (s->plan.kind != KIND_MOVE && !reduce_defined(s->plan.dtype, s->plan.op)) {
+        PyErr_Format(PyExc_ValueError, "no reduction %d of dtype %d", s->plan.op, s->plan.dtype);
+        return -1;
+    }
+    memcpy(s->plan.signature, signature, SIGNATURE_BYTES);
+    memcpy(s->plan.awaits, awaits, s->n);
+    s->plan.addressed = addressed;
+    s->plan.length = length;
+    s->plan.own = (const char *)(uintptr_t)own;
+    Py_ssize_t given = read_spans(gives, s->plan.gives, s->n);
+    s->plan.puts = given > 0;
+    return given < 0 || read_spans(takes, s->plan.takes, s->n) < 0 ? -1 : 0;
+}
+
+static PyObject *begin(PyObject *object, PyObject *plan) {
+    Comm *self = (Comm *)object;
+    if (read_plan(self, plan) < 0) return NULL;
+    steps_begin(&self->steps);
+    Py_RETURN_NONE;
+}
+
+static PyObject *advance(PyObject *object, PyObject *spin) {
+    Comm *self = (Comm *)object;
+    uint64_t spin_ns;
+    const unsigned char *signature;
+    if (read_u64(spin, &spin_ns) < 0) return NULL;
+    steps *s = &self->steps;
+    steps_status status = comm_run(self, s->plan.length, spin_ns);
+    if (status == STEPS_BLOCKED && steps_divergent(s, &signature) < s->n) status = STEPS_DIVERGED;
+    return PyLong_FromLong(status);
+}
+
+static PyObject *ready(PyObject *self, PyObject *Py_UNUSED(ignored)) {
+    return PyBool_FromLong(steps_ready(&((Comm *)self)->steps));
+}
+
+static PyObject *missing(PyObject *self, PyObject *Py_UNUSED(ignored)) {
+    const steps *s = &((Comm *)self)->steps;
+    PyObject *list = PyList_New(0);
+    for (size_t rank = 0; list != NULL && rank < s->n; rank++) {
+        if (!steps_waits_for(s, rank)) continue;
+        PyObject *number = PyLong_FromSize_t(rank);
+        if (number == NULL || PyList_Append(list, number) < 0) Py_CLEAR(list);
+        Py_XDECREF(number);
+    }
+    return list;
+}
+
+static PyObject *divergent(PyObject *self, PyObject *Py_UNUSED(ignored)) {
+    const steps *s = &((Comm *)self)->steps;
+    const unsigned char *theirs;
+    size_t rank = steps_divergent(s, &theirs);
+    if (rank == s->n) Py_RETURN_NONE;
+    return Py_BuildValue("ny#y#", (Py_ssize_t)rank, s->plan.signature, (Py_ssize_t)SIGNATURE_BYTES,
+                         theirs, (Py_ssize_t)SIGNATURE_BYTES);
+}
+
+static void comm_dealloc(PyObject *object) {
+    Comm *self = (Comm *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyBuffer_Release(&self->group);
+    PyBuffer_Release(&self->board);
+    PyMem_Free(self->steps.doorbells);
+    PyMem_Free(self->steps.plan.awaits);
+    PyMem_Free(self->steps.plan.gives);
+    PyMem_Free(self->steps.plan.takes);
+    PyMem_Free((void *)self->steps.parts);
+    Py_XDECREF(self->tensor_type);
+    Py_XDECREF(self->reduce_op_type);
+    Py_XDECREF(self->empty_like);
+    Py_XDECREF(self->allocate);
+    Py_XDECREF(self->source);
+    Py_XDECREF(self->result);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+static int wrong_memory(const char *what) {
+    PyErr_Format(PyExc_ValueError, "%s does not lie in the memory given", what);
+    return -1;
+}
+
+/* Reads the group's layout and sees that all of it is there. */
+static int read_group(Comm *self, size_t rank) {
+    steps *s = &self->steps;
+    size_t size = (size_t)self->group.len;
+    if (size < RANK_LINES) return wrong_memory("the group");
+    s->group = self->group.buf;
+    s->n = gc_load32(s->group, GROUP_RANKS);
+    s->rank = rank;
+    s->slot_bytes = gc_load64(s->group, GROUP_SLOT_BYTES);
+    s->whole_bytes = gc_load64(s->group, GROUP_WHOLE_BYTES);
+    s->slots = gc_load64(s->group, GROUP_SLOTS);
+    if (s->n < 2 || rank >= s->n || s->n > size / RANK_STRIDE || s->slot_bytes > size ||
+        s->slots > size || s->slots < RANK_LINES + s->n * RANK_STRIDE ||
+        (size - s->slots) / (SLOT_HEADER + s->slot_bytes) / s->n < BUFFERS ||
+        s->slot_bytes / s->n < PIECE_ALIGN)
+        return wrong_memory("a slot");
+    return 0;
+}
+
+static int read_doorbells(Comm *self, PyObject *offsets) {
+    steps *s = &self->steps;
+    s->board = self->board.buf;
+    if (PyTuple_Size(offsets) != (Py_ssize_t)s->n) return wrong_memory("a doorbell");
+    for (size_t rank = 0; rank < s->n; rank++) {
+        uint64_t offset;
+        if (read_u64(PyTuple_GetItem(offsets, (Py_ssize_t)rank), &offset) < 0) return -1;
+        if (offset % 8 || offset + 8 > (uint64_t)self->board.len) return wrong_memory("a doorbell");
+        s->doorbells[rank] = offset;
+    }
+    if (self->slot % 8 || self->slot + MEMBER_OPERATION + OPERATION_BYTES > (size_t)self->board.len)
+        return wrong_memory("the slot on the board");
+    return 0;
+}
+
+static int read_operations(Comm *self, PyObject *names) {
+    for (int verb = 0; verb < VERBS; verb++) {
+        PyObject *name = PyTuple_GetItem(names, verb);
+        Py_ssize_t size;
+        const char *text = name ? PyUnicode_AsUTF8AndSize(name, &size) : NULL;
+        if (text == NULL) return -1;
+        memcpy(self->operations[verb], text, (size_t)(size < OPERATION_NAME ? size : OPERATION_NAME));
+    }
+    return 0;
+}
+
+static void *zeroed(size_t n, size_t size) { return PyMem_Calloc(n, size); }
+
+static int make_room(steps *s) {
+    s->doorbells = zeroed(s->n, sizeof *s->doorbells);
+    s->plan.awaits = zeroed(s->n, sizeof *s->plan.awaits);
+    s->plan.gives = zeroed(s->n, sizeof *s->plan.gives);
+    s->plan.takes = zeroed(s->n, sizeof *s->plan.takes);
+    s->parts = zeroed(s->n, sizeof *s->parts);
+    bool all = s->doorbells && s->plan.awaits && s->plan.gives && s->plan.takes && s->parts;
+    if (!all) PyErr_NoMemory();
+    return all ? 0 : -1;
+}
+
+/* (group, board, rank, slot, doorbells, operations, tensor type, ReduceOp, empty_like, allocate) */
+static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
+    PyObject *group, *board, *doorbells, *operations, *tensor_type, *reduce_op, *empty_like, *allocate;
+    Py_ssize_t rank, slot;
+    if (!PyArg_ParseTuple(args, "OOnnO!O!OOOO", &group, &board, &rank, &slot, &PyTuple_Type,
+                          &doorbells, &PyTuple_Type, &operations, &tensor_type, &reduce_op,
+                          &empty_like, &allocate))
+        return NULL;
+    allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Comm *self = (Comm *)make(type, 0);
+    if (self == NULL) return NULL;
+    self->slot = (size_t)slot;
+    self->tensor_type = Py_NewRef(tensor_type);
+    self->reduce_op_type = Py_NewRef(reduce_op);
+    self->empty_like = Py_NewRef(empty_like);
+    self->allocate = Py_NewRef(allocate);
+    if (PyObject_GetBuffer(group, &self->group, PyBUF_WRITABLE) < 0 ||
+        PyObject_GetBuffer(board, &self->board, PyBUF_WRITABLE) < 0 ||
+        read_group(self, (size_t)rank) < 0 || make_room(&self->steps) < 0 ||
+        read_doorbells(self, doorbells) < 0 || read_operations(self, operations) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->reader = tensor_reader_of(tensor_type);
+    return (PyObject *)self;
+}
+
+#define FAST(name, function, doc) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, doc}
+
+static PyMethodDef methods[] = {
+    {"begin", begin, METH_O, "begin(plan): take on a plan."},
+    {"advance", advance, METH_O, "advance(spin_ns) -> status: go on with it as far as possible."},
+    {"ready", ready, METH_NOARGS, "ready() -> bool: whether advance would get further."},
+    {"missing", missing, METH_NOARGS, "missing() -> list of the ranks that are waited for."},
+    {"divergent", divergent, METH_NOARGS,
+     "divergent() -> None, or the first rank that diverges, our signature, and its."},
+    FAST("all_reduce", direct_all_reduce, "all_reduce(x, op, out) -> result; see direct.c."),
+    FAST("all_gather", direct_all_gather, "all_gather(x, dim, out) -> result; see direct.c."),
+    FAST("reduce_scatter", direct_reduce_scatter,
+         "reduce_scatter(x, dim, op, out) -> result; see direct.c."),
+    FAST("broadcast", direct_broadcast, "broadcast(x, src, out) -> result; see direct.c."),
+    FAST("barrier", direct_barrier, "barrier() -> True; see direct.c."),
+    {"finish", direct_finish, METH_NOARGS, "finish() -> the result of a call that was blocked."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, comm_new},
+    {Py_tp_dealloc, comm_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_doc, "One rank's end of a group; one thread at a time."},
+    {0, NULL},
+};
+
+static PyType_Spec spec = {
+    .name = "device_comm._native.Comm",
+    .basicsize = sizeof(Comm),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = slots,
+};
+
+PyObject *comm_type(PyObject *module) { return PyType_FromModuleAndSpec(module, &spec, NULL); }

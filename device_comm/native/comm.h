@@ -1,0 +1,38 @@
+/* One rank's end of a group, as a Python type. */
+#ifndef GC_COMM_H
+#define GC_COMM_H
+
+#include <Python.h>
+
+#include "steps.h"
+#include "tensors.h"
+
+#define OPERATION_NAME 48
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer group, board; /* keep the memory below alive */
+    steps steps;
+    size_t slot;                             /* of this rank's process on the board */
+    char operations[VERBS][OPERATION_NAME];  /* what each verb is called there */
+    PyObject *tensor_type, *reduce_op_type;
+    PyObject *empty_like, *allocate;         /* give room for small, and for other results */
+    const tensor_reader *reader;             /* NULL: no direct calls */
+    PyObject *source, *result;               /* of a direct call that is blocked */
+} Comm;
+
+/* Creates the type; returns a new reference, or NULL with an error set. */
+PyObject *comm_type(PyObject *module);
+
+/* Goes on with the plan that was begun, which moves `bytes` here; lets the GIL go if it takes long. */
+steps_status comm_run(Comm *self, uint64_t bytes, uint64_t spin_ns);
+
+/* The verbs on tensors as they are, in direct.c. */
+PyObject *direct_all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *direct_all_gather(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *direct_reduce_scatter(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *direct_broadcast(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *direct_barrier(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *direct_finish(PyObject *self, PyObject *ignored);
+
+#endif

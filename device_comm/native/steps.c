@@ -1,0 +1,288 @@
+/* Guarantees and assumptions are those of device_comm/shm/layout.py, whose rules are quoted by
+ * number; device_comm/shm/python_steps.py does the same in Python. */
+#include "steps.h"
+
+#include <string.h>
+
+#include "atomics.h"
+#include "reduce.h"
+
+static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+static char *slot(const steps *s, uint64_t step, size_t rank) {
+    uint64_t index = step % BUFFERS * s->n + rank;
+    return s->group + s->slots + index * (SLOT_HEADER + s->slot_bytes);
+}
+
+static char *payload(const steps *s, uint64_t step, size_t rank) {
+    return slot(s, step, rank) + SLOT_HEADER;
+}
+
+static size_t done_word(size_t rank) { return RANK_LINES + rank * RANK_STRIDE + RANK_DONE; }
+
+static bool arrived(const steps *s, uint64_t step, size_t rank) {
+    return gc_load64(slot(s, step, rank), SLOT_ARRIVED) == step;
+}
+
+static void ring_others(const steps *s) {
+    gc_fence();
+    for (size_t rank = 0; rank < s->n; rank++)
+        if (rank != s->rank) gc_ring_after_fence(s->board, s->doorbells[rank]);
+}
+
+/* Rule 1: whether everyone is done with what `step` would overwrite. */
+static bool may_write(steps *s, uint64_t step) {
+    if (s->all_done + BUFFERS >= step) return true;
+    uint64_t least = UINT64_MAX;
+    for (size_t rank = 0; rank < s->n; rank++)
+        if (rank != s->rank) least = smaller(least, gc_load64(s->group, done_word(rank)));
+    s->all_done = least;
+    return least + BUFFERS >= step;
+}
+
+/* Rule 2: what was written into the slot becomes visible with the arrival. */
+static void publish(steps *s, uint64_t step, uint64_t chunk) {
+    char *header = slot(s, step, s->rank);
+    uint32_t number = (uint32_t)chunk;
+    memcpy(header + SLOT_SIGNATURE, s->plan.signature, SIGNATURE_BYTES);
+    memcpy(header + SLOT_SIGNATURE + SIGNATURE_CHUNK, &number, sizeof number);
+    gc_store64(header, SLOT_ARRIVED, step);
+    ring_others(s);
+}
+
+/* Rule 4: this rank reads nothing of `step` any more. */
+static void finish(steps *s, uint64_t step) {
+    gc_store64(s->group, done_word(s->rank), step);
+    ring_others(s);
+}
+
+static bool same_signature(const steps *s, uint64_t step, size_t rank) {
+    const char *theirs = slot(s, step, rank) + SLOT_SIGNATURE;
+    uint32_t chunk = (uint32_t)(step - s->first);
+    return memcmp(theirs, s->plan.signature, SIGNATURE_COMPARED) == 0 &&
+           memcmp(theirs + SIGNATURE_CHUNK, &chunk, sizeof chunk) == 0;
+}
+
+static steps_status block(steps *s, uint64_t step, bool at_gate) {
+    s->blocked_step = step;
+    s->at_gate = at_gate;
+    return STEPS_BLOCKED;
+}
+
+/* Rule 3: all that this rank needs has arrived, and is of the same operation. */
+static steps_status meet(steps *s, uint64_t step) {
+    size_t others = 0;
+    for (; s->met < s->n; s->met++) {
+        if (!s->plan.awaits[s->met]) continue;
+        if (!arrived(s, step, s->met)) return block(s, step, false);
+        if (!same_signature(s, step, s->met)) {
+            block(s, step, false);
+            return STEPS_DIVERGED;
+        }
+    }
+    s->met = 0;
+    if (step != s->first) return STEPS_DONE;
+    for (size_t rank = 0; rank < s->n; rank++) others += s->plan.awaits[rank];
+    /* Whoever has begun this operation is done with the one before. */
+    if (others == s->n - 1 && s->all_done + 1 < step) s->all_done = step - 1;
+    return STEPS_DONE;
+}
+
+static uint64_t part_of(uint64_t size, uint64_t begin, uint64_t piece) {
+    return begin < size ? smaller(size - begin, piece) : 0;
+}
+
+static void put(steps *s, uint64_t chunk) {
+    uint64_t step = s->first + chunk, begin = chunk * s->piece;
+    char *to = payload(s, step, s->rank);
+    for (size_t rank = 0; s->plan.puts && rank < (s->plan.addressed ? s->n : 1); rank++) {
+        if (s->plan.addressed && rank == s->rank) continue;
+        span give = s->plan.gives[rank];
+        memcpy(to + rank * s->piece, give.address + begin, part_of(give.size, begin, s->piece));
+    }
+    publish(s, step, chunk);
+}
+
+/* What `rank` has put for this one, from `begin` on. */
+static const char *piece_from(const steps *s, uint64_t chunk, size_t rank) {
+    if (rank == s->rank) return s->plan.own + chunk * s->piece;
+    return payload(s, s->first + chunk, rank) + (s->plan.addressed ? s->rank * s->piece : 0);
+}
+
+static void take(steps *s, uint64_t chunk) {
+    uint64_t begin = chunk * s->piece;
+    span *takes = s->plan.takes;
+    if (s->plan.kind == KIND_REDUCE) {
+        uint64_t size = part_of(takes[0].size, begin, s->piece);
+        for (size_t rank = 0; rank < s->n; rank++) s->parts[rank] = piece_from(s, chunk, rank);
+        if (size > 0)
+            reduce(s->parts, s->n, s->plan.dtype, s->plan.op,
+                   size / reduce_itemsize(s->plan.dtype), takes[0].address + begin);
+    } else {
+        for (size_t rank = 0; rank < s->n; rank++) {
+            uint64_t size = part_of(takes[rank].size, begin, s->piece);
+            if (size > 0) memcpy(takes[rank].address + begin, piece_from(s, chunk, rank), size);
+        }
+    }
+    finish(s, s->first + chunk);
+}
+
+/* Every chunk is put one step ahead of being taken, so that ranks need not run in lockstep. */
+static steps_status run_exchange(steps *s) {
+    while (s->taken < s->chunks) {
+        if (s->put < s->chunks && s->put <= s->taken + 1 && may_write(s, s->first + s->put)) {
+            put(s, s->put++);
+            continue;
+        }
+        if (s->put == s->taken) return block(s, s->first + s->put, true);
+        steps_status status = meet(s, s->first + s->taken);
+        if (status != STEPS_DONE) return status;
+        take(s, s->taken++);
+    }
+    return STEPS_DONE;
+}
+
+typedef struct {
+    uint64_t begin, size;
+} range;
+
+/* Part `rank` of a chunk of an all-reduce, within the whole: each rank reduces one. */
+static range part_of_chunk(const steps *s, uint64_t chunk, size_t rank) {
+    uint64_t most = s->piece * s->n, begin = chunk * most;
+    uint64_t size = part_of(s->plan.length, begin, most);
+    uint64_t share = (size + s->n * PIECE_ALIGN - 1) / (s->n * PIECE_ALIGN) * PIECE_ALIGN;
+    return (range){.begin = begin + rank * share, .size = part_of(size, rank * share, share)};
+}
+
+static void put_parts(steps *s, uint64_t chunk) {
+    char *to = payload(s, s->first + chunk, s->rank);
+    for (size_t rank = 0; rank < s->n; rank++) {
+        range part = part_of_chunk(s, chunk, rank);
+        if (rank != s->rank) memcpy(to + rank * s->piece, s->plan.own + part.begin, part.size);
+    }
+}
+
+/* Bytes that are copied right after they were reduced, while they are in the cache. */
+#define COPIED_AT_ONCE 16384
+
+/* Reduces this rank's part into the output, and into the next step's slot for the others. */
+static void reduce_part(steps *s, uint64_t chunk) {
+    range part = part_of_chunk(s, chunk, s->rank);
+    size_t itemsize = reduce_itemsize(s->plan.dtype), place = s->rank * s->piece;
+    char *shared = payload(s, s->first + chunk + 1, s->rank) + place;
+    for (uint64_t at = 0; at < part.size; at += COPIED_AT_ONCE) {
+        uint64_t size = smaller(part.size - at, COPIED_AT_ONCE);
+        for (size_t rank = 0; rank < s->n; rank++)
+            s->parts[rank] = payload(s, s->first + chunk, rank) + place + at;
+        s->parts[s->rank] = s->plan.own + part.begin + at;
+        reduce(s->parts, s->n, s->plan.dtype, s->plan.op, size / itemsize, shared + at);
+        memcpy(s->plan.takes[0].address + part.begin + at, shared + at, size);
+    }
+}
+
+static void collect_parts(steps *s, uint64_t chunk) {
+    for (size_t rank = 0; rank < s->n; rank++) {
+        range part = part_of_chunk(s, chunk, rank);
+        if (rank != s->rank)
+            memcpy(s->plan.takes[0].address + part.begin,
+                   payload(s, s->first + chunk + 1, rank) + rank * s->piece, part.size);
+    }
+}
+
+/* In its step i, a rank puts its parts of chunk i, reduces its own part of chunk i - 1, and
+ * collects the reduced parts of chunk i - 2. The last step puts nothing new. */
+static steps_status run_all_reduce(steps *s) {
+    for (; s->put <= s->chunks + 1; s->put++, s->taken = 0) {
+        uint64_t i = s->put, step = s->first + i;
+        if (i > 0 && s->taken == 0) {
+            steps_status status = meet(s, step - 1);
+            if (status != STEPS_DONE) return status;
+            s->taken = 1; /* met; what is left of this step cannot be blocked by an arrival */
+        }
+        if (i <= s->chunks) {
+            if (!may_write(s, step)) return block(s, step, true);
+            if (i < s->chunks) put_parts(s, i);
+            if (i > 0) reduce_part(s, i - 1);
+            publish(s, step, i);
+        }
+        if (i > 1) collect_parts(s, i - 2);
+        if (i > 0) finish(s, step - 1);
+    }
+    return STEPS_DONE;
+}
+
+static steps_status run(steps *s) {
+    return s->plan.kind == KIND_ALL_REDUCE ? run_all_reduce(s) : run_exchange(s);
+}
+
+static bool unblocked(steps *s) {
+    return s->at_gate ? may_write(s, s->blocked_step) : arrived(s, s->blocked_step, s->met);
+}
+
+void steps_begin(steps *s) {
+    bool shared_out = s->plan.addressed || s->plan.kind == KIND_ALL_REDUCE;
+    s->piece = shared_out ? s->slot_bytes / s->n / PIECE_ALIGN * PIECE_ALIGN : s->slot_bytes;
+    uint64_t chunk = s->plan.kind == KIND_ALL_REDUCE ? s->piece * s->n : s->piece;
+    s->chunks = (s->plan.length + chunk - 1) / chunk;
+    if (s->chunks == 0) s->chunks = 1;
+    s->first = s->begun + 1;
+    s->begun += s->chunks + (s->plan.kind == KIND_ALL_REDUCE ? 1 : 0);
+    s->put = s->taken = s->met = 0;
+}
+
+void steps_put_first(steps *s) {
+    if (s->plan.kind != KIND_ALL_REDUCE && may_write(s, s->first)) put(s, s->put++);
+}
+
+steps_status steps_run(steps *s, uint64_t spin_ns) {
+    steps_status status = run(s);
+    if (status != STEPS_BLOCKED || spin_ns == 0) return status;
+    gc_spin spin = gc_spin_for(spin_ns);
+    do {
+        if (!unblocked(s)) continue;
+        status = run(s);
+        if (status != STEPS_BLOCKED) return status;
+        spin = gc_spin_for(spin_ns);
+    } while (gc_spin_again(&spin));
+    return STEPS_BLOCKED;
+}
+
+steps_status steps_run_briefly(steps *s) {
+    steps_status status = run(s);
+    for (int look = 0; status == STEPS_BLOCKED && look < GC_PAUSES; look++) {
+        if (unblocked(s))
+            status = run(s);
+        else
+            gc_relax();
+    }
+    return status;
+}
+
+bool steps_ready(steps *s) {
+    if (s->at_gate) return may_write(s, s->blocked_step);
+    bool all = true;
+    for (size_t rank = 0; rank < s->n; rank++) {
+        if (!s->plan.awaits[rank]) continue;
+        if (!arrived(s, s->blocked_step, rank))
+            all = false;
+        else if (!same_signature(s, s->blocked_step, rank))
+            return true;
+    }
+    return all;
+}
+
+bool steps_waits_for(const steps *s, size_t rank) {
+    if (rank == s->rank) return false;
+    if (s->at_gate) return gc_load64(s->group, done_word(rank)) + BUFFERS < s->blocked_step;
+    return s->plan.awaits[rank] && !arrived(s, s->blocked_step, rank);
+}
+
+size_t steps_divergent(const steps *s, const unsigned char **signature) {
+    for (size_t rank = 0; rank < s->n && !s->at_gate; rank++) {
+        if (!s->plan.awaits[rank] || !arrived(s, s->blocked_step, rank)) continue;
+        if (same_signature(s, s->blocked_step, rank)) continue;
+        *signature = (const unsigned char *)slot(s, s->blocked_step, rank) + SLOT_SIGNATURE;
+        return rank;
+    }
+    return s->n;
+}

@@ -1,0 +1,72 @@
+/* Collectives in steps over the slots of a group: the protocol of device_comm/shm/layout.py. */
+#ifndef GC_STEPS_H
+#define GC_STEPS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "group_layout.h"
+
+typedef struct {
+    char *address;
+    uint64_t size;
+} span;
+
+/* What this rank does in one collective; device_comm/shm/plan.py says it in full. */
+typedef struct {
+    unsigned char signature[SIGNATURE_BYTES];
+    int kind, dtype, op;
+    bool puts;             /* this rank puts something */
+    bool addressed;        /* one piece for each rank, instead of one for all */
+    uint64_t length;       /* bytes of the longest piece of any rank */
+    unsigned char *awaits; /* by rank: whether this rank needs what that one puts */
+    span *gives;           /* by rank, or only the first one: what this rank puts */
+    span *takes;           /* by rank, or only the first one: where what comes is put */
+    const char *own;       /* what this rank would put for itself */
+} plan;
+
+typedef enum { STEPS_DONE, STEPS_BLOCKED, STEPS_DIVERGED } steps_status;
+
+typedef struct {
+    char *group, *board;
+    size_t rank, n;
+    size_t *doorbells; /* by rank, in the board */
+    uint64_t slot_bytes, whole_bytes, slots;
+
+    uint64_t begun;    /* the last step that this rank has taken on */
+    uint64_t all_done; /* every rank is known to be done with this step */
+
+    plan plan;
+    uint64_t first;        /* the step of chunk 0 */
+    uint64_t chunks;       /* of the data */
+    uint64_t piece;        /* bytes of a piece in a slot */
+    uint64_t put, taken;   /* chunks so far */
+    size_t met;            /* ranks below this one have arrived at the step that is met */
+    bool at_gate;          /* blocked before writing, not before reading */
+    uint64_t blocked_step; /* that cannot be written, or has not arrived */
+    const char **parts;    /* room for n pointers */
+} steps;
+
+/* Takes on the plan that has been filled in. */
+void steps_begin(steps *s);
+
+/* Puts the first chunk if that needs no waiting. */
+void steps_put_first(steps *s);
+
+/* Goes on until done, or until nothing has come for `spin_ns`. Without the GIL, if need be. */
+steps_status steps_run(steps *s, uint64_t spin_ns);
+
+/* As steps_run, for about a microsecond of looking. */
+steps_status steps_run_briefly(steps *s);
+
+/* Whether steps_run would get further, or find that ranks diverge. */
+bool steps_ready(steps *s);
+
+/* Whether `rank` is one of those that a blocked plan waits for. */
+bool steps_waits_for(const steps *s, size_t rank);
+
+/* The first rank that has arrived with another signature, and where that lies; n if there is none. */
+size_t steps_divergent(const steps *s, const unsigned char **signature);
+
+#endif

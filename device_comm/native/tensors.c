@@ -1,0 +1,100 @@
+#include "tensors.h"
+
+#include "reduce.h"
+
+/* The ABI of DLPack 1.x, as far as it is used here. */
+typedef struct {
+    void *data;
+    struct {
+        int32_t type, id;
+    } device;
+    int32_t ndim;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} dl_tensor;
+
+struct tensor_reader {
+    struct {
+        uint32_t major, minor;
+        struct tensor_reader *previous;
+    } header;
+    void *allocate, *from_object, *to_object;
+    int (*view)(void *object, dl_tensor *view);
+    void *current_stream;
+};
+
+enum { DL_CPU = 1 };
+enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5, DL_BOOL = 6 };
+
+const tensor_reader *tensor_reader_of(PyObject *type) {
+    PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
+    if (capsule == NULL) {
+        PyErr_Clear();
+        return NULL;
+    }
+    const tensor_reader *reader = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    Py_DECREF(capsule);
+    while (reader != NULL && reader->header.major != 1) reader = reader->header.previous;
+    PyErr_Clear();
+    return reader != NULL && reader->view != NULL ? reader : NULL;
+}
+
+#define DL_DTYPE(code, bits) ((code) << 8 | (bits))
+
+static int dtype_of(const dl_tensor *view) {
+    if (view->dtype.lanes != 1) return 0;
+    switch (DL_DTYPE(view->dtype.code, view->dtype.bits)) {
+    case DL_DTYPE(DL_FLOAT, 16): return DTYPE_FLOAT16;
+    case DL_DTYPE(DL_BFLOAT, 16): return DTYPE_BFLOAT16;
+    case DL_DTYPE(DL_FLOAT, 32): return DTYPE_FLOAT32;
+    case DL_DTYPE(DL_FLOAT, 64): return DTYPE_FLOAT64;
+    case DL_DTYPE(DL_UINT, 8): return DTYPE_UINT8;
+    case DL_DTYPE(DL_INT, 8): return DTYPE_INT8;
+    case DL_DTYPE(DL_INT, 16): return DTYPE_INT16;
+    case DL_DTYPE(DL_INT, 32): return DTYPE_INT32;
+    case DL_DTYPE(DL_INT, 64): return DTYPE_INT64;
+    case DL_DTYPE(DL_UINT, 16): return DTYPE_UINT16;
+    case DL_DTYPE(DL_UINT, 32): return DTYPE_UINT32;
+    case DL_DTYPE(DL_BOOL, 8): return DTYPE_BOOL;
+    /* Complex tensors may be conjugated lazily, which DLPack does not tell. */
+    default: return 0;
+    }
+}
+
+static bool is_negated(PyObject *object) {
+    PyObject *answer = PyObject_CallMethod(object, "is_neg", NULL);
+    bool negated = answer != Py_False;
+    Py_XDECREF(answer);
+    PyErr_Clear();
+    return negated;
+}
+
+bool tensor_read(const tensor_reader *reader, PyObject *type, PyObject *object, tensor *described) {
+    if ((PyObject *)Py_TYPE(object) != type) return false;
+    dl_tensor view;
+    if (reader->view(object, &view) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    int dtype = dtype_of(&view);
+    if (view.device.type != DL_CPU || dtype == 0) return false;
+    uint64_t numel = 1;
+    for (int32_t dim = view.ndim - 1; dim >= 0; dim--) {
+        bool strided = view.shape[dim] != 1 && view.strides != NULL;
+        if (strided && view.strides[dim] != (int64_t)numel) return false;
+        numel *= (uint64_t)view.shape[dim];
+    }
+    /* The imaginary part of a conjugated number is negated lazily; more of them are strided. */
+    if (numel == 1 && is_negated(object)) return false;
+    *described = (tensor){.data = (char *)view.data + view.byte_offset,
+                          .dtype = dtype,
+                          .itemsize = reduce_itemsize(dtype),
+                          .ndim = view.ndim,
+                          .shape = view.shape,
+                          .numel = numel};
+    return numel > 0;
+}

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import threading
+
+from device_comm.helper_threads import HelperThreads
+
+
+def names() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "helpers-test"]
+
+
+def test_calls_run_side_by_side_and_threads_are_used_again() -> None:
+    helpers = HelperThreads("helpers-test")
+    gate, woken = threading.Event(), threading.Semaphore(0)
+    jobs = [helpers.start(gate.wait, woken.release) for _ in range(3)]
+    assert len(names()) == 3
+    assert not any(job.done for job in jobs)
+    gate.set()
+    for _ in jobs:
+        assert woken.acquire(timeout=10)
+    assert all(job.done and job.error is None for job in jobs)
+    for _ in range(20):
+        helpers.start(int, woken.release)
+        assert woken.acquire(timeout=10)
+    assert len(names()) <= 4  # a thread may not be back yet when the next call comes
+
+
+def test_an_error_is_kept_for_whoever_waits() -> None:
+    woken = threading.Event()
+    job = HelperThreads("helpers-test").start(lambda: [][1], woken.set)
+    assert woken.wait(10)
+    assert job.done
+    assert isinstance(job.error, IndexError)
+
+
+def test_threads_do_not_hold_up_the_process() -> None:
+    HelperThreads("helpers-test").start(int, int)
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "helpers-test")

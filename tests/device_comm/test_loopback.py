@@ -1,0 +1,48 @@
+"""The table over the group of one that ships, and what only a group of one does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from device_comm import LoopbackComm, Work
+from shm_broadcast import Board, GroupAbortedError, GroupClosedError
+from tests.device_comm.cases_move import move_cases
+from tests.device_comm.cases_named import named_cases
+from tests.device_comm.cases_reduce import reduce_cases
+from tests.device_comm.suite import check_table, run_table
+
+
+@pytest.mark.parametrize("cases", [reduce_cases, move_cases, named_cases])
+def test_table(cases: object) -> None:
+    with LoopbackComm() as comm:
+        check_table([run_table(comm, cases, [torch.float32, torch.int64, torch.bool])])  # type: ignore[arg-type]
+
+
+def test_results_are_the_input_itself() -> None:
+    comm, x = LoopbackComm(), torch.ones(2, 2).t()
+    for verb in (comm.all_reduce, comm.all_gather, comm.reduce_scatter, comm.gather, comm.scatter):
+        assert verb(x) is x
+        work = verb(x, async_op=True)
+        assert isinstance(work, Work)
+        assert work.is_completed()
+        assert work.wait() is x
+    out = torch.zeros(2, 2)
+    assert comm.all_to_all(x, out=out) is out
+    assert torch.equal(out, x)
+
+
+def test_it_closes_and_aborts_like_any_other() -> None:
+    with Board.create(3, 1) as board:
+        comm = LoopbackComm(watch=board, member=1, name="dp")
+        assert comm.all_reduce(torch.ones(1)).item() == 1
+        assert board.member_status(1).operation == "dp all_reduce"
+        assert repr(comm) == "<LoopbackComm 'dp' rank 0 of 1 on cpu, loopback, open>"
+        comm.abort("enough")
+        assert "aborted" in repr(comm)
+        with pytest.raises(GroupAbortedError, match="enough"):
+            comm.barrier()
+        comm.close()
+        comm.close()
+        with pytest.raises(GroupClosedError):
+            comm.barrier()
