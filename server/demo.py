@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from dataclasses import asdict, dataclass
 from importlib import resources
 from importlib.util import find_spec
@@ -17,8 +16,8 @@ import numpy as np
 import torch
 
 from server import demo_text
-from server.pool import WorkerPool
-from server.workers.minilm import MiniLMWorker, ModelFolder, Placed, SentenceTokenizer
+from server.demo_pool import REQUEST_LINES, Embedded, embed
+from server.workers.minilm import ModelFolder, SentenceTokenizer
 
 if TYPE_CHECKING:
     import argparse
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 PACKAGES = ("safetensors", "sentence_transformers", "tokenizers", "tqdm")
 TOLERANCE = 1e-5
-REQUEST_LINES = 1024
 NEIGHBOURS_OF = 5
 NEIGHBOURS = 2
 
@@ -44,25 +42,6 @@ class Plan:
     timeout: float
     out: Path | None
     json: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Embedded:
-    """What the pool made of the lines.
-
-    Attributes:
-        places: the workers, by rank.
-        vectors: float32 [lines, hidden].
-        tokens: int64 [lines], special tokens included.
-        start_seconds: from nothing to every worker ready.
-        seconds: for all lines, after a warm-up.
-    """
-
-    places: list[Placed]
-    vectors: np.ndarray
-    tokens: np.ndarray
-    start_seconds: float
-    seconds: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +105,7 @@ def run(plan: Plan) -> int:
     """
     say: Callable[[str], None] = _quiet if plan.json else _print
     say(demo_text.title(plan.folder, plan.tp, plan.pp, plan.device, plan.threads))
-    embedded = _embed(plan, say)
+    embedded = embed(plan, say)
     say(demo_text.speed(embedded.tokens, embedded.seconds))
     truncated = _truncated(plan, embedded.tokens)
     for line in truncated:
@@ -184,66 +163,6 @@ def reference(folder: ModelFolder, lines: Sequence[str]) -> np.ndarray:
     )
     vectors: np.ndarray = model.encode(list(lines), show_progress_bar=False)
     return vectors
-
-
-def _embed(plan: Plan, say: Callable[[str], None]) -> Embedded:
-    began = time.perf_counter()
-    with _LoadingBar() as bar, WorkerPool(
-        MiniLMWorker,
-        tp=plan.tp,
-        pp=plan.pp,
-        worker_kwargs={"model": str(plan.folder.path), "threads": plan.threads},
-        device=plan.device,
-        start_timeout=plan.timeout,
-        on_progress=bar.update,
-    ) as pool:  # fmt: skip
-        bar.close()
-        ready = time.perf_counter()
-        places: list[Placed] = pool.collective_rpc("placed", timeout=plan.timeout)
-        say(demo_text.grid(places, ready - began))
-        pool.call("embed", plan.lines[:REQUEST_LINES], timeout=plan.timeout)
-        warm = time.perf_counter()
-        parts = [
-            pool.call(
-                "embed_counted", plan.lines[start : start + REQUEST_LINES], timeout=plan.timeout
-            )
-            for start in range(0, len(plan.lines), REQUEST_LINES)
-        ]
-        seconds = time.perf_counter() - warm
-    vectors, tokens = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return Embedded(places, vectors, tokens, ready - began, seconds)
-
-
-class _LoadingBar:
-    """Bytes of weights that all workers have read, on stderr if that is a terminal."""
-
-    def __init__(self) -> None:
-        from tqdm import tqdm  # noqa: PLC0415
-
-        self._ranks: dict[int, tuple[int, int]] = {}
-        self._bar = tqdm(
-            desc="loading weights",
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1024,
-            disable=None,
-            leave=False,
-        )
-
-    def update(self, rank: int, done: int, total: int, _what: str) -> None:
-        self._ranks[rank] = (done, total)
-        self._bar.total = sum(total for _, total in self._ranks.values())
-        self._bar.n = sum(done for done, _ in self._ranks.values())
-        self._bar.refresh()
-
-    def close(self) -> None:
-        self._bar.close()
-
-    def __enter__(self) -> _LoadingBar:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _report(
