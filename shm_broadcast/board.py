@@ -15,6 +15,7 @@ board aborts together.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Self
@@ -79,9 +80,7 @@ class Board:
             Doorbell(segment.words, layout.member_slot(index) + layout.MEMBER_DOORBELL)
             for index in range(n_members)
         )
-        self._slot = 0
         if member is not None:
-            self._slot = layout.member_slot(member)
             self._join(member)
 
     @classmethod
@@ -142,19 +141,21 @@ class Board:
 
     def stamp(self, operation: str) -> int:
         """Say "I begin ``operation``"; returns its number among this member's operations."""
-        return self.words.stamp(self._slot, layout.STATE_BUSY, operation)
+        return self.words.stamp(self._own_slot("stamp"), layout.STATE_BUSY, operation)
 
     def idle(self) -> None:
         """Say "I am between operations"."""
-        self.words.progress(self._slot, layout.STATE_IDLE)
+        self.words.progress(self._own_slot("idle"), layout.STATE_IDLE)
 
     def progress(self) -> None:
         """Note the time of progress, within whatever this member does."""
-        self.words.store64(self._slot + layout.MEMBER_PROGRESS, time.monotonic_ns())
+        slot = self._own_slot("progress")
+        self.words.store64(slot + layout.MEMBER_PROGRESS, time.monotonic_ns())
 
     def check(self, operation: str) -> None:
         """Raise if the group was aborted or this board closed; costs one load otherwise."""
         if self._closed:
+            self._mark_closed()  # again: this thread may have stamped its operation since
             raise GroupClosedError(f"{operation}: {self.name} has been closed in this process")
         if self.words.load32(layout.BOARD_ABORT):
             failure = self.aborted
@@ -186,8 +187,8 @@ class Board:
         """
         member = self._require_member("abort")
         words, slot = self.words, layout.failure_slot(member, self.n_members)
+        kind, text = ("Abort", error) if isinstance(error, str) else _describe(error)
         if words.compare_and_swap32(slot + layout.FAILURE_CLAIMED, 0, 1):
-            kind, text = ("Abort", error) if isinstance(error, str) else _describe(error)
             words.store32(slot + layout.FAILURE_CULPRIT, member if culprit is None else culprit)
             self._write_text(slot + layout.FAILURE_KIND, kind, layout.FAILURE_KIND_BYTES)
             self._write_text(slot + layout.FAILURE_MESSAGE, text, layout.FAILURE_MESSAGE_BYTES)
@@ -296,8 +297,7 @@ class Board:
         if self._closed:
             return
         self._closed = True
-        if self.member is not None:
-            self.words.progress(self._slot, layout.STATE_CLOSED)
+        self._mark_closed()
         self.ring_all()
         with self._watch_lock:
             for watch in self._watches.values():
@@ -319,15 +319,30 @@ class Board:
         return f"Board({self.name!r}, member={self.member} of {self.n_members}{state})"
 
     def _join(self, member: int) -> None:
-        me, words, slot = ProcessId.current(), self.words, self._slot
+        me, words, slot = ProcessId.current(), self.words, layout.member_slot(member)
         if self._state(member) in ("idle", "busy"):
             holder = words.load32(slot + layout.MEMBER_PID)
             raise ValueError(f"member {member} of {self.name} is taken by pid {holder}")
-        self._doorbells[member].reset_sleepers()
+        self._forget_predecessor(member)
         words.store64(slot + layout.MEMBER_START_TIME, me.start_time)
         words.store32(slot + layout.MEMBER_PID, me.pid)
         words.progress(slot, layout.STATE_IDLE)
         self.ring_all()
+
+    def _forget_predecessor(self, member: int) -> None:
+        words, slot = self.words, layout.member_slot(member)
+        self._doorbells[member].reset_sleepers()
+        words.store64(slot + layout.MEMBER_SEQUENCE, 0)
+        self._write_text(slot + layout.MEMBER_OPERATION, "", layout.OPERATION_BYTES)
+        if words.load32(layout.BOARD_ABORT) != member + 1:  # it may have died as it aborted
+            words.store32(layout.failure_slot(member, self.n_members) + layout.FAILURE_CLAIMED, 0)
+
+    def _mark_closed(self) -> None:
+        if self.member is None:
+            return
+        slot = layout.member_slot(self.member)
+        if self.words.load32(slot + layout.MEMBER_PID) == os.getpid():  # else a successor's by now
+            self.words.progress(slot, layout.STATE_CLOSED)
 
     def _state(self, member: int) -> str:
         state = layout.STATE_NAMES[
@@ -358,6 +373,9 @@ class Board:
                 watch = self._watches[member] = ProcessWatch(holder)
             return watch.alive()
 
+    def _own_slot(self, operation: str) -> int:
+        return layout.member_slot(self._require_member(operation))
+
     def _require_member(self, operation: str) -> int:
         if self.member is None:
             raise ValueError(f"{operation}: this process is no member of {self.name}")
@@ -374,7 +392,7 @@ class Board:
 
     def _write_text(self, offset: int, text: str, size: int) -> None:
         # A character that the limit cuts in two is dropped whole.
-        kept = text.encode()[:size].decode(errors="ignore").encode()
+        kept = text.encode(errors="replace")[:size].decode(errors="ignore").encode()
         self.words.write(offset, kept.ljust(size, b"\0"))
 
 
@@ -386,4 +404,7 @@ def _runs(process: ProcessId) -> bool:
 
 
 def _describe(error: BaseException) -> tuple[str, str]:
-    return type(error).__name__, str(error)
+    try:
+        return type(error).__name__, str(error)
+    except Exception as another:  # noqa: BLE001 - the group is aborted whatever its text says
+        return type(error).__name__, f"no text: its __str__ raised {type(another).__name__}"

@@ -217,6 +217,7 @@ def test_send_and_receive(segment: Segment) -> None:
             segment.words.store32(128, 5)
             assert other.words.load32(128) == 5
             assert not os.get_inheritable(other.handle().fd)
+    del other
     assert open_descriptors() == before - 2
 
 

@@ -1,0 +1,442 @@
+"""The board: slots, abort, status, and every end that a wait can have."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shm_broadcast import layout
+from shm_broadcast.board import Board, BoardHandle
+from shm_broadcast.deadline import NEVER, Deadline
+from shm_broadcast.errors import (
+    GroupAbortedError,
+    GroupClosedError,
+    GroupTimeoutError,
+    PeerLostError,
+    SharedMemoryError,
+)
+from shm_broadcast.liveness import ProcessId
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DEAD = ProcessId(2**22 + 1, 1)
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+@contextmanager
+def boards(n: int) -> Iterator[list[Board]]:
+    """A board of which this process is every member."""
+    with Board.create(n, member=0, name="tp:0") as first:
+        others = [Board.attach(first.handle(), member) for member in range(1, n)]
+        yield [first, *others]
+        for other in others:
+            other.close()
+
+
+def bury(board: Board, member: int) -> None:
+    """Make it look as if ``member``'s process had died."""
+    slot = board.slot_offset(member)
+    board.words.store64(slot + layout.MEMBER_START_TIME, DEAD.start_time)
+    board.words.store32(slot + layout.MEMBER_PID, DEAD.pid)
+
+
+def told(board: Board) -> str | None:
+    return None if board.aborted is None else board.aborted.message
+
+
+def never() -> bool:
+    return False
+
+
+def test_joining() -> None:
+    with Board.create(3, member=1) as board:
+        assert [board.joined(member) for member in range(3)] == [False, True, False]
+        assert [each.state for each in board.status()] == ["absent", "idle", "absent"]
+        mine = board.member_status(1)
+        assert (mine.pid, mine.rank, mine.sequence, mine.operation) == (os.getpid(), 1, 0, "")
+        assert mine.age is not None and 0 <= mine.age < 10
+
+
+def test_an_onlooker_takes_no_slot() -> None:
+    with Board.create(2, member=None) as board:
+        assert [each.state for each in board.status()] == ["absent", "absent"]
+        with Board.attach(board.handle(), 0) as member, Board.attach(board.handle(), None) as other:
+            member.stamp("send")
+            assert other.member_status(0).operation == "send"
+            other.ring_own()
+
+
+def test_an_onlooker_cannot_take_part() -> None:
+    with Board.create(2, member=None) as board:
+        before = bytes(board._segment.memory)
+        for call in (
+            lambda: board.stamp("send"),
+            board.idle,
+            board.progress,
+            lambda: board.abort("no"),
+            lambda: board.wait(lambda: True, NEVER, "wait", list),
+        ):
+            with pytest.raises(ValueError, match="no member"):
+                call()
+        assert bytes(board._segment.memory) == before
+        assert board.aborted is None
+
+
+@pytest.mark.parametrize("member", [-1, 2, 100])
+def test_members_out_of_range(member: int) -> None:
+    with Board.create(2, member=0) as board:
+        before = open_descriptors()
+        with pytest.raises(ValueError, match="member must be"):
+            Board.create(2, member=member)
+        with pytest.raises(ValueError, match="member must be"):
+            Board.attach(board.handle(), member)
+        for call in (board.slot_offset, board.doorbell_offset, board.joined, board.member_status):
+            with pytest.raises(ValueError, match="member must be"):
+                call(member)
+        assert open_descriptors() == before
+
+
+def test_a_board_needs_members() -> None:
+    with pytest.raises(ValueError, match="1 or more"):
+        Board.create(0, member=None)
+
+
+def test_a_taken_slot_is_refused_and_leaves_nothing() -> None:
+    with boards(2) as (board, other):
+        other.stamp("send")
+        before = open_descriptors()
+        with pytest.raises(ValueError, match=f"member 1 of tp:0 is taken by pid {os.getpid()}"):
+            Board.attach(board.handle(), 1)
+        assert open_descriptors() == before
+        assert board.member_status(1).operation == "send"
+
+
+def test_a_dead_member_s_slot_can_be_taken_over() -> None:
+    with boards(2) as (board, old):
+        old.stamp("all_reduce")
+        board.words.add32(board.doorbell_offset(1) + layout.DOORBELL_SLEEPERS, 1)  # died asleep
+        bury(board, 1)
+        assert board.lost() == [1]
+        with Board.attach(board.handle(), 1) as new:
+            assert board.lost() == []
+            status = board.member_status(1)
+            assert (status.state, status.pid) == ("idle", os.getpid())
+            assert board.words.load32(board.doorbell_offset(1) + layout.DOORBELL_SLEEPERS) == 0
+            new.stamp("send")
+            assert board.member_status(1).state == "busy"
+
+
+def test_the_newcomer_did_not_do_what_the_dead_one_did() -> None:
+    with boards(2) as (board, old):
+        old.stamp("all_reduce")
+        bury(board, 1)
+        with Board.attach(board.handle(), 1):
+            assert board.member_status(1).operation == ""
+
+
+def test_a_slot_that_was_left_in_good_order_can_be_taken() -> None:
+    with Board.create(2, member=0) as board:
+        Board.attach(board.handle(), 1).close()
+        assert board.member_status(1).state == "closed"
+        with Board.attach(board.handle(), 1):
+            assert board.member_status(1).state == "idle"
+
+
+def test_a_handle_is_plain_data() -> None:
+    with Board.create(2, member=0, name="a name") as board:
+        handle = board.handle()
+        copy = msgspec.msgpack.decode(msgspec.msgpack.encode(handle), type=BoardHandle)
+        with Board.attach(copy, 1) as other:
+            assert (other.name, other.n_members, other.member) == ("a name", 2, 1)
+
+
+def test_a_closed_board_is_not_handed_on() -> None:
+    board = Board.create(2, member=0)
+    handle = board.handle()
+    board.close()
+    with pytest.raises(GroupClosedError):
+        board.handle()
+    with pytest.raises(SharedMemoryError):
+        Board.attach(handle, 1)
+
+
+def test_stamps_are_seen_by_others() -> None:
+    with boards(2) as (board, other):
+        assert [other.stamp("send"), other.stamp("all_reduce")] == [1, 2]
+        status = board.member_status(1)
+        assert (status.state, status.operation, status.sequence) == ("busy", "all_reduce", 2)
+        other.idle()
+        assert board.member_status(1).state == "idle"
+        assert "last seen in all_reduce #2" in str(board.member_status(1))
+        assert board.member_status(0).sequence == 0
+
+
+def test_age_is_since_the_last_progress() -> None:
+    with boards(2) as (board, other):
+        at = board.slot_offset(1) + layout.MEMBER_PROGRESS
+        board.words.store64(at, time.monotonic_ns() - 3_000_000_000)
+        age = board.member_status(1).age
+        assert age is not None and 2.9 < age < 10
+        other.progress()
+        age = board.member_status(1).age
+        assert age is not None and age < 2.9
+
+
+def test_an_operation_longer_than_its_field_is_cut() -> None:
+    with boards(2) as (board, other):
+        other.stamp("x" * 100)
+        assert board.member_status(1).operation == "x" * layout.OPERATION_BYTES
+        other.stamp("ab")
+        assert board.member_status(1).operation == "ab"
+
+
+def test_abort_reaches_everyone() -> None:
+    with boards(3) as all_boards:
+        all_boards[1].abort(ValueError("bad shape"), culprit=2)
+        for board in all_boards:
+            failure = board.aborted
+            assert failure is not None
+            assert (failure.rank, failure.culprit) == (1, 2)
+            assert (failure.kind, failure.message) == ("ValueError", "bad shape")
+            with pytest.raises(
+                GroupAbortedError, match="tp:0 send: group aborted; rank 1"
+            ) as caught:
+                board.check("send")
+            assert caught.value.failure == failure
+
+
+def test_the_first_failure_wins() -> None:
+    with boards(3) as (first, second, third):
+        second.abort("the cause")
+        first.abort(ConnectionError("its consequence"))
+        second.abort("again")
+        failure = third.aborted
+        assert failure is not None
+        assert (failure.rank, failure.kind, failure.message) == (1, "Abort", "the cause")
+
+
+def test_of_many_that_abort_at_once_one_is_kept_whole() -> None:
+    with boards(4) as all_boards:
+        go = threading.Barrier(4)
+
+        def abort(board: Board) -> None:
+            go.wait()
+            board.abort(f"failure of {board.member}")
+
+        threads = [threading.Thread(target=abort, args=[board]) for board in all_boards]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        failures = {board.aborted for board in all_boards}
+        (failure,) = failures
+        assert failure is not None
+        assert failure.message == f"failure of {failure.rank}"
+
+
+def test_one_that_died_while_it_aborted_does_not_disarm_its_successor() -> None:
+    with boards(2) as (board, _):
+        slot = layout.failure_slot(1, 2)
+        assert board.words.compare_and_swap32(slot + layout.FAILURE_CLAIMED, 0, 1)
+        bury(board, 1)
+        with Board.attach(board.handle(), 1) as successor:
+            assert told(board) is None
+            successor.abort("real")
+            assert told(board) == "real"
+
+
+def test_a_successor_keeps_the_failure_that_aborted_the_group() -> None:
+    with boards(2) as (board, other):
+        other.abort("first")
+        bury(board, 1)
+        with Board.attach(board.handle(), 1) as successor:
+            successor.abort("second")
+            assert told(board) == "first"
+
+
+@given(st.text(st.characters(), max_size=700))
+def test_long_messages_are_cut_at_a_character(text: str) -> None:
+    with Board.create(1) as board:
+        board.abort(ValueError(text))
+        failure = board.aborted
+        assert failure is not None
+        shown = text.encode(errors="replace").decode().split("\0", 1)[0]
+        assert shown.startswith(failure.message)
+        room = layout.FAILURE_MESSAGE_BYTES - len(failure.message.encode())
+        assert failure.message == shown or room < 4
+
+
+def test_the_name_of_an_error_is_cut_too() -> None:
+    kind = type("E" * 100, (Exception,), {})
+    with Board.create(1) as board:
+        board.abort(kind("text"))
+        assert board.aborted is not None
+        assert board.aborted.kind == "E" * layout.FAILURE_KIND_BYTES
+        assert board.aborted.message == "text"
+
+
+def test_an_error_that_cannot_say_what_it_is_aborts_all_the_same() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    with Board.create(1) as board:
+        board.abort(Mute())
+        assert board.aborted is not None
+        assert board.aborted.kind == "Mute"
+
+
+def test_wait_returns_when_ready() -> None:
+    with boards(2) as (board, other):
+        done = threading.Event()
+
+        def act() -> None:
+            done.set()
+            other.ring(0)
+
+        threading.Timer(0.02, act).start()
+        board.wait(done.is_set, Deadline.after(10), "wait", lambda: [1])
+
+
+def test_wait_names_who_is_late() -> None:
+    with boards(3) as (board, _, late):
+        late.stamp("load_weights")
+        with pytest.raises(
+            GroupTimeoutError, match=r"tp:0 all_reduce: timed out after 0.05 s"
+        ) as e:
+            board.wait(never, Deadline.after(0.05), "all_reduce", lambda: [2], detail=lambda: "why")
+        (status,) = e.value.waiting_for
+        assert (status.rank, status.operation) == (2, "load_weights")
+        assert str(e.value).endswith("(why)")
+
+
+def test_wait_raises_on_abort_at_once() -> None:
+    with boards(2) as (board, other):
+        threading.Timer(0.02, other.abort, ["stop"]).start()
+        with pytest.raises(GroupAbortedError, match="stop"):
+            board.wait(never, Deadline.after(10), "recv", lambda: [1])
+
+
+def test_wait_names_a_dead_peer() -> None:
+    with boards(3) as (board, _, dying):
+        dying.stamp("send")
+        bury(board, 2)
+        with pytest.raises(PeerLostError, match="tp:0 recv: lost rank 2") as caught:
+            board.wait(never, Deadline.after(10), "recv", lambda: [1, 2])
+        assert (caught.value.rank, caught.value.pid) == (2, DEAD.pid)
+        assert caught.value.peer.state == "lost"
+        assert caught.value.peer.age is not None
+
+
+def test_a_peer_that_left_in_good_order_is_not_waited_for() -> None:
+    with boards(2) as (board, other):
+        other.close()
+        with pytest.raises(PeerLostError, match="closed"):
+            board.wait(never, Deadline.after(10), "recv", lambda: [1])
+
+
+def test_a_dead_member_that_is_not_needed_is_not_named() -> None:
+    with boards(3) as (board, _, _):
+        bury(board, 2)
+        with pytest.raises(GroupTimeoutError):
+            board.wait(never, Deadline.after(0.1), "recv", lambda: [1])
+
+
+def test_a_peer_that_did_its_part_and_died_is_no_loss() -> None:
+    with boards(2) as (board, _):
+        looks = 0
+
+        def peers() -> list[int]:
+            nonlocal looks
+            looks += 1
+            bury(board, 1)
+            return [1]
+
+        board.wait(lambda: looks > 0, Deadline.after(10), "recv", peers, spin=0)
+
+
+def test_a_peer_that_has_not_joined_is_not_gone() -> None:
+    with Board.create(2, member=0) as board:
+        with pytest.raises(GroupTimeoutError, match=r"rank 1 \(never joined\)"):
+            board.wait_for_members(Deadline.after(0.1))
+        with Board.attach(board.handle(), 1):
+            board.wait_for_members(Deadline.after(10))
+            board.wait_for_members(Deadline.after(0), [0])
+
+
+def test_joining_wakes_who_waits_for_members() -> None:
+    with Board.create(2, member=0) as board:
+        others: list[Board] = []
+        timer = threading.Timer(0.02, lambda: others.append(Board.attach(board.handle(), 1)))
+        timer.start()
+        board.wait_for_members(Deadline.after(10))
+        timer.join()
+        others[0].close()
+
+
+def test_close_ends_the_waits_of_other_threads() -> None:
+    board = Board.create(2, member=0, name="tp:0")
+    threading.Timer(0.02, board.close).start()
+    with pytest.raises(GroupClosedError, match="tp:0 has been closed"):
+        board.wait(never, Deadline.after(10), "recv", list)
+
+
+def test_close_is_idempotent_and_says_so() -> None:
+    with boards(2) as (board, other):
+        other.close()
+        other.close()
+        assert other.closed
+        assert board.member_status(1).state == "closed"
+        assert board.lost() == []
+        assert "closed" in repr(other)
+        with pytest.raises(GroupClosedError):
+            other.check("send")
+
+
+def test_a_thread_that_goes_on_does_not_reopen_a_closed_board() -> None:
+    """Its stamp comes after the close; what it calls next raises, and the slot says closed."""
+    with boards(2) as (board, other):
+        other.close()
+        other.stamp("recv")
+        with pytest.raises(GroupClosedError):
+            other.wait(never, Deadline.after(1), "recv", lambda: [0])
+        assert board.member_status(1).state == "closed"
+
+
+def test_no_descriptor_is_left() -> None:
+    before = open_descriptors()
+    with boards(3) as (board, _, _):
+        board.lost()
+        bury(board, 1)
+        board.lost()
+    del board, _
+    assert open_descriptors() == before
+
+
+def test_a_board_that_was_forgotten_leaves_no_descriptor() -> None:
+    before = open_descriptors()
+    board = Board.create(2, member=0)
+    other = Board.attach(board.handle(), 1)
+    assert board.lost() == other.lost() == []
+    del board, other
+    assert open_descriptors() == before
+
+
+def test_status_after_close_still_tells_who_lives() -> None:
+    with boards(2) as (board, other):
+        other.close()
+        assert other.member_status(0).state == "idle"
+        bury(board, 0)
+        assert other.member_status(0).state == "lost"
