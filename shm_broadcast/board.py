@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import msgspec
 
@@ -80,6 +80,7 @@ class Board:
             Doorbell(segment.words, layout.member_slot(index) + layout.MEMBER_DOORBELL)
             for index in range(n_members)
         )
+        self._slot = 0 if member is None else layout.member_slot(member)
         if member is not None:
             self._join(member)
 
@@ -141,15 +142,15 @@ class Board:
 
     def stamp(self, operation: str) -> int:
         """Say "I begin ``operation``"; returns its number among this member's operations."""
-        return self.words.stamp(self._own_slot("stamp"), layout.STATE_BUSY, operation)
+        return self.words.stamp(self._slot or self._refuse("stamp"), layout.STATE_BUSY, operation)
 
     def idle(self) -> None:
         """Say "I am between operations"."""
-        self.words.progress(self._own_slot("idle"), layout.STATE_IDLE)
+        self.words.progress(self._slot or self._refuse("idle"), layout.STATE_IDLE)
 
     def progress(self) -> None:
         """Note the time of progress, within whatever this member does."""
-        slot = self._own_slot("progress")
+        slot = self._slot or self._refuse("progress")
         self.words.store64(slot + layout.MEMBER_PROGRESS, time.monotonic_ns())
 
     def check(self, operation: str) -> None:
@@ -373,13 +374,11 @@ class Board:
                 watch = self._watches[member] = ProcessWatch(holder)
             return watch.alive()
 
-    def _own_slot(self, operation: str) -> int:
-        return layout.member_slot(self._require_member(operation))
-
     def _require_member(self, operation: str) -> int:
-        if self.member is None:
-            raise ValueError(f"{operation}: this process is no member of {self.name}")
-        return self.member
+        return self._refuse(operation) if self.member is None else self.member
+
+    def _refuse(self, operation: str) -> NoReturn:
+        raise ValueError(f"{operation}: this process is no member of {self.name}")
 
     def _valid(self, member: int) -> int:
         if not 0 <= member < self.n_members:
