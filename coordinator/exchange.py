@@ -72,6 +72,10 @@ class Exchange:
         count = store.add(f"{place}/visits/{rank}", 1)
         return cls(PrefixStore(f"{place}/{count}", store), rank, size, name, deadline, host)
 
+    def again(self, name: str, deadline: Deadline) -> Exchange:
+        """A new exchange of the same members, for what they set up later. Collective: no."""
+        return Exchange.visit(self.store, name, self.rank, self.size, name, deadline, self.host)
+
     def all_gather(self, what: str, payload: bytes = b"") -> list[bytes]:
         """Put ``payload`` and return everyone's, by rank.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 import torch.distributed as dist
@@ -9,23 +10,27 @@ import torch.distributed as dist
 from coordinator import torch_groups
 from coordinator.bootstrap import DEFAULT_TIMEOUT
 from coordinator.exchange import Exchange
+from coordinator.experts import ExpertVerbs
+from coordinator.graph_capture import GraphCaptureContext, capture_on_side_stream
+from coordinator.hierarchy import Hierarchy
 from coordinator.link import Settings, alone, connect
-from coordinator.message_verbs import MessageVerbs
 from coordinator.queues import MailGroup, queue_on_board
 from shm_broadcast import Deadline, MessageQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from coordinator.link import Link
     from coordinator.verbs import Timeout
     from device_comm import Work
     from shm_broadcast import QueueHandle
 
 
-class GroupCoordinator(MessageVerbs):
+class GroupCoordinator(ExpertVerbs):
     """One member's end of a named group: collectives, messages, and who is in it.
 
     Ranks in arguments are ranks in the group; `rank`, `ranks`, `first_rank`, `last_rank`,
@@ -147,11 +152,66 @@ class GroupCoordinator(MessageVerbs):
             mesh.get_group(), name, local_rank=local_rank, timeout=timeout
         )
 
+    def _adopt(self, link: Link) -> None:
+        super()._adopt(link)
+        self.hierarchy = self._divide()
+
+    def _divide(self) -> Hierarchy:
+        """Build the groups within and between nodes. Collective: yes, every member."""
+        if self.world_size == 1:
+            return Hierarchy(self, self, self)
+        me, nodes = self.rank_in_group, self.nodes
+        firsts = [node[0] for node in nodes]
+        mine = next(node for node in nodes if me in node)
+        intra = self if len(nodes) == 1 else self._part("intra", mine)
+        if me not in firsts:
+            return Hierarchy(self, intra, None)
+        one_each = len(nodes) == self.world_size
+        return Hierarchy(self, intra, self if one_each else self._part("inter", firsts))
+
+    def _part(self, name: str, members: list[int]) -> GroupCoordinator:
+        link = self._link.part(f"{self.name}.{name}", members)
+        return self._link.closing.enter_context(GroupCoordinator.from_link(link))
+
     # --- together ------------------------------------------------------------------------
 
     def barrier(self, *, async_op: bool = False, timeout: Timeout = None) -> Work[None] | None:
         """Return once every member has come here, on the CPU. Collective: yes, every member."""
         return self._link.cpu.barrier(async_op=async_op, timeout=timeout)
+
+    def cpu_all_reduce_(self, x: Tensor) -> Tensor:
+        """Sum a CPU tensor into itself, over the CPU group. Collective: yes, every member."""
+        return self._link.cpu.all_reduce_(x)  # type: ignore[no-any-return]
+
+    def make_sibling_device_group(
+        self, group_desc: str | None = None, *, timeout: float | None = DEFAULT_TIMEOUT
+    ) -> ProcessGroup | None:
+        """One more torch process group of the same members, for use beside `device_group`.
+
+        Args:
+            group_desc: its name for torch.
+            timeout: seconds for its set-up; None: for ever.
+
+        Returns:
+            A group that is destroyed when this one is closed; None in a group of one.
+
+        Collective: yes, every member.
+        """
+        return self._link.sibling(group_desc or "sibling", timeout)
+
+    @contextmanager
+    def graph_capture(
+        self, graph_capture_context: GraphCaptureContext | None = None
+    ) -> Iterator[GraphCaptureContext]:
+        """Capture a CUDA graph inside this context, on its stream; nothing on the CPU.
+
+        Collective: yes, every member.
+
+        Args:
+            graph_capture_context: of a capture that another group has begun.
+        """
+        with capture_on_side_stream(self.device, graph_capture_context) as context:
+            yield context
 
     def create_mq_broadcaster(
         self,

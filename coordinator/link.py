@@ -18,6 +18,7 @@ from coordinator.nodes import Nodes, find_nodes
 from coordinator.torch_groups import SocketChoice
 from device_comm import DeviceCommunicator, LoopbackComm
 from device_comm.torch_comm import TorchComm
+from shm_broadcast import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,6 +105,31 @@ class Link:
     nodes: Nodes | None
     exchange: Exchange | None
     closing: ExitStack
+
+    def part(self, name: str, members: Sequence[int]) -> Link:
+        """The link of a group of some members, this one among them.
+
+        Collective: yes, these members.
+        """
+        ranks = [self.ranks[member] for member in members]
+        nodes = self.nodes and self.nodes.sub(members)
+        if self.exchange is None or len(members) == 1:
+            return alone(name, self.ranks[self.rank_in_group], self.settings, nodes)
+        return connect(self.exchange.sub(name, members), ranks, self.settings, nodes)
+
+    def sibling(self, name: str, timeout: float | None) -> ProcessGroup | None:
+        """One more process group of the members, for the device; None in a group of one.
+
+        Collective: yes, every member.
+        """
+        if self.exchange is None:
+            return None
+        place = f"{self.exchange.name}:{name}"
+        exchange = self.exchange.again(place, Deadline.after(timeout))
+        exchange.all_gather("members")
+        return _process_group(
+            self.closing, exchange, self.ranks, self.settings.backend, self.settings
+        )
 
 
 def alone(name: str, rank: int, settings: Settings, nodes: Nodes | None = None) -> Link:

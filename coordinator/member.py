@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
+from coordinator import compile_ops
 from coordinator.tensor_mail import TensorMail
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Member:
         device_communicator: what moves them.
         cpu_group: a torch process group on the CPU; None in a group of one.
         device_group: one for ``device``, the same if that is the CPU; None in a group of one.
+        unique_name: the name with a number, as no other group of this process has it.
         mq_broadcaster: the queue for what rank 0 broadcasts by `broadcast_object`; may be None.
     """
 
@@ -54,6 +56,7 @@ class Member:
         self.device_group: ProcessGroup | None = link.device_group
         self.mq_broadcaster: MessageQueue | None = None
         self._mail = TensorMail(link.cpu, link.device)
+        self.unique_name = compile_ops.register(self)
         self._closed = False
 
     # --- who is who ----------------------------------------------------------------------
@@ -130,6 +133,7 @@ class Member:
         if self._closed:
             return
         self._closed = True
+        compile_ops.unregister(self.unique_name)
         if self.mq_broadcaster is not None:
             self.mq_broadcaster.shutdown()
         self._link.closing.close()

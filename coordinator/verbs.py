@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from coordinator import compile_ops
 from coordinator.member import Member
-from device_comm import ReduceOp
+from device_comm import ReduceOp, Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from coordinator.hierarchy import Hierarchy
 
 Timeout = float | None
 """Seconds that a call may take; None: what the group allows."""
@@ -25,7 +30,12 @@ class TensorVerbs(Member):
 
     ``async_op=True`` returns a `device_comm.Work`; ``await`` it, or call its ``wait()``, for
     what the call would have returned. A group of one returns its input itself.
+
+    Attributes:
+        hierarchy: the group seen as its nodes.
     """
+
+    hierarchy: Hierarchy
 
     def all_reduce(
         self,
@@ -33,10 +43,21 @@ class TensorVerbs(Member):
         *,
         op: ReduceOp = ReduceOp.SUM,
         out: Tensor | None = None,
+        hierarchical: bool = False,
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
-        """The reduction of every ``x``. Collective: yes, every member."""
+        """The reduction of every ``x``. Collective: yes, every member.
+
+        ``hierarchical``: within each node first, then between them; done when this returns.
+        """
+        if hierarchical:
+            result = self.hierarchy.all_reduce(x, op=op, out=out, timeout=timeout)
+            return Work(result) if async_op else result
+        if self._in_graph(out, async_op, timeout):
+            if self.world_size == 1:
+                return x
+            return compile_ops.all_reduce(x, int(op), self.unique_name)
         return self.device_communicator.all_reduce(
             x, op=op, out=out, async_op=async_op, timeout=timeout
         )
@@ -62,6 +83,10 @@ class TensorVerbs(Member):
         timeout: Timeout = None,
     ) -> Any:
         """Every ``x`` (..., s, ...), concatenated along ``dim``. Collective: yes, every member."""
+        if self._in_graph(out, async_op, timeout):
+            if self.world_size == 1:
+                return x
+            return compile_ops.all_gather(x, dim, self.world_size, self.unique_name)
         return self.device_communicator.all_gather(
             x, dim=dim, out=out, async_op=async_op, timeout=timeout
         )
@@ -101,6 +126,10 @@ class TensorVerbs(Member):
         timeout: Timeout = None,
     ) -> Any:
         """This member's part, along ``dim``, of the reduction. Collective: yes, every member."""
+        if self._in_graph(out, async_op, timeout):
+            if self.world_size == 1:
+                return x
+            return compile_ops.reduce_scatter(x, dim, int(op), self.world_size, self.unique_name)
         return self.device_communicator.reduce_scatter(
             x, dim=dim, op=op, out=out, async_op=async_op, timeout=timeout
         )
@@ -134,6 +163,16 @@ class TensorVerbs(Member):
         return self.device_communicator.reduce_scatterv(
             x, dim=dim, sizes=sizes, op=op, out=out, async_op=async_op, timeout=timeout
         )
+
+    def reduce_scatterv_into_output(
+        self,
+        x: Tensor,
+        output: Tensor,
+        dim: int = -1,
+        sizes: Sequence[int] | None = None,
+    ) -> Tensor:
+        """As `reduce_scatterv`, into ``output``, which is returned. Collective: yes."""
+        return self.reduce_scatterv(x, dim, sizes, out=output)  # type: ignore[no-any-return]
 
     def all_to_all(
         self,
@@ -275,3 +314,7 @@ class TensorVerbs(Member):
         return self.device_communicator.scatter_(
             x, src=src, dim=dim, async_op=async_op, timeout=timeout
         )
+
+    def _in_graph(self, out: Tensor | None, async_op: bool, timeout: Timeout) -> bool:
+        """Whether `torch.compile` traces this call, which an op of its graph can express."""
+        return torch.compiler.is_compiling() and out is None and not async_op and timeout is None

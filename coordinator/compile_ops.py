@@ -1,0 +1,87 @@
+# ruff: noqa: ARG001 - an op and its fake implementation take the same arguments
+"""Collectives that `torch.compile` keeps in its graph: functional custom ops.
+
+An op cannot hold a group, so it names one, and finds it in the registry below: the one
+mutable state of this package. What is returned is new: an op may not return its input, so a
+group of one does not come here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from device_comm import ReduceOp
+
+if TYPE_CHECKING:
+    from coordinator.member import Member
+
+_groups: WeakValueDictionary[str, Member] = WeakValueDictionary()
+"""The groups of this process by unique name, while they are used."""
+
+
+def register(group: Member) -> str:
+    """Give ``group`` a name that no other group of this process has: ``"tp:0"``, ``"tp:1"``."""
+    names = (f"{group.name}:{count}" for count in itertools.count())
+    name = next(name for name in names if name not in _groups)
+    _groups[name] = group
+    return name
+
+
+def unregister(name: str) -> None:
+    """Forget a group."""
+    _groups.pop(name, None)
+
+
+def find(name: str) -> Member:
+    """The group of that unique name.
+
+    Raises:
+        ValueError: there is none, or it was closed.
+    """
+    try:
+        return _groups[name]
+    except KeyError:
+        raise ValueError(f"no group {name!r} in this process; there are {list(_groups)}") from None
+
+
+@torch.library.custom_op("group_coordinator::all_reduce", mutates_args=())
+def all_reduce(x: Tensor, op: int, group: str) -> Tensor:
+    """`DeviceCommunicator.all_reduce` of the group of that name."""
+    return find(group).device_communicator.all_reduce(x, op=ReduceOp(op))  # type: ignore[no-any-return]
+
+
+@all_reduce.register_fake
+def _(x: Tensor, op: int, group: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("group_coordinator::all_gather", mutates_args=())
+def all_gather(x: Tensor, dim: int, world_size: int, group: str) -> Tensor:
+    """`DeviceCommunicator.all_gather` of the group of that name."""
+    return find(group).device_communicator.all_gather(x, dim=dim)  # type: ignore[no-any-return]
+
+
+@all_gather.register_fake
+def _(x: Tensor, dim: int, world_size: int, group: str) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] *= world_size
+    return x.new_empty(shape)
+
+
+@torch.library.custom_op("group_coordinator::reduce_scatter", mutates_args=())
+def reduce_scatter(x: Tensor, dim: int, op: int, world_size: int, group: str) -> Tensor:
+    """`DeviceCommunicator.reduce_scatter` of the group of that name."""
+    comm = find(group).device_communicator
+    return comm.reduce_scatter(x, dim=dim, op=ReduceOp(op))  # type: ignore[no-any-return]
+
+
+@reduce_scatter.register_fake
+def _(x: Tensor, dim: int, op: int, world_size: int, group: str) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] //= world_size
+    return x.new_empty(shape)

@@ -1,0 +1,170 @@
+"""Mixture of experts: rows go to where experts are, and what these make of them comes back.
+
+    dispatch    every member gets the rows of all: all_gatherv
+    combine     the experts' results are summed, each member gets its own rows: reduce_scatterv
+
+The rows that members hold may differ in number. ``sizes`` says how many each has; without it
+the members tell each other, which costs one small exchange per `dispatch`, and `combine`
+takes the sizes of the last `dispatch`.
+
+Members of one data-parallel replica hold the same rows, unless they split them
+(sequence-parallel). The rows are therefore exchanged within `token_group`, if the group has
+one, and with ``is_sequence_parallel`` within the whole group.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+
+from coordinator.message_verbs import MessageVerbs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+    from coordinator.member import Member
+
+
+@runtime_checkable
+class UsesCommunicationBuffers(Protocol):
+    """A module that prepares buffers once it is known in which group it communicates."""
+
+    def prepare_communication_buffers(self, group: Member) -> None:
+        """Allocate or register what communicating in ``group`` needs."""
+
+
+class ExpertVerbs(MessageVerbs):
+    """Dispatching rows to experts and combining their results.
+
+    Attributes:
+        token_group: the members whose rows differ where rows are not sequence-parallel,
+            usually the data-parallel group; None: this group.
+    """
+
+    token_group: ExpertVerbs | None = None
+    _dispatched: tuple[int, ...] | None = None
+
+    def dispatch(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: Sequence[Tensor] | None = None,
+        *,
+        sizes: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """The rows of all members, in rank order. Collective: yes, every member.
+
+        Args:
+            hidden_states: (rows, ...).
+            topk_weights: (rows, k).
+            topk_ids: (rows, k).
+            is_sequence_parallel: members of a replica hold different rows.
+            extra_tensors: more tensors of as many rows.
+            sizes: rows of each member, the same on all; None: ask them.
+
+        Returns:
+            The three tensors with the rows of all members, and the extra ones if given.
+        """
+        tensors = [hidden_states, topk_weights, topk_ids, *(extra_tensors or ())]
+        hidden, weights, ids, *extra = self._gather_rows(tensors, is_sequence_parallel, sizes)
+        if extra_tensors is None:
+            return hidden, weights, ids
+        return hidden, weights, ids, extra
+
+    def dispatch_router_logits(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: Sequence[Tensor] | None = None,
+        *,
+        sizes: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, list[Tensor]]:
+        """As `dispatch`, before the experts are chosen. Collective: yes, every member."""
+        tensors = [hidden_states, router_logits, *(extra_tensors or ())]
+        hidden, logits, *extra = self._gather_rows(tensors, is_sequence_parallel, sizes)
+        return (hidden, logits) if extra_tensors is None else (hidden, logits, extra)
+
+    def combine(
+        self,
+        hidden_states: Tensor,
+        is_sequence_parallel: bool = False,
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The sum of all members' results, for this member's rows. Collective: yes, every member.
+
+        Args:
+            hidden_states: (all rows, ...), as `dispatch` gave them.
+            is_sequence_parallel: as for `dispatch`.
+            sizes: rows of each member; None: those of the last `dispatch`.
+            out: (this member's rows, ...).
+
+        Returns:
+            (this member's rows, ...).
+
+        Raises:
+            ValueError: ``sizes`` is neither given nor known.
+        """
+        group = self._rows_differ_in(is_sequence_parallel)
+        sizes = self._dispatched if sizes is None else sizes
+        if sizes is None:
+            raise ValueError("combine needs sizes: nothing has been dispatched before")
+        return group.reduce_scatterv(hidden_states, 0, sizes, out=out)  # type: ignore[no-any-return]
+
+    def combine_into_output(
+        self,
+        hidden_states: Tensor,
+        output: Tensor,
+        is_sequence_parallel: bool = False,
+        *,
+        sizes: Sequence[int] | None = None,
+    ) -> Tensor:
+        """As `combine`, into ``output``, which is returned. Collective: yes, every member."""
+        return self.combine(hidden_states, is_sequence_parallel, sizes=sizes, out=output)
+
+    def allocate_combine_input(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        is_sequence_parallel: bool = False,
+    ) -> Tensor:
+        """Memory for what goes into `combine`, not initialised. Collective: yes, every member.
+
+        Args:
+            shape: (all rows, ...), the same on all members.
+            dtype: the same on all members.
+            device: None: the group's.
+            is_sequence_parallel: as for `dispatch`.
+        """
+        group = self._rows_differ_in(is_sequence_parallel)
+        return torch.empty(tuple(shape), dtype=dtype, device=device or group.device)
+
+    def prepare_communication_buffer_for_model(self, model: nn.Module) -> None:
+        """Call `prepare_communication_buffers` once on each module of a model that has it.
+
+        Collective: yes, every member, with models of the same structure.
+        """
+        for module in model.modules():
+            if isinstance(module, UsesCommunicationBuffers):
+                module.prepare_communication_buffers(self)
+
+    def _gather_rows(
+        self, tensors: Sequence[Tensor], is_sequence_parallel: bool, sizes: Sequence[int] | None
+    ) -> list[Tensor]:
+        group = self._rows_differ_in(is_sequence_parallel)
+        if sizes is None:
+            sizes = group.all_gather_object(len(tensors[0]))
+        gathered: list[Tensor] = group.all_gatherv(tensors, 0, sizes)
+        self._dispatched = tuple(sizes)
+        return gathered
+
+    def _rows_differ_in(self, is_sequence_parallel: bool) -> ExpertVerbs:
+        return self if is_sequence_parallel or self.token_group is None else self.token_group

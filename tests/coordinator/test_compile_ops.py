@@ -1,0 +1,78 @@
+"""Collectives inside `torch.compile`: no graph break, right results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import coordinator
+from coordinator import GroupCoordinator, ReduceOp, compile_ops, host_store
+from tests.ranks import run_ranks
+
+
+class Layer(nn.Module):
+    """All three verbs, with what stands between them in a tensor-parallel layer."""
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        super().__init__()
+        self.group = group
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        total = self.group.all_reduce(self.linear(x)).relu()
+        gathered = self.group.all_gather(total * 2, dim=-1)
+        scattered = self.group.reduce_scatter(gathered.t() + 1, dim=0)
+        largest = self.group.all_reduce(scattered, op=ReduceOp.MAX)
+        return gathered, scattered, largest
+
+
+def compiled(rank: int, n: int, port: int) -> None:
+    torch.manual_seed(0)
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(tp=n, rank=rank, store=store, timeout=30) as groups, torch.no_grad():
+        layer = Layer(groups.tp)
+        fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for rows in (3, 3, 5):
+            x = torch.randn(rows, 4) + rank
+            expected = layer(x)
+            for ours, theirs in zip(fast(x), expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        explained: Any = torch._dynamo.explain(layer)(torch.randn(3, 4))
+        assert explained.graph_break_count == 0
+        calls = [node.target for node in explained.graphs[0].graph.nodes]
+        assert sum("group_coordinator" in str(call) for call in calls) == 4
+        name = groups.tp.unique_name
+        for op, arguments in (
+            (compile_ops.all_reduce, (torch.randn(3, 4).t(), 0, name)),
+            (compile_ops.all_gather, (torch.randn(3, 4), -1, n, name)),
+            (compile_ops.all_gather, (torch.randn(3, 4), 0, n, name)),
+            (compile_ops.reduce_scatter, (torch.randn(4, 2 * n), 1, 0, n, name)),
+            (compile_ops.reduce_scatter, (torch.randn(n, 3), -2, 2, n, name)),
+        ):
+            torch.library.opcheck(op, arguments)
+        groups.tp.barrier()
+
+
+def test_no_graph_break_and_opcheck() -> None:
+    store = host_store()
+    run_ranks(2, compiled, store.port, timeout=100)
+
+
+def test_a_group_of_one_leaves_no_op_behind() -> None:
+    with coordinator.init(rank=0) as groups:
+        seen = torch._dynamo.explain(lambda x: groups.tp.all_reduce(x) + 1)(torch.ones(2))
+        assert seen.graph_break_count == 0
+        assert all(
+            "group_coordinator" not in str(node.target) for node in seen.graphs[0].graph.nodes
+        )
+
+
+def test_groups_are_found_while_they_are_open() -> None:
+    with coordinator.init(rank=0) as first, coordinator.init(rank=0) as second:
+        assert (first.tp.unique_name, second.tp.unique_name) == ("tp:0", "tp:1")
+        assert compile_ops.find("tp:1") is second.tp
+    with pytest.raises(ValueError, match="no group 'tp:0' in this process"):
+        compile_ops.find("tp:0")
