@@ -36,9 +36,9 @@ class ReduceOp(IntEnum):
     AVG = 10
 
     @property
-    def torch(self) -> dist.ReduceOp.RedOpType:
+    def torch(self) -> dist.ReduceOp:
         """The operation of the same name in ``torch.distributed``."""
-        return getattr(dist.ReduceOp, self.name)  # type: ignore[no-any-return]
+        return dist.ReduceOp(getattr(dist.ReduceOp, self.name))
 
 
 _BITWISE = frozenset({ReduceOp.BOR, ReduceOp.BAND, ReduceOp.BXOR})

@@ -20,7 +20,7 @@ from device_comm.torch_pending import (
     CollectivePending,
     StreamPending,
     TransferPending,
-    never_destroy,
+    break_off,
 )
 from device_comm.torch_wire import as_bytes, reduction_wire
 
@@ -39,9 +39,9 @@ _TAG = 0
 class TorchComm(DeviceCommunicator):
     """Collectives and p2p over a torch process group, which stays its maker's to destroy.
 
-    After an abort the group is never used again, and never destroyed: see
-    `device_comm.torch_pending`. Do not use it beside this communicator: operations are
-    matched in order.
+    Do not use the group beside this communicator: operations are matched in order. After an
+    abort its connections are broken off, so that whatever waits in it ends, and it is never
+    used again.
 
     With gloo, a call returns once the result is there, and a lost peer is noticed through
     the board. With NCCL a call returns once the work is in stream order; what fails later is
@@ -86,12 +86,12 @@ class TorchComm(DeviceCommunicator):
         self._group = process_group
         self._boundary = Boundary(self.watch, board is not None)
         self._helpers = HelperThreads(f"{name}-transfer")
-        self._kept = False
+        self._broken_off = False
 
     def _discard(self) -> None:
-        if not self._kept:
-            self._kept = True
-            never_destroy(self._group)
+        if self.world_size > 1 and not self._broken_off:
+            self._broken_off = True
+            break_off(self._group)
 
     # --- collectives ---------------------------------------------------------------------
 

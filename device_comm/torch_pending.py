@@ -1,35 +1,35 @@
 """Waiting for operations of a torch process group, and saying what went wrong in them.
 
-Two facts about gloo shape this file (torch 2.11 to 2.13):
+Facts about gloo that shape this file (torch 2.11 to 2.13):
 
-- Aborting a group does not free a call that waits in it. So nothing here waits without end.
-  The work of a collective can be waited for in slices. That of a send or a receive cannot:
-  it does not know that it is complete until it is waited for, and an expired wait breaks
-  the connections of the group. It is waited for on a helper thread, which is left behind if
-  it has to be.
-- Destroying a group waits for its operations, so one that hangs would keep the process from
-  ending. `never_destroy` prevents that.
+- Aborting a group does not free a call that waits in it, and destroying one waits for its
+  operations, so that a hanging one would keep the process from ending.
+- The work of a collective can be waited for in slices. That of a send or a receive cannot:
+  it does not know that it is complete until it is waited for, and if that wait expires,
+  all connections of the group are broken. So it is waited for on a helper thread.
+- Broken connections end every operation of the group with an error, here and on the peers.
+  `break_off` breaks them on purpose: the only way to free what waits.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING
+
+import torch
 
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import (
     CoordinatorError,
     GroupTimeoutError,
-    MemberStatus,
-    PeerLostError,
     TransportError,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch.distributed import Work
+    import torch.distributed as dist
 
     from device_comm.helper_threads import Job
     from device_comm.watch import Watch
@@ -39,6 +39,9 @@ _FIRST_LOOK = 0.05
 
 _POLL = 0.002
 """Seconds between two looks at a collective that has taken longer."""
+
+_NEVER_SENT = 1
+"""A tag that nobody sends with."""
 
 _FIND_CAUSE = 0.5
 """Seconds to find out who died when a connection broke: the socket tells it sooner."""
@@ -68,9 +71,7 @@ class Boundary:
                 return GroupTimeoutError(operation, None, nobody.waiting_for, said)
         except CoordinatorError as cause:
             return cause
-        if len(peers) == 1 and not self._sees_peers:
-            return PeerLostError(operation, MemberStatus(peers[0], 0, "lost"))
-        return TransportError(operation, said)
+        return TransportError(operation, said, peers[0] if len(peers) == 1 else None)
 
 
 class CollectivePending:
@@ -78,7 +79,7 @@ class CollectivePending:
 
     def __init__(
         self,
-        work: Work,
+        work: dist.Work,
         finish: Callable[[], None] | None,
         operation: str,
         peers: Sequence[int],
@@ -125,7 +126,7 @@ class CollectivePending:
 class StreamPending:
     """An operation of a backend that works in stream order, as NCCL does."""
 
-    def __init__(self, work: Work, finish: Callable[[], None] | None) -> None:
+    def __init__(self, work: dist.Work, finish: Callable[[], None] | None) -> None:
         """Follow ``work``; ``finish`` is put on the stream behind it."""
         self._work = work
         self._finish = finish
@@ -166,6 +167,12 @@ class TransferPending:
             raise self._boundary.translate(error, self._operation, self._peers) from error
 
 
-def never_destroy(group: object) -> None:
-    """Keep ``group`` until the process ends, and beyond the interpreter's own clean-up."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+def break_off(group: dist.ProcessGroup) -> None:
+    """End all operations of ``group``, for good, with errors. Collective: no."""
+    if group.name() != "gloo":
+        group.abort()
+        return
+    peer = (group.rank() + 1) % group.size()
+    with contextlib.suppress(RuntimeError):
+        never = group.recv([torch.empty(1)], peer, _NEVER_SENT)
+        never.wait(timedelta(milliseconds=1))

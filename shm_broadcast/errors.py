@@ -19,6 +19,16 @@ Wrong arguments raise `ValueError` or `TypeError`, before anything moves.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+
+DRIVER_RANK: Final = -1
+"""The rank of a board's member that is none of the ranks: the process that drives them."""
+
+
+def name_of(rank: int) -> str:
+    """What messages call a member."""
+    return "the driver" if rank == DRIVER_RANK else f"rank {rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +36,7 @@ class MemberStatus:
     """What one member of a group was last seen doing, as its board slot says.
 
     Attributes:
-        rank: its rank in the group.
+        rank: what its board calls it; `DRIVER_RANK` for the process outside the ranks.
         pid: its process id; 0 if it never joined.
         state: ``"absent"``, ``"idle"``, ``"busy"``, ``"closed"`` or ``"lost"``.
         operation: the operation it is in, or was in last; ``""`` if none yet.
@@ -43,14 +53,14 @@ class MemberStatus:
 
     def __str__(self) -> str:
         if self.state == "absent":
-            return f"rank {self.rank} (never joined)"
+            return f"{name_of(self.rank)} (never joined)"
         seen = (
             f"last seen in {self.operation} #{self.sequence}" if self.operation else "no operation"
         )
         if self.state in ("closed", "lost"):
             seen = f"{self.state}, {seen}"
         ago = "" if self.age is None else f", {self.age:.1f} s ago"
-        return f"rank {self.rank} (pid {self.pid}), {seen}{ago}"
+        return f"{name_of(self.rank)} (pid {self.pid}), {seen}{ago}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +80,8 @@ class Failure:
     culprit: int
 
     def __str__(self) -> str:
-        about = "" if self.culprit == self.rank else f" about rank {self.culprit}"
-        return f"rank {self.rank} reported{about}: {self.kind}: {self.message}"
+        about = "" if self.culprit == self.rank else f" about {name_of(self.culprit)}"
+        return f"{name_of(self.rank)} reported{about}: {self.kind}: {self.message}"
 
 
 class CoordinatorError(Exception):
@@ -160,15 +170,18 @@ class TransportError(CoordinatorError, ConnectionError):
     Attributes:
         operation: what was waited in.
         detail: what the library says.
+        rank: the member at the other end, where that is known.
     """
 
-    def __init__(self, operation: str, detail: str) -> None:
+    def __init__(self, operation: str, detail: str, rank: int | None = None) -> None:
         self.operation = operation
         self.detail = detail
-        super().__init__(f"{operation}: {detail}")
+        self.rank = rank
+        where = "a connection" if rank is None else f"the connection with rank {rank}"
+        super().__init__(f"{operation}: {where} broke: {detail}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.operation, self.detail)
+        return type(self), (self.operation, self.detail, self.rank)
 
 
 class GroupAbortedError(CoordinatorError):

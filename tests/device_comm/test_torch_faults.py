@@ -22,6 +22,7 @@ from shm_broadcast import (
     GroupTimeoutError,
     PeerLostError,
 )
+from shm_broadcast.errors import TransportError
 from tests.ranks import init_gloo, run_ranks
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def test_a_killed_peer_without_a_board(store_path: str) -> None:
     (error, later, seconds), _ = run_ranks(
         2, last_is_killed, store_path, None, "all_reduce", may_die=[1]
     )
-    assert isinstance(error, PeerLostError)
+    assert isinstance(error, TransportError)
     assert error.rank == 1
     assert isinstance(later, GroupAbortedError)
     assert seconds < 1
@@ -146,9 +147,7 @@ def last_is_late(
     x = torch.ones(3)
     if rank == n - 1:
         time.sleep(1.0)
-        # without a board it cannot know that the others have left
-        error = failure_of(lambda: comm.all_reduce(x))[0] if board else CoordinatorError()
-        return error, None, 0.0
+        return failure_of(lambda: comm.all_reduce(x))[0], None, 0.0
     error, seconds = failure_of(lambda: comm.all_reduce(x, timeout=0.3))
     return error, failure_of(lambda: comm.all_reduce(x))[0], seconds
 
@@ -167,11 +166,13 @@ def test_a_deadline_names_the_late_and_ends_the_group(store_path: str) -> None:
         assert "tp all_reduce: timed out after 0.3 s" in ended.failure.message
 
 
-def test_a_deadline_without_a_board(store_path: str) -> None:
-    error, later, seconds = run_ranks(2, last_is_late, store_path, None)[0]
+def test_a_deadline_without_a_board_breaks_the_connections(store_path: str) -> None:
+    (error, later, seconds), (told, _, _) = run_ranks(2, last_is_late, store_path, None)
     assert isinstance(error, GroupTimeoutError)
     assert isinstance(later, GroupAbortedError)
     assert 0.29 < seconds < 1
+    assert isinstance(told, TransportError)
+    assert told.rank == 0
 
 
 def wait_again(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
