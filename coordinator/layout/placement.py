@@ -15,8 +15,10 @@ lies beyond the tensor's end is padding.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
+
+from device_comm import ReduceOp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +37,14 @@ class Axis(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """An `Axis` that is only numbers: some rank's place on an axis."""
+
+    rank_in_group: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Extent:
     """A rank's part of one dimension.
 
@@ -49,9 +59,14 @@ class Extent:
     length: int
 
     @property
+    def size(self) -> int:
+        """Elements of the tensor that the rank holds."""
+        return self.stop - self.start
+
+    @property
     def padding(self) -> int:
         """Elements of the local dimension, at its end, that no element of the tensor fills."""
-        return self.length - (self.stop - self.start)
+        return self.length - self.size
 
 
 class Placement(ABC):
@@ -61,6 +76,10 @@ class Placement(ABC):
     def split(self, extents: Sequence[Extent], axis: Axis) -> tuple[Extent, ...]:
         """The part of ``extents`` (one per dimension) that this rank of ``axis`` keeps."""
 
+    def normalized(self, ndim: int) -> Placement:  # noqa: ARG002
+        """The same placement, with dimensions counted from the first, for ``ndim`` of them."""
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class Replicate(Placement):
@@ -68,6 +87,21 @@ class Replicate(Placement):
 
     def split(self, extents: Sequence[Extent], axis: Axis) -> tuple[Extent, ...]:  # noqa: ARG002
         """All of it."""
+        return tuple(extents)
+
+
+@dataclass(frozen=True, slots=True)
+class Partial(Placement):
+    """Every rank of the axis holds a term of it: the tensor is the reduction of all of them.
+
+    Attributes:
+        op: the reduction.
+    """
+
+    op: ReduceOp = ReduceOp.SUM
+
+    def split(self, extents: Sequence[Extent], axis: Axis) -> tuple[Extent, ...]:  # noqa: ARG002
+        """All of it: a term has the size of the whole."""
         return tuple(extents)
 
 
@@ -91,11 +125,9 @@ class Shard(Placement):
         Raises:
             ValueError: there is no such dimension, or ``sizes`` does not fit the axis or it.
         """
-        if not -len(extents) <= self.dim < len(extents):
-            raise ValueError(f"{self} needs dimension {self.dim}; the tensor has {len(extents)}")
-        dim = self.dim % len(extents)
+        dim = self.normalized(len(extents)).dim
         whole = extents[dim]
-        sizes = self._sizes(whole.length, axis.world_size)
+        sizes = self.cut(whole.length, axis.world_size)
         begin = whole.start + sum(sizes[: axis.rank_in_group])
         size = sizes[axis.rank_in_group]
         part = Extent(
@@ -105,13 +137,28 @@ class Shard(Placement):
         )
         return (*extents[:dim], part, *extents[dim + 1 :])
 
-    def _sizes(self, length: int, ranks: int) -> tuple[int, ...]:
+    def cut(self, length: int, ranks: int) -> tuple[int, ...]:
+        """How many of ``length`` elements each of ``ranks`` ranks holds, without padding.
+
+        Raises:
+            ValueError: ``sizes`` does not fit.
+        """
         if self.sizes is None:
             chunk = -(-length // ranks)
             return tuple(min(chunk, max(length - rank * chunk, 0)) for rank in range(ranks))
         if len(self.sizes) != ranks or sum(self.sizes) != length or min(self.sizes) < 0:
             raise ValueError(f"{self} does not cut {length} elements into {ranks} parts")
         return self.sizes
+
+    def normalized(self, ndim: int) -> Shard:
+        """With ``dim`` counted from the first: of two dimensions, -1 and 1 are the same.
+
+        Raises:
+            ValueError: there is no such dimension.
+        """
+        if not -ndim <= self.dim < ndim:
+            raise ValueError(f"{self} needs dimension {self.dim}; the tensor has {ndim}")
+        return self if self.dim >= 0 else replace(self, dim=self.dim % ndim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +170,24 @@ class Layout:
     """
 
     placements: tuple[Placement, ...] = (Replicate(),)
+
+    @classmethod
+    def of(cls, layout: Layout | Placement) -> Layout:
+        """A layout itself; a lone placement stands for the layout of that one placement."""
+        return layout if isinstance(layout, Layout) else cls((layout,))
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether some placement is `Partial`."""
+        return any(isinstance(placement, Partial) for placement in self.placements)
+
+    def normalized(self, ndim: int) -> Layout:
+        """With all dimensions counted from the first, so that equal layouts compare equal.
+
+        Raises:
+            ValueError: there is no such dimension.
+        """
+        return Layout(tuple(placement.normalized(ndim) for placement in self.placements))
 
     def extents(self, shape: Sequence[int], axes: Sequence[Axis]) -> tuple[Extent, ...]:
         """This rank's part of every dimension of a tensor of ``shape``. Collective: no.
