@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from coordinator import host_store
 from server.messages import Start
-from shm_broadcast import Board, MessageQueue
+from shm_broadcast import DRIVER_RANK, Board, MessageQueue
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -39,7 +39,9 @@ class Links:
         self.driver = plan.n_workers
         with ExitStack() as undo:
             self.board = undo.enter_context(
-                Board.create(plan.n_workers + 1, member=self.driver, name="pool")
+                Board.create(
+                    plan.n_workers + 1, self.driver, "pool", (*range(plan.n_workers), DRIVER_RANK)
+                )
             )
             self.calls = undo.enter_context(
                 MessageQueue.on_board(

@@ -6,6 +6,7 @@ Everything above waits through this package, so deadlines, abort and liveness ar
 from shm_broadcast.board import Board, BoardHandle
 from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.errors import (
+    DRIVER_RANK,
     CoordinatorError,
     DivergenceError,
     Failure,
@@ -26,6 +27,7 @@ from shm_broadcast.segment import Segment, SegmentHandle
 
 __all__ = [
     "DEFAULT_CAPACITY",
+    "DRIVER_RANK",
     "NEVER",
     "Board",
     "BoardHandle",

@@ -36,7 +36,7 @@ from shm_broadcast.liveness import ProcessId, ProcessWatch
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from shm_broadcast.atomics import WordsLike
     from shm_broadcast.deadline import Deadline
@@ -47,12 +47,12 @@ class BoardHandle(msgspec.Struct, frozen=True):
 
     Attributes:
         segment: its segment.
-        n_members: how many slots it has.
+        ranks: what each member is called in messages.
         name: the group's name, for messages.
     """
 
     segment: SegmentHandle
-    n_members: int
+    ranks: tuple[int, ...]
     name: str
 
 
@@ -61,15 +61,20 @@ class Board:
 
     Attributes:
         name: the group's name, for messages.
+        ranks: what each member is called in messages.
         n_members: how many slots the board has.
         member: this process's slot, ``None`` for one that only looks on.
     """
 
-    def __init__(self, segment: Segment, n_members: int, name: str, member: int | None) -> None:
+    def __init__(
+        self, segment: Segment, ranks: tuple[int, ...], name: str, member: int | None
+    ) -> None:
         """Use `create` and `attach`."""
+        n_members = len(ranks)
         if member is not None and not 0 <= member < n_members:
             raise ValueError(f"member must be in 0..{n_members - 1}; got {member}")
         self._segment = segment
+        self.ranks = ranks
         self.n_members = n_members
         self.name = name
         self.member = member
@@ -85,7 +90,13 @@ class Board:
             self._join(member)
 
     @classmethod
-    def create(cls, n_members: int, member: int | None = 0, name: str = "group") -> Board:
+    def create(
+        cls,
+        n_members: int,
+        member: int | None = 0,
+        name: str = "group",
+        ranks: Sequence[int] | None = None,
+    ) -> Board:
         """A new board with ``n_members`` slots; this process owns the memory.
 
         Collective: no. The others attach by `handle`.
@@ -93,18 +104,23 @@ class Board:
         Args:
             n_members: 1 or more.
             member: the slot this process takes; ``None`` to take none.
-            name: at most 56 bytes are kept.
+            name: the group's name, for messages.
+            ranks: what each member is called in messages, `DRIVER_RANK` for one that has no rank;
+                its number if not given.
 
         Raises:
-            ValueError: ``n_members`` or ``member`` is out of range.
+            ValueError: ``n_members`` or ``member`` is out of range, or ``ranks`` are not as many.
             SharedMemoryError: too little memory is free.
         """
         if n_members < 1:
             raise ValueError(f"a board needs 1 or more members; got {n_members}")
+        called = tuple(range(n_members) if ranks is None else ranks)
+        if len(called) != n_members:
+            raise ValueError(f"{n_members} members cannot be called {called}")
         segment = Segment.create(layout.board_size(n_members), "group-board")
         segment.words.store32(layout.BOARD_MEMBERS, n_members)
         segment.words.write(layout.BOARD_NAME, name.encode()[: layout.BOARD_NAME_BYTES])
-        return cls(segment, n_members, name, member)
+        return cls(segment, called, name, member)
 
     @classmethod
     def attach(cls, handle: BoardHandle, member: int | None) -> Board:
@@ -116,11 +132,11 @@ class Board:
             SharedMemoryError: the board is on another host, or its owner has ended.
             ValueError: ``member`` is out of range, or taken by a living process.
         """
-        return cls(Segment.attach(handle.segment), handle.n_members, handle.name, member)
+        return cls(Segment.attach(handle.segment), handle.ranks, handle.name, member)
 
     def handle(self) -> BoardHandle:
         """What `attach` needs; valid while this process keeps the board open."""
-        return BoardHandle(self._segment.handle(), self.n_members, self.name)
+        return BoardHandle(self._segment.handle(), self.ranks, self.name)
 
     @property
     def words(self) -> WordsLike:
@@ -171,8 +187,8 @@ class Board:
             return None
         slot = layout.failure_slot(first - 1, self.n_members)
         return Failure(
-            rank=first - 1,
-            culprit=self.words.load32(slot + layout.FAILURE_CULPRIT),
+            rank=self.ranks[first - 1],
+            culprit=self.ranks[self.words.load32(slot + layout.FAILURE_CULPRIT)],
             kind=self._text(slot + layout.FAILURE_KIND, layout.FAILURE_KIND_BYTES),
             message=self._text(slot + layout.FAILURE_MESSAGE, layout.FAILURE_MESSAGE_BYTES),
         )
@@ -281,7 +297,7 @@ class Board:
         slot = self.slot_offset(member)
         stamped = self.words.load64(slot + layout.MEMBER_PROGRESS)
         return MemberStatus(
-            rank=member,
+            rank=self.ranks[member],
             pid=self.words.load32(slot + layout.MEMBER_PID),
             state=self._state(member),
             operation=self._text(slot + layout.MEMBER_OPERATION, layout.OPERATION_BYTES),

@@ -21,7 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-
 DRIVER_RANK: Final = -1
 """The rank of a board's member that is none of the ranks: the process that drives them."""
 

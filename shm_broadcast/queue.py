@@ -23,7 +23,7 @@ from shm_broadcast.board import Board
 from shm_broadcast.codec import codec_for
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS, AdaptiveSpin
-from shm_broadcast.errors import SharedMemoryError
+from shm_broadcast.errors import DRIVER_RANK, SharedMemoryError
 from shm_broadcast.queue_handle import DEFAULT_CAPACITY, QueueHandle, create_ring, ring_capacity
 from shm_broadcast.queue_reader import DistantReader, LocalReader, QueueReader
 from shm_broadcast.queue_writer import QueueWriter
@@ -87,7 +87,7 @@ class MessageQueue:
         readers = tuple(range(1, len(local) + 1))
         capacity = ring_capacity(max_chunk_bytes, max_chunks)
         remote = _remote_writer(distant, connect_ip, secret)
-        board = Board.create(1 + len(local), member=0, name="queue")
+        board = Board.create(1 + len(local), 0, "queue", (DRIVER_RANK, *local))
         ring = create_ring(board, 0, readers, capacity) if readers else None
         self._handle = _describe(board, ring, 0, readers, local, remote)
         self._board: Board | None = board

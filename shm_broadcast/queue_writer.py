@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shm_broadcast.arena import PLACED_BYTES, BlockWriter, Placed
 from shm_broadcast.deadline import Deadline
-from shm_broadcast.errors import GroupClosedError
+from shm_broadcast.errors import GroupClosedError, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,7 +134,7 @@ class QueueWriter:
             deadline,
             "enqueue",
             lambda: ring.laggards(need),
-            detail=lambda: _how_far(ring.behind()),
+            detail=lambda: _how_far(self._board, ring.behind()),
         )
         self._check()
         if ring.deserted():
@@ -146,7 +146,9 @@ class QueueWriter:
         self._board.check("enqueue")
 
 
-def _how_far(behind: dict[int, int]) -> str:
+def _how_far(board: Board, behind: dict[int, int]) -> str:
     return "; ".join(
-        f"rank {member} is {count} messages behind" for member, count in behind.items() if count
+        f"{name_of(board.ranks[member])} is {count} messages behind"
+        for member, count in behind.items()
+        if count
     )
