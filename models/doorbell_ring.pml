@@ -160,10 +160,12 @@ inline load_gate() {
     step;
     gate = memory[CONSUMED(0)];
     step;
-    if
-    :: memory[CONSUMED(1)] < gate -> gate = memory[CONSUMED(1)]
-    :: else
-    fi
+    atomic {
+        if
+        :: memory[CONSUMED(1)] < gate -> gate = memory[CONSUMED(1)]
+        :: else
+        fi
+    }
 }
 
 #ifdef CAPACITY_OFF_BY_ONE
