@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 OUT_OF_BAND_BYTES: Final = 16 << 10
-MAX_BUFFERS: Final = 1024
+MAX_BUFFERS: Final = 512
+"""A table of so many sizes fits one record of the smallest ring."""
 
 PICKLE: Final = 1
 MSGPACK: Final = 2

@@ -86,8 +86,10 @@ class LocalReader(QueueReader):
         ring = self._ring
         with self._lock:
             self._check("acquire_read")
+            self._board.stamp("acquire_read")
+            deadline = Deadline.after(timeout)
             if ring.peek() is None:
-                self._wait("acquire_read", Deadline.after(timeout))
+                self._wait("acquire_read", deadline)
             record = ring.peek()
             if record is not None and record.is_whole_message and not record.n_buffers:
                 with ring.view(record) as view:
@@ -96,7 +98,8 @@ class LocalReader(QueueReader):
                     finally:
                         ring.advance(record)
                 return
-        with super().acquire_read(timeout) as view:
+            _, main, _ = self._finish(deadline)
+        with memoryview(main) as view:
             yield view
 
     def readable(self) -> bool:
@@ -115,11 +118,14 @@ class LocalReader(QueueReader):
             self._ring.leave()
 
     def _take(self, timeout: float | Deadline | None) -> Message:
-        message = None if self._closed else self._ring.try_read(self._spin.window_ns)
-        if message is not None:
-            return message
+        if not self._closed:
+            message = self._ring.try_read(self._spin.window_ns, begins=True)
+            if message is not None:
+                return message
         self._check("dequeue")
-        deadline = Deadline.after(timeout)
+        return self._finish(Deadline.after(timeout))
+
+    def _finish(self, deadline: Deadline) -> Message:
         while True:
             self._wait("dequeue", deadline)
             message = self._ring.try_read(self._spin.window_ns)
@@ -129,7 +135,6 @@ class LocalReader(QueueReader):
     def _wait(self, operation: str, deadline: Deadline) -> None:
         ring = self._ring
         started = time.monotonic_ns()
-        self._board.stamp(operation)
         self._board.wait(
             lambda: ring.readable or ring.writer_closed or self._closed,
             deadline,

@@ -75,9 +75,7 @@ class RingReader:
         self._blocks = BlockReader(reader)
         self._unfinished: _Assembly | None = None
         if self._position() == layout.LEFT:
-            self._words.store64(
-                self._line + layout.READER_CONSUMED, self._words.load64(layout.RING_PUBLISHED)
-            )
+            self._join_again()
         self._fast = native and native.FastReader(
             self._words,
             board.words,
@@ -97,24 +95,26 @@ class RingReader:
         """Whether the writer has said that nothing more will come."""
         return self._words.load32(layout.RING_CLOSED) != 0
 
-    def try_read(self, spin_ns: int) -> Message | None:
+    def try_read(self, spin_ns: int, *, begins: bool = False) -> Message | None:
         """The next message if it is there within ``spin_ns``, or as much of it as there is.
+
+        Args:
+            spin_ns: how long to look.
+            begins: whether this is the first look of an operation, which is stamped then.
 
         Returns:
             None if the message is not complete yet (what there is of it is kept), or the board is
             aborted.
         """
         if self._fast is not None:
-            small = self._fast.try_read(spin_ns)
+            small = self._fast.try_read(spin_ns, begins)
             if small is None:
                 return None
             if small is not False:
                 self._unfinished = None
                 message: Message = small
                 return message
-        elif self._board.aborted or not self._words.spin64(
-            layout.RING_PUBLISHED, self._position(), spin_ns
-        ):
+        elif not self._look(spin_ns, begins):
             return None
         while (record := self.peek()) is not None:
             self._take(record)
@@ -153,6 +153,28 @@ class RingReader:
         """Read no more, and gate the writer no more."""
         self._blocks.forget()
         self._consume(layout.LEFT)
+
+    def _look(self, spin_ns: int, begins: bool) -> bool:
+        if begins:
+            self._board.stamp("dequeue")
+        if self._board.aborted:
+            return False
+        return self._words.spin64(layout.RING_PUBLISHED, self._position(), spin_ns)
+
+    def _join_again(self) -> None:
+        """Begin with the next message, and gate the writer again.
+
+        A writer that has not seen the new gate yet may go on up to the one it knows. Each end makes
+        its own known, passes a full fence and looks at the other's, so that one of them notices.
+        """
+        words = self._words
+        while True:
+            position = words.load64(layout.RING_PUBLISHED)
+            words.store64(self._line + layout.READER_CONSUMED, position)
+            words.fence()
+            if words.load64(layout.RING_GATE) <= position:
+                break
+        words.store64(self._line + layout.READER_SEQUENCE, words.load64(layout.RING_SEQUENCE))
 
     def _take(self, record: Record) -> None:
         if record.kind == layout.KIND_MESSAGE:

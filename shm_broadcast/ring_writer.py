@@ -64,6 +64,8 @@ class RingWriter:
     def try_write(self, codec: int, body: Buffer) -> bool:
         """Publish a message without out-of-band buffers in one record, if there is room now.
 
+        Stamps the operation if it does.
+
         Returns:
             False if there is no room, the message is larger than a quarter of the ring, or the
             board is aborted.
@@ -77,6 +79,7 @@ class RingWriter:
         place = self._place(size, first=size, splits=False)
         if not self.has_room(place.need):
             return False
+        self._board.stamp("enqueue")
         self._begin_message()
         self._write_record(place, layout.KIND_MESSAGE, codec, 0, size, 0, [memoryview(body)])
         return True
@@ -141,9 +144,12 @@ class RingWriter:
         position = words.load64(layout.RING_PUBLISHED)
         if position + need - words.load64(layout.RING_GATE) <= self.capacity:
             return True
-        gate = min(self._consumed(reader) for reader in range(len(self.readers)))
+        gate = self._slowest()
         if gate == layout.LEFT:
             return False
+        words.store64(layout.RING_GATE, gate)
+        words.fence()  # a reader that joins again sees this gate, or is seen now
+        gate = min(gate, self._slowest())
         words.store64(layout.RING_GATE, gate)
         return position + need - gate <= self.capacity
 
@@ -178,6 +184,9 @@ class RingWriter:
         """Tell the readers that nothing more will come."""
         self._words.store32(layout.RING_CLOSED, 1)
         self._ring_readers()
+
+    def _slowest(self) -> int:
+        return min(self._consumed(reader) for reader in range(len(self.readers)))
 
     def _consumed(self, reader: int) -> int:
         return self._words.load64(layout.reader_line(reader) + layout.READER_CONSUMED)

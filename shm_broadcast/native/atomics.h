@@ -15,6 +15,7 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -99,6 +100,18 @@ static inline void gc_ring_after_fence(void *base, size_t doorbell) {
     if (gc_load32(base, doorbell + DOORBELL_SLEEPERS) == 0) return;
     atomic_fetch_add_explicit(GC_AT32(base, doorbell), 1, memory_order_seq_cst);
     gc_futex_wake_all(base, doorbell);
+}
+
+/* Begins an operation in a member slot: its name, NUL-padded, its number, the time, the state.
+ * The state shares a line with the doorbell, which others read: it is written only to change it. */
+static inline uint64_t gc_stamp(void *base, size_t slot, uint32_t state,
+                                const char name[OPERATION_BYTES]) {
+    memcpy((char *)base + slot + MEMBER_OPERATION, name, OPERATION_BYTES);
+    uint64_t sequence = gc_load64(base, slot + MEMBER_SEQUENCE) + 1;
+    gc_store64(base, slot + MEMBER_SEQUENCE, sequence);
+    gc_store64(base, slot + MEMBER_PROGRESS, gc_now_ns());
+    if (gc_load32(base, slot + MEMBER_STATE) != state) gc_store32(base, slot + MEMBER_STATE, state);
+    return sequence;
 }
 
 #endif

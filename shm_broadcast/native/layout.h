@@ -30,6 +30,8 @@
 
 #define BOARD_ABORT 64
 
+#define STATE_BUSY 2
+
 #define DOORBELL_SLEEPERS 4
 #define MEMBER_STATE 8
 #define MEMBER_SEQUENCE 64

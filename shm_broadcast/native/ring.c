@@ -11,6 +11,8 @@
 
 #define RESERVED_FOR_CANCEL RECORD_ALIGN
 
+static const char ENQUEUE[OPERATION_BYTES] = "enqueue", DEQUEUE[OPERATION_BYTES] = "dequeue";
+
 static inline uint64_t align_up(uint64_t size) {
     return (size + RECORD_ALIGN - 1) & ~(uint64_t)(RECORD_ALIGN - 1);
 }
@@ -20,7 +22,7 @@ typedef struct {
     PyObject *ring_words, *board_words; /* keep the memory below alive */
     char *ring, *board, *data;
     uint64_t capacity;
-    size_t progress;   /* offset of this member's time of progress, in the board */
+    size_t slot;       /* offset of this member's slot, in the board */
     size_t own_line;   /* reader only: its line in the ring */
     size_t n_peers;    /* doorbells to ring: the readers', or the writer's one */
     size_t *peers;
@@ -56,11 +58,13 @@ static bool has_room(RingEnd *self, uint64_t position, uint64_t need) {
     gate = smallest_consumed(self);
     if (gate == UINT64_MAX) return false;
     gc_store64(self->ring, RING_GATE, gate);
+    gc_fence(); /* a reader that joins again sees this gate, or is seen now; see ring_reader.py */
+    uint64_t again = smallest_consumed(self);
+    if (again < gate) gc_store64(self->ring, RING_GATE, gate = again);
     return position + need - gate <= self->capacity;
 }
 
 static void ring_peers(RingEnd *self) {
-    gc_store64(self->board, self->progress, gc_now_ns());
     gc_fence();
     for (size_t peer = 0; peer < self->n_peers; peer++)
         gc_ring_after_fence(self->board, self->peers[peer]);
@@ -95,6 +99,7 @@ static PyObject *try_write(PyObject *object, PyObject *const *args, Py_ssize_t n
         memcpy(record + RECORD_HEADER, body.buf, size);
         gc_store64(self->ring, RING_SEQUENCE, sequence);
         gc_store64(self->ring, RING_PUBLISHED, position + stride);
+        gc_stamp(self->board, self->slot, STATE_BUSY, ENQUEUE);
         ring_peers(self);
     }
     PyBuffer_Release(&body);
@@ -130,12 +135,13 @@ static PyObject *make_message(PyObject *codec, PyObject *body, PyObject *buffers
 
 static PyObject *try_read(PyObject *object, PyObject *const *args, Py_ssize_t n) {
     RingEnd *self = (RingEnd *)object;
-    size_t spin_ns;
-    if (n != 1) {
-        PyErr_SetString(PyExc_TypeError, "try_read(spin_ns)");
+    size_t spin_ns, begins;
+    if (n != 2) {
+        PyErr_SetString(PyExc_TypeError, "try_read(spin_ns, begins)");
         return NULL;
     }
-    if (size_argument(args[0], &spin_ns) < 0) return NULL;
+    if (size_argument(args[0], &spin_ns) < 0 || size_argument(args[1], &begins) < 0) return NULL;
+    if (begins) gc_stamp(self->board, self->slot, STATE_BUSY, DEQUEUE);
     if (aborted(self)) Py_RETURN_NONE;
     for (;;) {
         uint64_t position = gc_load64(self->ring, self->own_line + READER_CONSUMED);
@@ -159,6 +165,7 @@ static PyObject *try_read(PyObject *object, PyObject *const *args, Py_ssize_t n)
         long codec = (uint8_t)record[RECORD_CODEC];
         gc_store64(self->ring, self->own_line + READER_SEQUENCE, sequence);
         gc_store64(self->ring, self->own_line + READER_CONSUMED, next);
+        gc_store64(self->board, self->slot + MEMBER_PROGRESS, gc_now_ns());
         ring_peers(self);
         return make_message(PyLong_FromLong(codec), body, PyTuple_New(0));
     }
@@ -173,7 +180,7 @@ static PyObject *end_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED
         return NULL;
     Py_ssize_t n_peers = PyTuple_Size(doorbells);
     char *ring_memory = words_memory(ring, (size_t)data);
-    char *board_memory = words_memory(board, (size_t)slot + MEMBER_PROGRESS + 8);
+    char *board_memory = words_memory(board, (size_t)slot + MEMBER_OPERATION + OPERATION_BYTES);
     if (ring_memory == NULL || board_memory == NULL) return NULL;
     uint64_t capacity = gc_load64(ring_memory, RING_CAPACITY);
     if (capacity == 0 || words_memory(ring, (size_t)data + capacity) == NULL) return NULL;
@@ -205,7 +212,7 @@ static PyObject *end_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED
     self->board = board_memory;
     self->data = ring_memory + data;
     self->capacity = capacity;
-    self->progress = (size_t)slot + MEMBER_PROGRESS;
+    self->slot = (size_t)slot;
     self->own_line = (size_t)own_line;
     self->n_peers = (size_t)n_peers;
     return (PyObject *)self;
@@ -231,7 +238,7 @@ static PyMethodDef writer_methods[] = {
 
 static PyMethodDef reader_methods[] = {
     FAST("try_read", try_read,
-         "try_read(spin_ns) -> (codec, body, ()) | None | False: None: nothing; False: not small."),
+         "try_read(spin_ns, begins) -> (codec, body, ()) | None | False: nothing there | not small."),
     {NULL, NULL, 0, NULL},
 };
 

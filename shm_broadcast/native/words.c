@@ -188,12 +188,7 @@ static PyObject *stamp(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     if (operation == NULL) return NULL;
     char name[OPERATION_BYTES] = {0};
     memcpy(name, operation, (size_t)(length < OPERATION_BYTES ? length : OPERATION_BYTES));
-    memcpy(base + slot + MEMBER_OPERATION, name, OPERATION_BYTES);
-    uint64_t sequence = gc_load64(base, slot + MEMBER_SEQUENCE) + 1;
-    gc_store64(base, slot + MEMBER_SEQUENCE, sequence);
-    gc_store64(base, slot + MEMBER_PROGRESS, gc_now_ns());
-    gc_store32(base, slot + MEMBER_STATE, state);
-    return PyLong_FromUnsignedLongLong(sequence);
+    return PyLong_FromUnsignedLongLong(gc_stamp(base, slot, state, name));
 }
 
 static PyObject *progress(PyObject *self, PyObject *const *args, Py_ssize_t n) {
