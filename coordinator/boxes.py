@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from shm_broadcast import Deadline, GroupTimeoutError
+from shm_broadcast import NEVER, Deadline, GroupTimeoutError
 
 if TYPE_CHECKING:
     from device_comm import Work
@@ -128,30 +128,45 @@ class Inbox:
 
 
 class Outbox:
-    """The sends to one peer that nobody waits for, kept within a limit."""
+    """The sends to one peer that are under way, in the order they were begun."""
 
-    def __init__(self, limit: int) -> None:
-        """Hold up to ``limit`` bytes, or one send of any size."""
-        self._limit = limit
+    def __init__(self) -> None:
+        """Begin empty."""
         self._sends: deque[tuple[int, Sequence[Work[None]]]] = deque()
 
-    def add(self, works: Sequence[Work[None]], size: int, deadline: Deadline) -> None:
-        """Keep a send of ``size`` bytes; wait for older ones while the limit is passed.
+    def add(self, works: Sequence[Work[None]], size: int) -> None:
+        """Keep a send of ``size`` bytes; forget those that are done. Never blocks.
 
         Raises:
-            GroupTimeoutError: the peer has not received them in time.
             CoordinatorError: an older send failed.
         """
         self._sends.append((size, works))
-        while self._sends and (
-            all(work.is_completed() for work in self._sends[0][1]) or self._is_over()
-        ):
-            for work in self._sends[0][1]:
-                work.wait(deadline)
-            self._sends.popleft()
+        while self._sends and all(work.is_completed() for work in self._sends[0][1]):
+            self._finish_first(NEVER)
 
-    def _is_over(self) -> bool:
-        return len(self._sends) > 1 and sum(size for size, _ in self._sends) > self._limit
+    def shrink(self, limit: int, deadline: Deadline) -> None:
+        """Wait until sends of ``limit`` bytes or less, or only one, are under way.
+
+        Raises:
+            GroupTimeoutError: the peer has not received them in time.
+            CoordinatorError: a send failed.
+        """
+        while len(self._sends) > 1 and sum(size for size, _ in self._sends) > limit:
+            self._finish_first(deadline)
+
+    def flush(self, deadline: Deadline) -> None:
+        """Wait until no send is under way.
+
+        Raises:
+            What `shrink` raises.
+        """
+        while self._sends:
+            self._finish_first(deadline)
+
+    def _finish_first(self, deadline: Deadline) -> None:
+        for work in self._sends[0][1]:
+            work.wait(deadline)
+        self._sends.popleft()
 
 
 class Together:

@@ -72,10 +72,6 @@ class Exchange:
         count = store.add(f"{place}/visits/{rank}", 1)
         return cls(PrefixStore(f"{place}/{count}", store), rank, size, name, deadline, host)
 
-    def again(self, name: str, deadline: Deadline) -> Exchange:
-        """A new exchange of the same members, for what they set up later. Collective: no."""
-        return Exchange.visit(self.store, name, self.rank, self.size, name, deadline, self.host)
-
     def all_gather(self, what: str, payload: bytes = b"") -> list[bytes]:
         """Put ``payload`` and return everyone's, by rank.
 
@@ -119,21 +115,23 @@ class Exchange:
         self._wait_for(key, what, lambda: [src])
         return self.store.get(key)
 
-    def sub(self, name: str, ranks: Sequence[int]) -> Exchange:
+    def sub(self, name: str, ranks: Sequence[int], deadline: Deadline | None = None) -> Exchange:
         """The exchange of some members among themselves, for use by these only.
 
         Args:
-            name: the subgroup's name; ``name`` and ``ranks`` together can be used once.
+            name: the subgroup's name. The same name and ranks may be used again: see `visit`.
             ranks: ranks in this group, this member's among them.
+            deadline: None: this group's.
 
         Collective: no.
         """
-        return Exchange(
-            PrefixStore(f"{name}:{'.'.join(map(str, ranks))}", self.store),
+        return Exchange.visit(
+            self.store,
+            f"{name}:{'.'.join(map(str, ranks))}",
             ranks.index(self.rank),
             len(ranks),
             name,
-            self.deadline,
+            deadline or self.deadline,
             self.host,
         )
 

@@ -14,23 +14,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
-from coordinator.bootstrap import DEFAULT_TIMEOUT, Launch, meet
-from coordinator.group import GroupCoordinator
-from coordinator.link import OPERATION_TIMEOUT, Settings, alone, connect
-from coordinator.nodes import Nodes, find_nodes
+from coordinator.bootstrap import DEFAULT_TIMEOUT, Launch
+from coordinator.link import OPERATION_TIMEOUT
 from coordinator.rank_grid import RankGrid
-from coordinator.torch_groups import SocketChoice
+from coordinator.topology import Topology
+from shm_broadcast import Deadline
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
     import torch
     from torch.distributed.distributed_c10d import Store
 
-    from coordinator.exchange import Exchange
+    from coordinator.group import GroupCoordinator
     from shm_broadcast import Board
 
-
-_GROUPS = {"world": ("dp", "pp", "tp"), "tp": ("tp",), "pp": ("pp",), "dp": ("dp",)}
-"""Each group's name, and the axes along which its ranks differ."""
+_OWN_AXES = ("dp", "pp", "pcp", "tp")
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,14 @@ class ParallelGroups:
 
     Attributes:
         world: all ranks.
-        tp: the ranks that share this one's layers, each with a part of every layer.
-        pp: the ranks that hold the other layers of this one's model, in their order.
-        dp: the ranks that do what this one does, in the other replicas.
+        tp: tensor parallel: the ranks that share this one's layers, each with a part of each.
+        pp: pipeline parallel: the ranks that hold the other layers, in their order.
+        dp: data parallel: the ranks that do what this one does, in the other replicas.
+        pcp: prefill context parallel: the ranks that share this one's prompts.
+        dcp: decode context parallel: a run of neighbours within ``tp`` that share contexts.
+        ep: expert parallel: all ranks of this one's pipeline stage, in all replicas. Where
+            these are the ranks of another group, it is that group.
+        axes: the groups along the axes that the caller named.
         grid: which ranks form which group.
     """
 
@@ -49,8 +54,64 @@ class ParallelGroups:
     tp: GroupCoordinator
     pp: GroupCoordinator
     dp: GroupCoordinator
+    pcp: GroupCoordinator
+    dcp: GroupCoordinator
+    ep: GroupCoordinator
+    axes: Mapping[str, GroupCoordinator]
     grid: RankGrid
     _closing: ExitStack = field(repr=False)
+
+    @classmethod
+    def build(
+        cls,
+        topology: Topology,
+        grid: RankGrid,
+        closing: ExitStack,
+        *,
+        dcp: int = 1,
+        world: GroupCoordinator | None = None,
+        timeout: float | Deadline | None = DEFAULT_TIMEOUT,
+    ) -> Self:
+        """Build all groups of a grid.
+
+        Args:
+            topology: the ranks.
+            grid: with the axes dp, pp, pcp, tp, and any others.
+            closing: what it holds is closed with the groups, or with what was built of them.
+            dcp: how many neighbours within ``tp`` share contexts.
+            world: the group of all ranks if there is one already; it is not closed with these.
+            timeout: seconds for set-up; None: for ever.
+
+        Collective: yes, every rank.
+
+        Raises:
+            ValueError: the grid has another size than the world, or ``dcp`` does not divide tp.
+            GroupTimeoutError: some ranks did not come in time; names them.
+        """
+        if grid.size != topology.world_size:
+            raise ValueError(f"{topology.world_size} ranks cannot make up {dict(grid.axes)}")
+        rank, deadline = topology.rank, Deadline.after(timeout)
+        runs = grid.split("tp", "dcp", dcp)
+
+        def group(name: str, ranks: list[int]) -> GroupCoordinator:
+            return closing.enter_context(topology.group(name, ranks, deadline))
+
+        everyone = world or group("world", list(range(grid.size)))
+        found = {name: group(name, grid.group_of(rank, name)) for name in grid.names}
+        context = group("dcp", runs.group_of(rank, "dcp"))
+        experts = grid.group_of(rank, "dp", "pcp", "tp")
+        known = next((each for each in found.values() if each.ranks == experts), None)
+        ep = known or group("ep", experts)
+        ep.token_group = found["dp"]
+        return cls(
+            world=everyone,
+            dcp=context,
+            ep=ep,
+            axes={name: each for name, each in found.items() if name not in _OWN_AXES},
+            grid=grid,
+            _closing=closing.pop_all(),
+            **{name: found[name] for name in _OWN_AXES},
+        )
 
     @property
     def rank(self) -> int:
@@ -77,8 +138,13 @@ class ParallelGroups:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._closing.__exit__(kind, error, trace)
 
 
 def init(
@@ -86,6 +152,9 @@ def init(
     pp: int = 1,
     dp: int | None = None,
     *,
+    pcp: int = 1,
+    dcp: int = 1,
+    axes: Mapping[str, int] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     local_rank: int | None = None,
@@ -106,8 +175,11 @@ def init(
         tp: how many ranks share a layer.
         pp: how many stages a model has.
         dp: how many replicas there are; None: as many as there are ranks for.
+        pcp: how many ranks share a prompt.
+        dcp: how many neighbours within ``tp`` share contexts; divides it.
+        axes: axes of your own and their sizes, outside of the others.
         rank: this process's global rank.
-        world_size: how many processes; None: ``tp * pp * dp``.
+        world_size: how many processes; None: the product of the sizes.
         local_rank: this process's number on its node; chooses its GPU. None: its rank.
         master_addr: the host whose rank 0 hosts the store.
         master_port: the store's port.
@@ -124,59 +196,30 @@ def init(
         ValueError: the sizes do not make up the world, or the environment is incomplete.
         GroupTimeoutError: some ranks did not come in time; names them.
     """
+    inner = RankGrid.of({"pp": pp, "pcp": pcp, "tp": tp})
+    outer = RankGrid.of(axes or {})
+    model = inner.size * outer.size
     if rank is None:
         launch = Launch.from_environment()
     else:
-        size = tp * pp * (dp or 1) if world_size is None else world_size
+        size = model * (dp or 1) if world_size is None else world_size
         local = rank if local_rank is None else local_rank
         launch = Launch(rank, size, local, master_addr, master_port)
     if world_size not in (None, launch.world_size):
         raise ValueError(f"world_size={world_size}, but {launch.world_size} ranks run")
-    grid = _grid(launch.world_size, tp, pp, dp)
+    replicas = launch.world_size // model if dp is None else dp
+    grid = RankGrid((*outer.axes, *RankGrid.of({"dp": replicas}).axes, *inner.axes))
+    if grid.size != launch.world_size:
+        raise ValueError(f"{launch.world_size} ranks cannot make up {dict(grid.axes)}")
+    deadline = Deadline.after(timeout)
     with ExitStack() as undo:
-        if launch.world_size == 1:
-            settings = Settings.of(backend, launch.local_rank, timeout=operation_timeout)
-            base = _Base(undo, launch.rank, settings, nodes=_own_node(board))
-        else:
-            meeting = meet(launch, store, timeout)
-            sockets = SocketChoice(launch.interface, meeting.address)
-            settings = Settings.of(backend, launch.local_rank, sockets, operation_timeout)
-            nodes = find_nodes(meeting.exchange, board)
-            if board is None:
-                undo.callback(nodes.board.close)
-            base = _Base(undo, launch.rank, settings, nodes, meeting.exchange)
-        groups = {name: base.group(name, grid, axes) for name, axes in _GROUPS.items()}
-        return ParallelGroups(grid=grid, _closing=undo.pop_all(), **groups)
-
-
-@dataclass(frozen=True)
-class _Base:
-    """What the groups of a topology are built from."""
-
-    undo: ExitStack
-    rank: int
-    settings: Settings
-    nodes: Nodes | None
-    exchange: Exchange | None = None
-
-    def group(self, name: str, grid: RankGrid, axes: tuple[str, ...]) -> GroupCoordinator:
-        """This rank's group along ``axes``, to be closed with the topology."""
-        ranks = grid.group_of(self.rank, *axes)
-        nodes = self.nodes and self.nodes.sub(ranks)
-        if self.exchange is None or len(ranks) == 1:
-            link = alone(name, self.rank, self.settings, nodes)
-        else:
-            link = connect(self.exchange.sub(name, ranks), ranks, self.settings, nodes)
-        return self.undo.enter_context(GroupCoordinator.from_link(link))
-
-
-def _own_node(board: Board | None) -> Nodes | None:
-    return None if board is None else Nodes(board, (board.member or 0,), (0,))
-
-
-def _grid(world_size: int, tp: int, pp: int, dp: int | None) -> RankGrid:
-    replica = RankGrid.of({"pp": pp, "tp": tp})
-    grid = RankGrid.of({"dp": world_size // replica.size if dp is None else dp, "pp": pp, "tp": tp})
-    if grid.size != world_size:
-        raise ValueError(f"{world_size} ranks cannot make up {dict(grid.axes)}")
-    return grid
+        topology = Topology.meet(
+            launch,
+            undo,
+            store=store,
+            board=board,
+            backend=backend,
+            timeout=deadline,
+            operation_timeout=operation_timeout,
+        )
+        return ParallelGroups.build(topology, grid, undo, dcp=dcp, timeout=deadline)

@@ -124,8 +124,8 @@ class Link:
         """
         if self.exchange is None:
             return None
-        place = f"{self.exchange.name}:{name}"
-        exchange = self.exchange.again(place, Deadline.after(timeout))
+        members = range(len(self.ranks))
+        exchange = self.exchange.sub(f"{self.name}.{name}", members, Deadline.after(timeout))
         exchange.all_gather("members")
         return _process_group(
             self.closing, exchange, self.ranks, self.settings.backend, self.settings

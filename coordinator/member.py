@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from device_comm import DeviceCommunicator
     from shm_broadcast import Board, MemberStatus, MessageQueue
 
+LINGER = 5.0
+"""Seconds that messages have to arrive when their sender closes the group."""
+
 
 class Member:
     """One process in a group.
@@ -125,13 +128,17 @@ class Member:
         """Whether `close` was called."""
         return self._closed
 
-    def close(self) -> None:
+    def close(self, linger: float = LINGER) -> None:
         """Give everything back; the second time does nothing. Collective: no.
 
         Other members may go on among themselves only with what does not need this one.
+
+        Args:
+            linger: seconds that messages under way have to arrive, unless the group is over.
         """
         if self._closed:
             return
+        self._mail.flush(linger)
         self._closed = True
         compile_ops.unregister(self.unique_name)
         if self.mq_broadcaster is not None:
@@ -143,8 +150,8 @@ class Member:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(LINGER if kind is None else 0.0)
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""

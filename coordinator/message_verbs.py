@@ -35,11 +35,11 @@ class MessageVerbs(TensorVerbs):
             dst: None: the next rank.
             timeout: seconds; None: what the group allows.
         """
-        self.device_communicator.send(x, self._next(dst), timeout=timeout)
+        self._mail.send_tensor(x, self._next(dst), timeout)
 
     def isend(self, x: Tensor, dst: int | None = None, *, timeout: Timeout = None) -> Work[None]:
         """As `send`, at once; ``x`` must not change until the work is done. Collective: no."""
-        return self.device_communicator.isend(x, self._next(dst), timeout=timeout)
+        return self._mail.isend_tensor(x, self._next(dst), timeout)
 
     def recv(
         self,

@@ -13,6 +13,7 @@ Assumes: the members trust each other, for objects are pickled; one thread at a 
 from __future__ import annotations
 
 import pickle
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from coordinator.boxes import Inbox, Outbox, Together
 from coordinator.messages import Message, broadcast_bytes
 from device_comm import Work
-from shm_broadcast import Deadline, GroupTimeoutError, MessageDecodeError
+from shm_broadcast import CoordinatorError, Deadline, GroupTimeoutError, MessageDecodeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +70,8 @@ class ObjectMail:
 
     def isend_object(self, obj: Any, dst: int, timeout: float | None) -> Work[None]:
         """Begin to send an object. Collective: no."""
-        return self._sending(self.send_bytes(dump(obj), dst), timeout)
+        payload = dump(obj)
+        return self._sending(dst, self.send_bytes(payload, dst), len(payload), timeout)
 
     def send_object(self, obj: Any, dst: int, timeout: float | None) -> None:
         """Send an object. Collective: no."""
@@ -117,6 +119,13 @@ class ObjectMail:
         """Whether a receive from ``src`` that begins now has to wait for others' turns."""
         return src in self._inboxes and self._inboxes[src].is_busy()
 
+    def flush(self, linger: float) -> None:
+        """Let messages that are under way arrive; give up after ``linger`` seconds."""
+        deadline = Deadline.after(linger)
+        with suppress(CoordinatorError):
+            for outbox in self._outboxes.values():
+                outbox.flush(deadline)
+
     def deadline(self, timeout: float | None) -> Deadline:
         """The end of a call that begins now; None: as long as the communicator allows."""
         return Deadline.after(self.cpu.timeout if timeout is None else timeout)
@@ -140,10 +149,14 @@ class ObjectMail:
     def _post(
         self, dst: int, works: Sequence[Work[None]], size: int, timeout: float | None
     ) -> None:
-        outbox = self._outboxes.setdefault(dst, Outbox(OUTSTANDING_BYTES))
-        outbox.add(works, size, self.deadline(timeout))
+        """End a blocking send: go ahead of the receiver, but not too far."""
+        self._sending(dst, works, size, timeout)
+        self._outboxes[dst].shrink(OUTSTANDING_BYTES, self.deadline(timeout))
 
-    def _sending(self, works: Sequence[Work[None]], timeout: float | None) -> Work[None]:
+    def _sending(
+        self, dst: int, works: Sequence[Work[None]], size: int, timeout: float | None
+    ) -> Work[None]:
+        self._outboxes.setdefault(dst, Outbox()).add(works, size)
         return Work(None, Together(works), timeout=self._allowed(timeout))
 
     def _receiving(self, src: int, steps: Steps[Any], timeout: float | None) -> Work[Any]:

@@ -119,18 +119,36 @@ class RankGrid:
         groups = (self.group_of(rank, *axes) for rank in range(self.size))
         return [group for rank, group in enumerate(groups) if group[0] == rank]
 
+    def split(self, axis: str, inner: str, size: int) -> RankGrid:
+        """The same ranks with ``axis`` cut: its runs of ``size`` ranks become an axis ``inner``.
+
+        Raises:
+            ValueError: no such axis, or its size is not divisible by ``size``.
+        """
+        self._require((axis,))
+        whole = dict(self.axes)[axis]
+        if size < 1 or whole % size:
+            raise ValueError(f"axis {axis!r} of size {whole} cannot be cut into runs of {size}")
+        axes: list[tuple[str, int]] = []
+        for name, length in self.axes:
+            axes += [(axis, whole // size), (inner, size)] if name == axis else [(name, length)]
+        return RankGrid(tuple(axes))
+
     def group_of(self, rank: int, *axes: str) -> list[int]:
         """The ranks of the group along ``axes`` that ``rank`` is in; costs that group only.
 
         Raises:
             ValueError: ``rank`` is not in the grid, or no such axis.
         """
-        unknown = set(axes) - set(self.names)
-        if unknown:
-            raise ValueError(f"no axis {sorted(unknown)}; this grid has {self.names}")
+        self._require(axes)
         at = self.coordinates(rank)
         ranks = [0]
         for name, size in self.axes:
             positions = range(size) if name in axes else (at[name],)
             ranks = [each * size + position for each in ranks for position in positions]
         return ranks
+
+    def _require(self, axes: tuple[str, ...]) -> None:
+        unknown = set(axes) - set(self.names)
+        if unknown:
+            raise ValueError(f"no axis {sorted(unknown)}; this grid has {self.names}")

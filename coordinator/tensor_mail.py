@@ -39,7 +39,8 @@ class TensorMail(ObjectMail):
     ) -> Work[None]:
         """Begin to send a dict, whose tensors must not change until that is done."""
         header, parts = self._pack(values, slicing)
-        return self._sending(self._send_dict(header, parts, dst), timeout)
+        size = sum(part.nbytes for part in parts)
+        return self._sending(dst, self._send_dict(header, parts, dst), size, timeout)
 
     def send_dict(
         self, values: Mapping[str, Any], dst: int, slicing: Slicing, timeout: float | None
@@ -61,6 +62,15 @@ class TensorMail(ObjectMail):
             timeout: seconds that its `wait` allows; None: the communicator's.
         """
         return self._receiving(src, self._dict_steps(src, peers), timeout)
+
+    def isend_tensor(self, x: Tensor, dst: int, timeout: float | None) -> Work[None]:
+        """Begin to send a tensor of the group's device, which must not change until done."""
+        return self._sending(dst, [self.device.isend(x, dst)], x.nbytes, timeout)
+
+    def send_tensor(self, x: Tensor, dst: int, timeout: float | None) -> None:
+        """Send a tensor of the group's device, which may be changed after that."""
+        work = self.device.isend(x.detach().clone(), dst)
+        self._post(dst, [work], x.nbytes, timeout)
 
     def irecv_tensor(
         self,

@@ -84,7 +84,7 @@ def singles(rank: int, n: int, path: str) -> None:
     with pytest.raises(ValueError, match="has to be in one group, once"):
         GroupCoordinator([[0, 1, 0, 1]], rank, "gloo", True)
     for backend in ("mpi", "carrier pigeon", "cpu:"):
-        with pytest.raises(ValueError, match="cannot make .* groups"):
+        with pytest.raises(ValueError, match=r"cannot make .* groups"):
             GroupCoordinator([[0, 1]], rank, backend, True, timeout=10)
 
 
@@ -241,11 +241,29 @@ def undelivered(rank: int, n: int, path: str) -> None:
         group.send_object("x" * (1 << 20), 1)
     group.irecv_object(1 - rank)
     start = time.monotonic()
-    group.close()
+    group.close(linger=0.3)
     assert time.monotonic() - start < 1
 
 
-def test_closing_does_not_wait_for_messages_nobody_takes(store_path: str) -> None:
+def test_closing_does_not_wait_long_for_messages_nobody_takes(store_path: str) -> None:
     start = time.monotonic()
     run_ranks(2, undelivered, store_path)
     assert time.monotonic() - start < 20
+
+
+def last_words(rank: int, n: int, path: str) -> None:
+    init_gloo(rank, n, path)
+    with GroupCoordinator([[0, 1]], rank, "gloo", True, False, "tp") as group:
+        if rank == 0:
+            group.isend_tensor_dict({"x": torch.arange(1 << 20)}, 1)
+            group.send(torch.ones(3), 1)
+            group.send_object("last words", 1)
+        else:
+            time.sleep(0.3)
+            assert group.recv_tensor_dict(0)["x"].sum().item() == (1 << 19) * ((1 << 20) - 1)
+            assert group.recv((3,), torch.float32, 0).sum().item() == 3
+            assert group.recv_object(0) == "last words"
+
+
+def test_what_was_sent_before_closing_arrives(store_path: str) -> None:
+    run_ranks(2, last_words, store_path)

@@ -60,6 +60,47 @@ def test_each_rank_is_in_its_groups() -> None:
     ]
 
 
+def all_kinds(rank: int, n: int, port: int) -> dict[str, Any]:
+    store = coordinator.connect_store("127.0.0.1", port)
+    groups = coordinator.init(
+        tp=2, dp=2, dcp=2, axes={"shard": 1}, rank=rank, world_size=n, store=store, timeout=30
+    )
+    with groups:
+        assert groups.ep.token_group is groups.dp
+        assert groups.axes["shard"].ranks == [rank]
+        assert groups.ep.all_reduce(torch.ones(1)).item() == 4
+        assert groups.dcp.all_reduce(torch.ones(1)).item() == 2
+        groups.world.barrier()
+        return {name: getattr(groups, name).ranks for name in ("ep", "dcp", "pcp")}
+
+
+def named_axes(rank: int, n: int, port: int) -> tuple[list[int], list[int], bool]:
+    store = coordinator.connect_store("127.0.0.1", port)
+    groups = coordinator.init(
+        tp=1, pcp=2, dp=1, axes={"replica": 2}, rank=rank, world_size=n, store=store, timeout=30
+    )
+    with groups:
+        groups.world.barrier()
+        return groups.axes["replica"].ranks, groups.pcp.ranks, groups.ep is groups.pcp
+
+
+def test_groups_of_experts_and_contexts() -> None:
+    store = host_store()
+    for rank, found in enumerate(run_ranks(4, all_kinds, store.port)):
+        pair = [0, 1] if rank < 2 else [2, 3]
+        assert found == {"ep": [0, 1, 2, 3], "dcp": pair, "pcp": [rank]}
+
+
+def test_axes_of_ones_own_are_outermost() -> None:
+    store = host_store()
+    assert run_ranks(4, named_axes, store.port) == [
+        ([0, 2], [0, 1], True),
+        ([1, 3], [0, 1], True),
+        ([0, 2], [2, 3], True),
+        ([1, 3], [2, 3], True),
+    ]
+
+
 def two_at_once(rank: int, n: int, port: int) -> None:
     """D6: one process in two topologies of other shapes, used in turn, closed apart."""
     first, second = join(rank, n, port, tp=2), join(rank, n, port, pp=2)
@@ -171,6 +212,8 @@ def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"tp": 2, "pp": 2, "world_size": 6}, "6 ranks cannot make up"),
         ({"tp": 2, "dp": 2, "world_size": 2}, "2 ranks cannot make up"),
         ({"tp": 4, "world_size": 2}, "size of axis 'dp' must be at least 1"),
+        ({"axes": {"tp": 1}}, "each a different one"),
+        ({"tp": 1, "dcp": 2}, "cannot be cut into runs of 2"),
         ({"tp": 0, "world_size": 2}, "size of axis 'tp' must be at least 1"),
         ({"tp": 2, "rank": 2}, "rank 2 is not in a world of 2"),
         ({"tp": 2, "rank": 1, "master_port": 0}, "master_port 0 tells nobody"),

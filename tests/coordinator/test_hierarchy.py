@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import coordinator
-import coordinator.groups
+import coordinator.topology
 from coordinator import ParallelGroups, ReduceOp, host_store
 from coordinator.nodes import Nodes, find_nodes
 from tests.ranks import run_ranks
@@ -20,7 +20,7 @@ def init_on_nodes(rank: int, n: int, port: int, node_of: tuple[int, ...]) -> Par
         real = found(*arguments)  # type: ignore[arg-type]
         return Nodes(real.board, real.members, node_of)
 
-    coordinator.groups.find_nodes = pretended
+    coordinator.topology.find_nodes = pretended
     store = coordinator.connect_store("127.0.0.1", port)
     return coordinator.init(tp=n, rank=rank, store=store, timeout=30, operation_timeout=20)
 

@@ -37,6 +37,14 @@ def test_tp_dp_ranks_of_the_colossalai_process_group() -> None:
     assert grid.coordinates(2) == {"dp": 1, "tp": 0}
 
 
+def test_an_axis_can_be_cut() -> None:
+    """Decode context parallelism: runs of neighbours within a tensor-parallel group."""
+    grid = RankGrid.of({"pp": 2, "tp": 4}).split("tp", "dcp", 2)
+    assert grid.axes == (("pp", 2), ("tp", 2), ("dcp", 2))
+    assert grid.groups("dcp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert grid.groups("tp", "dcp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -48,6 +56,9 @@ def test_tp_dp_ranks_of_the_colossalai_process_group() -> None:
         (lambda: GRID.group_of(8, "tp"), "rank 8 is not in"),
         (lambda: GRID.groups("ep"), r"no axis \['ep'\]"),
         (lambda: GRID.group_of(0, "ep"), r"no axis \['ep'\]"),
+        (lambda: GRID.split("ep", "x", 2), r"no axis \['ep'\]"),
+        (lambda: GRID.split("tp", "dcp", 3), "of size 2 cannot be cut into runs of 3"),
+        (lambda: GRID.split("tp", "dcp", 0), "cannot be cut into runs of 0"),
         (lambda: GRID.rank({"dp": 0, "pp": 0}), "need a position on each"),
         (lambda: GRID.rank({"dp": 0, "pp": 0, "tp": 2}), "positions 0 to 1; got 2"),
     ],

@@ -1,0 +1,64 @@
+"""Nested dicts, lists and tuples as a flat list of leaves and a description of the nesting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Iterator
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A container: picklable, hashable, equal where the nesting is.
+
+    Attributes:
+        kind: dict, list, tuple, or a named tuple's class.
+        keys: of a dict, in its order; otherwise empty.
+        children: what is in it, in order; None is a leaf.
+    """
+
+    kind: type
+    keys: tuple[Hashable, ...]
+    children: tuple[Node | None, ...]
+
+
+Structure = Node | None
+"""The nesting of a tree; None is a leaf by itself."""
+
+
+def flatten(tree: Any) -> tuple[list[Any], Structure]:
+    """The leaves of a tree, in order, and its nesting.
+
+    Exactly dict, list, tuple and named tuples are containers; anything else is a leaf, None and
+    instances of subclasses included.
+    """
+    leaves: list[Any] = []
+    return leaves, _flatten(tree, leaves)
+
+
+def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
+    """The tree of this nesting with these leaves."""
+    return _unflatten(structure, iter(leaves))
+
+
+def _flatten(tree: Any, leaves: list[Any]) -> Structure:
+    kind = type(tree)
+    if kind is dict:
+        return Node(kind, tuple(tree), tuple(_flatten(each, leaves) for each in tree.values()))
+    if kind in (list, tuple) or (isinstance(tree, tuple) and hasattr(kind, "_fields")):
+        return Node(kind, (), tuple(_flatten(each, leaves) for each in tree))
+    leaves.append(tree)
+    return None
+
+
+def _unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
+    if structure is None:
+        return next(leaves)
+    children = [_unflatten(child, leaves) for child in structure.children]
+    if structure.kind is dict:
+        return dict(zip(structure.keys, children, strict=True))
+    if structure.kind in (list, tuple):
+        return structure.kind(children)
+    return structure.kind(*children)

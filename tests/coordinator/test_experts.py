@@ -1,0 +1,113 @@
+"""Rows go to the experts and come back, also where members hold different numbers of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import coordinator
+from coordinator import GroupCoordinator, host_store
+from tests.ranks import run_ranks
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[object] = []
+
+    def prepare_communication_buffers(self, group: object) -> None:
+        self.groups.append(group)
+
+
+def there_and_back(group: GroupCoordinator, rank: int, *, known: bool) -> None:
+    """Members hold [1] and [2, 3]; expert r multiplies by r + 1: [3] and [6, 9] come back."""
+    hidden = torch.tensor([[1.0]] if rank == 0 else [[2.0], [3.0]])
+    weights, ids = hidden + 10, hidden.long() * 100
+    sizes = [1, 2] if known else None
+    every = group.dispatch(hidden, weights, ids, sizes=sizes)
+    assert [each.flatten().tolist() for each in every] == [
+        [1, 2, 3],
+        [11, 12, 13],
+        [100, 200, 300],
+    ]
+    assert every[2].dtype == torch.int64
+    result = every[0] * (rank + 1)
+    expected = [[3]] if rank == 0 else [[6], [9]]
+    assert group.combine(result, sizes=sizes).tolist() == expected
+    room = group.allocate_combine_input((3, 1), torch.float32)
+    room.copy_(result)
+    out = torch.empty(len(hidden), 1)
+    assert group.combine_into_output(room, out) is out
+    assert out.tolist() == expected
+
+
+def extra_tensors_are_kept(group: GroupCoordinator, rank: int) -> None:
+    rows = torch.full((rank + 1, 2), float(rank))
+    extra = [rows[:, 0].to(torch.int8), rows.bool()]
+    hidden, logits, more = group.dispatch_router_logits(rows, rows * 2, extra_tensors=extra)
+    assert hidden[:, 0].tolist() == [0, 1, 1]
+    assert logits[:, 0].tolist() == [0, 2, 2]
+    assert [each.dtype for each in more] == [torch.int8, torch.bool]
+    assert [len(each) for each in more] == [3, 3]
+    assert len(group.dispatch_router_logits(rows, rows)) == 2
+    *_, none_extra = group.dispatch(rows, rows, rows, extra_tensors=[])
+    assert none_extra == []
+
+
+def both(rank: int, n: int, port: int) -> None:
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(dp=2, rank=rank, store=store, timeout=30) as groups:
+        with pytest.raises(ValueError, match="combine needs sizes"):
+            groups.dp.combine(torch.ones(2, 1))
+        there_and_back(groups.dp, rank, known=True)
+        there_and_back(groups.dp, rank, known=False)
+        extra_tensors_are_kept(groups.dp, rank)
+        groups.world.barrier()
+
+
+def test_dispatch_and_combine() -> None:
+    store = host_store()
+    run_ranks(2, both, store.port)
+
+
+def replicas(rank: int, n: int, port: int) -> None:
+    """Experts over 2 x 2 ranks: rows differ between replicas, or on all four."""
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(dp=2, tp=2, rank=rank, store=store, timeout=30) as groups:
+        ep, replica = groups.ep, groups.dp.rank_in_group
+        assert ep.ranks == [0, 1, 2, 3]
+        rows = torch.full((replica + 1, 1), float(replica))
+        hidden, _ = ep.dispatch_router_logits(rows, rows)
+        assert hidden.flatten().tolist() == [0, 1, 1]
+        assert ep.combine(hidden).flatten().tolist() == [2.0 * replica] * (replica + 1)
+        rows = torch.full((rank, 1), float(rank))
+        hidden, _ = ep.dispatch_router_logits(rows, rows, is_sequence_parallel=True)
+        assert hidden.flatten().tolist() == [1, 2, 2, 3, 3, 3]
+        back = ep.combine(hidden, is_sequence_parallel=True)
+        assert back.flatten().tolist() == [4.0 * rank] * rank
+        groups.world.barrier()
+
+
+def test_sequence_parallel_rows_differ_on_all_members() -> None:
+    store = host_store()
+    run_ranks(4, replicas, store.port)
+
+
+def test_alone_nothing_is_dropped() -> None:
+    """vLLM's group without a communicator drops the extra tensors."""
+    with coordinator.init(rank=0) as groups:
+        x, extra = torch.ones(2, 1), torch.zeros(2)
+        hidden, weights, ids, more = groups.dp.dispatch(x, x, x, extra_tensors=[extra])
+        assert hidden is weights is ids is x
+        assert more[0] is extra
+        assert groups.dp.combine(x) is x
+
+
+def test_modules_are_prepared_once() -> None:
+    shared = Expert()
+    model = nn.Sequential(shared, nn.Linear(1, 1), nn.Sequential(shared, Expert()))
+    with coordinator.init(rank=0) as groups:
+        groups.ep.prepare_communication_buffer_for_model(model)
+        assert shared.groups == [groups.ep]
+        assert model[2][1].groups == [groups.ep]
