@@ -144,6 +144,11 @@ class Board:
         return self._segment.words
 
     @property
+    def memory(self) -> memoryview:
+        """The board's bytes, for extensions that wait and stamp by themselves."""
+        return self._segment.memory
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called here."""
         return self._closed

@@ -1,3 +1,4 @@
+#define PY_SSIZE_T_CLEAN
 #include "comm.h"
 
 #include <string.h>

@@ -9,6 +9,9 @@
 
 #define OPERATION_NAME 48
 
+/* From here on, results come from memory that is recycled: see shm_broadcast/recycling.py. */
+#define RECYCLED_BYTES (1 << 20)
+
 typedef struct {
     PyObject_HEAD
     Py_buffer group, board; /* keep the memory below alive */

@@ -1,0 +1,53 @@
+/* device_comm._native: collectives through shared memory, and the reductions that they do. */
+#include <Python.h>
+
+#include "comm.h"
+#include "group_layout.h"
+#include "reduce.h"
+
+#define CONSTANT(name) {#name, name}
+
+static const struct {
+    const char *name;
+    long value;
+} constants[] = {
+    CONSTANT(GROUP_RANKS),        CONSTANT(GROUP_SLOT_BYTES),  CONSTANT(GROUP_WHOLE_BYTES),
+    CONSTANT(GROUP_SLOTS),        CONSTANT(RANK_LINES),        CONSTANT(RANK_STRIDE),
+    CONSTANT(RANK_DONE),          CONSTANT(BUFFERS),           CONSTANT(SLOT_HEADER),
+    CONSTANT(SLOT_ARRIVED),       CONSTANT(SLOT_SIGNATURE),    CONSTANT(PIECE_ALIGN),
+    CONSTANT(SIGNATURE_COMPARED), CONSTANT(SIGNATURE_CHUNK),   CONSTANT(SIGNATURE_BYTES),
+    CONSTANT(SHAPE_DIMS),         CONSTANT(NO_OP),             CONSTANT(STATE_IDLE),
+    CONSTANT(STATE_BUSY),         CONSTANT(VERB_BARRIER),      CONSTANT(VERB_ALL_REDUCE),
+    CONSTANT(VERB_ALL_GATHER),    CONSTANT(VERB_ALL_GATHERV),  CONSTANT(VERB_REDUCE_SCATTER),
+    CONSTANT(VERB_REDUCE_SCATTERV), CONSTANT(VERB_ALL_TO_ALL), CONSTANT(VERB_BROADCAST),
+    CONSTANT(VERB_REDUCE),        CONSTANT(VERB_GATHER),       CONSTANT(VERB_SCATTER),
+    CONSTANT(KIND_MOVE),          CONSTANT(KIND_REDUCE),       CONSTANT(KIND_ALL_REDUCE),
+    CONSTANT(STEPS_DONE),         CONSTANT(STEPS_BLOCKED),     CONSTANT(STEPS_DIVERGED),
+    CONSTANT(DTYPE_FLOAT16),      CONSTANT(DTYPE_BFLOAT16),    CONSTANT(DTYPE_FLOAT32),
+    CONSTANT(DTYPE_FLOAT64),      CONSTANT(DTYPE_UINT8),       CONSTANT(DTYPE_INT8),
+    CONSTANT(DTYPE_INT16),        CONSTANT(DTYPE_INT32),       CONSTANT(DTYPE_INT64),
+    CONSTANT(DTYPE_UINT16),       CONSTANT(DTYPE_UINT32),      CONSTANT(DTYPE_BOOL),
+    CONSTANT(DTYPE_COMPLEX64),    CONSTANT(DTYPE_COMPLEX128),  CONSTANT(RECYCLED_BYTES),
+};
+
+static int execute(PyObject *module) {
+    PyObject *type = comm_type(module);
+    if (type == NULL) return -1;
+    int added = PyModule_AddObjectRef(module, "Comm", type);
+    Py_DECREF(type);
+    if (added < 0) return -1;
+    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
+        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) return -1;
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)execute}, {0, NULL}};
+
+static PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "device_comm._native",
+    .m_doc = "Collectives through shared memory, and the reductions that they do.",
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }

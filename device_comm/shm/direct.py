@@ -1,0 +1,111 @@
+"""The short way to the collectives of plain tensors, through the C extension.
+
+What `device_comm.base` checks and arranges in Python for every call costs ten times as much as
+moving a kilobyte. So the extension is asked first: it takes the calls that need none of that, and
+leaves the others, wrong ones among them, to the long way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from device_comm.base import DeviceCommunicator
+from device_comm.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from device_comm._native import Comm
+    from device_comm.work import Work
+    from shm_broadcast.deadline import Deadline
+
+
+class DirectVerbs(DeviceCommunicator):
+    """The verbs that have a short way; `device_comm.symmetric` and `rooted` document them."""
+
+    def all_reduce(
+        self,
+        x: Tensor,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: float | Deadline | None = None,
+    ) -> Any:
+        """As `SymmetricVerbs.all_reduce`. Collective: yes, every member."""
+        if timeout is None and not async_op and (direct := self._short_way()) is not None:
+            result = direct.all_reduce(x, op, out)
+            if result is not NotImplemented:
+                return self._finish(direct, "all_reduce") if result is None else result
+        return super().all_reduce(x, op=op, out=out, async_op=async_op, timeout=timeout)
+
+    def all_gather(
+        self,
+        x: Tensor,
+        *,
+        dim: int = -1,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: float | Deadline | None = None,
+    ) -> Any:
+        """As `SymmetricVerbs.all_gather`. Collective: yes, every member."""
+        if timeout is None and not async_op and (direct := self._short_way()) is not None:
+            result = direct.all_gather(x, dim, out)
+            if result is not NotImplemented:
+                return self._finish(direct, "all_gather") if result is None else result
+        return super().all_gather(x, dim=dim, out=out, async_op=async_op, timeout=timeout)
+
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        *,
+        dim: int = -1,
+        op: ReduceOp = ReduceOp.SUM,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: float | Deadline | None = None,
+    ) -> Any:
+        """As `SymmetricVerbs.reduce_scatter`. Collective: yes, every member."""
+        if timeout is None and not async_op and (direct := self._short_way()) is not None:
+            result = direct.reduce_scatter(x, dim, op, out)
+            if result is not NotImplemented:
+                return self._finish(direct, "reduce_scatter") if result is None else result
+        return super().reduce_scatter(
+            x, dim=dim, op=op, out=out, async_op=async_op, timeout=timeout
+        )
+
+    def broadcast(
+        self,
+        x: Tensor,
+        *,
+        src: int = 0,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        timeout: float | Deadline | None = None,
+    ) -> Any:
+        """As `RootedVerbs.broadcast`. Collective: yes, every member."""
+        if timeout is None and not async_op and (direct := self._short_way()) is not None:
+            result = direct.broadcast(x, src, out)
+            if result is not NotImplemented:
+                return self._finish(direct, "broadcast") if result is None else result
+        return super().broadcast(x, src=src, out=out, async_op=async_op, timeout=timeout)
+
+    def barrier(
+        self, *, async_op: bool = False, timeout: float | Deadline | None = None
+    ) -> Work[None] | None:
+        """As `PointToPointVerbs.barrier`. Collective: yes, every member."""
+        if timeout is None and not async_op and (direct := self._short_way()) is not None:
+            result = direct.barrier()
+            if result is not NotImplemented:
+                if result is None:
+                    self._finish(direct, "barrier")
+                return None
+        return super().barrier(async_op=async_op, timeout=timeout)
+
+    def _short_way(self) -> Comm | None:
+        """The extension, if a call may go through it now."""
+        raise NotImplementedError
+
+    def _finish(self, direct: Comm, verb: str) -> Any:
+        """Wait for the call that is blocked in the extension, and return its result."""
+        raise NotImplementedError

@@ -1,0 +1,235 @@
+"""Collectives as plans: what one rank puts and takes. Pure functions over addresses.
+
+A plan is carried out chunk by chunk through the slots of the group (see `device_comm.shm.layout`),
+by the C extension or by `device_comm.shm.python_steps`; both take the same plans.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from device_comm.shm.signature import DTYPE_CODES, NO_OP, sign
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from device_comm.reduce_op import ReduceOp
+
+MOVE: Final = 0
+"""What comes is copied: from rank r into ``takes[r]``."""
+REDUCE: Final = 1
+"""What comes is reduced in rank order, with this rank's own, into ``takes[0]``."""
+ALL_REDUCE: Final = 2
+"""As `REDUCE`, but each rank reduces one part, and the parts are shared out."""
+
+
+class Span(NamedTuple):
+    """A piece of memory, kept alive by whoever made the plan."""
+
+    address: int
+    size: int
+
+
+NOTHING: Final = Span(0, 0)
+
+
+class Plan(NamedTuple):
+    """What one rank does in one collective.
+
+    Attributes:
+        kind: `MOVE`, `REDUCE` or `ALL_REDUCE`.
+        signature: what all ranks must agree on.
+        awaits: by rank, 1 if this rank needs what that one puts; 0 for itself.
+        dtype: the code of the elements, for reductions.
+        op: the reduction, or `NO_OP`.
+        length: bytes of the longest piece that any rank puts; the same on all ranks.
+        gives: what this rank puts: one span for all ranks, or one for each; none at all.
+        takes: where what comes goes.
+        addressed: ranks put a piece for each rank, not one for all; the same on all ranks.
+        own: the address of what this rank has for itself.
+    """
+
+    kind: int
+    signature: bytes
+    awaits: bytes
+    dtype: int
+    op: int
+    length: int
+    gives: tuple[Span, ...]
+    takes: tuple[Span, ...]
+    addressed: bool
+    own: int
+
+
+class Planner:
+    """Makes the plans of one rank. Tensors are contiguous; sizes are in elements."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._n = world_size
+        self._everyone = bytes(other != rank for other in range(world_size))
+        self._nobody = bytes(world_size)
+
+    def barrier(self) -> Plan:
+        """Meet, and move nothing."""
+        return self._move(sign("barrier"), self._everyone, 0)
+
+    def all_reduce(self, output: Tensor, source: Tensor, op: ReduceOp, whole_bytes: int) -> Plan:
+        """Reduce all ``source``; those of up to ``whole_bytes`` in one step."""
+        signature = sign("all_reduce", source.dtype, source.shape, op)
+        kind = REDUCE if source.nbytes <= whole_bytes else ALL_REDUCE
+        return self._reduce(signature, output, source, op)._replace(kind=kind)
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Plan:
+        """Put all ``source`` of one size in a row."""
+        signature = sign("all_gather", source.dtype, source.shape)
+        return self.gather_parts(signature, output, source, (source.numel(),) * self._n)
+
+    def gather_parts(
+        self, signature: bytes, output: Tensor, source: Tensor, sizes: Sequence[int]
+    ) -> Plan:
+        """Put all ``source``, of which rank r's has ``sizes[r]``, in a row."""
+        return self._move(
+            signature,
+            self._everyone,
+            max(sizes) * source.itemsize,
+            gives=(_span(source),),
+            takes=_parts(output, sizes),
+            own=source.data_ptr(),
+        )
+
+    def reduce_scatter(self, output: Tensor, source: Tensor, op: ReduceOp) -> Plan:
+        """Reduce this rank's part of all ``source``, of equal parts."""
+        signature = sign("reduce_scatter", source.dtype, source.shape, op)
+        sizes = (source.numel() // self._n,) * self._n
+        return self.reduce_parts(signature, output, source, sizes, op)
+
+    def reduce_parts(
+        self, signature: bytes, output: Tensor, source: Tensor, sizes: Sequence[int], op: ReduceOp
+    ) -> Plan:
+        """Reduce this rank's part of all ``source``, whose part r has ``sizes[r]``."""
+        gives = _parts(source, sizes)
+        return self._reduce(signature, output, source, op)._replace(
+            length=max(sizes) * source.itemsize,
+            gives=gives,
+            addressed=True,
+            own=gives[self._rank].address,
+        )
+
+    def exchange_parts(
+        self,
+        signature: bytes,
+        output: Tensor,
+        source: Tensor,
+        output_sizes: Sequence[int],
+        source_sizes: Sequence[int],
+        longest: int,
+    ) -> Plan:
+        """Give part r to rank r, put what rank r gives in part r; ``longest`` of all parts."""
+        gives = _parts(source, source_sizes)
+        return self._move(
+            signature,
+            self._everyone,
+            longest * source.itemsize,
+            gives=gives,
+            takes=_parts(output, output_sizes),
+            addressed=True,
+            own=gives[self._rank].address,
+        )
+
+    def broadcast(self, buffer: Tensor, root: int) -> Plan:
+        """Fill ``buffer`` with the root's."""
+        signature = sign("broadcast", buffer.dtype, buffer.shape, root=root)
+        if root == self._rank:
+            return self._move(signature, self._nobody, buffer.nbytes, gives=(_span(buffer),))
+        takes = self._only(root, buffer)
+        return self._move(signature, self._await(root), buffer.nbytes, takes=takes)
+
+    def reduce(self, output: Tensor | None, source: Tensor, root: int, op: ReduceOp) -> Plan:
+        """Reduce into the root's ``output``."""
+        signature = sign("reduce", source.dtype, source.shape, op, root)
+        if output is None:
+            return self._move(signature, self._nobody, source.nbytes, gives=(_span(source),))
+        return self._reduce(signature, output, source, op)._replace(gives=())
+
+    def gather(self, output: Tensor | None, source: Tensor, root: int) -> Plan:
+        """Put all ``source`` in a row in the root's ``output``."""
+        signature = sign("gather", source.dtype, source.shape, root=root)
+        if output is None:
+            return self._move(signature, self._nobody, source.nbytes, gives=(_span(source),))
+        sizes = (source.numel(),) * self._n
+        return self.gather_parts(signature, output, source, sizes)._replace(gives=())
+
+    def scatter(self, output: Tensor, source: Tensor | None, root: int) -> Plan:
+        """Fill ``output`` with this rank's part of the root's ``source``."""
+        signature = sign("scatter", output.dtype, output.shape, root=root)
+        takes = self._only(root, output)
+        if source is None:
+            plan = self._move(signature, self._await(root), output.nbytes, takes=takes)
+            return plan._replace(addressed=True)
+        gives = _parts(source, (output.numel(),) * self._n)
+        return self._move(
+            signature,
+            self._nobody,
+            output.nbytes,
+            gives=gives,
+            takes=takes,
+            addressed=True,
+            own=gives[root].address,
+        )
+
+    def table(self, signature: bytes, mine: Span, table: Span) -> Plan:
+        """Put the tables of all ranks, of one size, in a row."""
+        takes = tuple(Span(table.address + r * mine.size, mine.size) for r in range(self._n))
+        return self._move(
+            signature, self._everyone, mine.size, gives=(mine,), takes=takes, own=mine.address
+        )
+
+    def _move(
+        self,
+        signature: bytes,
+        awaits: bytes,
+        length: int,
+        *,
+        gives: tuple[Span, ...] = (),
+        takes: tuple[Span, ...] = (),
+        addressed: bool = False,
+        own: int = 0,
+    ) -> Plan:
+        return Plan(MOVE, signature, awaits, 0, NO_OP, length, gives, takes, addressed, own)
+
+    def _reduce(self, signature: bytes, output: Tensor, source: Tensor, op: ReduceOp) -> Plan:
+        return Plan(
+            REDUCE,
+            signature,
+            self._everyone,
+            DTYPE_CODES[source.dtype],
+            op,
+            source.nbytes,
+            (_span(source),),
+            (_span(output),),
+            False,
+            source.data_ptr(),
+        )
+
+    def _await(self, root: int) -> bytes:
+        return bytes(rank == root for rank in range(self._n))
+
+    def _only(self, root: int, buffer: Tensor) -> tuple[Span, ...]:
+        return tuple(_span(buffer) if rank == root else NOTHING for rank in range(self._n))
+
+
+def _span(tensor: Tensor) -> Span:
+    return Span(tensor.data_ptr(), tensor.nbytes)
+
+
+def _parts(tensor: Tensor, sizes: Sequence[int]) -> tuple[Span, ...]:
+    """The parts of a tensor, one after the other."""
+    address, itemsize = tensor.data_ptr(), tensor.itemsize
+    spans = []
+    for size in sizes:
+        spans.append(Span(address, size * itemsize))
+        address += size * itemsize
+    return tuple(spans)

@@ -1,0 +1,29 @@
+"""Memory for results: large ones come from a pool whose pages are not fresh."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from shm_broadcast.recycling import RECYCLED_BYTES, RecyclingPool
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+class Results:
+    """Makes tensors on the CPU."""
+
+    def __init__(self) -> None:
+        self._pool = RecyclingPool()
+
+    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """A new contiguous tensor of ``shape``, of the dtype of ``like``."""
+        size = math.prod(shape) * like.itemsize
+        if size < RECYCLED_BYTES:
+            return torch.empty(shape, dtype=like.dtype)
+        return torch.from_numpy(self._pool.take(size)).view(like.dtype).view(shape)

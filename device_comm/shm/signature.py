@@ -1,0 +1,115 @@
+"""What ranks must agree on before they touch each other's data, as 56 bytes.
+
+::
+
+     0                1        2        3        4                8
+    +--------+--------+--------+--------+----------------+
+    | verb   | op     | dtype  | n dims | root u32       |
+    +--------+--------+--------+--------+----------------+
+    | shape: 5 sizes, u64; of more dimensions the first ones are multiplied   |
+    +----------------+----------------+-----------------------------------------+
+    | chunk u32      | -              |
+    +----------------+----------------+
+
+The chunk is the number of the step within the collective; whoever writes the header of a slot puts
+it in.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from device_comm.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SIGNATURE: Final = struct.Struct("<BBBBI5QII")
+COMPARED: Final = 48
+SHAPE_DIMS: Final = 5
+NO_OP: Final = 255
+
+VERBS: Final = (
+    "barrier",
+    "all_reduce",
+    "all_gather",
+    "all_gatherv",
+    "reduce_scatter",
+    "reduce_scatterv",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+)
+"""By code: the place in this tuple."""
+
+_ROOTED = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
+_REDUCED = (
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint16",
+    "uint32",
+    "bool",
+    "complex64",
+    "complex128",
+)
+_MOVED = ("uint64", "complex32")
+_DTYPE_NAMES = ("other", *_REDUCED, *_MOVED)
+DTYPE_CODES: Final = {getattr(torch, name): code for code, name in enumerate(_DTYPE_NAMES) if code}
+"""The dtypes that signatures tell apart. All others count as one; their sizes still differ."""
+
+
+def sign(
+    verb: str,
+    dtype: torch.dtype | None = None,
+    shape: Sequence[int] = (),
+    op: ReduceOp | None = None,
+    root: int = 0,
+) -> bytes:
+    """The signature of one collective; chunk 0."""
+    dims = tuple(shape)
+    if len(dims) > SHAPE_DIMS:
+        cut = len(dims) - SHAPE_DIMS + 1
+        dims = (math.prod(dims[:cut]), *dims[cut:])
+    return SIGNATURE.pack(
+        VERBS.index(verb),
+        NO_OP if op is None else op,
+        0 if dtype is None else DTYPE_CODES.get(dtype, 0),
+        len(shape),
+        root,
+        *dims,
+        *(0,) * (SHAPE_DIMS - len(dims)),
+        0,
+        0,
+    )
+
+
+def with_chunk(signature: bytes, chunk: int) -> bytes:
+    """The signature as it stands in the slot of a collective's step number ``chunk``."""
+    return signature[:COMPARED] + struct.pack("<II", chunk, 0)
+
+
+def describe(signature: bytes) -> str:
+    """A signature in words: ``all_reduce SUM float32[2, 3]``."""
+    verb, op, dtype, n_dims, root, *dims, chunk, _ = SIGNATURE.unpack(signature)
+    words = [VERBS[verb] if verb < len(VERBS) else f"verb {verb}"]
+    if op != NO_OP:
+        words.append(ReduceOp(op).name)
+    if n_dims:
+        shown = dims[: min(n_dims, SHAPE_DIMS)]
+        words.append(f"{_DTYPE_NAMES[dtype]}{shown}")
+    if words[0] in _ROOTED:
+        words.append(f"{_ROOTED[words[0]]} rank {root}")
+    return " ".join(words) + (f", step {chunk + 1}" if chunk else "")

@@ -1,0 +1,335 @@
+"""Collectives and messages between ranks of one host, through shared memory.
+
+Every group has one segment, with two slots for each rank, through which all collectives go in
+steps: `device_comm.shm.layout` draws it and states the protocol. Reductions are in rank order, so
+all ranks hold the same bits. Messages between two ranks go through a ring of their own, and large
+ones through memory of their own (`device_comm.shm.mail`). Nothing goes through a socket.
+
+Memory: for n ranks ``2 n (slot + 64) + 64 n (n + 1)`` bytes, in whole pages, where the slot is 256
+KiB, or less where n is more than 8: at most 4 MiB for the group, 1 MiB for two ranks. Each ordered
+pair of ranks that exchanges messages adds a ring of 68 KiB. Large messages take what they need
+while they wait to be received; each rank keeps at most 4 MiB of that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+import torch
+
+from device_comm.base import Call, Capabilities
+from device_comm.reduce_op import ReduceOp
+from device_comm.shm import layout
+from device_comm.shm.collective import Agreement, Collective
+from device_comm.shm.direct import DirectVerbs
+from device_comm.shm.layout import GroupLayout
+from device_comm.shm.mail import Mail
+from device_comm.shm.plan import Plan, Planner
+from device_comm.shm.python_steps import PythonSteps
+from device_comm.shm.results import Results
+from device_comm.shm.signature import VERBS
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import CoordinatorError, GroupAbortedError
+from shm_broadcast.progress import Progress
+from shm_broadcast.segment import Segment, SegmentHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import ModuleType
+
+    from torch import Tensor
+
+    from device_comm._native import Comm
+    from device_comm.shm.steps import Steps
+    from device_comm.work import Pending
+    from shm_broadcast.board import Board
+    from shm_broadcast.progress import Lane, Task
+
+    Share = Callable[[bytes | None], bytes]
+
+native: ModuleType | None
+try:
+    from device_comm import _native as native
+except ImportError:
+    native = None
+
+
+class ShmComm(DirectVerbs):
+    """One rank's end of a group on one host. One thread at a time. Use `create`.
+
+    Ranks that issue different operations get `DivergenceError` before data is used. Asynchronous
+    operations go on while the caller is busy, on the thread of a `Progress`. Ranks in errors about
+    lost and late processes are the board's members.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        members: Sequence[int],
+        segment: Segment,
+        *,
+        name: str = "group",
+        timeout: float | None = 60.0,
+        progress: Progress | None = None,
+        use_native: bool = True,
+    ) -> None:
+        """Use `create`."""
+        rank, size = _rank_of(board, members), len(members)
+        super().__init__(
+            rank=rank,
+            world_size=size,
+            device="cpu",
+            capabilities=Capabilities("shm", detects_divergence=True, detects_loss=True),
+            name=name,
+            timeout=timeout,
+            watch=board,
+            members=members,
+        )
+        self.board = board
+        self._segment = segment
+        self._layout = GroupLayout.read(segment.words)
+        self._results = Results()
+        self._planner = Planner(rank, size)
+        self._agreement = Agreement(self._planner, rank, size)
+        self._mail = Mail(board, self.members, rank, segment, self._layout)
+        self._progress = progress or Progress(board, f"{name} progress")
+        self._owns_progress = progress is None
+        self._lane = self._progress.lane(self._fail)
+        self._mail_lanes: dict[tuple[str, int], Lane] = {}
+        self._direct = self._make_native() if use_native and size > 1 else None
+        self._steps: Steps = self._direct or PythonSteps(
+            segment, self._layout, rank, self._ring_others
+        )
+
+    @classmethod
+    def create(
+        cls,
+        board: Board,
+        members: Sequence[int],
+        share: Share,
+        *,
+        name: str = "group",
+        timeout: float | None = 60.0,
+        progress: Progress | None = None,
+        use_native: bool = True,
+    ) -> Self:
+        """Set up a group of members of ``board``. Collective: yes, every member.
+
+        Args:
+            board: the node's; its abort ends the group, too.
+            members: the board's member number of each rank, by rank.
+            share: hands bytes from rank 0 to all: rank 0 calls it with them, the others with
+                None, and it returns them to all. Called once.
+            name: for errors and status, the same on all ranks.
+            timeout: seconds for this, and for a call unless it says otherwise; None: for ever.
+            progress: drives asynchronous operations; None: one of the communicator's own. Groups
+                on one board should share one, which then stays its maker's to close.
+            use_native: False: do without the C extension, slowly. Ranks may differ about it.
+
+        Raises:
+            ValueError: this process is not one of the members, or they are not distinct.
+            GroupTimeoutError: some members did not come; names them.
+            SharedMemoryError: too little memory is free, or the members are not on one host.
+        """
+        group = GroupLayout.for_ranks(len(members))
+        if _rank_of(board, members) == 0:
+            segment = Segment.create(group.size, "group-collectives")
+            group.write(segment.words)
+            share(msgspec.msgpack.encode(segment.handle()))
+        else:
+            segment = Segment.attach(msgspec.msgpack.decode(share(None), type=SegmentHandle))
+        comm = cls(
+            board,
+            members,
+            segment,
+            name=name,
+            timeout=timeout,
+            progress=progress,
+            use_native=use_native,
+        )
+        comm._join()
+        return comm
+
+    @property
+    def uses_native(self) -> bool:
+        """Whether the C extension does the work."""
+        return self._direct is not None
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the group's segment; boxes and parcels of messages come on top."""
+        return self._segment.size
+
+    # --- collectives ---------------------------------------------------------------------
+
+    def _all_reduce(
+        self, output: Tensor, source: Tensor, op: ReduceOp, call: Call
+    ) -> Pending | None:
+        plan = self._planner.all_reduce(output, source, op, self._layout.whole_bytes)
+        return self._collect(call, plan, output, source)
+
+    def _all_gather(self, output: Tensor, source: Tensor, call: Call) -> Pending | None:
+        return self._collect(call, self._planner.all_gather(output, source), output, source)
+
+    def _all_gatherv(
+        self, output: Tensor, source: Tensor, sizes: Sequence[int], call: Call
+    ) -> Pending | None:
+        plans = self._agreement.all_gatherv(output, source, sizes)
+        return self._collect(call, plans, output, source)
+
+    def _reduce_scatter(
+        self, output: Tensor, source: Tensor, op: ReduceOp, call: Call
+    ) -> Pending | None:
+        plan = self._planner.reduce_scatter(output, source, op)
+        return self._collect(call, plan, output, source)
+
+    def _reduce_scatterv(
+        self, output: Tensor, source: Tensor, sizes: Sequence[int], op: ReduceOp, call: Call
+    ) -> Pending | None:
+        plans = self._agreement.reduce_scatterv(output, source, sizes, op)
+        return self._collect(call, plans, output, source)
+
+    def _all_to_all(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_sizes: Sequence[int],
+        source_sizes: Sequence[int],
+        call: Call,
+    ) -> Pending | None:
+        plans = self._agreement.all_to_all(output, source, output_sizes, source_sizes)
+        return self._collect(call, plans, output, source)
+
+    def _broadcast(self, buffer: Tensor, root: int, call: Call) -> Pending | None:
+        return self._collect(call, self._planner.broadcast(buffer, root), buffer)
+
+    def _reduce(
+        self, output: Tensor | None, source: Tensor, root: int, op: ReduceOp, call: Call
+    ) -> Pending | None:
+        plan = self._planner.reduce(output, source, root, op)
+        return self._collect(call, plan, output, source)
+
+    def _gather(
+        self, output: Tensor | None, source: Tensor, root: int, call: Call
+    ) -> Pending | None:
+        return self._collect(call, self._planner.gather(output, source, root), output, source)
+
+    def _scatter(
+        self, output: Tensor, source: Tensor | None, root: int, call: Call
+    ) -> Pending | None:
+        return self._collect(call, self._planner.scatter(output, source, root), output, source)
+
+    def _barrier(self, call: Call) -> Pending | None:
+        return self._collect(call, self._planner.barrier())
+
+    def _collect(
+        self, call: Call, plans: Plan | Iterator[Plan], *keep: Tensor | None
+    ) -> Pending | None:
+        """Carry out one collective, behind those under way."""
+        following = iter((plans,)) if isinstance(plans, Plan) else plans
+        task = Collective(self._steps, self.members, call.operation, following, keep)
+        return self._perform(self._lane, task, call)
+
+    # --- messages ------------------------------------------------------------------------
+
+    def _send(self, source: Tensor, peer: int, call: Call) -> Pending | None:
+        task = self._mail.sending(source, peer, call.operation)
+        return self._perform(self._mail_lane("send", peer), task, call)
+
+    def _recv(self, output: Tensor, peer: int, call: Call) -> Pending | None:
+        task = self._mail.receiving(output, peer, call.operation)
+        return self._perform(self._mail_lane("recv", peer), task, call)
+
+    def _mail_lane(self, direction: str, peer: int) -> Lane:
+        lane = self._mail_lanes.get((direction, peer))
+        if lane is None:
+            lane = self._mail_lanes[direction, peer] = self._progress.lane(self._fail)
+        return lane
+
+    # --- running -------------------------------------------------------------------------
+
+    def _perform(self, lane: Lane, task: Task, call: Call) -> Pending | None:
+        try:
+            return lane.perform(task, lambda: call.deadline, call.background)
+        except GroupAbortedError:
+            if isinstance(task, Collective):
+                task.check_divergence()
+            raise
+        except CoordinatorError:
+            raise
+        except BaseException as error:
+            # Interrupted midway: this rank is out of step for good.
+            self.abort(error)
+            raise
+
+    def _short_way(self) -> Comm | None:
+        return None if self._lane.busy else self._direct
+
+    def _finish(self, direct: Comm, verb: str) -> Any:
+        operation = self._operations[verb]
+        task = Collective(direct, self.members, operation, iter(()), begun=True)
+        call = Call(verb, operation, self.timeout, False)
+        try:
+            self._perform(self._lane, task, call)
+        except CoordinatorError as error:
+            self._fail(error)
+            raise
+        return direct.finish()
+
+    def _empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        return self._results.empty(shape, like)
+
+    def _close(self) -> None:
+        self._direct = None
+        if self._owns_progress:
+            self._progress.close()
+        self._mail.close()
+        self._segment.close()
+
+    # --- setting up ----------------------------------------------------------------------
+
+    def _make_native(self) -> Comm | None:
+        if native is None:
+            return None
+        comm: Comm = native.Comm(
+            self._segment.memory,
+            self.board.memory,
+            self.rank,
+            self.board.slot_offset(self.members[self.rank]),
+            tuple(self.board.doorbell_offset(member) for member in self.members),
+            tuple(self._operations[verb] for verb in VERBS),
+            torch.Tensor,
+            ReduceOp,
+            torch.empty_like,
+            self._results.empty,
+        )
+        return comm
+
+    def _ring_others(self) -> None:
+        for peer in self.peers:
+            self.board.ring(peer)
+
+    def _join(self) -> None:
+        """Say that this rank is there, and wait for the others."""
+        words, present = self._segment.words, layout.RANK_PRESENT
+        words.store32(self._layout.rank_line(self.rank) + present, 1)
+        self._ring_others()
+
+        def absent() -> list[int]:
+            return [
+                member
+                for rank, member in enumerate(self.members)
+                if not words.load32(self._layout.rank_line(rank) + present)
+            ]
+
+        deadline = Deadline.after(self.timeout)
+        self.board.wait(lambda: not absent(), deadline, f"{self.name} create", absent)
+
+
+def _rank_of(board: Board, members: Sequence[int]) -> int:
+    if len(set(members)) != len(members):
+        raise ValueError(f"members must be distinct; got {list(members)}")
+    if board.member is None or board.member not in members:
+        raise ValueError(f"member {board.member} of {board.name} is not one of {list(members)}")
+    return list(members).index(board.member)

@@ -1,0 +1,59 @@
+"""How tests make a `ShmComm` in the processes of `tests.ranks`: handles pass through a file."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from device_comm.shm_comm import ShmComm
+from shm_broadcast import Board, BoardHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from shm_broadcast.progress import Progress
+
+
+def share_through(path: str) -> Callable[[bytes | None], bytes]:
+    """What `ShmComm.create` shares its handle by."""
+
+    def share(payload: bytes | None) -> bytes:
+        file, whole = Path(path), Path(f"{path}.whole")
+        if payload is not None:
+            file.write_bytes(payload)
+            whole.touch()
+            return payload
+        end = time.monotonic() + 30
+        while not whole.exists():
+            if time.monotonic() > end:
+                raise TimeoutError(path)
+            time.sleep(0.002)
+        return file.read_bytes()
+
+    return share
+
+
+def make_comm(
+    rank: int,
+    board: BoardHandle | Board,
+    path: str,
+    *,
+    members: Sequence[int] | None = None,
+    name: str = "tp",
+    timeout: float | None = 20.0,
+    progress: Progress | None = None,
+    use_native: bool = True,
+) -> ShmComm:
+    """This rank's end of a group of all members of ``board``, or of some."""
+    mine = board if isinstance(board, Board) else Board.attach(board, rank)
+    ranks = range(mine.n_members) if members is None else members
+    return ShmComm.create(
+        mine,
+        ranks,
+        share_through(path),
+        name=name,
+        timeout=timeout,
+        progress=progress,
+        use_native=use_native,
+    )
