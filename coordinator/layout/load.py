@@ -73,7 +73,9 @@ def load_sharded(
             expected = tuple(shapes[name]) if shapes and name in shapes else found
             if found != expected:
                 raise TensorShapeError(str(checkpoint.path), names[name], expected, found)
-            whole = layout if isinstance(layout, Layout) else Layout((layout,))
+            whole = Layout.of(layout)
+            if whole.has_terms:
+                raise ValueError(f"{name}: a checkpoint holds whole values, not terms as {whole}")
             parts[name] = whole.extents(found, axes)
         sizes = {
             name: math.prod(part.stop - part.start for part in extents)

@@ -144,6 +144,50 @@ class Recut(Move):
 
 
 @dataclass(frozen=True, slots=True)
+class Assemble(Move):
+    """Parts that are cut along several dimensions to the whole; of the gradient, this rank's part.
+
+    ``boxes`` are the slices of the whole, of ``shape``, that each rank has.
+    """
+
+    shape: Sizes
+    boxes: tuple[tuple[slice, ...], ...]
+    group: GroupCoordinator
+
+    def run(self, x: Tensor) -> Tensor:
+        """Collective: yes."""
+        whole = x.new_empty(self.shape)
+        rooms = [whole[box] for box in self.boxes]
+        sizes = [room.numel() for room in rooms]
+        parts = torch.split(self.group.all_gatherv(x.reshape(-1), 0, sizes), sizes)
+        for room, part in zip(rooms, parts, strict=True):
+            room.copy_(part.view(room.shape))
+        return whole
+
+    def pull(self, grad: Tensor) -> Tensor:
+        """Collective: no."""
+        return Cut(self.shape, self.boxes, self.group)(grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut(Move):
+    """The whole to this rank's part; of the gradient, parts to the whole. As `Assemble`."""
+
+    shape: Sizes
+    boxes: tuple[tuple[slice, ...], ...]
+    group: GroupCoordinator
+
+    def run(self, x: Tensor) -> Tensor:
+        """Collective: no."""
+        own = x[self.boxes[self.group.rank_in_group]]
+        return own.clone(memory_format=torch.contiguous_format)
+
+    def pull(self, grad: Tensor) -> Tensor:
+        """Collective: yes."""
+        return Assemble(self.shape, self.boxes, self.group)(grad)
+
+
+@dataclass(frozen=True, slots=True)
 class Reduce(Move):
     """Terms to their reduction; of the gradient, what each term counts for."""
 

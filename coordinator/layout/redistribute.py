@@ -58,7 +58,7 @@ def redistribute(
     """
     axes = tuple(group) if isinstance(group, Sequence) else (group,)
     source, target = Layout.of(source), Layout.of(target)
-    whole = _whole_shape(x, source, axes) if shape is None else tuple(shape)
+    whole = whole_shape(x, source, axes) if shape is None else tuple(shape)
     mesh = tuple(axis.world_size for axis in axes)
     if costs is None:
         costs = MeshCosts.uniform(mesh)
@@ -150,8 +150,13 @@ class _Move:
         return functional.pad(x, margins, value=NEUTRAL[target.op])
 
 
-def _whole_shape(x: Tensor, source: Layout, axes: Sequence[GroupCoordinator]) -> tuple[int, ...]:
+def whole_shape(x: Tensor, source: Layout, axes: Sequence[GroupCoordinator]) -> tuple[int, ...]:
+    """The whole tensor's shape, where this rank's part tells it.
+
+    Raises:
+        ValueError: the layout cuts the tensor.
+    """
     for axis, placement in zip(axes, source.placements, strict=False):
         if isinstance(placement, Shard) and axis.world_size > 1:
-            raise ValueError(f"shape= is needed: a shard of {source} does not tell the whole's")
+            raise ValueError(f"its shape is needed: a shard of {source} does not tell the whole's")
     return tuple(x.shape)

@@ -1,0 +1,138 @@
+"""Measuring what communicating along a group costs, for `coordinator.layout.costs`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from coordinator.layout.costs import MeshCosts
+from device_comm import ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from coordinator.group import GroupCoordinator
+
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
+"""Bytes of the measured tensors when whole: the small show alpha, the large ones beta."""
+
+REPEATS = 5
+"""How often each is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlphaBeta:
+    """What a collective along one group costs.
+
+    Attributes:
+        alpha: microseconds to start.
+        beta: microseconds per byte.
+    """
+
+    alpha: float
+    beta: float
+
+
+def calibrate(
+    group: GroupCoordinator, sizes: Sequence[int] = SIZES, repeats: int = REPEATS
+) -> AlphaBeta:
+    """Measure a group: all-gather and all-reduce of several sizes, fitted to the model.
+
+    Each size counts the same, whatever it takes: the fit is by relative errors.
+
+    Args:
+        group: on an otherwise idle machine.
+        sizes: bytes of the whole tensors, multiples of 4, two different ones at least.
+        repeats: of each; the median counts.
+
+    Returns:
+        The same on every rank: the slowest rank's times count. Zero for a group of one.
+
+    Collective: yes, every member.
+
+    Raises:
+        ValueError: fewer than two sizes, or no repeats.
+    """
+    if len(set(sizes)) < 2 or any(size < 4 or size % 4 for size in sizes) or repeats < 1:
+        raise ValueError(f"cannot fit {list(sizes)} bytes, {repeats} times each")
+    n = group.world_size
+    if n == 1:
+        return AlphaBeta(0.0, 0.0)
+    moved: list[float] = []
+    times: list[float] = []
+    for size in sizes:
+        part = torch.zeros(-(-size // n), dtype=torch.uint8, device=group.device)
+        whole = torch.zeros(size, dtype=torch.uint8, device=group.device).view(torch.float32)
+        moved += [(n - 1) / n * size, 2 * (n - 1) / n * size]
+        times += [
+            _median(partial(group.all_gather, part, 0), group, repeats),
+            _median(partial(group.all_reduce, whole), group, repeats),
+        ]
+    return _fit(moved, _slowest(times, [group]))
+
+
+def calibrate_mesh(
+    axes: Sequence[GroupCoordinator], sizes: Sequence[int] = SIZES, repeats: int = REPEATS
+) -> MeshCosts:
+    """Measure the group along each axis of a mesh, one after the other.
+
+    Returns:
+        The same on every rank of the mesh: the costliest group along an axis counts.
+
+    Collective: yes, every rank of the mesh.
+
+    Raises:
+        ValueError: as `calibrate`.
+    """
+    found = [calibrate(axis, sizes, repeats) for axis in axes]
+    costliest = _slowest([each.alpha for each in found] + [each.beta for each in found], axes)
+    return MeshCosts(
+        tuple(axis.world_size for axis in axes),
+        tuple(costliest[: len(axes)]),
+        tuple(costliest[len(axes) :]),
+    )
+
+
+def _median(verb: Callable[[], object], group: GroupCoordinator, repeats: int) -> float:
+    """Microseconds of one call, after one that does not count."""
+    taken = []
+    for _ in range(repeats + 1):
+        group.barrier()
+        start = time.perf_counter()
+        verb()
+        if group.device.type == "cuda":
+            torch.cuda.synchronize(group.device)
+        taken.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(taken[1:])
+
+
+def _slowest(values: Sequence[float], groups: Sequence[GroupCoordinator]) -> list[float]:
+    """The largest of each value over all ranks of the mesh of these groups."""
+    found = torch.tensor(values, dtype=torch.float64)
+    for group in groups:
+        found = group.all_reduce(found.to(group.device), op=ReduceOp.MAX).cpu()
+    return found.tolist()
+
+
+def _fit(moved: Sequence[float], times: Sequence[float]) -> AlphaBeta:
+    """The least sum of squares of relative errors of ``alpha + beta * moved``."""
+    time_ = torch.tensor(times, dtype=torch.float64)
+    volume = torch.tensor(moved, dtype=torch.float64)
+    rows = torch.stack([1 / time_, volume / time_], dim=1)
+    ones = torch.ones(len(times), 1, dtype=torch.float64)
+    alpha, beta = torch.linalg.lstsq(rows, ones).solution.flatten().tolist()
+    if alpha < 0:
+        return AlphaBeta(0.0, _lone(rows[:, 1]))
+    if beta < 0:
+        return AlphaBeta(_lone(rows[:, 0]), 0.0)
+    return AlphaBeta(alpha, beta)
+
+
+def _lone(row: torch.Tensor) -> float:
+    """The least-squares factor that takes ``row`` to ones."""
+    return float(row.sum() / row.square().sum())

@@ -1,0 +1,57 @@
+"""Tables of which mesh axes cut which dimension, ``{dim: [axes]}``, with dimensions normalised."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+def convert_dim_partition_dict(
+    dim_size: int, dim_partition_dict: Mapping[int, Sequence[int]]
+) -> dict[int, list[int]]:
+    """The same table with every dimension counted from the first.
+
+    Args:
+        dim_size: how many dimensions the tensor has.
+        dim_partition_dict: by dimension, which may be negative, the mesh axes that cut it; it is
+            not changed.
+
+    Raises:
+        ValueError: a dimension is not there, or two keys are the same dimension: see
+            `merge_same_dim_mesh_list`.
+    """
+    converted: dict[int, list[int]] = {}
+    for dim, axes in dim_partition_dict.items():
+        found = _dim(dim_size, dim)
+        if found in converted:
+            raise ValueError(f"dimension {found} is there twice: {dict(dim_partition_dict)}")
+        converted[found] = list(axes)
+    return converted
+
+
+def merge_same_dim_mesh_list(
+    dim_size: int, dim_partition_dict: Mapping[int, Sequence[int]]
+) -> dict[int, list[int]]:
+    """As `convert_dim_partition_dict`, with the axes of keys that are the same dimension joined.
+
+    ``{1: [0], -1: [1]}`` of two dimensions is ``{1: [0, 1]}``. The axes are in the order of the
+    keys.
+
+    Raises:
+        ValueError: a dimension is not there, or an axis cuts twice.
+    """
+    merged: dict[int, list[int]] = {}
+    for dim, axes in dim_partition_dict.items():
+        merged.setdefault(_dim(dim_size, dim), []).extend(axes)
+    every = [axis for axes in merged.values() for axis in axes]
+    if len(set(every)) != len(every):
+        raise ValueError(f"an axis cuts twice: {dict(dim_partition_dict)}")
+    return merged
+
+
+def _dim(dim_size: int, dim: int) -> int:
+    if not -dim_size <= dim < dim_size:
+        raise ValueError(f"there is no dimension {dim}; the tensor has {dim_size}")
+    return dim % dim_size

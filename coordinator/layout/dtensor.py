@@ -1,0 +1,110 @@
+"""Between this project's layouts and torch's DTensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed.tensor as dt
+
+from coordinator.layout.placement import Layout, Partial, Place, Placement, Replicate, Shard
+from device_comm import ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+_OPS = {
+    "sum": ReduceOp.SUM,
+    "avg": ReduceOp.AVG,
+    "product": ReduceOp.PRODUCT,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+}
+_NAMES = {op: name for name, op in _OPS.items()}
+
+
+def to_dtensor(
+    local: Tensor,
+    layout: Layout | Placement,
+    mesh: DeviceMesh,
+    shape: Sequence[int] | None = None,
+) -> dt.DTensor:
+    """What this rank holds of a tensor, as a DTensor; autograd sees through.
+
+    Args:
+        local: this rank's part; the result shares its memory.
+        layout: how the tensor lies, without padding or given sizes.
+        mesh: where.
+        shape: of the whole tensor; None: what is cut divides evenly.
+
+    Collective: no.
+
+    Raises:
+        ValueError: DTensor has no such layout, or ``local`` has not the shape that it says.
+    """
+    placements = [_to_torch(placement) for placement in Layout.of(layout).placements]
+    if shape is None:
+        return dt.DTensor.from_local(local, mesh, placements, run_check=False)
+    expected = Layout.of(layout).local_shape(shape, _places(mesh))
+    if tuple(local.shape) != expected:
+        raise ValueError(f"this rank has {tuple(local.shape)}; {layout} of {shape} is {expected}")
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return dt.DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def from_dtensor(x: dt.DTensor) -> tuple[Tensor, Layout, tuple[int, ...]]:
+    """A DTensor's local part, which shares its memory, its layout, and the whole's shape.
+
+    Collective: no.
+
+    Raises:
+        ValueError: it has a placement that is not Shard, Replicate or Partial.
+    """
+    layout = Layout(tuple(_from_torch(placement) for placement in x.placements))
+    return x.to_local(), layout, tuple(x.shape)
+
+
+def set_process_group(x: dt.DTensor, mesh: DeviceMesh) -> dt.DTensor:
+    """A replicated DTensor as one on another mesh; nothing moves, and memory is shared.
+
+    Collective: no.
+
+    Raises:
+        ValueError: it is not replicated: use `redistribute_between`.
+    """
+    if not all(placement.is_replicate() for placement in x.placements):
+        raise ValueError(f"only a replicated tensor changes its mesh; this is {x.placements}")
+    placements = [dt.Replicate()] * mesh.ndim
+    return dt.DTensor.from_local(x.to_local(), mesh, placements, run_check=False)
+
+
+def _to_torch(placement: Placement) -> dt.Placement:
+    if isinstance(placement, Shard) and not placement.padded and placement.sizes is None:
+        return dt.Shard(placement.dim)
+    if isinstance(placement, Partial) and placement.op in _NAMES:
+        return dt.Partial(_NAMES[placement.op])
+    if isinstance(placement, Replicate):
+        return dt.Replicate()
+    raise ValueError(f"DTensor has no {placement}")
+
+
+def _from_torch(placement: dt.Placement) -> Placement:
+    if type(placement) is dt.Shard:
+        return Shard(placement.dim)
+    if type(placement) is dt.Partial and placement.reduce_op in _OPS:
+        return Partial(_OPS[placement.reduce_op])
+    if type(placement) is dt.Replicate:
+        return Replicate()
+    raise ValueError(f"{placement} has no counterpart here")
+
+
+def _places(mesh: DeviceMesh) -> list[Place]:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError("this rank is not in the mesh")
+    return [Place(place, size) for place, size in zip(coordinate, mesh.shape, strict=True)]

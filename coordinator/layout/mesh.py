@@ -1,0 +1,106 @@
+"""A mesh of groups: one along each axis, and one of all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from coordinator.group import GroupCoordinator
+from coordinator.layout.costs import MeshCosts
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from coordinator.layout.costs import Axes
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The groups of this rank along each axis of a grid of ranks.
+
+    ``Mesh((groups.dp, groups.tp), groups.world)``. It owns none of its groups.
+
+    Attributes:
+        axes: the group along each axis, outermost first.
+        flat: the group of all ranks, row by row; None: no collective can be over several axes.
+        costs: of the axes, for `CommSpec.cost` and `plan`; None: all axes cost the same.
+
+    Raises:
+        ValueError: ``flat`` is not of the ranks that the axes make up, or ``costs`` are of
+            another mesh.
+    """
+
+    axes: tuple[GroupCoordinator, ...]
+    flat: GroupCoordinator | None = None
+    costs: MeshCosts | None = None
+
+    def __post_init__(self) -> None:
+        """Check the parts against each other."""
+        if self.cost_model.shape != self.shape:
+            raise ValueError(f"these costs are of another mesh than {self.shape}: {self.costs}")
+        here = 0
+        size = 1
+        for axis in self.axes:
+            here = here * axis.world_size + axis.rank_in_group
+            size *= axis.world_size
+        if self.flat is not None and (self.flat.rank_in_group, self.flat.world_size) != (
+            here,
+            size,
+        ):
+            raise ValueError(
+                f"{self.flat.name} has this process as rank {self.flat.rank_in_group} of "
+                f"{self.flat.world_size}; on the axes it is rank {here} of {size}"
+            )
+
+    @classmethod
+    def from_device_mesh(cls, mesh: DeviceMesh, costs: MeshCosts | None = None) -> Self:
+        """Groups along the dimensions of a torch mesh that has names, and one of all its ranks.
+
+        Close ``axes`` and ``flat`` when done.
+
+        Collective: yes, every rank of the mesh.
+
+        Raises:
+            ValueError: the dimensions have no names.
+        """
+        names = mesh.mesh_dim_names
+        if names is None:
+            raise ValueError("the dimensions of the mesh need names")
+        axes = tuple(GroupCoordinator.from_device_mesh(mesh[name]) for name in names)
+        flat = axes[0]
+        if len(axes) > 1:
+            flat = GroupCoordinator.from_device_mesh(mesh._flatten())
+        return cls(axes, flat, costs)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Ranks of each axis."""
+        return tuple(axis.world_size for axis in self.axes)
+
+    @property
+    def cost_model(self) -> MeshCosts:
+        """What communicating along each axis costs."""
+        return MeshCosts.uniform(self.shape) if self.costs is None else self.costs
+
+    @property
+    def coordinates(self) -> tuple[int, ...]:
+        """This rank's place on each axis."""
+        return tuple(axis.rank_in_group for axis in self.axes)
+
+    def group(self, axes: Axes) -> GroupCoordinator:
+        """The group along one axis, or along several as one.
+
+        Raises:
+            ValueError: there is no group for these axes, or no such axis.
+        """
+        wanted = (axes,) if isinstance(axes, int) else tuple(axes)
+        if not wanted or any(not 0 <= axis < len(self.axes) for axis in wanted):
+            raise ValueError(f"{axes} are not axes of a mesh of {self.shape}")
+        if list(wanted) != sorted(set(wanted)):
+            raise ValueError(f"axes are taken in their order, each once; got {wanted}")
+        long = [axis for axis in wanted if self.shape[axis] > 1]
+        if len(long) < 2:
+            return self.axes[long[0] if long else wanted[0]]
+        if self.flat is None or long != [a for a, size in enumerate(self.shape) if size > 1]:
+            raise ValueError(f"no group of this mesh is along the axes {wanted} together")
+        return self.flat
