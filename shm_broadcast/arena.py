@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from shm_broadcast.errors import SharedMemoryError
 from shm_broadcast.layout import NONCE_BYTES
 from shm_broadcast.recycling import size_class
 from shm_broadcast.segment import Segment, SegmentHandle
@@ -60,7 +61,8 @@ class BlockWriter:
         """Copy ``buffer`` into a free block.
 
         Returns:
-            What to send, or None if no block is free and the limit allows no further one.
+            What to send, or None if no block is free, and the limit or the memory allows no further
+            one.
         """
         block = self._free_block(size_class(buffer.nbytes))
         if block is None:
@@ -86,7 +88,11 @@ class BlockWriter:
             block.segment.close()
         if self._used() + capacity > self._limit:
             return None
-        self._blocks.append(_Block(Segment.create(_DATA + capacity, "group-block"), capacity))
+        try:
+            segment = Segment.create(_DATA + capacity, "group-block")
+        except SharedMemoryError:  # the ring needs no memory of its own
+            return None
+        self._blocks.append(_Block(segment, capacity))
         return self._blocks[-1]
 
     def _used(self) -> int:

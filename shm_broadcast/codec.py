@@ -13,6 +13,7 @@ tensor on another device is copied through the host.
 
 from __future__ import annotations
 
+import copyreg
 import pickle
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
@@ -113,8 +114,8 @@ class MsgpackCodec:
             raise MessageDecodeError("a typed message carries no out-of-band buffers")
         try:
             return self._decoder.decode(main)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise MessageDecodeError(str(error)) from error
+        except Exception as error:
+            raise MessageDecodeError(f"cannot decode: {type(error).__name__}: {error}") from error
 
 
 def codec_for(message_type: Any | None) -> Codec:
@@ -153,17 +154,22 @@ def _rebuild_tensor(
     device: str | None,
     requires_grad: bool,
 ) -> torch.Tensor:
-    if not memoryview(memory).nbytes:
-        tensor = torch.empty(shape, dtype=dtype)
-    else:
+    if memoryview(memory).nbytes:
         writable = bytearray(memory) if memoryview(memory).readonly else memory
-        tensor = torch.frombuffer(writable, dtype=torch.uint8).view(dtype).view(shape)
+        values = torch.frombuffer(writable, dtype=torch.uint8)
+    else:
+        values = torch.empty(0, dtype=torch.uint8)
+    tensor = values.view(dtype).view(shape)
     if device is not None:
         tensor = tensor.to(device)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-_REDUCERS: Final[dict[type, Any]] = {
-    torch.Tensor: _reduce_tensor,
-    torch.nn.Parameter: _reduce_parameter,
-}
+class _Reducers(dict[type, Any]):
+    """Our reducers, then copyreg's, which a pickler with a table of its own does not look at."""
+
+    def __missing__(self, kind: type) -> Any:
+        return copyreg.dispatch_table[kind]
+
+
+_REDUCERS: Final = _Reducers({torch.Tensor: _reduce_tensor, torch.nn.Parameter: _reduce_parameter})

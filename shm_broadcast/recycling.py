@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import defaultdict
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
@@ -30,12 +30,12 @@ class RecyclingPool:
     """
 
     def __init__(self, kept_bytes: int = DEFAULT_KEPT_BYTES) -> None:
-        """Keep at most ``kept_bytes`` of unused blocks; what is above goes back to the system."""
+        """Keep at most ``kept_bytes`` of unused blocks; the sizes unused for longest go first."""
         self._kept_limit = kept_bytes
         self._kept = 0
-        self._free: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
-        # A finaliser may run inside any allocation of the thread that holds the lock.
-        self._lock = threading.RLock()
+        self._free: dict[int, list[NDArray[np.uint8]]] = {}
+        self._returned: deque[NDArray[np.uint8]] = deque()
+        self._lock = threading.Lock()
 
     @property
     def kept_bytes(self) -> int:
@@ -48,10 +48,8 @@ class RecyclingPool:
             return np.empty(size, dtype=np.uint8)
         capacity = size_class(size)
         with self._lock:
-            blocks = self._free[capacity]
-            block = blocks.pop() if blocks else None
-            if block is not None:
-                self._kept -= capacity
+            self._settle()
+            block = self._pop(capacity) if capacity in self._free else None
         if block is None:
             block = np.empty(capacity, dtype=np.uint8)
         # torch and numpy keep the array they were given alive, so its end is the block's release.
@@ -60,10 +58,33 @@ class RecyclingPool:
         return array
 
     def _give_back(self, block: NDArray[np.uint8]) -> None:
-        with self._lock:
-            if self._kept + block.nbytes <= self._kept_limit:
-                self._kept += block.nbytes
-                self._free[block.nbytes].append(block)
+        # A finaliser runs at any moment, even in the thread that holds the lock: it must not wait.
+        self._returned.append(block)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+
+    def _settle(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            if block.nbytes > self._kept_limit:
+                continue
+            same = self._free.pop(block.nbytes, [])
+            same.append(block)
+            self._free[block.nbytes] = same  # the last of all sizes again
+            self._kept += block.nbytes
+            while self._kept > self._kept_limit:
+                self._pop(next(iter(self._free)))
+
+    def _pop(self, capacity: int) -> NDArray[np.uint8]:
+        blocks = self._free[capacity]
+        block = blocks.pop()
+        if not blocks:
+            del self._free[capacity]
+        self._kept -= capacity
+        return block
 
 
 def size_class(size: int) -> int:

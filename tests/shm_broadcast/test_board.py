@@ -24,15 +24,12 @@ from shm_broadcast.errors import (
     SharedMemoryError,
 )
 from shm_broadcast.liveness import ProcessId
+from tests.shm_broadcast.leaks import open_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DEAD = ProcessId(2**22 + 1, 1)
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
 @contextmanager

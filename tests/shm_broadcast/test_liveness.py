@@ -11,13 +11,10 @@ from pathlib import Path
 import pytest
 
 from shm_broadcast.liveness import ProcessId, ProcessWatch
+from tests.shm_broadcast.leaks import open_descriptors
 from tests.shm_broadcast.remote_peers import wait_until
 
 NOBODY = 2**22 + 1  # above the largest pid that Linux gives
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
 def test_this_process() -> None:

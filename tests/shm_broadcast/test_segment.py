@@ -17,6 +17,7 @@ from shm_broadcast.errors import GroupClosedError, SharedMemoryError
 from shm_broadcast.layout import SEGMENT_MAGIC, SEGMENT_SIZE
 from shm_broadcast.segment import Segment, SegmentHandle
 from tests.ranks import run_ranks
+from tests.shm_broadcast.leaks import open_descriptors
 from tests.shm_broadcast.remote_peers import get, put
 
 if TYPE_CHECKING:
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PAGE = mmap.PAGESIZE
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
 @pytest.fixture

@@ -1,0 +1,182 @@
+"""Blocks of large buffers: used where they lie, and not again before all readers let go."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from shm_broadcast.arena import BlockReader, BlockWriter, Placed
+from shm_broadcast.errors import SharedMemoryError
+from shm_broadcast.segment import Segment
+from tests.shm_broadcast.leaks import open_descriptors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MIB = 1 << 20
+
+
+def content(mark: int, size: int = MIB) -> memoryview:
+    return memoryview(bytes([mark]) * size)
+
+
+class Rig:
+    """A writer of blocks and its readers, in one process."""
+
+    def __init__(self, n_readers: int = 2, limit: int = 8 * MIB) -> None:
+        self.left: set[int] = set()
+        self.writer = BlockWriter(n_readers, limit, lambda reader: reader in self.left)
+        self.readers = [BlockReader(reader) for reader in range(n_readers)]
+
+    def place(self, buffer: memoryview) -> Placed:
+        placed = self.writer.place(buffer)
+        assert placed is not None
+        return placed
+
+    def share(self, mark: int, size: int = MIB) -> list[np.ndarray[Any, Any]]:
+        """Place a buffer and resolve it at every reader."""
+        descriptor = bytes(self.place(content(mark, size)).descriptor)
+        return [reader.resolve(descriptor) for reader in self.readers]
+
+
+def test_readers_see_the_bytes_where_they_lie() -> None:
+    first, second = Rig().share(7, 2 * MIB + 3)
+    assert first.nbytes == second.nbytes == 2 * MIB + 3
+    assert (first == 7).all()
+    first[5] = 8
+    assert second[5] == 8
+
+
+def test_a_block_is_used_again_when_all_have_let_go() -> None:
+    rig = Rig()
+    rig.share(1)
+    before = open_descriptors()
+    for mark in range(2, 30):
+        first, second = rig.share(mark)
+        assert (first == mark).all() and (second == mark).all()
+        del first, second
+    assert open_descriptors() == before
+
+
+def test_a_block_is_not_written_while_one_reader_holds_it() -> None:
+    rig = Rig()
+    first, second = rig.share(1)
+    del second
+    others = [rig.share(mark) for mark in range(2, 5)]
+    assert (first == 1).all()
+    for mark, pair in enumerate(others, 2):
+        assert all((array == mark).all() for array in pair)
+
+
+VIEWS: list[Callable[[Any], Any]] = [
+    lambda array: array[5:10],
+    lambda array: memoryview(array)[5:].cast("B"),
+    lambda array: np.frombuffer(array, dtype=np.int32),
+    lambda array: torch.frombuffer(array, dtype=torch.float32)[::7],
+    lambda array: torch.from_numpy(array).view(torch.bfloat16).t(),
+]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_any_view_holds_the_block(view: Callable[[Any], Any]) -> None:
+    rig = Rig(n_readers=1)
+    (array,) = rig.share(1)
+    shown = view(array)
+    before = bytes(np.ascontiguousarray(shown)) if isinstance(shown, np.ndarray) else None
+    del array
+    gc.collect()
+    (other,) = rig.share(2)
+    if before is not None:
+        assert bytes(np.ascontiguousarray(shown)) == before
+    del shown
+    gc.collect()
+    descriptors = open_descriptors()
+    (third,) = rig.share(3)
+    assert open_descriptors() == descriptors
+    assert (other == 2).all()
+    assert (third == 3).all()
+
+
+def test_what_a_cancelled_message_placed_is_free_again() -> None:
+    rig = Rig(limit=MIB)
+    for _ in range(5):
+        rig.place(content(1)).withdraw()
+    rig.place(content(1))
+    assert rig.writer.place(content(2)) is None
+
+
+def test_a_reader_that_left_holds_nothing() -> None:
+    rig = Rig(limit=MIB)
+    first, second = rig.share(1)
+    assert rig.writer.place(content(2)) is None
+    del first
+    assert rig.writer.place(content(2)) is None
+    rig.left.add(1)
+    rig.place(content(2))
+    assert second.nbytes == MIB
+
+
+def test_beyond_the_limit_nothing_is_placed() -> None:
+    rig = Rig(n_readers=1, limit=3 * MIB)
+    assert rig.writer.place(content(0, 4 * MIB)) is None
+    held = [rig.share(mark) for mark in range(3)]
+    assert rig.writer.place(content(9)) is None
+    held.pop()
+    rig.place(content(9)).withdraw()
+
+
+def test_free_blocks_of_other_sizes_make_room() -> None:
+    rig = Rig(n_readers=1, limit=4 * MIB)
+    before = open_descriptors()
+    for size in (MIB, 2 * MIB, 3 * MIB, 4 * MIB, MIB):
+        (array,) = rig.share(size // MIB, size)
+        assert (array == size // MIB).all()
+        del array
+    rig.writer.close()
+    rig.readers[0].forget()
+    gc.collect()
+    assert open_descriptors() == before
+
+
+def test_arrays_outlive_the_writer_s_blocks_and_the_reader_s_mappings() -> None:
+    rig = Rig(n_readers=1)
+    (array,) = rig.share(5)
+    rig.writer.close()
+    rig.readers[0].forget()
+    del rig
+    gc.collect()
+    assert (array == 5).all()
+
+
+def test_mappings_beyond_the_limit_are_dropped_the_oldest_first() -> None:
+    rig = Rig(n_readers=1, limit=16 * MIB)
+    reader = rig.readers[0] = BlockReader(0, limit=3 * MIB)
+    arrays = [rig.share(mark)[0] for mark in range(6)]
+    assert len(reader._mapped) == 2
+    for mark, array in enumerate(arrays):
+        assert (array == mark).all()
+    arrays.clear()
+    for mark in range(12):
+        assert (rig.share(mark)[0] == mark).all()
+
+
+def test_a_block_whose_writer_has_gone() -> None:
+    rig = Rig(n_readers=1)
+    descriptor = bytes(rig.place(content(1)).descriptor)
+    rig.writer.close()
+    with pytest.raises(SharedMemoryError):
+        rig.readers[0].resolve(descriptor)
+
+
+def test_too_little_memory_for_a_block_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks save a copy; without memory for them, messages travel through the ring."""
+
+    def refuse(*_: object) -> None:
+        raise SharedMemoryError("1 byte of shared memory is required, 0 are free")
+
+    monkeypatch.setattr(Segment, "create", refuse)
+    assert Rig().writer.place(content(1)) is None
