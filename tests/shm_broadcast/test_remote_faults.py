@@ -246,6 +246,20 @@ class TestReplay:
             with pytest.raises(PeerLostError):
                 honest.recv(LIMIT)
 
+    def test_frame_repeated_to_the_writer(self) -> None:
+        silence = 1.0
+        with (
+            RemoteWriter(0, [1], "127.0.0.1", SECRET, silence=silence) as writer,
+            Tap(writer.handle) as tap,
+            RemoteReader(tap.handle, 1, SECRET) as reader,
+        ):
+            exchange(writer, reader, count=3)
+            tap.repeat_to_writer()
+            struck = time.monotonic()
+            with pytest.raises(PeerLostError, match="lost rank 1"):
+                fill(writer)
+            assert time.monotonic() - struck < silence + BOUND
+
 
 class TestMalformed:
     """A peer with a right key that does not keep the protocol, or the limits."""
@@ -476,6 +490,10 @@ class Tap:
         """Say once more the last thing of some size that the writer said."""
         assert self._last_large
         self._sockets[0].sendall(self._last_large)
+
+    def repeat_to_writer(self) -> None:
+        """Say once more all that the reader has said since the handshake."""
+        self._sockets[1].sendall(b"".join(zmtp_frames(self.from_reader)[3:]))
 
     def _serve(self) -> None:
         try:
