@@ -128,7 +128,7 @@ def meet(
     """
     deadline = Deadline.after(timeout)
     if store is None:
-        store = _open_store(launch, deadline)
+        store = open_store(launch, deadline)
     host = f"{store.host}:{store.port}" if isinstance(store, TCPStore) else ""
     exchange = Exchange.visit(
         store, f"world/{launch.attempt}", launch.rank, launch.world_size, "world", deadline, host
@@ -208,7 +208,14 @@ def own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _open_store(launch: Launch, deadline: Deadline) -> TCPStore:
+def open_store(launch: Launch, deadline: Deadline) -> TCPStore:
+    """The store where the ranks of ``launch`` meet: host it, or connect to it.
+
+    Raises:
+        GroupTimeoutError: nobody hosts it in time.
+        OSError: rank 0 cannot bind its port.
+        ValueError: the port is not known.
+    """
     if launch.rank == 0 and not launch.hosted:
         return host_store(launch.master_addr, launch.master_port)
     if not launch.master_port:
