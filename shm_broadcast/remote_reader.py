@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from shm_broadcast.deadline import NEVER, Deadline
+from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import (
     GroupClosedError,
     GroupTimeoutError,
@@ -158,14 +159,18 @@ class RemoteReader(RemoteEnd):
             return message or []
 
     def readable(self) -> bool:
-        """Whether a message is there, at least in part, or `recv` has an error to raise."""
-        with self._use("readable", NEVER):
+        """Whether a message is there, at least in part, or `recv` has an error to raise.
+
+        Never waits; False while another thread is in `recv`.
+        """
+        with suppress(GroupTimeoutError), self._use("readable", Deadline.after(0)):
             self._take_in()
             return (
                 self._message is not None
                 or self._assembler.partial
                 or self._state not in ("absent", "busy")
             )
+        return False
 
     def _connect(self, address: str, server_key: bytes) -> None:
         self._zmq.curve_serverkey = server_key

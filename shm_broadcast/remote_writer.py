@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import secrets
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import zmq
 
-from shm_broadcast.deadline import NEVER, Deadline
+from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupClosedError, GroupTimeoutError, MessageTooLargeError
 from shm_broadcast.remote_end import RemoteEnd, one_address
 from shm_broadcast.remote_keys import NONCE_BYTES, ZAP_DOMAIN, AllowList, writer_key
@@ -86,8 +87,7 @@ class RemoteWriter(RemoteEnd):
             readers: the ranks that may read, each once; all of them must arrive.
             bind_host: the one address that the readers reach: an IPv4 or IPv6 address, or a name.
             secret: the launcher's, 16 bytes or more, the same in all processes.
-            credit_bytes: what may be on its way to each reader; memory on either side is bounded
-                by about this, for each reader.
+            credit_bytes: what may be on its way to each reader; bounds the memory on either side.
             silence: seconds without a sign of life after which a reader counts as lost.
 
         Raises:
@@ -198,12 +198,12 @@ class RemoteWriter(RemoteEnd):
             self._require_readers(operation)
 
     def poll(self) -> None:
-        """Take in what readers have sent, without waiting.
+        """Take in what readers have sent. Never waits; a `send` in another thread does it itself.
 
         Raises:
             PeerLostError, PeerProtocolError, GroupClosedError: as for `send`.
         """
-        with self._use("poll", NEVER):
+        with suppress(GroupTimeoutError), self._use("poll", Deadline.after(0)):
             self._probe()
             self._take_in()
             self._require_readers("poll")

@@ -263,6 +263,22 @@ class TestWaiting:
             signal.signal(signal.SIGALRM, previous)
         wait_until(lambda: all(map(le, _holdings(), before)), f"more is held than {before}")
 
+    def test_looking_never_waits_for_another_thread(
+        self, pair: tuple[RemoteWriter, RemoteReader]
+    ) -> None:
+        writer, reader = pair
+        waiting = threading.Event()
+        received: list[bytes] = []
+        thread = threading.Thread(
+            target=lambda: received.append(bytes(reader.recv(LIMIT, waiting.set)[0]))
+        )
+        thread.start()
+        assert waiting.wait(LIMIT)
+        assert not reader.readable()
+        writer.send([b"for the other thread"], LIMIT)
+        thread.join(LIMIT)
+        assert received == [b"for the other thread"]
+
     def test_closed_end_raises_at_once(self, pair: tuple[RemoteWriter, RemoteReader]) -> None:
         writer, reader = pair
         for end in (writer, reader) * 2:
