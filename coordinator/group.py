@@ -30,6 +30,18 @@ if TYPE_CHECKING:
     from shm_broadcast import QueueHandle
 
 
+def own_group(group_ranks: Sequence[Sequence[int]], rank: int) -> Sequence[int]:
+    """The one of these groups that ``rank`` is in.
+
+    Raises:
+        ValueError: it is in none or in several, or twice in one.
+    """
+    mine = [ranks for ranks in group_ranks if rank in ranks]
+    if len(mine) != 1 or len(set(mine[0])) != len(mine[0]):
+        raise ValueError(f"rank {rank} has to be in one group, once; got {group_ranks}")
+    return mine[0]
+
+
 class GroupCoordinator(ExpertVerbs):
     """One member's end of a named group: collectives, messages, and who is in it.
 
@@ -70,23 +82,21 @@ class GroupCoordinator(ExpertVerbs):
             GroupTimeoutError: some members did not come in time.
         """
         rank = dist.get_rank()
-        mine = [ranks for ranks in group_ranks if rank in ranks]
-        if len(mine) != 1 or len(set(mine[0])) != len(mine[0]):
-            raise ValueError(f"rank {rank} has to be in one group, once; got {group_ranks}")
+        ranks = own_group(group_ranks, rank)
         name = group_name or "anonymous"
         settings = Settings.of(torch_distributed_backend, local_rank)
-        if len(mine[0]) == 1:
+        if len(ranks) == 1:
             self._adopt(alone(name, rank, settings))
             return
         exchange = Exchange.visit(
             torch_groups.default_store(),
-            f"{name}:{'.'.join(map(str, mine[0]))}",
-            mine[0].index(rank),
-            len(mine[0]),
+            f"{name}:{'.'.join(map(str, ranks))}",
+            ranks.index(rank),
+            len(ranks),
             name,
             Deadline.after(timeout),
         )
-        self._adopt(connect(exchange, mine[0], settings))
+        self._adopt(connect(exchange, ranks, settings))
         if use_message_queue_broadcaster and self.world_size > 1:
             self.mq_broadcaster = self.create_mq_broadcaster()
 
