@@ -1,0 +1,195 @@
+"""Plans: their steps by hand, their costs against DTensor's own paths, the formulas."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+
+import pytest
+import torch
+
+from coordinator.layout import Layout, MeshCosts, Partial, Plan, Replicate, Shard, plan
+from coordinator.layout.arrangement import Arrangement
+from device_comm import ReduceOp
+from tests.ranks import run_ranks
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+
+
+def verbs(found: Plan) -> list[tuple[str, int]]:
+    return [(step.verb, step.axis) for step in found.steps]
+
+
+def test_formulas() -> None:
+    costs = MeshCosts((2, 4), alpha=(1, 2), beta=(0.1, 0.01))
+    by_axis = [
+        [costs.all_gather, costs.all_reduce, costs.reduce_scatter, costs.all_to_all],
+        [52.3, 103.41, 52.201, 26.601],
+        [9.78, 17.37, 9.681, 5.841],
+    ]
+    for axis in (0, 1):
+        for formula, expected in zip(by_axis[0], by_axis[axis + 1], strict=True):
+            assert formula(1024, axis) == pytest.approx(expected)
+    # all 8 devices, the largest alpha, the smallest beta
+    assert costs.mix_gather(1024) == pytest.approx(2 + 0.01 * 7 / 8 * 1024 + 0.1)
+    assert costs.all_reduce(1024, [0, 1]) == pytest.approx(2 + 2 * 0.01 * 7 / 8 * 1024 + 0.01)
+
+
+@pytest.mark.parametrize("parts", [((2,), (1.0, 1.0), (1.0,)), ((0,), (1.0,), (1.0,))])
+def test_costs_of_no_mesh_are_refused(parts: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="axis"):
+        MeshCosts(*parts)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        (S0, S0, []),
+        (R, S0, ["slice"]),
+        (S0, R, ["all_gather"]),
+        (S0, S1, ["all_to_all"]),
+        (P, R, ["all_reduce"]),
+        (P, S1, ["reduce_scatter"]),
+        (R, P, ["as_term"]),
+        (S0, P, ["as_term"]),
+        (S0, Partial(ReduceOp.MAX), ["all_gather", "as_term"]),
+        (Partial(ReduceOp.MAX), P, ["reduce_scatter", "as_term"]),
+        (Shard(-1), S1, []),
+        (S0, Shard(0, sizes=(1, 7)), ["all_to_all"]),
+    ],
+)
+def test_steps_along_one_axis(source: Shard, target: Shard, expected: list[str]) -> None:
+    found = plan(source, target, (8, 8), MeshCosts.uniform((2,)))
+    assert [step.verb for step in found.steps] == expected
+
+
+def test_a_nested_cut_is_undone_from_the_inside() -> None:
+    found = plan(Layout((S0, S0)), Layout((R, R)), (8, 8), MeshCosts.uniform((2, 2)))
+    assert verbs(found) == [("all_gather", 1), ("all_gather", 0)]
+
+
+def test_a_dimension_in_between_saves_a_gather() -> None:
+    """(S0, S0) → (R, S0) on large tensors: the inner cut steps aside to dimension 1."""
+    costs = MeshCosts((2, 2), (0.0, 0.0), (1.0, 1.0))
+    found = plan(Layout((S0, S0)), Layout((R, S0)), (64, 64), costs)
+    assert verbs(found) == [("all_to_all", 1), ("all_gather", 0), ("all_to_all", 1)]
+
+
+def test_a_cheap_axis_is_used_first() -> None:
+    """Gathering makes what follows larger, so the dear axis gathers first."""
+    layouts = Layout((S0, S1)), Layout((R, R))
+    dear_outer = MeshCosts((2, 2), (1.0, 1.0), (1.0, 0.001))
+    dear_inner = MeshCosts((2, 2), (1.0, 1.0), (0.001, 1.0))
+    assert verbs(plan(*layouts, (8, 8), dear_outer)) == [("all_gather", 0), ("all_gather", 1)]
+    assert verbs(plan(*layouts, (8, 8), dear_inner)) == [("all_gather", 1), ("all_gather", 0)]
+
+
+def test_axes_of_one_rank_do_nothing() -> None:
+    assert (
+        plan(Layout((S0, P, S0)), Layout((R, R, S0)), (8,), MeshCosts.uniform((1, 1, 4))).steps
+        == ()
+    )
+
+
+def test_a_plan_prints() -> None:
+    text = str(plan(S0, S1, (4, 4), MeshCosts((2,), (1.0,), (0.1,))))
+    assert text.splitlines()[0] == "[4, 4] on a mesh of [2]: 1.801 µs"
+    assert "all_to_all" in text and "axis 0" in text and "1.801 µs" in text
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        (Layout((S0, S0)), Layout((S0,)), "for 2 axes"),
+        (Shard(2), R, "dimension"),
+        (Shard(0, sizes=(1, 2)), R, "does not cut"),
+    ],
+)
+def test_what_does_not_fit_is_refused(source: Layout, target: Layout, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(source, target, (8, 8), MeshCosts.uniform((2,)))
+
+
+def test_mixed_reductions_are_refused() -> None:
+    mixed = Layout((P, Partial(ReduceOp.MAX)))
+    with pytest.raises(ValueError, match="mixes"):
+        plan(mixed, Layout((R, R)), (8,), MeshCosts.uniform((2, 2)))
+
+
+# --- against DTensor's planner, which needs no peers ---------------------------------------
+
+MESHES = ((2,), (2, 4), (1, 1, 4))
+SHAPES = ((64, 64), (7, 5))
+COSTS = ((20.0, 0.0005), (0.01, 1.0))
+
+
+def never_dearer(rank: int, n: int) -> tuple[int, int]:
+    import torch.distributed as dist
+    import torch.distributed.tensor as dt
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    warnings.simplefilter("ignore")
+    kinds = {R: dt.Replicate(), S0: dt.Shard(0), S1: dt.Shard(1), P: dt.Partial()}
+    ours = {theirs: each for each, theirs in kinds.items()}
+    compared = cheaper = 0
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    for mesh in MESHES:
+        device_mesh = DeviceMesh("cpu", torch.arange(math.prod(mesh)).reshape(mesh))
+        layouts = list(itertools.product(kinds, repeat=len(mesh)))
+        if len(mesh) == 3:
+            layouts = [(S0, P, last) for last in kinds]
+        for shape, (source, target) in itertools.product(
+            SHAPES, itertools.product(layouts, layouts)
+        ):
+            if any(b == P and a != P for a, b in zip(source, target, strict=True)):
+                continue  # DTensor does not redistribute to partial
+            meta = TensorMeta(torch.Size(shape), (shape[1], 1), torch.float32)
+            specs = [
+                DTensorSpec(device_mesh, tuple(kinds[each] for each in layout), tensor_meta=meta)
+                for layout in (source, target)
+            ]
+            for use_graph in (False, True):
+                infos = _redistribute._gen_transform_infos_non_cached(*specs, use_graph)
+                for alpha, beta in COSTS:
+                    costs = MeshCosts.uniform(mesh, alpha, beta)
+                    theirs = 0.0
+                    here = Arrangement.of(Layout(source), 2, (9,) * len(mesh))
+                    for info in infos:
+                        axis, (_, wanted) = info.mesh_dim, info.src_dst_placements
+                        after = here.without(axis).then(axis, ours[wanted])
+                        theirs += cost_of(costs, axis, here, after, shape)
+                        here = after
+                    mine = plan(Layout(source), Layout(target), shape, costs).cost
+                    assert mine <= theirs + 1e-9, (mesh, shape, source, target, use_graph)
+                    compared += 1
+                    cheaper += mine < theirs - 1e-9
+    dist.destroy_process_group()
+    return compared, cheaper
+
+
+def cost_of(
+    costs: MeshCosts, axis: int, before: Arrangement, after: Arrangement, shape: tuple[int, int]
+) -> float:
+    """A step of DTensor's, by the model; it skips axes of one rank."""
+    if costs.shape[axis] == 1:
+        return 0.0
+    was, becomes = before.at(axis), after.at(axis)
+    size, gathered = (math.prod(each.largest(shape, costs.shape)) * 4 for each in (before, after))
+    if isinstance(becomes, Partial) or isinstance(was, Replicate):
+        return 0.0
+    if isinstance(was, Partial):
+        reduce = costs.reduce_scatter if isinstance(becomes, Shard) else costs.all_reduce
+        return reduce(size, axis)
+    if isinstance(becomes, Shard):
+        return costs.all_to_all(size, axis)
+    return costs.all_gather(gathered, axis)
+
+
+def test_a_plan_never_costs_more_than_dtensors() -> None:
+    compared, cheaper = run_ranks(1, never_dearer, timeout=120)[0]
+    assert compared > 1000
+    assert cheaper > 0
