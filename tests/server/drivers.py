@@ -1,0 +1,93 @@
+"""A driver to be killed, interrupted or left alone: ``python drivers.py WHAT [ARGUMENT]``.
+
+It prints one line of JSON, the pids of its workers and of what they started, before it does what
+the test is about. Its own `Here` is a worker class of the main module.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from server.pool import WorkerPool
+from tests.server.workers import Worker
+
+
+class Here(Worker):
+    """A worker of the main module."""
+
+    def kind(self) -> str:
+        return type(self).__qualname__
+
+
+def say(pids: list[int]) -> None:
+    sys.stdout.write(json.dumps(pids) + "\n")
+    sys.stdout.flush()
+
+
+def wait(pool: WorkerPool, what: str) -> None:
+    """Wait in a call; what that is, the test says."""
+    pids = [status.pid for status in pool.status()] + pool.collective_rpc("start_child")
+    say(pids)
+    if what == "idle":
+        time.sleep(600)
+    elif what == "group":
+        pool.call("hang_in_group", 1)
+    elif what == "locked":
+        pool.call("hold_python", [0, 1])
+    else:
+        pool.call("sleep", 600.0)
+
+
+def main(what: str, argument: str = "") -> None:
+    if what == "wait":
+        try:
+            with WorkerPool(Worker, tp=2) as pool:
+                wait(pool, argument)
+        except KeyboardInterrupt:
+            sys.exit(130)
+    elif what == "start":
+        say([])
+        try:
+            WorkerPool(
+                "tests.server.workers:Failing",
+                tp=2,
+                worker_kwargs={"rank": 0, "how": "hang"},
+                on_progress=lambda rank, *_: say([rank]),
+            )
+        except KeyboardInterrupt:
+            sys.exit(130)
+    elif what == "forget":
+        pool = WorkerPool(Worker)
+        say([pool.call("where")[1]])
+        pool.submit("sleep", 600.0)
+        if argument == "raise":
+            raise ValueError("the driver's own")
+    elif what == "drop":
+        say([WorkerPool(Worker).call("where")[1]])
+        time.sleep(600)
+    elif what == "fork":
+        pool = WorkerPool(Worker)
+        child = os.fork()
+        if child == 0:
+            if argument == "outlive":
+                signal.pause()
+            sys.exit(0)
+        say([pool.call("where")[1]])
+        if argument != "outlive":
+            os.wait()
+        say([pool.call("echo", child)])
+        signal.pause()
+    elif what == "main":
+        with WorkerPool(Here) as pool:
+            say([pool.call("where")[1], len(pool.call("kind"))])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

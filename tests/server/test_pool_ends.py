@@ -1,0 +1,199 @@
+"""However the driver ends, nothing is left of its pool, and nothing is said that need not be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+DRIVERS = Path(__file__).with_name("drivers.py")
+
+
+class Driver:
+    """A running driver, in a session of its own as from a terminal."""
+
+    def __init__(self, *arguments: str, command: Sequence[str] = (str(DRIVERS),)) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", *command, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.pids: list[int] = []
+
+    def says(self) -> list[int]:
+        """The next line."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.communicate()[1]
+        numbers: list[int] = json.loads(line)
+        return numbers
+
+    def family(self) -> list[int]:
+        """Everyone below the driver."""
+        self.pids += [
+            child.pid for child in psutil.Process(self.process.pid).children(recursive=True)
+        ]
+        return self.pids
+
+    def end(self) -> tuple[int, str]:
+        """Its exit status, and all it and its workers said on stderr."""
+        _, errors = self.process.communicate(timeout=30)
+        return self.process.returncode, errors
+
+    def left(self, seconds: float) -> list[int]:
+        """Who of the family is still there so long after."""
+        end = time.monotonic() + seconds
+        while left := [pid for pid in self.pids if psutil.pid_exists(pid)]:
+            if time.monotonic() > end:
+                break
+            time.sleep(0.02)
+        return left
+
+
+@pytest.fixture
+def drivers() -> Iterator[list[Driver]]:
+    running: list[Driver] = []
+    yield running
+    for driver in running:
+        with suppress(ProcessLookupError):
+            os.killpg(driver.process.pid, signal.SIGKILL)
+        driver.process.communicate()
+
+
+@pytest.mark.parametrize("what", ["idle", "sleep", "group", "locked"])
+def test_a_killed_driver_takes_all_workers_along(drivers: list[Driver], what: str) -> None:
+    """Whatever they are in: no call, a sleep, a collective, C code that holds Python's lock."""
+    driver = Driver("wait", what)
+    drivers.append(driver)
+    driver.pids = driver.says()
+    assert len(driver.pids) == 4
+    time.sleep(0.3)
+    driver.process.kill()
+    assert driver.left(5.0) == []
+    assert driver.end() == (-signal.SIGKILL, "")
+
+
+def test_a_driver_killed_while_workers_start_takes_them_along(drivers: list[Driver]) -> None:
+    driver = Driver("start")
+    drivers.append(driver)
+    driver.says()
+    while len(driver.family()) < 2:
+        time.sleep(0.01)
+    driver.process.kill()
+    assert driver.left(5.0) == []
+    assert driver.end() == (-signal.SIGKILL, "")
+
+
+@pytest.mark.parametrize("what", ["idle", "group"])
+def test_an_interrupt_from_the_terminal_ends_all_silently(drivers: list[Driver], what: str) -> None:
+    driver = Driver("wait", what)
+    drivers.append(driver)
+    driver.pids = driver.says()
+    time.sleep(0.3)
+    os.killpg(driver.process.pid, signal.SIGINT)
+    assert driver.end() == (130, "")
+    assert driver.left(1.0) == []
+
+
+def test_an_interrupt_while_workers_start_ends_all_silently(drivers: list[Driver]) -> None:
+    driver = Driver("start")
+    drivers.append(driver)
+    assert driver.says() == []
+    assert driver.says() in ([0], [1])
+    assert len(driver.family()) >= 2
+    os.killpg(driver.process.pid, signal.SIGINT)
+    assert driver.end() == (130, "")
+    assert driver.left(1.0) == []
+
+
+@pytest.mark.parametrize("how", ["", "raise"])
+def test_a_pool_that_was_forgotten_ends_with_the_interpreter(
+    drivers: list[Driver], how: str
+) -> None:
+    driver = Driver("forget", how)
+    drivers.append(driver)
+    driver.pids = driver.says()
+    status, errors = driver.end()
+    assert (status, errors.splitlines()[-1:]) == (
+        (1, ["ValueError: the driver's own"]) if how else (0, [])
+    )
+    assert driver.left(1.0) == []
+
+
+def test_a_pool_that_nobody_refers_to_ends(drivers: list[Driver]) -> None:
+    driver = Driver("drop")
+    drivers.append(driver)
+    driver.pids = driver.says()
+    assert driver.left(10.0) == []
+
+
+def test_a_forked_child_that_exits_leaves_the_pool_alone(drivers: list[Driver]) -> None:
+    driver = Driver("fork", "exit")
+    drivers.append(driver)
+    driver.pids = driver.says()
+    (child,) = driver.says()
+    assert not psutil.pid_exists(child)
+
+
+def test_a_forked_child_that_outlives_the_driver_keeps_no_worker(drivers: list[Driver]) -> None:
+    driver = Driver("fork", "outlive")
+    drivers.append(driver)
+    driver.pids = driver.says()
+    (child,) = driver.says()
+    driver.process.kill()
+    assert driver.left(5.0) == []
+    assert psutil.pid_exists(child)
+
+
+@pytest.mark.parametrize("command", [[str(DRIVERS)], ["-m", "tests.server.drivers"]])
+def test_a_worker_of_the_main_module_works(drivers: list[Driver], command: list[str]) -> None:
+    driver = Driver("main", command=command)
+    drivers.append(driver)
+    driver.pids = driver.says()
+    assert driver.pids.pop() == len("Here")
+    assert driver.end() == (0, "")
+    assert driver.left(1.0) == []
+
+
+def test_a_main_module_without_a_guard_is_told_so(drivers: list[Driver], tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(DRIVERS.parents[2])!r})\n"
+        "from server.pool import WorkerPool\n"
+        "class Mine:\n"
+        "    def __init__(self, context): pass\n"
+        "WorkerPool(Mine)\n"
+    )
+    driver = Driver(command=[str(script)])
+    drivers.append(driver)
+    status, errors = driver.end()
+    assert status == 1
+    assert "put what makes the pool behind if __name__ == '__main__':" in errors
+
+
+def test_a_driver_that_has_no_file_works(drivers: list[Driver]) -> None:
+    """As from a console; the folder it stands in has a server.py of its own."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(DRIVERS.parents[2])!r})\n"
+        "from server.pool import WorkerPool\n"
+        "with WorkerPool('tests.server.workers:Worker') as pool: print([pool.call('where')[1]])\n"
+    )
+    driver = Driver(command=["-c", code])
+    drivers.append(driver)
+    driver.pids = driver.says()
+    assert driver.end() == (0, "")
+    assert driver.left(1.0) == []

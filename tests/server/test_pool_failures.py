@@ -1,0 +1,227 @@
+"""What breaks a pool: each test has one of its own, and nothing of it may be left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from server.config import PoolConfig
+from server.errors import PoolClosedError, WorkerError, WorkerLostError, WorkerStartError
+from server.pool import WorkerPool
+from tests.server.workers import BadInputError, Failing, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(Worker, tp=2) as pool:
+        yield pool
+
+
+def pids_of(pool: WorkerPool) -> list[int]:
+    return [status.pid for status in pool.status()]
+
+
+def assert_gone(pids: list[int], seconds: float = 5.0) -> None:
+    """Of ``pids`` nothing is left: neither running nor a zombie."""
+    end = time.monotonic() + seconds
+    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
+        assert time.monotonic() < end, f"left after {seconds} s: {left}"
+        time.sleep(0.02)
+
+
+def after(seconds: float, act: Callable[[], Any]) -> list[float]:
+    """Run ``act`` later, in a thread; the list gets the time of it."""
+    acted: list[float] = []
+
+    def wait() -> None:
+        time.sleep(seconds)
+        acted.append(time.monotonic())
+        act()
+
+    threading.Thread(target=wait, daemon=True).start()
+    return acted
+
+
+@pytest.mark.parametrize(("victim", "call"), [(0, "sleep"), (1, "hang_in_group")])
+def test_a_killed_worker_fails_all_calls_within_a_second_and_nothing_is_left(
+    pool: WorkerPool, victim: int, call: str
+) -> None:
+    pids = pids_of(pool)
+    queued = [pool.submit("echo", turn) for turn in range(5)]
+    assert [future.result(timeout=30) for future in queued] == list(range(5))
+    argument = 600.0 if call == "sleep" else victim
+    waiting = [pool.submit(call, argument) for _ in range(4)]
+    killed = after(0.3, lambda: os.kill(pids[victim], signal.SIGKILL))
+    with pytest.raises(WorkerLostError) as raised:
+        pool.call(call, argument)
+    failed = time.monotonic()
+    assert failed - killed[0] < 1.0
+    assert raised.value.rank == victim
+    assert raised.value.pid == pids[victim]
+    assert raised.value.end == "killed by SIGKILL"
+    for future in waiting:
+        error = future.exception(timeout=1)
+        assert isinstance(error, WorkerLostError)
+        assert error.rank == victim
+    assert_gone(pids)
+    with pytest.raises(WorkerLostError, match=f"rank {victim}") as later:
+        pool.call("echo")
+    assert "takes no more calls" in later.value.__notes__[-1]
+    with pytest.raises(WorkerLostError):
+        pool.submit("echo")
+
+
+def test_a_worker_killed_between_calls_fails_the_next_one(pool: WorkerPool) -> None:
+    pids = pids_of(pool)
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerLostError, match="rank 1"):
+        pool.call("total", 1.0)
+    assert_gone(pids)
+
+
+def test_a_workers_traceback_arrives_while_its_peers_wait_for_it(pool: WorkerPool) -> None:
+    pids = pids_of(pool)
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=r"rank 1 failed in fail_in_group: .*not me") as raised:
+        pool.call("fail_in_group", [1])
+    assert time.monotonic() - began < 1.0
+    assert isinstance(raised.value.__cause__, BadInputError)
+    assert "in fail_in_group" in raised.value.traceback
+    with pytest.raises(WorkerError, match="rank 1 failed in fail_in_group"):
+        pool.call("echo", timeout=10)
+    assert_gone(pids)
+
+
+def test_a_pool_breaks_when_a_message_was_left_half_done(pool: WorkerPool) -> None:
+    """Going on would give the next receiver what was sent in the failed call."""
+    with pytest.raises(WorkerError, match="before it received"):
+        pool.call("send_then_fail")
+    with pytest.raises(WorkerError, match="before it received"):
+        pool.call("echo", timeout=10)
+
+
+def test_a_worker_that_leaves_or_crashes_says_how(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerLostError, match=r"rank 1 \(pid \d+\): exit status 3"):
+        pool.call("exit", [1], 3)
+
+
+def test_a_crash_comes_with_the_stack(pool: WorkerPool, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(WorkerLostError, match="killed by SIGABRT") as raised:
+        pool.call("crash", [0])
+    assert "in crash" in raised.value.stack
+    assert capfd.readouterr().err == ""
+
+
+def test_a_stack_shows_though_python_is_locked() -> None:
+    with WorkerPool(Worker, tp=2, config=PoolConfig(kill_seconds=0.2)) as pool:
+        pids = pids_of(pool)
+        with pytest.raises(TimeoutError) as raised:
+            pool.call("hold_python", [1], timeout=0.3)
+        assert "in hold_python" in raised.value.stacks[1]  # type: ignore[attr-defined]
+        pool.shutdown(timeout=1.0)
+        assert_gone(pids, 0.0)
+
+
+def test_what_a_worker_started_goes_with_it(pool: WorkerPool) -> None:
+    children = pool.collective_rpc("start_child")
+    assert all(psutil.pid_exists(child) for child in children)
+    os.kill(pids_of(pool)[0], signal.SIGKILL)
+    assert_gone(children)
+
+
+def test_a_stopped_worker_can_be_shut_down(pool: WorkerPool) -> None:
+    pids = pids_of(pool)
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(TimeoutError, match="rank 1"):
+        pool.call("echo", timeout=0.3)
+    pool.shutdown(timeout=1.0)
+    assert_gone(pids, 0.0)
+
+
+def test_shutdown_lets_calls_finish_and_refuses_new_ones(pool: WorkerPool) -> None:
+    pids = pids_of(pool)
+    futures = [pool.submit("note", turn, 0.1) for turn in range(6)]
+    pool.shutdown()
+    assert [len(future.result(timeout=0)) for future in futures] == [1, 2, 3, 4, 5, 6]
+    assert_gone(pids, 0.0)
+    for refused in (lambda: pool.call("echo"), lambda: pool.submit("echo"), pool.status):
+        with pytest.raises(PoolClosedError):
+            refused()
+    pool.shutdown()
+
+
+def test_shutdown_ends_calls_that_do_not_finish(pool: WorkerPool) -> None:
+    pids = pids_of(pool)
+    futures = [pool.submit("hang_in_group", 1), pool.submit("echo")]
+    began = time.monotonic()
+    pool.shutdown(timeout=1.0)
+    assert time.monotonic() - began < 4.0
+    for future in futures:
+        assert isinstance(future.exception(timeout=0), PoolClosedError)
+    assert_gone(pids, 0.0)
+
+
+def test_a_block_that_raises_ends_its_pool_at_once() -> None:
+    class OddError(Exception):
+        pass
+
+    pids: list[int] = []
+
+    def run() -> None:
+        with WorkerPool(Worker) as pool:
+            pids.extend(pids_of(pool))
+            pool.submit("sleep", 600.0)
+            raise OddError
+
+    with pytest.raises(OddError):
+        run()
+    assert_gone(pids, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raise", r"rank 1 did not start: .*BadInputError: no such model"),
+        ("exit", "rank 1 did not start: exit status 7"),
+    ],
+)
+def test_a_worker_that_cannot_start_says_why_though_others_still_load(how: str, text: str) -> None:
+    heard: list[int] = []
+    with pytest.raises(WorkerStartError, match=text) as raised:
+        WorkerPool(
+            Failing,
+            tp=2,
+            worker_kwargs={"rank": 1, "how": how},
+            on_progress=lambda rank, *_: heard.append(rank),
+        )
+    assert raised.value.rank == 1
+    if how == "raise":
+        assert "in __init__" in raised.value.traceback
+        assert isinstance(raised.value.__cause__, BadInputError)
+    assert 1 in heard
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_a_start_that_takes_too_long_shows_where_it_is() -> None:
+    with pytest.raises(WorkerStartError, match=r"not ready after 8 s \(late: 0, 1\)") as raised:
+        WorkerPool(Failing, tp=2, worker_kwargs={"rank": 1, "how": "hang"}, start_timeout=8)
+    assert "in __init__" in raised.value.traceback
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_what_on_progress_raises_ends_the_start() -> None:
+    def refuse(*_: object) -> None:
+        raise KeyError("no progress, please")
+
+    with pytest.raises(KeyError, match="no progress, please"):
+        WorkerPool(Failing, tp=2, worker_kwargs={"rank": 0, "how": "hang"}, on_progress=refuse)
+    assert psutil.Process().children(recursive=True) == []

@@ -1,0 +1,63 @@
+"""Pools one after another leave nothing behind in their driver."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from server.pool import WorkerPool
+from tests.server.workers import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def settled() -> dict[str, object]:
+    """What is there once it stays the same: a native thread of torch's store ends late."""
+    before, now = None, things()
+    while now != before:
+        time.sleep(1)
+        before, now = now, things()
+    return now
+
+
+def things() -> dict[str, object]:
+    """What a pool could leave."""
+    gc.collect()
+    return {
+        "descriptors": sorted(_descriptors()),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "native threads": len(list(Path("/proc/self/task").iterdir())),
+        "processes": [child.pid for child in psutil.Process().children(recursive=True)],
+        "shared memory": sorted(Path("/dev/shm").iterdir()),
+    }
+
+
+def _descriptors() -> Iterator[str]:
+    """What the open descriptors are, but the one that this itself uses."""
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            yield str(fd.readlink())
+
+
+def run_pools(count: int, tp: int = 1) -> None:
+    for turn in range(count):
+        with WorkerPool(Worker, tp=tp) as pool:
+            assert pool.collective_rpc("total", args=(1.0,)) == [float(tp)] * tp
+            assert pool.submit("echo", turn).result(timeout=60) == turn
+
+
+def test_twenty_pools_one_after_another_in_two_threads_leave_nothing() -> None:
+    run_pools(1, tp=2)
+    before = settled()
+    with ThreadPoolExecutor(2) as threads:
+        for sequence in [threads.submit(run_pools, 10) for _ in range(2)]:
+            sequence.result()
+    assert settled() == before
