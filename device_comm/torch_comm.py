@@ -7,12 +7,14 @@ equal and unequal parts, and all-gather of unequal parts is an exchange too: glo
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from device_comm.base import Capabilities, DeviceCommunicator
+from device_comm.guard import Guard
 from device_comm.helper_threads import HelperThreads
 from device_comm.reduce_op import ReduceOp, reduce_in_rank_order
 from device_comm.torch_pending import (
@@ -21,8 +23,9 @@ from device_comm.torch_pending import (
     StreamPending,
     TransferPending,
     break_off,
+    wait_to_the_end,
 )
-from device_comm.torch_wire import as_bytes, reduction_wire
+from device_comm.torch_wire import as_bytes, as_cargo, reduction_wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -86,6 +89,7 @@ class TorchComm(DeviceCommunicator):
         self._group = process_group
         self._boundary = Boundary(self.watch, board is not None)
         self._helpers = HelperThreads(f"{name}-transfer")
+        self._guard = Guard(f"{name}-guard", self._boundary, self._discard)
         self._broken_off = False
 
     def _discard(self) -> None:
@@ -101,22 +105,20 @@ class TorchComm(DeviceCommunicator):
             parts = source.new_empty((self.world_size, *source.shape))
             return self._start(
                 call,
-                lambda: self._group._allgather_base(as_bytes(parts), as_bytes(source)),
+                lambda: self._group._allgather_base(as_cargo(parts), as_cargo(source)),
                 lambda: reduce_in_rank_order(parts.unbind(), op, output),
             )
         travelling = wire.wrap(output)
         wire.load(travelling, source)
-        options = dist.AllreduceOptions()
-        options.reduceOp = wire.op.torch
         return self._start(
             call,
-            lambda: self._group.allreduce([travelling], options),
+            lambda: self._group.allreduce([travelling], _all_reduce_options(wire.op)),
             lambda: wire.unload(travelling, output, self.world_size),
         )
 
     def _all_gather(self, output: Tensor, source: Tensor, call: Call) -> Pending:
         return self._start(
-            call, lambda: self._group._allgather_base(as_bytes(output), as_bytes(source))
+            call, lambda: self._group._allgather_base(as_cargo(output), as_cargo(source))
         )
 
     def _all_gatherv(
@@ -157,7 +159,7 @@ class TorchComm(DeviceCommunicator):
     def _broadcast(self, buffer: Tensor, root: int, call: Call) -> Pending:
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return self._start(call, lambda: self._group.broadcast([as_bytes(buffer)], options))
+        return self._start(call, lambda: self._group.broadcast([as_cargo(buffer)], options))
 
     def _reduce(
         self, output: Tensor | None, source: Tensor, root: int, op: ReduceOp, call: Call
@@ -210,11 +212,11 @@ class TorchComm(DeviceCommunicator):
 
     # --- p2p -----------------------------------------------------------------------------
 
-    def _send(self, source: Tensor, peer: int, call: Call) -> Pending:
-        return self._transfer(call, peer, lambda: self._group.send([as_bytes(source)], peer, _TAG))
+    def _send(self, source: Tensor, peer: int, call: Call) -> Pending | None:
+        return self._transfer(call, peer, lambda: self._group.send([as_cargo(source)], peer, _TAG))
 
-    def _recv(self, output: Tensor, peer: int, call: Call) -> Pending:
-        return self._transfer(call, peer, lambda: self._group.recv([as_bytes(output)], peer, _TAG))
+    def _recv(self, output: Tensor, peer: int, call: Call) -> Pending | None:
+        return self._transfer(call, peer, lambda: self._group.recv([as_cargo(output)], peer, _TAG))
 
     # --- starting ------------------------------------------------------------------------
 
@@ -244,21 +246,34 @@ class TorchComm(DeviceCommunicator):
             return StreamPending(work, finish)
         return CollectivePending(work, finish, call.operation, self.peers, self._boundary)
 
-    def _transfer(self, call: Call, peer: int, issue: Callable[[], dist.Work]) -> Pending:
+    def _transfer(self, call: Call, peer: int, issue: Callable[[], dist.Work]) -> Pending | None:
         peers = (self.members[peer],)
         work = self._issue(call, issue, peers)
         if self.capabilities.stream_ordered:
             return StreamPending(work, None)
-        return TransferPending(
-            self._helpers.start(work.wait, self._wake), call.operation, peers, self._boundary
-        )
+        if call.background:
+            job = self._helpers.start(work.wait, self._wake)
+            return TransferPending(job, call.operation, peers, self._boundary)
+        deadline = call.deadline
+        try:
+            self._guard.call(lambda: wait_to_the_end(work, deadline), call.operation, peers)
+        except RuntimeError as error:
+            raise self._boundary.translate(error, call.operation, peers, deadline) from error
+        return None
 
     def _issue(self, call: Call, issue: Callable[[], dist.Work], peers: Sequence[int]) -> dist.Work:
         try:
             return issue()
         except RuntimeError as error:
-            raise self._boundary.translate(error, call.operation, peers) from error
+            raise self._boundary.translate(error, call.operation, peers, call.deadline) from error
 
     def _wake(self) -> None:
         if self.watch.member is not None:
             self.watch.ring(self.watch.member)
+
+
+@cache
+def _all_reduce_options(op: ReduceOp) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op.torch
+    return options

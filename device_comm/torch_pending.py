@@ -6,7 +6,8 @@ Facts about gloo that shape this file (torch 2.11 to 2.13):
   operations, so that a hanging one would keep the process from ending.
 - The work of a collective can be waited for in slices. That of a send or a receive cannot:
   it does not know that it is complete until it is waited for, and if that wait expires,
-  all connections of the group are broken. So it is waited for on a helper thread.
+  all connections of the group are broken. So it is waited for on a helper thread; or, where
+  the caller waits as well, right there and under a `Guard`.
 - Broken connections end every operation of the group with an error, here and on the peers.
   `break_off` breaks them on purpose: the only way to free what waits.
 """
@@ -20,9 +21,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from shm_broadcast.deadline import Deadline
+from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS
 from shm_broadcast.errors import (
     CoordinatorError,
     GroupTimeoutError,
+    PeerLostError,
     TransportError,
 )
 
@@ -40,8 +43,14 @@ _FIRST_LOOK = 0.05
 _POLL = 0.002
 """Seconds between two looks at a collective that has taken longer."""
 
+_LONG = 1e7
+"""Seconds that stand for no deadline, where torch needs one."""
+
 _NEVER_SENT = 1
 """A tag that nobody sends with."""
+
+_ON_ITS_WAY = 0.3
+"""Seconds that the last bytes of a peer that has gone may take to be taken in here."""
 
 _FIND_CAUSE = 0.5
 """Seconds to find out who died when a connection broke: the socket tells it sooner."""
@@ -60,13 +69,39 @@ class Boundary:
         self.watch = watch
         self._sees_peers = sees_peers
 
-    def translate(self, error: Exception, operation: str, peers: Sequence[int]) -> CoordinatorError:
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        deadline: Deadline,
+        operation: str,
+        peers: Sequence[int],
+        *,
+        poll: float | None = None,
+        spin: float = DEFAULT_SPIN_SECONDS,
+    ) -> None:
+        """As the watch's. A peer that has gone may have done its part, which still arrives."""
+        try:
+            self.watch.wait(ready, deadline, operation, lambda: peers, poll=poll, spin=spin)
+        except PeerLostError as lost:
+            arrives = Deadline.after(deadline.remaining(at_most=_ON_ITS_WAY))
+            try:
+                self.watch.wait(ready, arrives, operation, tuple, poll=poll, spin=spin)
+            except GroupTimeoutError:
+                raise lost from None
+
+    def translate(
+        self, error: Exception, operation: str, peers: Sequence[int], deadline: Deadline
+    ) -> CoordinatorError:
         """The error to raise, from ``error``, in its place: the cause, if it can be found."""
         said = str(error).partition("\n")[0]
-        seconds = _FIND_CAUSE if self._sees_peers else 0.0
+        until = deadline
+        if not deadline.expired:
+            until = Deadline.after(_FIND_CAUSE if self._sees_peers else 0)
         try:
-            self.watch.wait(bool, Deadline.after(seconds), operation, lambda: peers)
+            self.watch.wait(bool, until, operation, lambda: peers)
         except GroupTimeoutError as nobody:
+            if until is deadline:
+                return nobody
             if "timed out" in said.lower():
                 return GroupTimeoutError(operation, None, nobody.waiting_for, said)
         except CoordinatorError as cause:
@@ -99,26 +134,27 @@ class CollectivePending:
     def wait(self, deadline: Deadline) -> None:
         """Wait for torch, in a way that ends."""
         if not self._wait_shortly(deadline):
-            self._boundary.watch.wait(
-                self._work.is_completed, deadline, self._operation, lambda: self._peers, poll=_POLL
+            self._boundary.wait(
+                self._work.is_completed, deadline, self._operation, self._peers, poll=_POLL
             )
             try:
                 self._work.wait()
             except RuntimeError as error:
-                raise self._boundary.translate(error, self._operation, self._peers) from error
+                raise self._boundary.translate(
+                    error, self._operation, self._peers, deadline
+                ) from error
         if self._finish is not None:
             self._finish()
             self._finish = None
 
     def _wait_shortly(self, deadline: Deadline) -> bool:
+        """Whether it has succeeded at once. If not, it is under way, or has failed."""
         milliseconds = int(1000 * deadline.remaining(at_most=_FIRST_LOOK))
         if not milliseconds:  # to torch, 0 means for ever
             return False
         try:
             self._work.wait(timedelta(milliseconds=milliseconds))
-        except RuntimeError as error:
-            if self._work.is_completed():
-                raise self._boundary.translate(error, self._operation, self._peers) from error
+        except RuntimeError:  # too late or failed, which is known when it is waited for again
             return False
         return True
 
@@ -144,7 +180,7 @@ class StreamPending:
 
 
 class TransferPending:
-    """A send or a receive, waited for on a helper thread."""
+    """A send or a receive in the background, waited for on a helper thread."""
 
     def __init__(self, job: Job, operation: str, peers: Sequence[int], boundary: Boundary) -> None:
         """Follow ``job``, which concerns the one member in ``peers``."""
@@ -159,12 +195,21 @@ class TransferPending:
 
     def wait(self, deadline: Deadline) -> None:
         """Wait for the helper, in a way that ends."""
-        self._boundary.watch.wait(
-            lambda: self._job.done, deadline, self._operation, lambda: self._peers
-        )
+        # no spinning: the helper needs the interpreter
+        self._boundary.wait(lambda: self._job.done, deadline, self._operation, self._peers, spin=0)
         error = self._job.error
         if error is not None:
-            raise self._boundary.translate(error, self._operation, self._peers) from error
+            raise self._boundary.translate(error, self._operation, self._peers, deadline) from error
+
+
+def wait_to_the_end(work: dist.Work, deadline: Deadline) -> None:
+    """Wait for a send or a receive; at the deadline, break the connections of its group.
+
+    Raises:
+        RuntimeError: the transfer failed, or the deadline passed.
+    """
+    seconds = max(deadline.remaining(at_most=_LONG), 0.001)  # to torch, 0 means for ever
+    work.wait(timedelta(seconds=seconds))
 
 
 def break_off(group: dist.ProcessGroup) -> None:

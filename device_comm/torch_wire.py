@@ -1,7 +1,7 @@
 """How tensors travel through torch process groups, which know few dtypes.
 
-What is only moved travels as bytes. What is reduced in transit travels as a dtype and an
-operation that gloo and NCCL both know:
+What is only moved travels as it is if gloo knows the dtype, else as bytes. What is reduced
+in transit travels as a dtype and an operation that gloo and NCCL both know:
 
     float32, float64, uint8, int8, int32, int64      as they are
     float16, bfloat16                                widened to float32
@@ -17,12 +17,16 @@ A PRODUCT of complex numbers does not travel this way: `reduction_wire` returns 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from device_comm.reduce_op import ReduceOp
 
+_KNOWN = frozenset(
+    {torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
+)
 _WIDER = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -36,6 +40,12 @@ _BOOL_OP = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
 def as_bytes(x: Tensor) -> Tensor:
     """The memory of a contiguous tensor as uint8, of one dimension."""
     return x.view(-1).view(torch.uint8)
+
+
+def as_cargo(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor in a dtype that travels, of one dimension."""
+    flat = x.view(-1)
+    return flat if x.dtype in _KNOWN else flat.view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,7 @@ class ReductionWire:
             output.copy_(wire)
 
 
+@cache
 def reduction_wire(op: ReduceOp, dtype: torch.dtype) -> ReductionWire | None:
     """The way for ``op`` on ``dtype``; None if it has to be gathered and reduced here."""
     if op is ReduceOp.PRODUCT and dtype.is_complex:

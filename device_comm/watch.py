@@ -11,15 +11,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS
 from shm_broadcast.errors import Failure, GroupAbortedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from shm_broadcast.deadline import Deadline
-
-_SPIN = 0.0002
-"""Seconds of looking again and again, giving way in between, before sleeping."""
 
 _SLICE = 0.02
 """The longest sleep between two looks at the deadline."""
@@ -56,6 +54,7 @@ class Watch(Protocol):
         peers: Callable[[], Iterable[int]],
         *,
         poll: float | None = None,
+        spin: float = DEFAULT_SPIN_SECONDS,
     ) -> None:
         """Return once ``ready()``; raise on deadline, abort or a lost peer."""
 
@@ -109,9 +108,10 @@ class LoneWatch:
         peers: Callable[[], Iterable[int]],  # noqa: ARG002 - nobody is seen
         *,
         poll: float | None = None,
+        spin: float = DEFAULT_SPIN_SECONDS,
     ) -> None:
         """Return once ``ready()``; raise `GroupTimeoutError` or `GroupAbortedError`."""
-        spin_until = time.monotonic() + _SPIN
+        spin_until = time.monotonic() + spin
         while not ready():
             self.check(operation)
             deadline.check(operation)

@@ -3,8 +3,8 @@
     def body(rank: int, n: int, path: str) -> int: ...        # at module level
     assert run_ranks(2, body, str(tmp_path / "store")) == [0, 1]
 
-Ranks are forked from a server process that has imported torch already, so a rank costs
-milliseconds. What follows from it:
+Ranks are forked from a server process that has imported torch and pytest already, so a rank
+costs milliseconds. What follows from it:
 
 - A rank sees the environment variables of the moment the first rank of the session was
   started, not those that a test sets later.
@@ -45,7 +45,9 @@ _GRACE = 10.0
 """Seconds the others have left once one rank failed: time to say what they saw of it."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["numpy", "torch", "torch.distributed", "torch.testing"])
+_context.set_forkserver_preload(
+    ["numpy", "torch", "torch.distributed", "torch.testing", "pytest", "hypothesis", "msgspec"]
+)
 
 
 class RanksFailedError(AssertionError):

@@ -141,20 +141,22 @@ def test_an_abort_frees_whoever_waits(verb: Verb, store_path: str) -> None:
 
 
 def last_is_late(
-    rank: int, n: int, path: str, board: BoardHandle | None
+    rank: int, n: int, path: str, board: BoardHandle | None, verb: Verb
 ) -> tuple[CoordinatorError, CoordinatorError | None, float]:
     comm = make(rank, n, path, board)
     x = torch.ones(3)
     if rank == n - 1:
         time.sleep(1.0)
         return failure_of(lambda: comm.all_reduce(x))[0], None, 0.0
-    error, seconds = failure_of(lambda: comm.all_reduce(x, timeout=0.3))
+    comm.timeout = 0.3
+    error, seconds = failure_of(lambda: start(comm, verb))
     return error, failure_of(lambda: comm.all_reduce(x))[0], seconds
 
 
-def test_a_deadline_names_the_late_and_ends_the_group(store_path: str) -> None:
+@pytest.mark.parametrize("verb", ["all_reduce", "recv"])
+def test_a_deadline_names_the_late_and_ends_the_group(verb: Verb, store_path: str) -> None:
     with Board.create(2, None) as board:
-        first, second = run_ranks(2, last_is_late, store_path, board.handle())
+        first, second = run_ranks(2, last_is_late, store_path, board.handle(), verb)
     error, later, seconds = first
     assert isinstance(error, GroupTimeoutError)
     assert [member.rank for member in error.waiting_for] == [1]
@@ -163,11 +165,13 @@ def test_a_deadline_names_the_late_and_ends_the_group(store_path: str) -> None:
     for ended in (later, second[0]):
         assert isinstance(ended, GroupAbortedError)
         assert ended.failure.rank == 0
-        assert "tp all_reduce: timed out after 0.3 s" in ended.failure.message
+        assert f"tp {verb}: timed out after 0.3 s" in ended.failure.message
 
 
 def test_a_deadline_without_a_board_breaks_the_connections(store_path: str) -> None:
-    (error, later, seconds), (told, _, _) = run_ranks(2, last_is_late, store_path, None)
+    (error, later, seconds), (told, _, _) = run_ranks(
+        2, last_is_late, store_path, None, "all_reduce"
+    )
     assert isinstance(error, GroupTimeoutError)
     assert isinstance(later, GroupAbortedError)
     assert 0.29 < seconds < 1

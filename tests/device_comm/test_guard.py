@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from device_comm import LoneWatch
+from device_comm.guard import Guard
+from device_comm.torch_pending import Boundary
+from shm_broadcast import GroupAbortedError
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "guard-test"]
+
+
+class Call:
+    """A call that blocks until it is ended."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def __call__(self) -> None:
+        assert self.ended.wait(10)
+        raise RuntimeError("ended")
+
+
+def test_an_abort_ends_the_call_and_is_what_it_raises() -> None:
+    watch, call = LoneWatch(0), Call()
+    guard = Guard("guard-test", Boundary(watch, sees_peers=False), call.ended.set)
+    threading.Timer(0.1, watch.abort, (KeyError("why"),)).start()
+    with pytest.raises(GroupAbortedError, match="why") as caught:
+        guard.call(call, "receiving", [1])
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_what_the_call_raises_by_itself_is_left_alone() -> None:
+    call = Call()
+    call.ended.set()
+    guard = Guard("guard-test", Boundary(LoneWatch(0), sees_peers=False), call.ended.set)
+    with pytest.raises(RuntimeError, match="ended"):
+        guard.call(call, "receiving", [1])
+
+
+def test_one_thread_for_many_calls_that_leaves_when_there_are_none() -> None:
+    before = len(threads())
+    guard = Guard("guard-test", Boundary(LoneWatch(0), sees_peers=False), int)
+    for _ in range(100):
+        guard.call(int, "receiving", [1])
+    assert len(threads()) <= before + 1
+    end = time.monotonic() + 20
+    while threads() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not threads()
+    done = []
+    guard.call(lambda: done.append(len(threads())), "receiving", [1])
+    assert done == [1]
