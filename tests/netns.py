@@ -1,21 +1,21 @@
 """Two network namespaces on this machine, joined by a cable (a veth pair), for tests between hosts.
 
     with two_hosts("IPv6") as hosts:
-        hosts[0].address            # what the other host reaches it by
-        enter(hosts[0].name)        # in a process of its own: its later sockets live there
+        hosts[0].address       # what the other host reaches it by
+        hosts[0].enter()       # in a process of its own: its later sockets live there
 
-Making them needs root and iproute2; `unavailable` says what is missing. They are removed at the
-end, whatever happened.
+They have no names: each lives as long as a process that waits for the end of its input, so that
+nothing is left, not even by a test run that is killed. Making them needs root, iproute2 and
+util-linux; `unavailable` says what is missing.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import secrets
 import shutil
 import subprocess
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _CLONE_NEWNET = 0x40000000
-_RUNS_IN = "/run/netns"
+_KEEPER = ("unshare", "--net", "sh", "-c", "echo made && exec cat")
+_DEVICE = "cable"
 
 
 @dataclass(frozen=True)
@@ -32,81 +33,87 @@ class Host:
     """One of the two namespaces.
 
     Attributes:
-        name: what ``ip netns`` calls it.
-        device: its end of the cable.
-        address: its only address there.
-        peer: the other's address.
+        pid: the process that keeps it.
+        address: its only address on the cable.
+        peer: the other's.
     """
 
-    name: str
-    device: str
+    pid: int
     address: str
     peer: str
 
+    def enter(self) -> None:
+        """Move this thread, and the threads it starts from now on, to this host."""
+        with Path(f"/proc/{self.pid}/ns/net").open() as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number))
+
     def unplug(self) -> None:
         """From now on, what this host sends to the other is lost without a word."""
-        _ip("-n", self.name, "neigh", "replace", self.peer, "lladdr", "02:00:00:00:de:ad",
-            "dev", self.device, "nud", "permanent")  # fmt: skip
+        nobody = ("lladdr", "02:00:00:00:de:ad", "nud", "permanent")
+        self.ip("neigh", "replace", self.peer, "dev", _DEVICE, *nobody)
+
+    def ip(self, *arguments: str) -> None:
+        """Run iproute2's ``ip`` on this host."""
+        command = ["nsenter", "--net", f"--target={self.pid}", "ip", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
 def unavailable() -> str | None:
     """Why namespaces cannot be made here; None if they can."""
-    if shutil.which("ip") is None:
-        return "iproute2 is not installed"
-    name = f"gc-{secrets.token_hex(4)}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-    if made.returncode:
-        return f"ip netns add: {made.stderr.strip()}"
-    _ip("netns", "delete", name)
-    return None
+    missing = [each for each in ("ip", "unshare", "nsenter") if shutil.which(each) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed"
+    try:
+        with two_hosts("IPv4"):
+            return None
+    except RuntimeError as error:
+        return str(error)
 
 
 @contextmanager
 def two_hosts(family: Literal["IPv4", "IPv6"]) -> Iterator[tuple[Host, Host]]:
-    """Two joined namespaces that have addresses of ``family`` only, loopback included."""
-    nonce = secrets.token_hex(3)
+    """Two joined namespaces that have addresses of ``family`` only, loopback included.
+
+    Raises:
+        RuntimeError: they cannot be made here.
+    """
     first, second = ("10.93.0.1", "10.93.0.2") if family == "IPv4" else ("fd93::1", "fd93::2")
-    hosts = (
-        Host(f"gc-{nonce}-a", f"gc{nonce}a", first, second),
-        Host(f"gc-{nonce}-b", f"gc{nonce}b", second, first),
-    )
-    made: list[str] = []
-    try:
-        for host in hosts:
-            _ip("netns", "add", host.name)
-            made.append(host.name)
-        _ip("link", "add", hosts[0].device, "netns", hosts[0].name, "type", "veth",
-            "peer", "name", hosts[1].device, "netns", hosts[1].name)  # fmt: skip
+    with ExitStack() as stack:
+        hosts = (
+            Host(stack.enter_context(_namespace()), first, second),
+            Host(stack.enter_context(_namespace()), second, first),
+        )
+        there = ("peer", "name", _DEVICE, "netns", str(hosts[1].pid))
+        hosts[0].ip("link", "add", _DEVICE, "type", "veth", *there)
         for host in hosts:
             _configure(host, family)
         yield hosts
-    finally:
-        for name in made:
-            _ip("netns", "delete", name)
 
 
-def enter(name: str) -> None:
-    """Move this thread, and the threads it starts from now on, into the namespace ``name``."""
-    with (Path(_RUNS_IN) / name).open() as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+@contextmanager
+def _namespace() -> Iterator[int]:
+    """A new network namespace; the process that keeps it."""
+    with subprocess.Popen(
+        _KEEPER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as keeper:
+        if keeper.stdout is None or keeper.stdout.readline() != b"made\n":
+            _, error = keeper.communicate()
+            raise RuntimeError(error.decode().strip())
+        yield keeper.pid
 
 
 def _configure(host: Host, family: Literal["IPv4", "IPv6"]) -> None:
-    _ip("-n", host.name, "link", "set", "lo", "up")
-    _ip("-n", host.name, "link", "set", host.device, "up")
+    host.ip("link", "set", "lo", "up")
+    host.ip("link", "set", _DEVICE, "up")
     if family == "IPv4":
-        _ip("-n", host.name, "-6", "address", "flush", "dev", "lo")
-        _ip("-n", host.name, "-6", "address", "flush", "dev", host.device)
-        _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.device)
+        host.ip("-6", "address", "flush", "dev", "lo")
+        host.ip("-6", "address", "flush", "dev", _DEVICE)
+        host.ip("address", "add", f"{host.address}/24", "dev", _DEVICE)
     else:
-        _ip("-n", host.name, "-4", "address", "flush", "dev", "lo")
+        host.ip("-4", "address", "flush", "dev", "lo")
         # Without duplicate detection the address can be bound at once.
-        _ip("-n", host.name, "address", "add", f"{host.address}/64", "dev", host.device, "nodad")
-
-
-def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+        host.ip("address", "add", f"{host.address}/64", "dev", _DEVICE, "nodad")

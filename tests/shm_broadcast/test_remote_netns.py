@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from shm_broadcast.errors import PeerLostError
-from tests.netns import Host, enter, two_hosts, unavailable
+from tests.netns import Host, two_hosts, unavailable
 from tests.ranks import run_ranks
 from tests.shm_broadcast.remote_peers import (
     LIMIT,
@@ -31,7 +31,7 @@ MESSAGES = [[b"head", bytes([size % 256]) * size] for size in (0, 1, 1000, 3_000
 
 
 def cross(rank: int, _n: int, folder: str, hosts: tuple[Host, Host]) -> Any:
-    enter(hosts[min(rank, 1)].name)
+    hosts[min(rank, 1)].enter()
     if rank == 0:
         with make_writer(folder, [1, 2], hosts[0].address, credit_bytes=1 << 20) as writer:
             writer.wait_ready(LIMIT)
@@ -65,7 +65,7 @@ def test_messages_cross_hosts(tmp_path: Path, family: Literal["IPv4", "IPv6"]) -
 
 
 def part(rank: int, _n: int, folder: str, hosts: tuple[Host, Host], silence: float) -> float:
-    enter(hosts[rank].name)
+    hosts[rank].enter()
     if rank == 0:
         with make_writer(
             folder, [1], hosts[0].address, credit_bytes=1 << 20, silence=silence
