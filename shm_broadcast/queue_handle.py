@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from shm_broadcast import layout
+from shm_broadcast.board import BoardHandle  # noqa: TC001  (msgspec reads a field's annotation)
+from shm_broadcast.remote_wire import RemoteHandle  # noqa: TC001
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shm_broadcast.board import Board, BoardHandle
-    from shm_broadcast.remote_wire import RemoteHandle
+    from shm_broadcast.board import Board
 
 DEFAULT_CAPACITY: Final = 4 << 20
 """Bytes of a ring unless asked otherwise; also the most that ``max_chunk_bytes`` gets."""

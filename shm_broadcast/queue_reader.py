@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupClosedError, MessageDecodeError
 from shm_broadcast.queue_writer import REMOTE_HEADER
+from shm_broadcast.turn import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,12 +30,17 @@ class QueueReader(ABC):
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._closed = False
-        self._lock = threading.Lock()
+        self._turn = Turn()
 
     def dequeue(self, timeout: float | Deadline | None) -> Any:
         """See `MessageQueue.dequeue`."""
-        with self._lock:
+        if not self._turn.take_now():
+            timeout = Deadline.after(timeout)
+            self._turn.take(timeout, "dequeue", self._check)
+        try:
             code, main, buffers = self._take(timeout)
+        finally:
+            self._end_turn()
         if code != self._codec.code:
             raise MessageDecodeError(
                 f"the writer used codec {code}, this reader {self._codec.code}: "
@@ -46,8 +51,12 @@ class QueueReader(ABC):
     @contextmanager
     def acquire_read(self, timeout: float | Deadline | None) -> Iterator[memoryview]:
         """See `MessageQueue.acquire_read`."""
-        with self._lock:
-            _, main, _ = self._take(timeout)
+        deadline = Deadline.after(timeout)
+        self._turn.take(deadline, "acquire_read", self._check)
+        try:
+            _, main, _ = self._take(deadline)
+        finally:
+            self._end_turn()
         with memoryview(main) as view:
             yield view
 
@@ -59,13 +68,20 @@ class QueueReader(ABC):
     def wait_until_ready(self, deadline: Deadline) -> None:
         """Wait until the writer has joined."""
 
-    @abstractmethod
     def close(self) -> None:
         """Read no more; wake a thread that waits here."""
+        self._closed = True
 
     @abstractmethod
     def _take(self, timeout: float | Deadline | None) -> Message:
         """The next message, encoded."""
+
+    def _check(self, operation: str) -> None:
+        if self._closed:
+            raise GroupClosedError(f"{operation}: the queue has been shut down in this process")
+
+    def _end_turn(self) -> None:
+        self._turn.give_back()
 
 
 class LocalReader(QueueReader):
@@ -79,15 +95,16 @@ class LocalReader(QueueReader):
         self._ring = ring
         self._writer = writer
         self._spin = spin
+        self._left = False
 
     @contextmanager
     def acquire_read(self, timeout: float | Deadline | None) -> Iterator[memoryview]:
         """The body in place where it lies in one record, else a private copy's main part."""
-        ring = self._ring
-        with self._lock:
+        ring, deadline = self._ring, Deadline.after(timeout)
+        self._turn.take(deadline, "acquire_read", self._check)
+        try:
             self._check("acquire_read")
             self._board.stamp("acquire_read")
-            deadline = Deadline.after(timeout)
             if ring.peek() is None:
                 self._wait("acquire_read", deadline)
             record = ring.peek()
@@ -99,6 +116,8 @@ class LocalReader(QueueReader):
                         ring.advance(record)
                 return
             _, main, _ = self._finish(deadline)
+        finally:
+            self._end_turn()
         with memoryview(main) as view:
             yield view
 
@@ -111,11 +130,10 @@ class LocalReader(QueueReader):
         self._board.wait_for_members(deadline, [self._writer])
 
     def close(self) -> None:
-        """Stop gating the writer."""
-        self._closed = True
+        """Stop gating the writer, at the end of an `acquire_read` block if one is open."""
+        super().close()
         self._board.ring_own()
-        with self._lock:
-            self._ring.leave()
+        self._leave()
 
     def _take(self, timeout: float | Deadline | None) -> Message:
         if not self._closed:
@@ -149,9 +167,21 @@ class LocalReader(QueueReader):
             raise GroupClosedError(f"{operation}: the writer has shut the queue down")
 
     def _check(self, operation: str) -> None:
-        if self._closed:
-            raise GroupClosedError(f"{operation}: the queue has been shut down in this process")
+        super()._check(operation)
         self._board.check(operation)
+
+    def _end_turn(self) -> None:
+        self._turn.give_back()
+        if self._closed:
+            self._leave()
+
+    def _leave(self) -> None:
+        # Whoever has the turn now sees that this end is closed when the turn ends.
+        if self._turn.take_now():
+            if not self._left:
+                self._left = True
+                self._ring.leave()
+            self._turn.give_back()
 
 
 class DistantReader(QueueReader):
@@ -171,6 +201,7 @@ class DistantReader(QueueReader):
 
     def close(self) -> None:
         """Leave in good order."""
+        super().close()
         self._remote.close()
 
     def _take(self, timeout: float | Deadline | None) -> Message:

@@ -8,12 +8,12 @@ reaches nobody.
 from __future__ import annotations
 
 import struct
-import threading
 from typing import TYPE_CHECKING, Any, Final
 
 from shm_broadcast.arena import PLACED_BYTES, BlockWriter, Placed
-from shm_broadcast.deadline import Deadline
+from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.errors import GroupClosedError, name_of
+from shm_broadcast.turn import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,12 +47,15 @@ class QueueWriter:
         self._blocks = blocks
         self._only_ring = ring if remote is None else None
         self._closed = False
-        self._lock = threading.Lock()
+        self._turn = Turn()
 
     def enqueue(self, message: Any, timeout: float | Deadline | None) -> None:
         """See `MessageQueue.enqueue`."""
         codec, ring = self._codec, self._only_ring
-        with self._lock:
+        if not self._turn.take_now():
+            timeout = Deadline.after(timeout)
+            self._turn.take(timeout, "enqueue", self._check)
+        try:
             main, buffers = codec.encode(message)
             if (
                 ring is not None
@@ -62,16 +65,18 @@ class QueueWriter:
                 and ring.try_write(codec.code, main[0])
             ):
                 return
-            self._check()
+            self._check("enqueue")
             self._board.stamp("enqueue")
             self._deliver(main, buffers, Deadline.after(timeout))
+        finally:
+            self._turn.give_back()
 
     def wait_until_ready(self, deadline: Deadline) -> None:
         """Wait until every reader has joined."""
         if self._ring is not None:
             self._board.wait_for_members(deadline, self._ring.readers)
         if self._remote is not None:
-            self._remote.wait_ready(deadline, self._check)
+            self._remote.wait_ready(deadline, lambda: self._check("wait_until_ready"))
 
     def behind(self) -> dict[int, int]:
         """For each reader of the ring that has not left: the messages it has not read."""
@@ -86,8 +91,9 @@ class QueueWriter:
         if self._remote is not None:
             self._remote.close()
         if self._blocks is not None:
-            with self._lock:
-                self._blocks.close()
+            self._turn.take(NEVER, "shutdown", lambda _: None)
+            self._blocks.close()
+            self._turn.give_back()
 
     def _deliver(
         self, main: Sequence[Buffer], buffers: Sequence[memoryview], deadline: Deadline
@@ -97,7 +103,9 @@ class QueueWriter:
         def send_remote() -> None:
             if self._remote is not None:
                 header = REMOTE_HEADER.pack(code, len(main))
-                self._remote.send([header, *main, *buffers], deadline, self._check)
+                self._remote.send(
+                    [header, *main, *buffers], deadline, lambda: self._check("enqueue")
+                )
 
         if self._ring is None:
             send_remote()
@@ -136,14 +144,14 @@ class QueueWriter:
             lambda: ring.laggards(need),
             detail=lambda: _how_far(self._board, ring.behind()),
         )
-        self._check()
+        self._check("enqueue")
         if ring.deserted():
             raise GroupClosedError("enqueue: every reader has left")
 
-    def _check(self) -> None:
+    def _check(self, operation: str) -> None:
         if self._closed:
-            raise GroupClosedError("enqueue: the queue has been shut down in this process")
-        self._board.check("enqueue")
+            raise GroupClosedError(f"{operation}: the queue has been shut down in this process")
+        self._board.check(operation)
 
 
 def _how_far(board: Board, behind: dict[int, int]) -> str:

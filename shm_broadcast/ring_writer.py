@@ -49,6 +49,7 @@ class RingWriter:
         self._board = board
         self.readers = tuple(readers)
         self.capacity = self._words.load64(layout.RING_CAPACITY)
+        self._words.store32(layout.RING_CLOSED, 0)  # a predecessor may have closed it
         self._data = layout.data_offset(len(readers))
         self._largest_payload = min(self.capacity // 8, _LARGEST_RECORD) - layout.RECORD_HEADER
         doorbells = tuple(board.doorbell_offset(reader) for reader in readers)

@@ -1,0 +1,353 @@
+"""How a queue ends: shut down from any thread, abandoned, replaced; and what is left of it."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shm_broadcast import layout, segment
+from shm_broadcast.board import Board
+from shm_broadcast.errors import (
+    GroupAbortedError,
+    GroupClosedError,
+    GroupTimeoutError,
+    PeerLostError,
+    SharedMemoryError,
+)
+from shm_broadcast.queue import MessageQueue
+from tests.shm_broadcast.leaks import open_descriptors
+from tests.shm_broadcast.queues import CAPACITY, LIMIT, Ends, Running, ends
+from tests.shm_broadcast.test_board import bury
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("implementation")
+
+
+def view(made: Ends) -> None:
+    with made.reader.acquire_read(LIMIT):
+        pass
+
+
+def fill_and_enqueue(made: Ends) -> None:
+    made.fill()
+    made.writer.enqueue(b"x" * 20_000, LIMIT)
+
+
+WAITS: dict[str, tuple[Callable[[Ends], Any], Callable[[Ends], Any]]] = {
+    "dequeue": (lambda made: made.reader.dequeue(LIMIT), lambda made: made.reader),
+    "acquire_read": (view, lambda made: made.reader),
+    "enqueue": (fill_and_enqueue, lambda made: made.writer),
+    "enqueue amid fragments": (
+        lambda made: made.writer.enqueue(b"x" * (5 * CAPACITY), LIMIT),
+        lambda made: made.writer,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_one_thread_shuts_down_while_another_waits(name: str) -> None:
+    wait, end = WAITS[name]
+    with ends() as made:
+        waiting = Running(wait, made)
+        assert not waiting.ended(0.1)
+        closing = Running(end(made).shutdown)
+        with pytest.raises(GroupClosedError, match="shut down in this process"):
+            waiting.result()
+        closing.result()
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_an_abort_ends_every_wait(name: str) -> None:
+    wait, _ = WAITS[name]
+    with ends() as made:
+        waiting = Running(wait, made)
+        assert not waiting.ended(0.1)
+        made.boards[1].abort("stop")
+        with pytest.raises(GroupAbortedError, match="stop"):
+            waiting.result()
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_closing_the_board_ends_every_wait(name: str) -> None:
+    wait, end = WAITS[name]
+    with ends() as made:
+        waiting = Running(wait, made)
+        assert not waiting.ended(0.1)
+        made.boards[0 if end(made) is made.writer else 1].close()
+        with pytest.raises(GroupClosedError, match="test has been closed"):
+            waiting.result()
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_dead_peer_ends_every_wait(name: str) -> None:
+    wait, end = WAITS[name]
+    with ends() as made:
+        waiting = Running(wait, made)
+        assert not waiting.ended(0.1)
+        peer = 1 if end(made) is made.writer else 0
+        made.boards[peer].stamp("all_reduce")
+        bury(made.boards[0], peer)
+        with pytest.raises(PeerLostError, match=r"last seen in all_reduce #\d+, 0\.\d s ago") as e:
+            waiting.result()
+        assert e.value.rank == peer
+
+
+def test_nothing_more_is_done_after_shutdown() -> None:
+    with ends() as made:
+        made.writer.enqueue("unread")
+        made.reader.shutdown()
+        made.reader.shutdown()
+        for call in (made.reader.dequeue, lambda: view(made)):
+            with pytest.raises(GroupClosedError, match="in this process"):
+                call()
+        made.writer.shutdown()
+        for message in ("small", b"x" * 100_000):
+            with pytest.raises(GroupClosedError, match="in this process"):
+                made.writer.enqueue(message)
+
+
+def test_readers_get_what_a_closed_writer_left() -> None:
+    with ends() as made:
+        for number in range(3):
+            made.writer.enqueue(number)
+        made.writer.shutdown()
+        assert [made.reader.dequeue(LIMIT) for _ in range(3)] == [0, 1, 2]
+        for _ in range(2):
+            with pytest.raises(GroupClosedError, match="the writer has shut the queue down"):
+                made.reader.dequeue(LIMIT)
+
+
+def test_readers_get_what_a_dead_writer_left() -> None:
+    with ends() as made:
+        made.writer.enqueue(1)
+        made.writer.enqueue(b"x" * 30_000)
+        bury(made.boards[0], 0)
+        assert made.reader.dequeue(LIMIT) == 1
+        assert made.reader.dequeue(LIMIT) == b"x" * 30_000
+        with pytest.raises(PeerLostError, match="lost rank 0"):
+            made.reader.dequeue(LIMIT)
+
+
+def test_a_message_that_a_dead_writer_did_not_finish_is_not_handed_out() -> None:
+    with ends() as made:
+        ring: Any = made.writer._writing._ring  # type: ignore[union-attr]
+        ring._cancel = lambda: None  # as if it had been killed
+        with pytest.raises(GroupTimeoutError):
+            made.writer.enqueue(b"x" * (3 * CAPACITY), timeout=0.01)
+        bury(made.boards[0], 0)
+        with pytest.raises(PeerLostError):
+            made.reader.dequeue(LIMIT)
+
+
+def test_a_reader_that_left_is_waited_for_no_more() -> None:
+    with ends(2) as made:
+        count = made.fill()
+        waiting = Running(made.writer.enqueue, b"x" * 8000, LIMIT)
+        for _ in range(count):
+            made.readers[0].dequeue(LIMIT)
+        assert not waiting.ended(0.05)
+        made.readers[1].shutdown()
+        waiting.result()
+        assert made.readers[0].dequeue(LIMIT) == b"x" * 8000
+
+
+def test_when_all_readers_have_left() -> None:
+    with ends(2) as made:
+        for reader in made.readers:
+            reader.shutdown()
+        with pytest.raises(GroupClosedError, match="every reader has left"):
+            made.fill()
+
+
+def test_shutdown_inside_a_block_of_acquire_read() -> None:
+    with ends() as made:
+        made.writer.enqueue("seen")
+        made.writer.enqueue("not seen")
+
+        def stop() -> None:
+            with made.reader.acquire_read(LIMIT) as seen:
+                assert len(seen)
+                made.reader.shutdown()
+
+        Running(stop).result()
+        assert made.writer.behind() == {}  # it gates nobody
+
+
+def test_shutdown_again_does_not_disturb_a_successor() -> None:
+    with ends() as made:
+        made.reader.shutdown()
+        made.boards[1].close()
+        with Board.attach(made.boards[0].handle(), 1) as board:
+            successor = made.attach(board)
+            made.writer.enqueue("for the successor")
+            made.reader.shutdown()
+            assert successor.dequeue(LIMIT) == "for the successor"
+            successor.shutdown()
+
+
+def test_a_late_reader_gets_everything() -> None:
+    with Board.create(3, member=0) as board:
+        writer = MessageQueue.on_board(board, 0, [1, 2], CAPACITY)
+        for number in range(5):
+            writer.enqueue(number)
+        with pytest.raises(GroupTimeoutError, match="never joined"):
+            writer.wait_until_ready(0.05)
+        for member in (1, 2):
+            with Board.attach(board.handle(), member) as late:
+                reader = MessageQueue.attach(writer.export_handle(), late)
+                assert [reader.dequeue(LIMIT) for _ in range(5)] == [0, 1, 2, 3, 4]
+                reader.shutdown()
+        writer.shutdown()
+
+
+def test_a_successor_of_a_dead_reader_goes_on_where_it_stopped() -> None:
+    with ends(2) as made:
+        for number in range(4):
+            made.writer.enqueue(number)
+        assert made.readers[0].dequeue(LIMIT) == 0
+        bury(made.boards[0], 1)
+        with Board.attach(made.boards[0].handle(), 1) as board:
+            successor = made.attach(board)
+            assert [successor.dequeue(LIMIT) for _ in range(3)] == [1, 2, 3]
+            assert [made.readers[1].dequeue(LIMIT) for _ in range(4)] == [0, 1, 2, 3]
+            successor.shutdown()
+
+
+def test_a_successor_of_a_writer() -> None:
+    with ends() as made:
+        made.writer.enqueue(1)
+        bury(made.boards[0], 0)
+        with Board.attach(made.boards[0].handle(), 0) as board:
+            successor = made.attach(board)
+            assert successor.is_writer
+            successor.enqueue(2)
+            assert [made.reader.dequeue(LIMIT) for _ in range(2)] == [1, 2]
+            successor.shutdown()
+
+
+def test_a_successor_of_a_writer_that_shut_down() -> None:
+    with ends() as made:
+        made.writer.enqueue(1)
+        handle = made.writer.export_handle()
+        kept = segment.Segment.attach(handle.ring)  # type: ignore[arg-type]
+        made.writer._writing.close()  # type: ignore[union-attr]
+        made.boards[0].close()
+        # The ring's creator still has it open; only the writing end has gone.
+        with Board.attach(made.boards[1].handle(), 0) as board:
+            successor = made.attach(board)
+            successor.enqueue(2)
+            assert [made.reader.dequeue(LIMIT) for _ in range(2)] == [1, 2]
+            with pytest.raises(GroupTimeoutError):
+                made.reader.dequeue(0.01)
+            successor.shutdown()
+        kept.close()
+
+
+def test_no_descriptor_is_left() -> None:
+    before = open_descriptors()
+    for zero_copy in (False, True):
+        with ends(2, zero_copy=zero_copy) as made:
+            writing = Running(made.writer.enqueue, torch.zeros(1 << 20), LIMIT)
+            readings = [Running(reader.dequeue, LIMIT) for reader in made.readers]
+            assert sum(reading.result().sum() for reading in readings) == 0
+            writing.result()
+            made.boards[0].lost()
+    del made, writing, readings
+    assert open_descriptors() == before
+
+
+def test_a_queue_with_a_board_of_its_own_leaves_no_descriptor() -> None:
+    before = open_descriptors()
+    with MessageQueue(1, 1) as writer:
+        with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+            writer.enqueue(1)
+            assert reader.dequeue(LIMIT) == 1
+        del reader
+    del writer
+    assert open_descriptors() == before
+
+
+def test_joining_that_fails_leaves_nothing() -> None:
+    with MessageQueue(2, 2) as writer:
+        handle = writer.export_handle()
+        with MessageQueue.create_from_handle(handle, 0):
+            before = open_descriptors()
+            with pytest.raises(ValueError, match="taken"):
+                MessageQueue.create_from_handle(handle, 0)
+            with pytest.raises(ValueError, match="no reader"):
+                MessageQueue.create_from_handle(handle, 9)
+            assert open_descriptors() == before
+    with pytest.raises(SharedMemoryError):
+        MessageQueue.create_from_handle(handle, 1)
+
+
+def test_making_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_descriptors()
+    monkeypatch.setattr(segment, "_free_bytes", lambda: 1 << 20)
+    with pytest.raises(SharedMemoryError, match="1048576 are free"):
+        MessageQueue(1, 1)
+    assert open_descriptors() == before
+    with Board.create(2, member=None) as board:
+        before = open_descriptors()
+        with pytest.raises(ValueError, match="neither"):
+            MessageQueue.on_board(board, 0, [1], CAPACITY)
+        assert open_descriptors() == before
+
+
+def test_too_little_memory_for_blocks_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ends(1, zero_copy=True) as made:
+        monkeypatch.setattr(segment, "_free_bytes", lambda: 0)
+        writing = Running(made.writer.enqueue, torch.ones(1 << 20), LIMIT)
+        assert made.reader.dequeue(LIMIT).sum() == 1 << 20
+        writing.result()
+
+
+def test_wait_until_ready_from_both_ends() -> None:
+    writer = MessageQueue(1, 1)
+    waiting = Running(writer.wait_until_ready, LIMIT)
+    assert not waiting.ended(0.05)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    waiting.result()
+    reader.wait_until_ready(0)
+    reader.shutdown()
+    writer.shutdown()
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [3, 5], [7, 2]])
+def test_errors_call_readers_what_the_caller_calls_them(ranks: list[int]) -> None:
+    with MessageQueue(2, 2, ranks, CAPACITY) as writer:
+        handle = writer.export_handle()
+        readers = [MessageQueue.create_from_handle(handle, rank) for rank in ranks]
+        writer.enqueue(1)
+        with pytest.raises(GroupTimeoutError) as caught:
+            writer.enqueue(b"x" * (5 * CAPACITY), timeout=0)
+        assert {status.rank for status in caught.value.waiting_for} == set(ranks)
+        assert f"rank {ranks[0]} is 2 messages behind" in str(caught.value)
+        assert readers[0].dequeue(0) == 1
+        with pytest.raises(GroupTimeoutError, match="the driver"):
+            readers[0].dequeue(0)
+        for reader in readers:
+            reader.shutdown()
+
+
+def test_threads_that_shut_down_at_once() -> None:
+    for _ in range(20):
+        with ends() as made:
+            waiting = Running(made.reader.dequeue, LIMIT)
+            go = threading.Barrier(3)
+
+            def stop(go: threading.Barrier = go, made: Ends = made) -> None:
+                go.wait(LIMIT)
+                made.reader.shutdown()
+
+            closings = [Running(stop) for _ in range(3)]
+            with pytest.raises(GroupClosedError):
+                waiting.result()
+            for closing in closings:
+                closing.result()
+            assert made.boards[0].words.load32(layout.BOARD_ABORT) == 0
