@@ -208,7 +208,10 @@ class TorchComm(DeviceCommunicator):
         return self._start(call, lambda: self._group.scatter([as_bytes(output)], rows, options))
 
     def _barrier(self, call: Call) -> Pending:
-        return self._start(call, lambda: self._group.barrier(dist.BarrierOptions()))
+        options = dist.BarrierOptions()
+        if self.device.type != "cpu":
+            options.device = self.device
+        return self._start(call, lambda: self._group.barrier(options))
 
     # --- p2p -----------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ def named_cases(n: int) -> Iterator[Case]:
         (COLLECTIVES, inputs_stay_as_they_were),
         (COLLECTIVES, odd_tensors),
         (COLLECTIVES, autograd_is_left_out),
+        (COLLECTIVES, reductions_are_the_same_everywhere),
         (COLLECTIVES, awaiting_works),
         (COLLECTIVES | UNEVEN | ROOTED, empty_tensors),
         (COLLECTIVES | UNEVEN | ROOTED | P2P, wrong_arguments_move_nothing),
@@ -174,6 +175,18 @@ def autograd_is_left_out(comm: DeviceCommunicator) -> None:
     assert comm.broadcast_(weight) is weight
     assert weight.requires_grad
     same(weight, torch.tensor([1.0, 2.0]))
+
+
+def reductions_are_the_same_everywhere(comm: DeviceCommunicator) -> None:
+    if not comm.capabilities.identical:
+        return
+    generator = torch.Generator().manual_seed(comm.rank)
+    for numel in (3, 1000, 100_003):
+        for dtype in (torch.float32, torch.bfloat16):
+            mine = torch.randn(numel, generator=generator).to(comm.device, dtype)
+            for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
+                found = comm.all_gather(comm.all_reduce(mine, op=op).view(torch.uint8)[None], dim=0)
+                assert bool((found == found[0]).all()), f"{op.name} of {numel} {dtype} differs"
 
 
 def awaiting_works(comm: DeviceCommunicator) -> None:
