@@ -56,7 +56,7 @@ class GroupCoordinator(ExpertVerbs):
         group_ranks: Sequence[Sequence[int]],
         local_rank: int,
         torch_distributed_backend: str | None,
-        use_device_communicator: bool,  # noqa: ARG002 - torch's groups are all there is so far
+        use_device_communicator: bool,
         use_message_queue_broadcaster: bool = False,
         group_name: str | None = None,
         *,
@@ -84,7 +84,9 @@ class GroupCoordinator(ExpertVerbs):
         rank = dist.get_rank()
         ranks = own_group(group_ranks, rank)
         name = group_name or "anonymous"
-        settings = Settings.of(torch_distributed_backend, local_rank)
+        settings = Settings.of(
+            torch_distributed_backend, local_rank, torch_only=not use_device_communicator
+        )
         if len(ranks) == 1:
             self._adopt(alone(name, rank, settings))
             return

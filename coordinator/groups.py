@@ -165,6 +165,7 @@ def init(
     backend: str | None = None,
     timeout: float | None = DEFAULT_TIMEOUT,
     operation_timeout: float | None = OPERATION_TIMEOUT,
+    torch_only: bool = False,
 ) -> ParallelGroups:
     """Meet the other ranks and build the groups.
 
@@ -189,6 +190,7 @@ def init(
         backend: ``"gloo"`` (CPU), ``"nccl"``; None: NCCL where there is a GPU, gloo elsewhere.
         timeout: seconds for all ranks to meet and build the groups; None: for ever.
         operation_timeout: seconds that an operation may take unless it says otherwise.
+        torch_only: move tensors by torch's process groups, though there may be better.
 
     Collective: yes, every rank.
 
@@ -221,5 +223,6 @@ def init(
             backend=backend,
             timeout=deadline,
             operation_timeout=operation_timeout,
+            torch_only=torch_only,
         )
         return ParallelGroups.build(topology, grid, undo, dcp=dcp, timeout=deadline)

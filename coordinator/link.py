@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from coordinator import torch_groups
 from coordinator.nodes import Nodes, find_nodes
 from coordinator.torch_groups import SocketChoice
 from device_comm import DeviceCommunicator, LoopbackComm
+from device_comm.shm_comm import ShmComm
 from device_comm.torch_comm import TorchComm
 from shm_broadcast import Deadline
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from coordinator.exchange import Exchange
+
+C = TypeVar("C", bound=DeviceCommunicator)
 
 OPERATION_TIMEOUT = 600.0
 """Seconds that an operation may take unless it says otherwise."""
@@ -41,6 +44,7 @@ class Settings:
         local_rank: this process's number on its node.
         sockets: where gloo listens.
         timeout: seconds that an operation may take; None: for ever.
+        torch_only: move tensors by torch's process groups, though there may be better.
     """
 
     backend: str
@@ -48,6 +52,7 @@ class Settings:
     local_rank: int
     sockets: SocketChoice
     timeout: float | None
+    torch_only: bool
 
     @classmethod
     def of(
@@ -56,6 +61,8 @@ class Settings:
         local_rank: int,
         sockets: SocketChoice | None = None,
         timeout: float | None = OPERATION_TIMEOUT,
+        *,
+        torch_only: bool = False,
     ) -> Settings:
         """Settings for a backend, and the device that goes with it.
 
@@ -64,6 +71,7 @@ class Settings:
             local_rank: chooses the GPU.
             sockets: where gloo listens; None: torch's choice.
             timeout: seconds that an operation may take; None: for ever.
+            torch_only: move tensors by torch's process groups, though there may be better.
 
         Raises:
             ValueError: a backend that is neither gloo nor NCCL.
@@ -73,7 +81,7 @@ class Settings:
         device = torch.device("cpu")
         if "nccl" in torch_groups.kinds(backend):
             device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        return cls(backend, device, local_rank, sockets or SocketChoice(), timeout)
+        return cls(backend, device, local_rank, sockets or SocketChoice(), timeout, torch_only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,22 +177,15 @@ def connect(
         if nodes is None:
             nodes = find_nodes(exchange)
             undo.callback(nodes.board.close)
+            undo.callback(nodes.progress.close)
         exchange.all_gather("members")
-
-        def communicator(device: torch.device, backend: str) -> tuple[ProcessGroup, TorchComm]:
-            group = given
-            if group is None or not torch_groups.handles(group, device):
-                group = _process_group(undo, exchange, ranks, backend, settings)
-            comm = TorchComm(
-                group, device, nodes.board, nodes.members, exchange.name, settings.timeout
-            )
-            undo.callback(comm.close)
-            return group, comm
-
-        cpu_group, cpu = communicator(torch.device("cpu"), "gloo")
+        build = _Builder(exchange, ranks, settings, nodes, given, undo)
+        cpu_group = build.process_group(torch.device("cpu"), "gloo")
+        cpu = build.shm() if build.may_use_shm() else build.torch(cpu_group, "cpu")
         device_group, device = cpu_group, cpu
         if settings.device.type != "cpu":
-            device_group, device = communicator(settings.device, settings.backend)
+            device_group = build.process_group(settings.device, settings.backend)
+            device = build.torch(device_group, settings.device)
         return Link(
             exchange.name,
             tuple(ranks),
@@ -198,6 +199,52 @@ def connect(
             exchange,
             undo.pop_all(),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    """Builds the parts of a link, each to be undone with it."""
+
+    exchange: Exchange
+    ranks: Sequence[int]
+    settings: Settings
+    nodes: Nodes
+    given: ProcessGroup | None
+    undo: ExitStack
+
+    def process_group(self, device: torch.device, backend: str) -> ProcessGroup:
+        """The given process group, if it handles ``device``, or a new one."""
+        if self.given is not None and torch_groups.handles(self.given, device):
+            return self.given
+        return _process_group(self.undo, self.exchange, self.ranks, backend, self.settings)
+
+    def may_use_shm(self) -> bool:
+        """Whether all members share a host, and are not told to use torch."""
+        return len(self.nodes.all()) == 1 and not self.settings.torch_only
+
+    def shm(self) -> ShmComm:
+        """A communicator through shared memory."""
+        return self._keep(
+            ShmComm.create(
+                self.nodes.board,
+                self.nodes.members,
+                lambda handle: self.exchange.broadcast("segment", handle),
+                name=self.exchange.name,
+                timeout=self.settings.timeout,
+                progress=self.nodes.progress,
+            )
+        )
+
+    def torch(self, group: ProcessGroup, device: torch.device | str) -> TorchComm:
+        """A communicator through a torch process group."""
+        board, members = self.nodes.board, self.nodes.members
+        return self._keep(
+            TorchComm(group, device, board, members, self.exchange.name, self.settings.timeout)
+        )
+
+    def _keep(self, comm: C) -> C:
+        self.undo.callback(comm.close)
+        return comm
 
 
 def _process_group(

@@ -54,6 +54,11 @@ class Message:
             self._data = self._data + bytearray(total - FRAME)
         return torch.frombuffer(self._data, dtype=torch.uint8)[FRAME:total]
 
+    def frames(self) -> list[Tensor]:
+        """What is sent, one after the other."""
+        rest = self.rest()
+        return [self.first] if rest is None else [self.first, rest]
+
     @property
     def payload(self) -> memoryview:
         """The bytes, once everything is there."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shm_broadcast import Board, BoardHandle, SharedMemoryError
+from shm_broadcast.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,11 +36,13 @@ class Nodes:
         board: shared by this node's members. A member may have other slots on it than its rank.
         members: by rank in the group, its slot on the board.
         node_of: by rank in the group, the first rank of its node.
+        progress: pushes on what takes place in the background, for all groups on the board.
     """
 
     board: Board
     members: tuple[int, ...]
     node_of: tuple[int, ...]
+    progress: Progress
 
     def all(self) -> list[list[int]]:
         """The ranks of each node, nodes in the order of their first ranks."""
@@ -61,6 +64,7 @@ class Nodes:
             self.board,
             tuple(self.members[rank] for rank in ranks),
             tuple(first[self.node_of[rank]] for rank in ranks),
+            self.progress,
         )
 
 
@@ -70,7 +74,10 @@ def find_nodes(exchange: Exchange, board: Board | None = None) -> Nodes:
     Args:
         exchange: swaps values between the members.
         board: the board that a launcher made for this node, whose member i is rank i;
-            otherwise one is made, which the caller then owns.
+            otherwise one is made.
+
+    Returns:
+        The nodes; their progress, and then a board that was made, are the caller's to close.
 
     Collective: yes, every member; all give a board, or none.
 
@@ -82,7 +89,12 @@ def find_nodes(exchange: Exchange, board: Board | None = None) -> Nodes:
     # Same segment, same node.
     segments = exchange.all_gather("board", made.handle().segment.nonce)
     node_of = tuple(segments.index(each) for each in segments)
-    return Nodes(made, tuple(range(exchange.size)), node_of)
+    return Nodes(made, tuple(range(exchange.size)), node_of, Progress(made, "coordinator"))
+
+
+def lone_node(board: Board) -> Nodes:
+    """The nodes of a group of one, whose only member this process is. Collective: no."""
+    return Nodes(board, (board.member or 0,), (0,), Progress(board, "coordinator"))
 
 
 def _make_board(members: Exchange, n_members: int, rank: int) -> Board:

@@ -13,10 +13,12 @@ Assumes: the members trust each other, for objects are pickled; one thread at a 
 from __future__ import annotations
 
 import pickle
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from coordinator.boxes import Inbox, Outbox, Together
 from coordinator.messages import Message, broadcast_bytes
@@ -24,12 +26,15 @@ from device_comm import Work
 from shm_broadcast import CoordinatorError, Deadline, GroupTimeoutError, MessageDecodeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from coordinator.boxes import Steps
+    from coordinator.boxes import Receipt, Steps
     from device_comm import DeviceCommunicator
 
 T = TypeVar("T")
+
+Deliver = Callable[["DeviceCommunicator", Tensor, bool], None]
+"""Sends a tensor over a communicator; the third argument says that nobody else will change it."""
 
 OUTSTANDING_BYTES = 64 << 20
 """What may be under way to one peer before a blocking send waits; one message always may."""
@@ -76,7 +81,9 @@ class ObjectMail:
     def send_object(self, obj: Any, dst: int, timeout: float | None) -> None:
         """Send an object. Collective: no."""
         payload = dump(obj)
-        self._post(dst, self.send_bytes(payload, dst), len(payload), timeout)
+        with self._ahead(dst, timeout) as deliver:
+            for frame in Message(payload).frames():
+                deliver(self.cpu, frame, True)
 
     def irecv_object(self, src: int, timeout: float | None) -> Work[Any]:
         """Begin to receive the next message of ``src``, an object. Collective: no."""
@@ -115,6 +122,14 @@ class ObjectMail:
         if src in self._inboxes:
             self._inboxes[src].settle(self.deadline(timeout))
 
+    def begin(self, src: int, steps: Steps[T]) -> Receipt[T]:
+        """Begin a receive from ``src``, behind those that were begun before. Never blocks."""
+        return self._inboxes.setdefault(src, Inbox()).begin(steps)
+
+    def settle_receipt(self, src: int, receipt: Receipt[Any], deadline: Deadline) -> None:
+        """Wait until a receive has asked for all its parts."""
+        self._inboxes[src].settle(deadline, receipt)
+
     def is_behind(self, src: int) -> bool:
         """Whether a receive from ``src`` that begins now has to wait for others' turns."""
         return src in self._inboxes and self._inboxes[src].is_busy()
@@ -125,6 +140,7 @@ class ObjectMail:
         with suppress(CoordinatorError):
             for outbox in self._outboxes.values():
                 outbox.flush(deadline)
+            self.cpu.flush(deadline)
 
     def deadline(self, timeout: float | None) -> Deadline:
         """The end of a call that begins now; None: as long as the communicator allows."""
@@ -132,12 +148,7 @@ class ObjectMail:
 
     def send_bytes(self, payload: bytes, dst: int) -> list[Work[None]]:
         """Begin to send bytes."""
-        message = Message(payload)
-        works = [self.cpu.isend(message.first, dst)]
-        rest = message.rest()
-        if rest is not None:
-            works.append(self.cpu.isend(rest, dst))
-        return works
+        return [self.cpu.isend(frame, dst) for frame in Message(payload).frames()]
 
     def _object_steps(self, src: int) -> Steps[Any]:
         message = Message()
@@ -146,12 +157,20 @@ class ObjectMail:
         works = [] if rest is None else [self.cpu.irecv(out=rest, src=src)]
         return works, lambda: load(message.payload)
 
-    def _post(
-        self, dst: int, works: Sequence[Work[None]], size: int, timeout: float | None
-    ) -> None:
-        """End a blocking send: go ahead of the receiver, but not too far."""
-        self._sending(dst, works, size, timeout)
-        self._outboxes[dst].shrink(OUTSTANDING_BYTES, self.deadline(timeout))
+    @contextmanager
+    def _ahead(self, dst: int, timeout: float | None) -> Iterator[Deliver]:
+        """For blocking sends to ``dst``: go ahead of the receiver, but not too far."""
+        deadline = self.deadline(timeout)
+        outbox = self._outboxes.setdefault(dst, Outbox())
+
+        def deliver(comm: DeviceCommunicator, x: Tensor, is_own: bool) -> None:
+            if comm.capabilities.sends_ahead or comm.capabilities.stream_ordered:
+                comm.send(x, dst, timeout=deadline)
+            else:
+                outbox.add([comm.isend(x if is_own else x.clone(), dst)], x.nbytes)
+
+        yield deliver
+        outbox.shrink(OUTSTANDING_BYTES, deadline)
 
     def _sending(
         self, dst: int, works: Sequence[Work[None]], size: int, timeout: float | None
@@ -160,7 +179,7 @@ class ObjectMail:
         return Work(None, Together(works), timeout=self._allowed(timeout))
 
     def _receiving(self, src: int, steps: Steps[Any], timeout: float | None) -> Work[Any]:
-        receipt = self._inboxes.setdefault(src, Inbox()).begin(steps)
+        receipt = self.begin(src, steps)
         return Work(None, receipt, receipt.finish, self._allowed(timeout))
 
     def _allowed(self, timeout: float | None) -> float | None:

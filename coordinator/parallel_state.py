@@ -219,9 +219,14 @@ def initialize_model_parallel(
     topology = _require(_state.topology, "the distributed environment")
     if _state.groups is not None:
         raise RuntimeError("the model-parallel groups are initialised already")
-    if backend is not None:
-        settings = Settings.of(backend, topology.settings.local_rank, topology.settings.sockets)
-        topology = replace(topology, settings=settings)
+    old = topology.settings
+    settings = Settings.of(
+        backend or old.backend,
+        old.local_rank,
+        old.sockets,
+        torch_only=not _state.device_communicators,
+    )
+    topology = replace(topology, settings=settings)
     model = RankGrid.of(
         {
             "dp": data_parallel_size,

@@ -71,7 +71,12 @@ class StatelessGroupCoordinator(GroupCoordinator):
         name = group_name or "anonymous"
         ranks = own_group(group_ranks, global_rank)
         sockets = SocketChoice(address=own_address(host, 1))
-        settings = Settings.of(torch_distributed_backend, local_rank, sockets)
+        settings = Settings.of(
+            torch_distributed_backend,
+            local_rank,
+            sockets,
+            torch_only=not use_device_communicator,
+        )
         if len(ranks) == 1:
             self._adopt(alone(name, global_rank, settings))
             return

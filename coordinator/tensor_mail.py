@@ -7,6 +7,7 @@ header's order. `coordinator.tensor_dict` says what is in a header and how tenso
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +17,10 @@ from coordinator.boxes import in_turn
 from coordinator.messages import Message, broadcast_bytes
 from coordinator.objects import ObjectMail
 from coordinator.tensor_dict import WHOLE, Slicing, decode, encode, pack, unpack
+from shm_broadcast import CoordinatorError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from coordinator.boxes import Steps
     from coordinator.tensor_dict import Header, TensorMeta
@@ -34,22 +36,44 @@ class TensorMail(ObjectMail):
         super().__init__(cpu)
         self.device = device
 
+    def flush(self, linger: float) -> None:
+        """Let messages that are under way arrive; give up after ``linger`` seconds."""
+        super().flush(linger)
+        if self.device is not self.cpu:
+            with suppress(CoordinatorError):
+                self.device.flush(linger)
+
     def isend_dict(
         self, values: Mapping[str, Any], dst: int, slicing: Slicing, timeout: float | None
     ) -> Work[None]:
         """Begin to send a dict, whose tensors must not change until that is done."""
-        header, parts = self._pack(values, slicing)
-        size = sum(part.nbytes for part in parts)
-        return self._sending(dst, self._send_dict(header, parts, dst), size, timeout)
+        return self.isend_packed(dst, *self.pack(values, slicing), timeout)
 
     def send_dict(
         self, values: Mapping[str, Any], dst: int, slicing: Slicing, timeout: float | None
     ) -> None:
         """Send a dict, whose tensors may be changed after that."""
-        header, parts = self._pack(values, slicing)
-        copies = [part.clone() for part in parts]
-        size = sum(part.nbytes for part in copies)
-        self._post(dst, self._send_dict(header, copies, dst), size, timeout)
+        self.send_packed(dst, *self.pack(values, slicing), timeout)
+
+    def isend_packed(
+        self, dst: int, header: Header | None, parts: Sequence[Tensor], timeout: float | None
+    ) -> Work[None]:
+        """Begin to send what `pack` made; a header of None is one that ``dst`` knows."""
+        frames = [] if header is None else Message(encode(header)).frames()
+        works = [self.cpu.isend(frame, dst) for frame in frames]
+        works += [self._comm(part.device.type).isend(part, dst) for part in parts]
+        return self._sending(dst, works, sum(part.nbytes for part in parts), timeout)
+
+    def send_packed(
+        self, dst: int, header: Header | None, parts: Sequence[Tensor], timeout: float | None
+    ) -> None:
+        """Send what `pack` made; as `isend_packed`, and the parts may be changed after that."""
+        frames = [] if header is None else Message(encode(header)).frames()
+        with self._ahead(dst, timeout) as deliver:
+            for frame in frames:
+                deliver(self.cpu, frame, True)
+            for part in parts:
+                deliver(self._comm(part.device.type), part, False)
 
     def irecv_dict(
         self, src: int, peers: TensorMail | None, timeout: float | None
@@ -61,7 +85,7 @@ class TensorMail(ObjectMail):
             peers: the mail of the group that receives the other slices.
             timeout: seconds that its `wait` allows; None: the communicator's.
         """
-        return self._receiving(src, self._dict_steps(src, peers), timeout)
+        return self._receiving(src, self.dict_steps(src, peers), timeout)
 
     def isend_tensor(self, x: Tensor, dst: int, timeout: float | None) -> Work[None]:
         """Begin to send a tensor of the group's device, which must not change until done."""
@@ -69,8 +93,8 @@ class TensorMail(ObjectMail):
 
     def send_tensor(self, x: Tensor, dst: int, timeout: float | None) -> None:
         """Send a tensor of the group's device, which may be changed after that."""
-        work = self.device.isend(x.detach().clone(), dst)
-        self._post(dst, [work], x.nbytes, timeout)
+        with self._ahead(dst, timeout) as deliver:
+            deliver(self.device, x.detach(), False)
 
     def irecv_tensor(
         self,
@@ -101,7 +125,7 @@ class TensorMail(ObjectMail):
             return unpack(header, self._whole(header, tensors, None))
         if values is None:
             raise ValueError(f"rank {src} is the source: it needs a dict")
-        header, parts = self._pack(values, WHOLE)
+        header, parts = self.pack(values, WHOLE)
         broadcast_bytes(self.cpu, encode(header), src, deadline)
         self._broadcast_all(parts, src, deadline)
         return dict(values)
@@ -110,26 +134,49 @@ class TensorMail(ObjectMail):
         """How to cut tensors that all members of this mail's group hold."""
         return Slicing(self.cpu.world_size, self.cpu.rank, overrides or {})
 
-    def _dict_steps(self, src: int, peers: TensorMail | None) -> Steps[dict[str, Any]]:
+    def pack(self, values: Mapping[str, Any], slicing: Slicing) -> tuple[Header, list[Tensor]]:
+        """What a dict is sent as.
+
+        Raises:
+            ValueError: a tensor is elsewhere, or has to be cut and cannot be.
+            TypeError: a key is not a string, a value cannot be pickled, a tensor is not dense.
+        """
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.device not in (
+                self.cpu.device,
+                self.device.device,
+            ):
+                raise ValueError(
+                    f"{key!r} is on {value.device}; this group moves tensors on "
+                    f"{self.cpu.device} and {self.device.device}"
+                )
+        return pack(values, slicing)
+
+    def dict_steps(
+        self, src: int, peers: TensorMail | None, seen: Callable[[Header], None] | None = None
+    ) -> Steps[dict[str, Any]]:
+        """The steps of receiving a dict; ``seen`` is told its header as soon as that is there."""
         message = Message()
         yield self.cpu.irecv(out=message.first, src=src)
         rest = message.rest()
         if rest is not None:
             yield self.cpu.irecv(out=rest, src=src)
         header = decode(message.payload)
+        if seen is not None:
+            seen(header)
+        return self.receive_parts(header, src, peers)
+
+    def receive_parts(
+        self, header: Header, src: int, peers: TensorMail | None
+    ) -> tuple[Sequence[Work[Any]], Callable[[], dict[str, Any]]]:
+        """Begin to receive the tensors of a header: the works, and the last step."""
         tensors = self._rooms(header)
         works = [
             self._comm(room.device.type).irecv(out=room, src=src)
             for room in tensors.values()
             if room.numel()
         ]
-
         return works, lambda: unpack(header, self._whole(header, tensors, peers))
-
-    def _send_dict(self, header: Header, parts: Sequence[Tensor], dst: int) -> list[Work[None]]:
-        works = self.send_bytes(encode(header), dst)
-        works += [self._comm(part.device.type).isend(part, dst) for part in parts]
-        return works
 
     def _broadcast_all(self, parts: Sequence[Tensor], src: int, deadline: Deadline) -> None:
         works = [
@@ -159,18 +206,6 @@ class TensorMail(ObjectMail):
             may_require = meta.requires_grad and torch.is_grad_enabled()
             whole[key] = tensor.requires_grad_() if may_require else tensor
         return whole
-
-    def _pack(self, values: Mapping[str, Any], slicing: Slicing) -> tuple[Header, list[Tensor]]:
-        for key, value in values.items():
-            if isinstance(value, Tensor) and value.device not in (
-                self.cpu.device,
-                self.device.device,
-            ):
-                raise ValueError(
-                    f"{key!r} is on {value.device}; this group moves tensors on "
-                    f"{self.cpu.device} and {self.device.device}"
-                )
-        return pack(values, slicing)
 
     def _rooms(self, header: Header) -> dict[str, Tensor]:
         """Room for what arrives of each tensor, by key."""

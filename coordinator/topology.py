@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from coordinator.bootstrap import DEFAULT_TIMEOUT, Launch, meet
 from coordinator.group import GroupCoordinator
 from coordinator.link import OPERATION_TIMEOUT, Settings, alone, connect
-from coordinator.nodes import Nodes, find_nodes
+from coordinator.nodes import find_nodes, lone_node
 from coordinator.torch_groups import SocketChoice
 from shm_broadcast import Deadline
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from coordinator.exchange import Exchange
+    from coordinator.nodes import Nodes
     from shm_broadcast import Board
 
 
@@ -52,6 +53,7 @@ class Topology:
         backend: str | None = None,
         timeout: float | Deadline | None = DEFAULT_TIMEOUT,
         operation_timeout: float | None = OPERATION_TIMEOUT,
+        torch_only: bool = False,
     ) -> Topology:
         """Wait for all ranks and find out which share a host.
 
@@ -63,6 +65,7 @@ class Topology:
             backend: None: NCCL where there is a GPU, gloo elsewhere.
             timeout: seconds for all set-up; None: for ever.
             operation_timeout: seconds that an operation may take; None: for ever.
+            torch_only: move tensors by torch's process groups, though there may be better.
 
         Collective: yes, every rank.
 
@@ -70,15 +73,20 @@ class Topology:
             GroupTimeoutError: some ranks did not come in time; names them.
         """
         if launch.world_size == 1:
-            settings = Settings.of(backend, launch.local_rank, timeout=operation_timeout)
-            nodes = None if board is None else Nodes(board, (board.member or 0,), (0,))
+            settings = Settings.of(
+                backend, launch.local_rank, timeout=operation_timeout, torch_only=torch_only
+            )
+            nodes = None if board is None else lone_node(board)
             return cls(0, 1, settings, nodes, None)
         meeting = meet(launch, store, timeout)
         sockets = SocketChoice(launch.interface, meeting.address)
-        settings = Settings.of(backend, launch.local_rank, sockets, operation_timeout)
+        settings = Settings.of(
+            backend, launch.local_rank, sockets, operation_timeout, torch_only=torch_only
+        )
         nodes = find_nodes(meeting.exchange, board)
         if board is None:
             closing.callback(nodes.board.close)
+        closing.callback(nodes.progress.close)
         return cls(launch.rank, launch.world_size, settings, nodes, meeting.exchange)
 
     def group(

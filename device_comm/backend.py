@@ -75,6 +75,16 @@ class Backend(Primitives):
         """Whether `close` was called."""
         return self._closed
 
+    def flush(self, timeout: float | Deadline | None = None) -> None:
+        """Return once all that was sent ahead of its receivers has arrived. Collective: no.
+
+        Args:
+            timeout: seconds; None: the communicator's.
+
+        Raises:
+            GroupTimeoutError: it has not; it is still on its way.
+        """
+
     def close(self) -> None:
         """Give everything back; again does nothing. The watch stays. Collective: no.
 

@@ -69,6 +69,7 @@ class Capabilities:
             once the result is there.
         detects_divergence: ranks that issue different operations get `DivergenceError`.
         detects_loss: a peer whose process ends is noticed before the deadline.
+        sends_ahead: a send needs no receive: it takes a copy, within a limit.
     """
 
     backend: str
@@ -77,6 +78,7 @@ class Capabilities:
     stream_ordered: bool = False
     detects_divergence: bool = False
     detects_loss: bool = False
+    sends_ahead: bool = False
 
 
 class Call:

@@ -70,6 +70,12 @@ class Mail:
             self._board, box, self._received[peer], tensor, peer, self._members[peer], operation
         )
 
+    def undelivered(self) -> list[int]:
+        """The ranks that have not received all that was sent to them."""
+        if self._parcels.waiting:
+            return list(self._outboxes)
+        return [rank for rank, box in self._outboxes.items() if not box.empty]
+
     def close(self) -> None:
         """Let go of everything."""
         for outbox in self._outboxes.values():

@@ -97,6 +97,11 @@ class Outbox:
         """Whether a letter can be posted."""
         return self._posted() - self._words.load64(_TAKEN) < LETTERS
 
+    @property
+    def empty(self) -> bool:
+        """Whether all letters have been taken."""
+        return self._posted() == self._words.load64(_TAKEN)
+
     def data_address(self) -> int:
         """Where the data of the next letter goes."""
         return self._address + self._place(self._posted()) + DATA

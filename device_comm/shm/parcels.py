@@ -62,6 +62,11 @@ class ParcelPool:
         """Bytes of all parcels, in use and kept."""
         return sum(parcel.segment.size for parcel in self._parcels)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a parcel has not been emptied."""
+        return any(parcel.taken for parcel in self._parcels)
+
     def take(self, wanted: int, largest: int) -> Parcel:
         """A free parcel with room for ``wanted`` bytes, or for a good part of them.
 

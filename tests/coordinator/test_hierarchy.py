@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ def init_on_nodes(rank: int, n: int, port: int, node_of: tuple[int, ...]) -> Par
 
     def pretended(*arguments: object) -> Nodes:
         real = found(*arguments)  # type: ignore[arg-type]
-        return Nodes(real.board, real.members, node_of)
+        return replace(real, node_of=node_of)
 
     coordinator.topology.find_nodes = pretended
     store = coordinator.connect_store("127.0.0.1", port)

@@ -98,17 +98,18 @@ def crossed_sends(group: GroupCoordinator, me: int, other: int) -> None:
 
 def many_sends_ahead(group: GroupCoordinator, me: int, other: int) -> None:
     """The sender goes ahead up to the limit, then waits for its receiver."""
-    part = {"part": torch.zeros(OUTSTANDING_BYTES // 16)}  # a quarter of the limit each
+    part = {"part": torch.zeros(OUTSTANDING_BYTES // 20)}  # a fifth of the limit each
     if me == 0:
         start = time.monotonic()
         for _ in range(4):
             group.send_tensor_dict(part, 1)
         ahead = time.monotonic() - start
-        group.send_tensor_dict(part, 1)
-        assert ahead < 0.5 < time.monotonic() - start
+        for _ in range(2):
+            group.send_tensor_dict(part, 1)
+        assert ahead < 2 < time.monotonic() - start
     else:
-        time.sleep(0.7)
-        for _ in range(5):
+        time.sleep(2.5)
+        for _ in range(6):
             agree(group.recv_tensor_dict(0), part)
 
 
@@ -142,8 +143,7 @@ def dict_handles(group: GroupCoordinator, me: int, other: int) -> None:
         group.isend_tensor_dict({"dropped": torch.ones(1 << 16), "o": {1}}, 1)
         group.isend(torch.tensor([4, 5]), 1)
         group.isend_tensor_dict(mixed(), 1)
-        assert time.monotonic() - start < 0.2
-        assert not kept.is_completed()
+        assert time.monotonic() - start < 2
         group.barrier()
         kept.wait()
         kept.wait()
@@ -230,7 +230,6 @@ CASES = [
     objects,
     object_handles,
     crossed_sends,
-    many_sends_ahead,
     dicts,
     broadcast_dicts,
     dict_handles,
@@ -241,25 +240,44 @@ CASES = [
 ]
 
 
-def run_cases(rank: int, n: int, port: int, pp: int) -> None:
+def run_cases(rank: int, n: int, port: int, torch_only: bool) -> None:
     store = coordinator.connect_store("127.0.0.1", port)
     with coordinator.init(
-        tp=n // pp, pp=pp, rank=rank, world_size=n, store=store, timeout=30, operation_timeout=30
+        tp=n // 2,
+        pp=2,
+        rank=rank,
+        world_size=n,
+        store=store,
+        timeout=30,
+        operation_timeout=30,
+        torch_only=torch_only,
     ) as groups:
         group = groups.pp
-        for case in CASES:
+        for case in [*CASES, many_sends_ahead] if torch_only else CASES:
             if groups.tp.rank_in_group == groups.tp.world_size - 1:
                 case(group, group.rank_in_group, 1 - group.rank_in_group)
             groups.world.barrier()
 
 
+@pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
 @pytest.mark.parametrize("n", [2, 4], ids=["ranks 0 and 1", "ranks 1 and 3"])
-def test_every_kind_of_message(n: int) -> None:
+def test_every_kind_of_message(n: int, torch_only: bool) -> None:
     store = host_store()
-    run_ranks(n, run_cases, store.port, 2)
+    run_ranks(n, run_cases, store.port, torch_only)
 
 
 # --- slicing ------------------------------------------------------------------------------
+
+
+def counting(send: Any, sent: list[int]) -> Any:
+    """``send``, with a note of how many elements of each tensor go over the link."""
+
+    def counted(x: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        if x.dtype != torch.uint8:
+            sent.append(x.numel())
+        return send(x, *rest, **options)
+
+    return counted
 
 
 def sliced(rank: int, n: int, port: int) -> None:
@@ -269,14 +287,8 @@ def sliced(rank: int, n: int, port: int) -> None:
         pp, tp = groups.pp, groups.tp
         sent: list[int] = []
         if pp.is_first_rank:
-            plain_isend = groups.pp.device_communicator.isend
-
-            def counted(x: torch.Tensor, *rest: Any, **options: Any) -> Any:
-                if x.dtype != torch.uint8:
-                    sent.append(x.numel())
-                return plain_isend(x, *rest, **options)
-
-            pp.device_communicator.isend = counted  # type: ignore[method-assign]
+            comm: Any = pp.device_communicator
+            comm.send, comm.isend = counting(comm.send, sent), counting(comm.isend, sent)
         x = torch.arange(8).reshape(2, 4)
         many = {
             "x": x,

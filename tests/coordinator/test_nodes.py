@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import coordinator.nodes
 from coordinator.nodes import Nodes, find_nodes
 from shm_broadcast import Board, SharedMemoryError
+from shm_broadcast.progress import Progress
 from tests.coordinator.test_exchange import members
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def test_a_given_board_is_used() -> None:
 
 def test_nodes_of_a_subgroup() -> None:
     with Board.create(6) as board:
-        world = Nodes(board, (0, 1, 2, 3, 4, 5), (0, 0, 2, 2, 2, 5))
+        world = Nodes(board, (0, 1, 2, 3, 4, 5), (0, 0, 2, 2, 2, 5), Progress(board))
         some = world.sub([5, 3, 1, 2])
         assert some.members == (5, 3, 1, 2)
         assert some.node_of == (0, 1, 2, 1)
