@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from server.channel import ChannelClosedError
 from server.dispatcher import Dispatcher
-from server.errors import CallTimeoutError, PoolClosedError, WorkerLostError
+from server.errors import CallTimeoutError, PoolClosedError, WorkerLostError, WorkerStartError
 from server.launchers.local import end, launch
 from server.ledger import Ledger, LedgerHooks
 from server.links import Links
@@ -19,10 +19,11 @@ from server.messages import Failed, Progress, Resume
 from server.roll_call import RollCall
 from server.stacks import read_stacks
 from server.supervisor import Supervisor
-from shm_broadcast import CoordinatorError, Deadline
+from shm_broadcast import CoordinatorError, Deadline, GroupAbortedError, GroupTimeoutError
 
 if TYPE_CHECKING:
     from server.calls import PendingCall
+    from server.launchers.local import LocalWorker
     from server.messages import FromWorker
     from server.plan import Plan
     from shm_broadcast import MemberStatus
@@ -51,6 +52,7 @@ class Crew:
         self._stopping = threading.Lock()
         self._stopped = False
         self._reading_stacks = threading.Lock()
+        self._reason_by = math.inf
         self._end_at = math.inf
         deadline = Deadline.after(plan.start_timeout)
         with ExitStack() as undo:
@@ -61,7 +63,7 @@ class Crew:
             self._supervisor = Supervisor(self._workers)
             undo.callback(self._supervisor.stop)
             for worker in self._workers:
-                worker.start(self._links.start_of(worker.rank), deadline)
+                self._tell(worker, deadline)
             RollCall(self._workers, plan.on_progress, plan.config.stack_seconds).wait(
                 self._supervisor, deadline
             )
@@ -81,7 +83,8 @@ class Crew:
         """Take in what a worker says."""
         match message:
             case Failed():
-                self._ledger.failed(rank, message)
+                final = self._links.board.aborted is not None
+                self._ledger.failed(rank, message, final)
             case Progress(done, total, what):
                 try:
                     self._plan.on_progress(rank, done, total, what)
@@ -89,8 +92,13 @@ class Crew:
                     _log.exception("on_progress failed")
 
     def on_death(self, rank: int, how: str, stack: str) -> None:
-        """A worker has ended: the pool has broken, unless it was ending."""
-        self._ledger.end(WorkerLostError(rank, self._workers[rank].pid, how, stack))
+        """A worker has ended: the pool has broken."""
+        failure = self._links.board.aborted
+        if failure is None:
+            self._ledger.end(WorkerLostError(rank, self._workers[rank].pid, how, stack))
+        elif self._reason_by == math.inf:
+            # A worker aborted the others; it will tell why, unless this was that worker.
+            self._reason_by = time.monotonic() + self._plan.config.settle_seconds
 
     def status(self) -> list[MemberStatus]:
         """What every worker was last seen doing.
@@ -107,11 +115,11 @@ class Crew:
 
         A call that was still queued is taken back.
         """
-        if self._ledger.withdraw(call) or not call.number:
+        ranks = self._ledger.give_up(call)
+        if not ranks:
             detail = "never sent: the workers were busy with calls before it"
             return CallTimeoutError(call.method, timeout, detail=detail)
         with self._reading_stacks:
-            ranks = sorted(call.waiting)
             stacks = read_stacks(
                 {rank: self._workers[rank].stack_file for rank in ranks},
                 lambda rank: self._workers[rank].ask_stack(),
@@ -144,6 +152,12 @@ class Crew:
             self._links.close()
             self._stopped = True
 
+    def _tell(self, worker: LocalWorker, deadline: Deadline) -> None:
+        try:
+            worker.start(self._links.start_of(worker.rank), deadline)
+        except GroupTimeoutError as error:
+            raise WorkerStartError(worker.rank, f"it took nothing in: {error}") from error
+
     def _resume(self, rank: int, number: int) -> None:
         try:
             self._workers[rank].channel.send(Resume(number))
@@ -159,10 +173,15 @@ class Crew:
         self._supervisor.wake()
 
     def _tick(self) -> float:
-        if self._end_at <= time.monotonic():
+        now = time.monotonic()
+        failure = self._links.board.aborted
+        if self._reason_by <= now and failure is not None:
+            self._reason_by = math.inf
+            self._ledger.end(GroupAbortedError("pool", failure))
+        if self._end_at <= now:
             self._end_at = math.inf
             end(self._workers, 0.0, self._plan.config.kill_seconds)
-        return min(self._ledger.tick(), max(self._end_at - time.monotonic(), 0.0))
+        return min(self._ledger.tick(), max(min(self._end_at, self._reason_by) - now, 0.0))
 
     def _end_workers(self, seconds: float) -> None:
         end(self._workers, seconds, self._plan.config.kill_seconds)

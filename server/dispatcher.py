@@ -12,7 +12,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from server.messages import Call
+from msgspec.structs import astuple
+
+from server.messages import Call, Reply
 from shm_broadcast import (
     NEVER,
     CoordinatorError,
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
     from shm_broadcast import Board, Deadline, MessageQueue
 
 _ENDS = (GroupAbortedError, GroupClosedError, PeerLostError)
-_REASON_SECONDS = 1.0
-"""How long to wait for the supervisor to say why the queues ended."""
+_REASON_SECONDS = 2.0
+"""How long the supervisor has to hear why the queues ended."""
 
 
 class Dispatcher:
@@ -115,10 +117,13 @@ class Dispatcher:
             -1 if call.reply_rank is None else call.reply_rank,
         )
         try:
-            self._calls.enqueue(message, deadline)
+            self._calls.enqueue(astuple(message), deadline)
         except _ENDS as error:
             self._ledger.sent()
             self._await_reason(error)
+        except GroupTimeoutError:
+            self._ledger.unsent(call, None)
+            raise
         except Exception as error:  # noqa: BLE001 - the arguments' own code fails to pickle them
             self._ledger.unsent(call, error)
         except BaseException:
@@ -151,6 +156,7 @@ class Dispatcher:
             return until() or any(queue.readable() for queue in self._replies)
 
         while not until():
+            deadline.check("call")
             try:
                 self._board.wait(something, deadline, "call", tuple)
                 for rank, queue in enumerate(self._replies):
@@ -161,7 +167,7 @@ class Dispatcher:
 
     def _hear(self, rank: int, queue: MessageQueue, deadline: Deadline) -> None:
         try:
-            reply = queue.dequeue(deadline)
+            reply = Reply(*queue.dequeue(deadline))
         except MessageDecodeError as error:
             self._ledger.garbled(rank, error)
         else:

@@ -25,9 +25,9 @@ def describe(error: BaseException, number: int, operations: int) -> Failed:
         number,
         operations,
         kind,
-        str(error),
-        "".join(traceback.format_exception(error)),
-        consequence=isinstance(error, (GroupAbortedError, PeerLostError)),
+        _text(error),
+        _sendable("".join(traceback.format_exception(error))),
+        consequence=_is_consequence(error),
         exception=_pickled(error),
     )
 
@@ -43,6 +43,27 @@ def rebuild(failed: Failed, rank: int, method: str) -> WorkerError:
     error = WorkerError(rank, method, failed.kind, failed.message, failed.traceback)
     error.__cause__ = _unpickled(failed.exception)
     return error
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether ``error`` arose, however indirectly, because another rank failed."""
+    while error is not None:
+        if isinstance(error, (GroupAbortedError, PeerLostError)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return _sendable(str(error))
+    except Exception as inner:  # noqa: BLE001 - an exception's own code runs here
+        return f"(no text: its __str__ raised {type(inner).__name__})"
+
+
+def _sendable(text: str) -> str:
+    """``text`` without lone surrogates, as names of files may have them."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _pickled(error: BaseException) -> bytes:

@@ -70,7 +70,10 @@ class Ledger:
         self._in_flight = in_flight
         self._settle_seconds = settle_seconds
         self._hooks = hooks
-        self._changed = threading.Condition()
+        # Re-entrant: a forgotten pool is closed by the garbage collector, in whichever thread.
+        self._lock = threading.RLock()
+        self._to_send = threading.Condition(self._lock)
+        self._idle = threading.Condition(self._lock)
         self._last = 0
         self._sending = False
         self._under_way: dict[int, PendingCall] = {}
@@ -100,8 +103,8 @@ class Ledger:
 
     def wait_until_idle(self, timeout: float) -> bool:
         """Whether no call is queued or under way within ``timeout`` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._under_way and not self._queued, timeout)
+        with self._lock:
+            return self._idle.wait_for(lambda: not self._under_way and not self._queued, timeout)
 
     def accept(self, call: PendingCall) -> bool:
         """Take a call in; whether the caller has to send it now (`sent` or `unsent` follows).
@@ -109,11 +112,11 @@ class Ledger:
         Raises:
             What broke the pool, or `PoolClosedError`.
         """
-        with self._changed:
+        with self._lock:
             self.check()
             if self._queued or not self._may_send():
                 self._queued.append(call)
-                self._changed.notify_all()
+                self._to_send.notify()
                 return False
             self._begin(call)
             return True
@@ -124,21 +127,21 @@ class Ledger:
         Raises:
             What broke the pool, or `PoolClosedError`.
         """
-        with self._changed:
+        with self._lock:
             self.check()
             self._queued.append(call)
-            self._changed.notify_all()
+            self._to_send.notify()
 
     def future(self, call: PendingCall) -> Future[Any]:
         """The future of a call that was taken in."""
-        with self._changed:
+        with self._lock:
             return call.future()
 
     def next_to_send(self) -> PendingCall | None:
         """Wait for a queued call that can be sent, for the caller to do so; ``None`` at the end."""
-        with self._changed:
+        with self._lock:
             while True:
-                self._changed.wait_for(
+                self._to_send.wait_for(
                     lambda: self._end is not None or (self._queued and self._may_send())
                 )
                 if self._end is not None:
@@ -150,33 +153,36 @@ class Ledger:
 
     def sent(self) -> None:
         """The sending of a call is over; another may be sent."""
-        with self._changed:
+        with self._lock:
             self._sending = False
-            self._changed.notify_all()
+            if self._queued:
+                self._to_send.notify()
 
-    def unsent(self, call: PendingCall, error: BaseException) -> None:
-        """The sending of a call is over; no worker got it, because of ``error``."""
-        with self._changed:
+    def unsent(self, call: PendingCall, error: BaseException | None) -> None:
+        """The sending of a call is over; no worker got it: because of ``error``, or given up."""
+        with self._lock:
             self._sending = False
             self._last -= 1
             del self._under_way[call.number]
             call.number = 0
+            self._to_send.notify()
             call.error = error
-            hand_out = call.finish()
-            self._changed.notify_all()
-        hand_out()
+            actions = [] if error is None else [call.finish()]
+        _run(actions)
 
-    def withdraw(self, call: PendingCall) -> bool:
-        """Take back a call that is still queued; whether it was."""
-        with self._changed:
-            if call not in self._queued:
-                return False
-            self._queued.remove(call)
-            return True
+    def give_up(self, call: PendingCall) -> list[int]:
+        """Wait for ``call`` no more; the ranks that had not answered.
+
+        A call that is still queued is taken back: no rank ever gets it.
+        """
+        with self._lock:
+            if call in self._queued:
+                self._queued.remove(call)
+            return sorted(call.waiting) if call.number else []
 
     def replied(self, rank: int, reply: Reply) -> None:
         """``rank`` has answered."""
-        with self._changed:
+        with self._lock:
             actions = self._spoil_before(rank, reply.number)
             call = self._under_way.get(reply.number)
             if call is not None:
@@ -186,7 +192,7 @@ class Ledger:
 
     def garbled(self, rank: int, error: BaseException) -> None:
         """``rank`` has answered, and nobody knows what: ``error``."""
-        with self._changed:
+        with self._lock:
             call = self._oldest(rank)
             actions: Actions = []
             if call is not None:
@@ -194,9 +200,15 @@ class Ledger:
                 actions = self._settle(call)
         _run(actions)
 
-    def failed(self, rank: int, failed: Failed) -> None:
-        """``rank`` has failed a call, and waits to be told to go on."""
-        with self._changed:
+    def failed(self, rank: int, failed: Failed, final: bool) -> None:
+        """``rank`` has failed a call, and waits to be told to go on.
+
+        Args:
+            rank: who.
+            failed: what it told.
+            final: the board is aborted: no other rank will answer any more.
+        """
+        with self._lock:
             call = self._under_way.get(failed.number)
             if call is None:
                 actions = self._break(rebuild(failed, rank, f"call {failed.number}"))
@@ -207,14 +219,17 @@ class Ledger:
                 if not failed.consequence:
                     actions.append(call.finish())
                 self._settle_by.setdefault(call.number, time.monotonic() + self._settle_seconds)
-                actions += self._settle(call)
+                if not final:
+                    actions += self._settle(call)
+                elif call.settled or not failed.consequence:
+                    actions += self._break_with(call)
             actions.append(self._hooks.wake)
         _run(actions)
 
     def tick(self) -> float:
         """Break the pool if a failed call is overdue; in how many seconds the next one will be."""
         actions: Actions = []
-        with self._changed:
+        with self._lock:
             if not self._settle_by:
                 return math.inf
             number, at = next(iter(self._settle_by.items()))
@@ -227,7 +242,7 @@ class Ledger:
 
     def end(self, error: CoordinatorError) -> None:
         """The pool breaks with ``error``, or is closed; nothing if it was ended before."""
-        with self._changed:
+        with self._lock:
             actions = self._break(error)
         _run(actions)
 
@@ -241,7 +256,10 @@ class Ledger:
         self._under_way[call.number] = call
 
     def _oldest(self, rank: int) -> PendingCall | None:
-        return next((call for call in self._under_way.values() if rank in call.waiting), None)
+        for call in self._under_way.values():
+            if rank in call.waiting:
+                return call
+        return None
 
     def _spoil_before(self, rank: int, number: int) -> Actions:
         """Replies come in order: one that did not come was dropped by an interrupted listener."""
@@ -257,7 +275,10 @@ class Ledger:
             return []
         del self._under_way[call.number]
         self._settle_by.pop(call.number, None)
-        self._changed.notify_all()
+        if self._queued:
+            self._to_send.notify()
+        elif not self._under_way:
+            self._idle.notify_all()
         actions: Actions = [call.finish()]
         if call.matched:
             actions += [partial(self._hooks.resume, rank, call.number) for rank in call.failed]
@@ -276,7 +297,8 @@ class Ledger:
         for pending in (self._under_way, self._queued, self._settle_by):
             pending.clear()
         self._ended.set()
-        self._changed.notify_all()
+        self._to_send.notify_all()
+        self._idle.notify_all()
         for call in doomed:
             call.error = call.error or error
         closed = isinstance(error, PoolClosedError)

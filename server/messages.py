@@ -1,6 +1,7 @@
 """What the driver and its workers say to each other.
 
-Calls and replies travel through shared memory, pickled: they carry the user's objects. All else
+Calls and replies travel through shared memory, pickled, as tuples of their fields: they carry the
+user's objects, and a plain tuple is the quickest to pickle. All else
 (how to start, progress, failures) travels over each worker's control channel, as JSON: it must get
 through when the queues cannot be used, because the board is aborted or not there yet.
 """
@@ -12,7 +13,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class Call(msgspec.Struct, frozen=True, gc=False):
     """Driver to all workers: call this method.
 
     Attributes:
@@ -30,7 +31,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reply_rank: int = -1
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class Reply(msgspec.Struct, frozen=True, gc=False):
     """Worker to driver: the call is done.
 
     Attributes:

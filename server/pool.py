@@ -161,7 +161,7 @@ class WorkerPool:
             What broke the pool, or `PoolClosedError`.
         """
         return self._crew.dispatcher.submit(
-            PendingCall(method, args, kwargs, self.n_workers, self._plan.output_rank)
+            self._pending(method, args, kwargs, self._plan.output_rank)
         )
 
     def status(self) -> list[MemberStatus]:
@@ -206,12 +206,25 @@ class WorkerPool:
         reply_rank: int | None,
         timeout: float | None,
     ) -> Any:
-        call = PendingCall(method, args, kwargs, self.n_workers, reply_rank)
+        call = self._pending(method, args, kwargs, reply_rank)
         deadline = Deadline.after(timeout)
         try:
             return self._crew.dispatcher.call(call, deadline)
         except GroupTimeoutError:
+            if call.done:
+                return call.result()
             raise self._crew.late(call, timeout) from None
+
+    def _pending(
+        self,
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        reply_rank: int | None,
+    ) -> PendingCall:
+        if not isinstance(method, str):
+            raise TypeError(f"method must be the name of a worker's method; got {method!r}")
+        return PendingCall(method, args, kwargs, self.n_workers, reply_rank)
 
 
 def _stop_at_exit(crew: Crew, owner: int) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec.structs import astuple
 
 import coordinator
 from server.channel import Channel, ChannelClosedError
@@ -98,6 +99,7 @@ class _Serving:
         self._calls = MessageQueue.attach(calls, self._board)
         self._replies = MessageQueue.attach(replies, self._board)
         self._last = 0
+        device = _device(start.device, start.rank)
         deadline = Deadline.after(start.timeout)
         store = coordinator.connect_store(start.store_host, start.store_port, deadline)
         self._groups = coordinator.init(
@@ -109,11 +111,12 @@ class _Serving:
             local_rank=start.rank,
             store=store,
             board=self._board,
-            timeout=deadline.remaining(),
+            backend="gloo" if device.type == "cpu" else None,
+            timeout=None if start.timeout is None else deadline.remaining(),
         )
         context = WorkerContext(
             self._groups,
-            _device(start.device, start.rank),
+            device,
             lambda done, total, what: channel.send(Progress(done, total, what)),
         )
         build = load(start.worker, start.main)
@@ -123,7 +126,7 @@ class _Serving:
         """Answer calls until the driver shuts the queue, then leave the groups."""
         while True:
             try:
-                call: Call = self._calls.dequeue()
+                call = Call(*self._calls.dequeue())
             except MessageDecodeError as error:
                 self._last += 1
                 self._fail(error, 0)
@@ -148,7 +151,8 @@ class _Serving:
         operations = board.stamp(call.method) - began - 1
         wanted = call.reply_rank in (-1, self._rank)
         try:
-            self._replies.enqueue(Reply(call.number, operations, value if wanted else None))
+            reply = Reply(call.number, operations, value if wanted else None)
+            self._replies.enqueue(astuple(reply))
         except _ENDS:
             raise
         except Exception as error:  # noqa: BLE001 - the value's own code fails to pickle it

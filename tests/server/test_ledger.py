@@ -40,9 +40,16 @@ class Book:
         self.ledger.replied(rank, Reply(number, operations, value))
 
     def fail(
-        self, rank: int, number: int, kind: str = "E", operations: int = 0, hearsay: bool = False
+        self,
+        rank: int,
+        number: int,
+        kind: str = "E",
+        operations: int = 0,
+        hearsay: bool = False,
+        final: bool = False,
     ) -> None:
-        self.ledger.failed(rank, Failed(number, operations, kind, "text", "trace", hearsay))
+        failed = Failed(number, operations, kind, "text", "trace", hearsay)
+        self.ledger.failed(rank, failed, final)
 
 
 def test_a_call_is_done_when_every_rank_has_answered() -> None:
@@ -131,6 +138,35 @@ def test_hearsay_counts_when_there_is_nothing_better() -> None:
     assert book.asked == [("broke", WorkerError)]
 
 
+def test_a_failure_that_aborted_the_board_breaks_the_pool_at_once() -> None:
+    book = Book()
+    book.send()
+    book.fail(0, 1, "GroupAbortedError", hearsay=True, final=True)
+    assert book.asked == []
+    book.fail(1, 1, "DivergenceError", final=True)
+    assert book.asked == [("broke", WorkerError)]
+    with pytest.raises(WorkerError, match="rank 1 failed in embed: DivergenceError"):
+        book.ledger.check()
+
+
+def test_an_aborted_board_breaks_the_pool_though_all_have_answered() -> None:
+    book = Book()
+    book.send()
+    for rank in (0, 1):
+        book.fail(rank, 1, "GroupAbortedError", hearsay=True, final=True)
+    assert book.asked == [("broke", WorkerError)]
+
+
+def test_a_call_given_up_before_it_left_leaves_no_gap() -> None:
+    book = Book()
+    call = PendingCall("embed", (), {}, 2, None)
+    assert book.ledger.accept(call)
+    book.ledger.unsent(call, None)
+    assert book.ledger.give_up(call) == []
+    assert not call.done
+    assert book.send().number == 1
+
+
 def test_the_first_failure_is_the_one_that_is_kept() -> None:
     book = Book()
     calls = [book.send(), book.send()]
@@ -194,8 +230,8 @@ def test_a_queued_call_can_be_withdrawn_and_a_cancelled_one_is_skipped() -> None
     assert cancelled.future().cancel()
     book.ledger.queue(cancelled)
     book.ledger.queue(last)
-    assert book.ledger.withdraw(withdrawn)
-    assert not book.ledger.withdraw(first)
+    assert book.ledger.give_up(withdrawn) == []
+    assert book.ledger.give_up(first) == [0, 1]
     book.reply(0, 1)
     book.reply(1, 1)
     assert book.ledger.next_to_send() is last

@@ -114,6 +114,14 @@ def test_odd_exceptions_come_back_as_text(pool: WorkerPool) -> None:
         pool.call("echo", wrong=1)
 
 
+def test_a_method_has_a_name_of_any_length_and_script(pool: WorkerPool) -> None:
+    for name in ("é" * 100, "", "x" * 1000):
+        with pytest.raises(WorkerError, match="AttributeError"):
+            pool.call(name)
+    with pytest.raises(TypeError, match="method must be the name"):
+        pool.call(Worker.echo)  # type: ignore[arg-type]
+
+
 def test_what_cannot_travel_fails_its_call_only(pool: WorkerPool) -> None:
     with pytest.raises(TypeError, match="this cannot be pickled"):
         pool.call("echo", Unpicklable())

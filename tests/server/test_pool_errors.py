@@ -17,7 +17,7 @@ from server.errors import (
     again,
 )
 from server.failures import describe, rebuild
-from shm_broadcast import Failure, GroupAbortedError, GroupTimeoutError, MemberStatus
+from shm_broadcast import Failure, GroupAbortedError, GroupTimeoutError, MemberStatus, PeerLostError
 from tests.server.workers import BadInputError, Unpicklable, UnpicklableError
 
 STATUS = MemberStatus(1, 4242, "busy", "embed", 7, 2.5)
@@ -101,6 +101,28 @@ def test_an_exception_of_a_class_that_the_driver_lacks_comes_back_as_text() -> N
         exception=pickle.dumps(BadInputError).replace(b"Bad", b"Odd"),
     )
     assert rebuild(foreign, 0, "embed").__cause__ is None
+
+
+def test_a_text_that_utf8_does_not_have_is_written_out() -> None:
+    failed = describe(_raised(FileNotFoundError("no file \udce9")), 1, 0)
+    assert failed.message == "no file \\udce9"
+    assert "no file \\udce9" in failed.traceback
+
+
+def test_an_exception_without_a_text_says_so() -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise KeyError("mute")
+
+    assert describe(_raised(MuteError()), 1, 0).message == "(no text: its __str__ raised KeyError)"
+
+
+def test_an_error_wrapped_around_anothers_failure_is_a_consequence() -> None:
+    lost = RuntimeError("step failed")
+    lost.__cause__ = PeerLostError("all_reduce", STATUS)
+    outer = ValueError("while handling")
+    outer.__context__ = lost
+    assert describe(_raised(outer), 1, 0).consequence
 
 
 @pytest.mark.parametrize(

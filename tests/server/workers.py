@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from shm_broadcast import DivergenceError
+
 if TYPE_CHECKING:
     from server.worker import WorkerContext
 
@@ -86,6 +88,14 @@ class Worker:
         if self.rank in ranks:
             raise BadInputError("after all took part")
         return total
+
+    def abort_board(self, ranks: list[int], wait: bool) -> float:
+        """Some ranks find the group divided and abort it, while the others wait or are done."""
+        if self.rank in ranks:
+            error = DivergenceError(0, "all_reduce", "all_gather")
+            self.groups.world.abort(error)
+            raise error
+        return self.total(1.0) if wait else 0.0
 
     def send_then_fail(self) -> None:
         """Rank 0 sends what rank 1 never takes."""
