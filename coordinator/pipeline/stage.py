@@ -1,0 +1,279 @@
+"""`Stage`: the named exchanges of a pipeline, as ColossalAI's users know them.
+
+Forward goes from the first stage to the last, backward the other way. The first five do nothing
+and return None at the ends of the pipeline; the last three go round in a ring, for stages that
+hold several parts of the model: leave out by ``None`` and ``recv_*=False`` what is not there.
+
+All of them:
+    - send and receive trees, as `PipelineEnd.exchange`, and raise what that raises;
+    - take ranks in ``pp`` instead of the neighbours;
+    - check what arrives, where shapes or a dtype are given, and raise `ValueError` then. Shapes:
+      one tensor's, as ``(4, 4)``, or a list of them, one for each tensor of a tree;
+    - with ``async_op=True`` return a `Work` of what they would have returned.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from coordinator.pipeline.exchange import PipelineEnd
+from coordinator.pipeline.expect import check
+from coordinator.pipeline.message import NEXT, PREV
+
+if TYPE_CHECKING:
+    import torch
+
+    from coordinator.pipeline.expect import Shapes
+
+
+class Stage(PipelineEnd):
+    """One stage of a pipeline: ``Stage(groups.pp, groups.tp)``."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing comes before this stage."""
+        return self.pp.is_first_rank
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing comes after this stage."""
+        return self.pp.is_last_rank
+
+    def recv_forward(
+        self,
+        input_tensor_shape: Shapes | None = None,
+        prev_rank: int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """The previous stage's output; None on the first. Collective: no, with that stage."""
+        return self._do(
+            recv_prev=not self.is_first,
+            prev_rank=prev_rank,
+            expected=(input_tensor_shape, None, dtype),
+            async_op=async_op,
+            timeout=timeout,
+        )
+
+    def recv_backward(
+        self,
+        output_grad_shape: Shapes | None = None,
+        next_rank: int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """The gradient of this stage's output; None on the last. Collective: no."""
+        return self._do(
+            recv_next=not self.is_last,
+            next_rank=next_rank,
+            expected=(None, output_grad_shape, dtype),
+            async_op=async_op,
+            timeout=timeout,
+        )
+
+    def send_forward(
+        self,
+        output_tensor: Any,
+        next_rank: int | None = None,
+        scatter_gather_tensors: bool | None = None,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Send an output to the next stage; nothing on the last. Collective: no.
+
+        It may be changed afterwards, and does not wait for its receive.
+        """
+        return self._do(
+            send_next=None if self.is_last else output_tensor,
+            next_rank=next_rank,
+            scatter_gather_tensors=scatter_gather_tensors,
+            async_op=async_op,
+            timeout=timeout,
+        )
+
+    def send_backward(
+        self,
+        input_tensor_grad: Any,
+        prev_rank: int | None = None,
+        scatter_gather_tensors: bool | None = None,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Send the gradient of an input to the previous stage; nothing on the first.
+
+        It may be changed afterwards, and does not wait for its receive. Collective: no.
+        """
+        return self._do(
+            send_prev=None if self.is_first else input_tensor_grad,
+            prev_rank=prev_rank,
+            scatter_gather_tensors=scatter_gather_tensors,
+            async_op=async_op,
+            timeout=timeout,
+        )
+
+    def send_forward_recv_backward(
+        self,
+        output_tensor: Any,
+        output_grad_shape: Shapes | None = None,
+        recv_next: bool = True,
+        next_rank: int | None = None,
+        dtype: torch.dtype | None = None,
+        scatter_gather_tensors: bool | None = None,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Send an output, receive the gradient of one; None on the last. Collective: no."""
+        return self._do(
+            send_next=None if self.is_last else output_tensor,
+            recv_next=recv_next and not self.is_last,
+            next_rank=next_rank,
+            expected=(None, output_grad_shape, dtype),
+            scatter_gather_tensors=scatter_gather_tensors,
+            async_op=async_op,
+            timeout=timeout,
+        )
+
+    def send_backward_recv_forward(
+        self,
+        input_tensor_grad: Any,
+        input_tensor_shape: Shapes | None = None,
+        recv_prev: bool = True,
+        prev_rank: int | None = None,
+        dtype: torch.dtype | None = None,
+        scatter_gather_tensors: bool | None = None,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Send the gradient of an input, receive an input; None on the first. Collective: no."""
+        return self._do(
+            send_prev=None if self.is_first else input_tensor_grad,
+            recv_prev=recv_prev and not self.is_first,
+            prev_rank=prev_rank,
+            expected=(input_tensor_shape, None, dtype),
+            scatter_gather_tensors=scatter_gather_tensors,
+            async_op=async_op,
+            timeout=timeout,
+        )
+
+    def send_forward_recv_forward(
+        self,
+        output_tensor: Any,
+        input_tensor_shape: Shapes | None = None,
+        recv_prev: bool = True,
+        prev_rank: int | None = None,
+        next_rank: int | None = None,
+        dtype: torch.dtype | None = None,
+        scatter_gather_tensors: bool | None = None,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Send an output to the next stage, receive one from the previous. Collective: no."""
+        return self._do(
+            send_next=output_tensor,
+            recv_prev=recv_prev,
+            prev_rank=prev_rank,
+            next_rank=next_rank,
+            expected=(input_tensor_shape, None, dtype),
+            scatter_gather_tensors=scatter_gather_tensors,
+            async_op=async_op,
+            timeout=timeout,
+        )
+
+    def send_backward_recv_backward(
+        self,
+        input_tensor_grad: Any,
+        output_grad_shape: Shapes | None = None,
+        recv_next: bool = True,
+        prev_rank: int | None = None,
+        next_rank: int | None = None,
+        dtype: torch.dtype | None = None,
+        scatter_gather_tensors: bool | None = None,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Send a gradient to the previous stage, receive one from the next. Collective: no."""
+        return self._do(
+            send_prev=input_tensor_grad,
+            recv_next=recv_next,
+            prev_rank=prev_rank,
+            next_rank=next_rank,
+            expected=(None, output_grad_shape, dtype),
+            scatter_gather_tensors=scatter_gather_tensors,
+            async_op=async_op,
+            timeout=timeout,
+        )
+
+    def send_forward_backward_recv_forward_backward(
+        self,
+        output_tensor: Any,
+        input_tensor_grad: Any,
+        input_tensor_shape: Shapes | None = None,
+        output_grad_shape: Shapes | None = None,
+        recv_prev: bool = True,
+        recv_next: bool = True,
+        prev_rank: int | None = None,
+        next_rank: int | None = None,
+        dtype: torch.dtype | None = None,
+        scatter_gather_tensors: bool | None = None,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Send both ways and receive both ways: (input, gradient). Collective: no."""
+        return self._do(
+            send_next=output_tensor,
+            send_prev=input_tensor_grad,
+            recv_prev=recv_prev,
+            recv_next=recv_next,
+            prev_rank=prev_rank,
+            next_rank=next_rank,
+            expected=(input_tensor_shape, output_grad_shape, dtype),
+            scatter_gather_tensors=scatter_gather_tensors,
+            both=True,
+            async_op=async_op,
+            timeout=timeout,
+        )
+
+    def _do(
+        self,
+        *,
+        send_next: Any = None,
+        send_prev: Any = None,
+        recv_prev: bool = False,
+        recv_next: bool = False,
+        next_rank: int | None = None,
+        prev_rank: int | None = None,
+        expected: tuple[Shapes | None, Shapes | None, torch.dtype | None] = (None, None, None),
+        scatter_gather_tensors: bool | None = None,
+        both: bool = False,
+        async_op: bool,
+        timeout: float | None,
+    ) -> Any:
+        """An exchange whose result is one tree, or with ``both`` two."""
+        to_next, to_prev = self.neighbour(next_rank, 1), self.neighbour(prev_rank, -1)
+        inputs, grads, dtype = expected
+
+        def pick(received: list[Any]) -> Any:
+            from_prev, from_next = received
+            check(from_prev, inputs, dtype)
+            check(from_next, grads, dtype)
+            return (from_prev, from_next) if both else from_prev if recv_prev else from_next
+
+        return self.run(
+            [(send_next, NEXT, to_next), (send_prev, PREV, to_prev)],
+            [(NEXT, to_prev) if recv_prev else None, (PREV, to_next) if recv_next else None],
+            pick,
+            scatter_gather_tensors=scatter_gather_tensors,
+            async_op=async_op,
+            timeout=timeout,
+        )
