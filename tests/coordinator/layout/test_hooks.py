@@ -1,0 +1,188 @@
+"""Hooks around operations on parameters, and parameters by name."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from coordinator.layout import ParamOpHook, named_parameters, use_param_hooks
+
+ALL = ["pre_forward", "post_forward", "pre_backward", "post_backward"]
+
+
+class Log(ParamOpHook):
+    def __init__(self, log: list[Any] | None = None, name: str = "") -> None:
+        self.log = [] if log is None else log
+        self.name = name
+
+    def pre_forward(self, params: Any) -> None:
+        self._note("pre_forward", params)
+
+    def post_forward(self, params: Any) -> None:
+        self._note("post_forward", params)
+
+    def pre_backward(self, params: Any) -> None:
+        self._note("pre_backward", params)
+
+    def post_backward(self, params: Any) -> None:
+        self._note("post_backward", params)
+
+    def _note(self, what: str, params: Any) -> None:
+        params[0].detach().sum()  # what hooks do is not seen
+        self.log.append(f"{self.name}{what}")
+        self.params = params
+
+
+def test_the_order() -> None:
+    hook = Log()
+    layer = nn.Linear(3, 2)
+    with use_param_hooks(hook):
+        loss = layer(torch.ones(4, 3)).sum()
+        assert hook.log == ALL[:2]
+        loss.backward()
+    assert hook.log == ALL
+    assert hook.params == (layer.weight, layer.bias)
+
+
+def test_backward_outside_the_with_is_not_silent() -> None:
+    """The original reads its hooks at backward time, and finds none."""
+    hook = Log()
+    layer = nn.Linear(3, 2)
+    with use_param_hooks(hook):
+        loss = layer(torch.ones(4, 3)).sum()
+    loss.backward()
+    assert hook.log == ALL
+    layer(torch.ones(4, 3)).sum().backward()
+    assert hook.log == ALL
+
+
+def test_results_and_gradients_are_the_same() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(3, 4), nn.ReLU(inplace=True), nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh()
+        )
+
+    plain, hooked = build(), build()
+    x = torch.randn(5, 3)
+    expected = plain(x)
+    expected.square().sum().backward()
+    hook = Log()
+    with use_param_hooks(hook):
+        found = hooked(x)
+    found.square().sum().backward()
+    assert torch.equal(found, expected)
+    for a, b in zip(hooked.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+    assert hook.log == ALL[:2] * 3 + ALL[2:] * 3
+
+
+def test_frozen_parameters_and_inference() -> None:
+    hook = Log()
+    layer = nn.Linear(3, 2).requires_grad_(False)
+    x = torch.ones(1, 3, requires_grad=True)
+    with use_param_hooks(hook):
+        layer(x).sum().backward()
+    assert hook.log == ALL
+    hook.log.clear()
+    with use_param_hooks(hook), torch.no_grad():
+        layer(x)
+    assert hook.log == ALL[:2]
+
+
+def test_only_operations_on_parameters_count() -> None:
+    hook = Log()
+    p = nn.Parameter(torch.ones(2, 2))
+    x = torch.ones(2, 2)
+    with use_param_hooks(hook):
+        x @ x
+        assert (p.shape, p.dim(), p.requires_grad, p.numel()) == ((2, 2), 2, True, 4)
+        repr(p)
+        assert hook.log == []
+        torch.cat([x, p])  # in a list
+        functional.linear(x, weight=p)  # by keyword
+        assert hook.log == ALL[:2] * 2
+
+
+def test_a_tensor_that_is_changed_in_place() -> None:
+    hook = Log()
+    p = nn.Parameter(torch.ones(2))
+    with use_param_hooks(hook):
+        x = torch.zeros(2).add_(p * 1)
+        x.mul_(p)
+        with torch.no_grad():
+            p.add_(1)
+        out = torch.empty(2)
+        with torch.no_grad():
+            torch.add(p, 1, out=out)
+    assert out.tolist() == [3, 3]
+    assert p.tolist() == [2, 2]
+    assert hook.log == ALL[:2] * 4
+
+
+def test_hooks_nest() -> None:
+    log: list[Any] = []
+    p = nn.Parameter(torch.ones(2))
+    with use_param_hooks(Log(log, "outer ")):
+        with use_param_hooks(Log(log, "inner ")):
+            p * 2
+        assert log == [
+            "outer pre_forward", "inner pre_forward", "outer post_forward", "inner post_forward"
+        ]  # fmt: skip
+        log.clear()
+        p * 2
+    p * 2
+    assert log == ["outer pre_forward", "outer post_forward"]
+
+
+def test_an_error_in_a_with_ends_its_hooks() -> None:
+    hook = Log()
+    with pytest.raises(KeyError), use_param_hooks(hook):
+        raise KeyError
+    nn.Parameter(torch.ones(1)) * 2
+    assert hook.log == []
+
+
+def test_other_contexts_are_left_alone() -> None:
+    """In the same thread and in another."""
+    hook = Log()
+    p = nn.Parameter(torch.ones(2))
+    empty = contextvars.copy_context()
+    with use_param_hooks(hook):
+        empty.run(lambda: p * 2)
+        thread = threading.Thread(target=lambda: p * 2)
+        thread.start()
+        thread.join()
+    assert hook.log == []
+
+
+# --- parameters by name --------------------------------------------------------------------
+
+
+def module() -> nn.Module:
+    """A layer whose weight was replaced by a plain attribute, and the same layer once more."""
+    layer = nn.Linear(2, 2)
+    weight = layer.weight.detach().requires_grad_()
+    del layer.weight
+    layer.weight = weight  # type: ignore[assignment]
+    layer.cached = torch.ones(1)  # type: ignore[assignment]
+    outer = nn.Module()
+    outer.first, outer.again = layer, layer
+    outer.scale = nn.Parameter(torch.ones(1))
+    return outer
+
+
+def test_names_are_complete_prefixed_and_not_repeated() -> None:
+    outer = module()
+    assert [name for name, _ in named_parameters(outer)] == ["scale", "first.bias", "first.weight"]
+    assert [name for name, _ in named_parameters(outer, "model")] == [
+        "model.scale", "model.first.bias", "model.first.weight"
+    ]  # fmt: skip
+    assert [name for name, _ in named_parameters(outer, "model", recurse=False)] == ["model.scale"]
+    assert dict(named_parameters(outer))["first.weight"] is outer.first.weight  # type: ignore[union-attr]

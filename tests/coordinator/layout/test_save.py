@@ -1,0 +1,172 @@
+"""Writing checkpoints from shards, read back by the safetensors library and by load_sharded."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from coordinator.layout import (
+    CheckpointError,
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    load_sharded,
+    save_sharded,
+)
+from coordinator.layout.checkpoint_writer import encode_header, write_checkpoint
+from tests.coordinator.layout.by_hand import hold
+from tests.coordinator.layout.meshes import open_mesh
+from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from coordinator.layout import Mesh
+
+WHOLES = {
+    "matrix": torch.arange(35.0).reshape(7, 5),
+    "ids": torch.arange(9),
+    "half": torch.arange(24, dtype=torch.bfloat16).reshape(2, 3, 4),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.zeros(0, 4),
+    "flags": torch.tensor([True, False, True]),
+    "tiny": torch.tensor([1.5, -2.0]).to(torch.float8_e4m3fn),
+    "complex": torch.tensor([1 + 2j, 3j]).to(torch.complex64),
+}
+SHAPES = {name: whole.shape for name, whole in WHOLES.items()}
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """torch compares no float8."""
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def round_trip(mesh: Mesh, folder: Path, layouts: dict[str, Layout]) -> None:
+    names = [name for name in WHOLES if name in layouts]
+    held = {name: hold(WHOLES[name], layouts[name], mesh.axes) for name in names}
+    file = folder / f"{len(mesh.shape)}.safetensors"
+    save_sharded(file, held, layouts, mesh.axes, shapes=SHAPES, target=lambda name: f"m.{name}")
+    there = load_file(file)
+    assert set(there) == {f"m.{name}" for name in names}
+    for name in names:
+        whole = WHOLES[name]
+        assert there[f"m.{name}"].dtype == whole.dtype
+        assert torch.equal(as_bytes(there[f"m.{name}"]), as_bytes(whole))
+    plain = {
+        name: layout
+        for name, layout in layouts.items()
+        if not layout.has_terms and WHOLES[name].dtype.itemsize > 1
+    }
+    again = load_sharded(file, plain, mesh.axes, source=lambda name: f"m.{name}")
+    for name in plain:
+        assert torch.equal(again[name], held[name]), name
+
+
+def one_axis(mesh: Mesh, folder: Path) -> None:
+    layouts = {
+        "matrix": Layout((Shard(0, padded=True),)),
+        "ids": Layout((Shard(0, sizes=(4, 0, 3, 2)),)),
+        "half": Layout((Shard(-1),)),
+        "scalar": Layout((Replicate(),)),
+        "empty": Layout((Shard(1),)),
+        "flags": Layout((Shard(0),)),
+        "tiny": Layout((Shard(0),)),
+        "complex": Layout((Partial(),)),
+    }
+    round_trip(mesh, folder, layouts)
+
+
+def two_axes(mesh: Mesh, folder: Path) -> None:
+    layouts = {
+        "matrix": Layout((Shard(0), Shard(0, padded=True))),
+        "ids": Layout((Replicate(), Shard(0, padded=True))),
+        "half": Layout((Shard(2), Shard(1))),
+        "scalar": Layout((Partial(), Replicate())),
+    }
+    round_trip(mesh, folder, layouts)
+
+
+def to_a_folder(mesh: Mesh, folder: Path) -> None:
+    axis = mesh.axes[0]
+    x = torch.ones(2) * axis.rank_in_group
+    save_sharded(folder, {"x": x}, {"x": Shard(0)}, axis, shapes={"x": (8,)}, metadata={"by": "us"})
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"by": "us"}
+        assert file.get_tensor("x").tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def a_disk_that_fails(mesh: Mesh, folder: Path) -> None:
+    """Every rank hears of it, and the group goes on."""
+    axis = mesh.axes[0]
+    x = {"x": torch.ones(2), "y": torch.ones(2)}
+    layouts = {"x": Shard(0), "y": Replicate()}
+    expected = OSError if axis.rank_in_group == 0 else CheckpointError
+    with pytest.raises(expected, match=r"absent|not written"):
+        save_sharded(folder / "absent" / "x.safetensors", x, layouts, axis, shapes={"x": (8,)})
+    assert axis.all_reduce(torch.ones(1)).item() == 4
+
+
+def refused(mesh: Mesh, folder: Path) -> None:
+    if mesh.axes[0].rank_in_group:
+        return
+    axis = mesh.axes[0]
+    x = {"x": torch.ones(2), "y": torch.ones(2)}
+    with pytest.raises(ValueError, match="shape is needed"):
+        save_sharded(folder / "f", x, {"x": Shard(0)}, axis)
+    with pytest.raises(ValueError, match="this rank has"):
+        save_sharded(folder / "f", x, {"x": Shard(0)}, axis, shapes={"x": (99,)})
+    with pytest.raises(ValueError, match="one name"):
+        save_sharded(folder / "f", x, dict.fromkeys(x, Replicate()), axis, target=lambda _: "z")
+    with pytest.raises(KeyError):
+        save_sharded(folder / "f", x, {"z": Replicate()}, axis)
+    wide = {"x": torch.ones(1, dtype=torch.complex128)}
+    with pytest.raises(ValueError, match="complex128"):
+        save_sharded(folder / "f", wide, {"x": Replicate()}, axis)
+    assert not (folder / "f").exists()
+
+
+def saving(rank: int, n: int, path: str, folder: str) -> None:
+    with ExitStack() as stack:
+        line = open_mesh(stack, rank, (4,), path)
+        for case in (one_axis, to_a_folder, a_disk_that_fails, refused):
+            case(line, Path(folder))
+    with ExitStack() as stack:
+        two_axes(open_mesh(stack, rank, (2, 2), path + "grid"), Path(folder))
+
+
+def test_saving(store_path: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    run_ranks(4, saving, store_path, str(folder), timeout=120)
+    assert not [file for file in folder.iterdir() if file.name.startswith(".")]
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    header = encode_header({"x": (torch.float32, (2,))})
+    write_checkpoint(file, header, [torch.ones(2)])
+
+    def fails() -> object:
+        yield torch.zeros(2)
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_checkpoint(file, header, fails())  # type: ignore[arg-type]
+    assert [each.name for each in tmp_path.iterdir()] == ["x.safetensors"]
+    assert load_file(file)["x"].tolist() == [1, 1]
+
+
+def test_a_checkpoint_holds_no_terms(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    write_checkpoint(file, encode_header({"x": (torch.float32, (2,))}), [torch.ones(2)])
+
+    class Place:
+        rank_in_group, world_size = 0, 2
+
+    with pytest.raises(ValueError, match="terms"):
+        load_sharded(file, {"x": Partial()}, Place())  # type: ignore[arg-type]
