@@ -100,6 +100,11 @@ class Crew:
             # A worker aborted the others; it will tell why, unless this was that worker.
             self._reason_by = time.monotonic() + self._plan.config.settle_seconds
 
+    @property
+    def failure(self) -> CoordinatorError | None:
+        """What broke the pool, or that it was shut down; ``None`` while it takes calls."""
+        return self._ledger.ended
+
     def status(self) -> list[MemberStatus]:
         """What every worker was last seen doing.
 

@@ -6,8 +6,9 @@
     ├── WorkerStartError                    a worker did not come up; the pool does not exist
     ├── GroupTimeoutError (TimeoutError)
     │   └── CallTimeoutError                a call's time passed; carries the stacks of the late
-    └── GroupClosedError
-        └── PoolClosedError                 you shut the pool down
+    ├── GroupClosedError
+    │   └── PoolClosedError                 you shut the pool down
+    └── QueueFullError                      too much waits already; try again later
 
 The first failure breaks a pool unless every rank answered and none left a group operation half
 done. A broken pool raises that first failure again from every later call, with a note that says so.
@@ -120,6 +121,25 @@ class CallTimeoutError(GroupTimeoutError):
     def __reduce__(self) -> tuple[object, ...]:
         arguments = (self.method, self.timeout, self.waiting_for, self.detail, self.stacks)
         return type(self), arguments
+
+
+class QueueFullError(CoordinatorError):
+    """A request was refused at once: what waits already leaves no room for it.
+
+    Attributes:
+        asked: items in the request.
+        waiting: items that wait.
+        limit: items that may wait.
+    """
+
+    def __init__(self, asked: int, waiting: int, limit: int) -> None:
+        self.asked = asked
+        self.waiting = waiting
+        self.limit = limit
+        super().__init__(f"no room for {asked} more: {waiting} of at most {limit} wait already")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.asked, self.waiting, self.limit)
 
 
 class PoolClosedError(GroupClosedError):

@@ -88,9 +88,9 @@ class Ledger:
         return bool(self._under_way)
 
     @property
-    def ended(self) -> bool:
-        """Whether the pool is broken or closed."""
-        return self._end is not None
+    def ended(self) -> CoordinatorError | None:
+        """What broke the pool, or that it was closed; ``None`` while it takes calls."""
+        return self._end
 
     def check(self) -> None:
         """Raise what broke the pool, or that it was shut down, if so."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
-    from shm_broadcast import MemberStatus
+    from shm_broadcast import CoordinatorError, MemberStatus
 
 _EXIT_SECONDS = 2.0
 """For workers to leave when the interpreter exits, or a ``with`` block raises."""
@@ -163,6 +163,11 @@ class WorkerPool:
         return self._crew.dispatcher.submit(
             self._pending(method, args, kwargs, self._plan.output_rank)
         )
+
+    @property
+    def failure(self) -> CoordinatorError | None:
+        """What broke the pool, or that it was shut down; ``None`` while it takes calls."""
+        return self._crew.failure
 
     def status(self) -> list[MemberStatus]:
         """What every worker was last seen doing, by rank."""

