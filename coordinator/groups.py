@@ -166,6 +166,7 @@ def init(
     timeout: float | None = DEFAULT_TIMEOUT,
     operation_timeout: float | None = OPERATION_TIMEOUT,
     torch_only: bool = False,
+    checked: bool = False,
 ) -> ParallelGroups:
     """Meet the other ranks and build the groups.
 
@@ -191,6 +192,8 @@ def init(
         timeout: seconds for all ranks to meet and build the groups; None: for ever.
         operation_timeout: seconds that an operation may take unless it says otherwise.
         torch_only: move tensors by torch's process groups, though there may be better.
+        checked: before each collective over torch's process groups, compare what the members
+            issue: a debug mode. Through shared memory that is always done.
 
     Collective: yes, every rank.
 
@@ -224,5 +227,6 @@ def init(
             timeout=deadline,
             operation_timeout=operation_timeout,
             torch_only=torch_only,
+            checked=checked,
         )
         return ParallelGroups.build(topology, grid, undo, dcp=dcp, timeout=deadline)

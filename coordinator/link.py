@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from coordinator import torch_groups
+from coordinator.checked_comm import CheckedComm
 from coordinator.nodes import Nodes, find_nodes
 from coordinator.torch_groups import SocketChoice
 from device_comm import DeviceCommunicator, LoopbackComm
@@ -45,6 +46,7 @@ class Settings:
         sockets: where gloo listens.
         timeout: seconds that an operation may take; None: for ever.
         torch_only: move tensors by torch's process groups, though there may be better.
+        checked: compare what members issue, where the communicator does not by itself.
     """
 
     backend: str
@@ -53,6 +55,7 @@ class Settings:
     sockets: SocketChoice
     timeout: float | None
     torch_only: bool
+    checked: bool
 
     @classmethod
     def of(
@@ -63,6 +66,7 @@ class Settings:
         timeout: float | None = OPERATION_TIMEOUT,
         *,
         torch_only: bool = False,
+        checked: bool = False,
     ) -> Settings:
         """Settings for a backend, and the device that goes with it.
 
@@ -72,6 +76,7 @@ class Settings:
             sockets: where gloo listens; None: torch's choice.
             timeout: seconds that an operation may take; None: for ever.
             torch_only: move tensors by torch's process groups, though there may be better.
+            checked: compare what members issue, where the communicator does not by itself.
 
         Raises:
             ValueError: a backend that is neither gloo nor NCCL.
@@ -81,7 +86,9 @@ class Settings:
         device = torch.device("cpu")
         if "nccl" in torch_groups.kinds(backend):
             device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        return cls(backend, device, local_rank, sockets or SocketChoice(), timeout, torch_only)
+        return cls(
+            backend, device, local_rank, sockets or SocketChoice(), timeout, torch_only, checked
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +188,17 @@ def connect(
         exchange.all_gather("members")
         build = _Builder(exchange, ranks, settings, nodes, given, undo)
         cpu_group = build.process_group(torch.device("cpu"), "gloo")
-        cpu = build.shm() if build.may_use_shm() else build.torch(cpu_group, "cpu")
+        over: DeviceCommunicator
+        cpu: DeviceCommunicator
+        if build.may_use_shm():
+            over = cpu = build.shm()
+        else:
+            over = build.torch(cpu_group, "cpu")
+            cpu = build.checked(over, over)
         device_group, device = cpu_group, cpu
         if settings.device.type != "cpu":
             device_group = build.process_group(settings.device, settings.backend)
-            device = build.torch(device_group, settings.device)
+            device = build.checked(build.torch(device_group, settings.device), over)
         return Link(
             exchange.name,
             tuple(ranks),
@@ -241,6 +254,10 @@ class _Builder:
         return self._keep(
             TorchComm(group, device, board, members, self.exchange.name, self.settings.timeout)
         )
+
+    def checked(self, comm: DeviceCommunicator, over: DeviceCommunicator) -> DeviceCommunicator:
+        """``comm``, in the debug mode if that is wanted."""
+        return self._keep(CheckedComm(comm, over)) if self.settings.checked else comm
 
     def _keep(self, comm: C) -> C:
         self.undo.callback(comm.close)

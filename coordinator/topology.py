@@ -54,6 +54,7 @@ class Topology:
         timeout: float | Deadline | None = DEFAULT_TIMEOUT,
         operation_timeout: float | None = OPERATION_TIMEOUT,
         torch_only: bool = False,
+        checked: bool = False,
     ) -> Topology:
         """Wait for all ranks and find out which share a host.
 
@@ -66,23 +67,27 @@ class Topology:
             timeout: seconds for all set-up; None: for ever.
             operation_timeout: seconds that an operation may take; None: for ever.
             torch_only: move tensors by torch's process groups, though there may be better.
+            checked: compare what members issue, where the communicator does not by itself.
 
         Collective: yes, every rank.
 
         Raises:
             GroupTimeoutError: some ranks did not come in time; names them.
         """
-        if launch.world_size == 1:
-            settings = Settings.of(
-                backend, launch.local_rank, timeout=operation_timeout, torch_only=torch_only
-            )
-            nodes = None if board is None else lone_node(board)
-            return cls(0, 1, settings, nodes, None)
-        meeting = meet(launch, store, timeout)
-        sockets = SocketChoice(launch.interface, meeting.address)
+        sockets = None
+        if launch.world_size > 1:
+            meeting = meet(launch, store, timeout)
+            sockets = SocketChoice(launch.interface, meeting.address)
         settings = Settings.of(
-            backend, launch.local_rank, sockets, operation_timeout, torch_only=torch_only
+            backend,
+            launch.local_rank,
+            sockets,
+            operation_timeout,
+            torch_only=torch_only,
+            checked=checked,
         )
+        if launch.world_size == 1:
+            return cls(0, 1, settings, None if board is None else lone_node(board), None)
         nodes = find_nodes(meeting.exchange, board)
         if board is None:
             closing.callback(nodes.board.close)

@@ -1,0 +1,115 @@
+"""Members that issue different operations are told so, by all communicators."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import coordinator
+from coordinator import ParallelGroups, ReduceOp, host_store
+from shm_broadcast import CoordinatorError, Deadline, DivergenceError, GroupAbortedError
+from tests.coordinator.test_verbs import run_tables
+from tests.device_comm.suite import check_table
+from tests.ranks import run_ranks
+
+
+def join(rank: int, n: int, port: int, torch_only: bool, **options: Any) -> ParallelGroups:
+    store = coordinator.connect_store("127.0.0.1", port)
+    return coordinator.init(
+        tp=n,
+        rank=rank,
+        store=store,
+        timeout=60,
+        torch_only=torch_only,
+        checked=torch_only,
+        **options,
+    )
+
+
+def diverge(rank: int, n: int, port: int, torch_only: bool, kind: str) -> str:
+    with join(rank, n, port, torch_only, operation_timeout=60) as groups:
+        tp, x = groups.tp, torch.ones(4)
+        assert tp.all_reduce(x).tolist() == [n] * 4
+        odd = rank == 1
+        calls: dict[str, Any] = {
+            "verb": lambda: tp.all_gather(x) if odd else tp.all_reduce(x),
+            "dtype": lambda: tp.all_reduce(x.double() if odd else x),
+            "shape": lambda: tp.all_reduce(x[:2] if odd else x),
+            "op": lambda: tp.all_reduce(x, op=ReduceOp.MAX if odd else ReduceOp.SUM),
+            "root": lambda: tp.broadcast(x, int(odd)),
+        }
+        with pytest.raises((DivergenceError, GroupAbortedError)) as caught:
+            calls[kind]()
+        return str(caught.value)
+
+
+KINDS = ["verb", "dtype", "shape", "op"]
+UNSEEN = pytest.mark.xfail(reason="members that think they are the root wait for nobody")
+
+
+@pytest.mark.parametrize(
+    ("kind", "torch_only"),
+    [
+        *[(kind, torch_only) for kind in KINDS for torch_only in (True, False)],
+        ("root", True),
+        pytest.param("root", False, marks=UNSEEN),
+    ],
+)
+def test_members_that_diverge_are_told(kind: str, torch_only: bool) -> None:
+    store = host_store()
+    for text in run_ranks(3, diverge, store.port, torch_only, kind, timeout=120):
+        assert "issued" in text
+        assert "where this rank issued" in text
+
+
+def checked_table(rank: int, n: int, port: int) -> dict[str, str]:
+    with join(rank, n, port, True) as groups:
+        assert groups.tp.device_communicator.capabilities.detects_divergence
+        return run_tables(groups.tp, [torch.float32, torch.int64])
+
+
+def test_the_debug_mode_changes_no_result() -> None:
+    store = host_store()
+    check_table(run_ranks(2, checked_table, store.port, timeout=180))
+
+
+def wrong_on_all(rank: int, n: int, port: int, torch_only: bool) -> None:
+    with join(rank, n, port, torch_only, operation_timeout=60) as groups:
+        with pytest.raises(ValueError, match="not divisible"):
+            groups.tp.reduce_scatter(torch.ones(3))
+        assert groups.tp.all_reduce(torch.ones(1)).item() == n
+        groups.tp.barrier()
+
+
+@pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
+def test_wrong_on_all_members_and_the_next_collective_is_right(torch_only: bool) -> None:
+    store = host_store()
+    run_ranks(2, wrong_on_all, store.port, torch_only, timeout=120)
+
+
+def wrong_on_one(rank: int, n: int, port: int, torch_only: bool) -> None:
+    with join(rank, n, port, torch_only) as groups:
+        groups.tp.barrier()
+        if rank == 1:
+            with pytest.raises(TypeError):
+                groups.tp.all_reduce(torch.ones(2), op=ReduceOp.BAND)
+            groups.board.wait(  # type: ignore[union-attr]
+                lambda: groups.board.aborted is not None,  # type: ignore[union-attr]
+                Deadline.after(60),
+                "until the other has given up",
+                list,
+            )
+            return
+        start = time.monotonic()
+        with pytest.raises(CoordinatorError, match="rank 1"):
+            groups.tp.all_reduce(torch.ones(2), timeout=1)
+        assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
+def test_wrong_on_one_member_and_its_peers_name_it(torch_only: bool) -> None:
+    store = host_store()
+    run_ranks(2, wrong_on_one, store.port, torch_only, timeout=120)
