@@ -18,6 +18,7 @@ class Comm:
         tensor_type: type,
         reduce_op_type: type,
         empty_like: Callable[[Tensor], Tensor],
+        new_empty: Callable[[Tensor, Sequence[int]], Tensor],
         allocate: Callable[[Sequence[int], Tensor], Tensor],
         /,
     ) -> None: ...

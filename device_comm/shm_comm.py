@@ -5,10 +5,10 @@ steps: `device_comm.shm.layout` draws it and states the protocol. Reductions are
 all ranks hold the same bits. Messages between two ranks go through a ring of their own, and large
 ones through memory of their own (`device_comm.shm.mail`). Nothing goes through a socket.
 
-Memory: for n ranks ``2 n (slot + 64) + 64 n (n + 1)`` bytes, in whole pages, where the slot is 256
-KiB, or less where n is more than 8: at most 4 MiB for the group, 1 MiB for two ranks. Each ordered
-pair of ranks that exchanges messages adds a ring of 68 KiB. Large messages take what they need
-while they wait to be received; each rank keeps at most 4 MiB of that.
+Memory: for n ranks ``2 n (slot + 64) + 64 n (n + 1)`` bytes, in whole pages, where the slot is 128
+KiB, or less where n is more than 16: 0.5 MiB for two ranks, 1 MiB for four, never more than 4 MiB
+but for headers. Each ordered pair of ranks that exchanges messages adds a box of 68 KiB. Large
+messages take what they need while they wait to be received; each rank keeps at most 4 MiB of that.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class ShmComm(DirectVerbs):
             rank=rank,
             world_size=size,
             device="cpu",
-            capabilities=Capabilities("shm", detects_divergence=True, detects_loss=True),
+            capabilities=Capabilities(
+                "shm", detects_divergence=True, detects_loss=True, sends_ahead=True
+            ),
             name=name,
             timeout=timeout,
             watch=board,
@@ -160,6 +162,16 @@ class ShmComm(DirectVerbs):
     def shared_bytes(self) -> int:
         """Bytes of the group's segment; boxes and parcels of messages come on top."""
         return self._segment.size
+
+    def flush(self, timeout: float | Deadline | None = None) -> None:
+        """Return once all that was sent ahead of its receivers has arrived. Collective: no."""
+        deadline = Deadline.after(self.timeout if timeout is None else timeout)
+        self.board.wait(
+            lambda: not self._mail.undelivered(),
+            deadline,
+            f"{self.name} flush",
+            lambda: [self.members[rank] for rank in self._mail.undelivered()],
+        )
 
     # --- collectives ---------------------------------------------------------------------
 
@@ -302,6 +314,7 @@ class ShmComm(DirectVerbs):
             torch.Tensor,
             ReduceOp,
             torch.empty_like,
+            torch.Tensor.new_empty,
             self._results.empty,
         )
         return comm

@@ -125,9 +125,11 @@ static void comm_dealloc(PyObject *object) {
     PyMem_Free(self->steps.plan.gives);
     PyMem_Free(self->steps.plan.takes);
     PyMem_Free((void *)self->steps.parts);
+    PyMem_Free(self->steps.scratch);
     Py_XDECREF(self->tensor_type);
     Py_XDECREF(self->reduce_op_type);
     Py_XDECREF(self->empty_like);
+    Py_XDECREF(self->new_empty);
     Py_XDECREF(self->allocate);
     Py_XDECREF(self->source);
     Py_XDECREF(self->result);
@@ -193,18 +195,22 @@ static int make_room(steps *s) {
     s->plan.gives = zeroed(s->n, sizeof *s->plan.gives);
     s->plan.takes = zeroed(s->n, sizeof *s->plan.takes);
     s->parts = zeroed(s->n, sizeof *s->parts);
-    bool all = s->doorbells && s->plan.awaits && s->plan.gives && s->plan.takes && s->parts;
+    s->scratch = zeroed(1, SCRATCH_BYTES);
+    bool all = s->doorbells && s->plan.awaits && s->plan.gives && s->plan.takes && s->parts &&
+               s->scratch;
     if (!all) PyErr_NoMemory();
     return all ? 0 : -1;
 }
 
-/* (group, board, rank, slot, doorbells, operations, tensor type, ReduceOp, empty_like, allocate) */
+/* (group, board, rank, slot, doorbells, operations, tensor type, ReduceOp, empty_like, new_empty,
+ * allocate) */
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
-    PyObject *group, *board, *doorbells, *operations, *tensor_type, *reduce_op, *empty_like, *allocate;
+    PyObject *group, *board, *doorbells, *operations, *tensor_type, *reduce_op;
+    PyObject *empty_like, *new_empty, *allocate;
     Py_ssize_t rank, slot;
-    if (!PyArg_ParseTuple(args, "OOnnO!O!OOOO", &group, &board, &rank, &slot, &PyTuple_Type,
+    if (!PyArg_ParseTuple(args, "OOnnO!O!OOOOO", &group, &board, &rank, &slot, &PyTuple_Type,
                           &doorbells, &PyTuple_Type, &operations, &tensor_type, &reduce_op,
-                          &empty_like, &allocate))
+                          &empty_like, &new_empty, &allocate))
         return NULL;
     allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Comm *self = (Comm *)make(type, 0);
@@ -213,6 +219,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     self->tensor_type = Py_NewRef(tensor_type);
     self->reduce_op_type = Py_NewRef(reduce_op);
     self->empty_like = Py_NewRef(empty_like);
+    self->new_empty = Py_NewRef(new_empty);
     self->allocate = Py_NewRef(allocate);
     if (PyObject_GetBuffer(group, &self->group, PyBUF_WRITABLE) < 0 ||
         PyObject_GetBuffer(board, &self->board, PyBUF_WRITABLE) < 0 ||

@@ -19,7 +19,7 @@ typedef struct {
     size_t slot;                             /* of this rank's process on the board */
     char operations[VERBS][OPERATION_NAME];  /* what each verb is called there */
     PyObject *tensor_type, *reduce_op_type;
-    PyObject *empty_like, *allocate;         /* give room for small, and for other results */
+    PyObject *empty_like, *new_empty, *allocate; /* give room for results */
     const tensor_reader *reader;             /* NULL: no direct calls */
     PyObject *source, *result;               /* of a direct call that is blocked */
 } Comm;

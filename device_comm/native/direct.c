@@ -105,10 +105,10 @@ static plan *new_plan(Comm *self, int verb, const tensor *x, int op, int root, u
 }
 
 /* Room for a result like `x` but with `rows` rows in dimension `dim`, if that is not negative. */
-static PyObject *allocate(Comm *self, PyObject *x, const tensor *described, int dim, uint64_t rows,
-                          uint64_t bytes) {
-    if (dim < 0 && bytes < RECYCLED_BYTES)
-        return PyObject_CallFunctionObjArgs(self->empty_like, x, NULL);
+static PyObject *make_result(Comm *self, PyObject *x, const tensor *described, int dim,
+                             uint64_t rows, uint64_t bytes) {
+    bool small = bytes < RECYCLED_BYTES;
+    if (dim < 0 && small) return PyObject_CallFunctionObjArgs(self->empty_like, x, NULL);
     PyObject *shape = PyTuple_New(described->ndim);
     for (int i = 0; shape != NULL && i < described->ndim; i++) {
         uint64_t size = i == dim ? rows : (uint64_t)described->shape[i];
@@ -116,7 +116,8 @@ static PyObject *allocate(Comm *self, PyObject *x, const tensor *described, int 
         if (number == NULL || PyTuple_SetItem(shape, i, number) < 0) Py_CLEAR(shape);
     }
     if (shape == NULL) return NULL;
-    PyObject *made = PyObject_CallFunctionObjArgs(self->allocate, shape, x, NULL);
+    PyObject *made = small ? PyObject_CallFunctionObjArgs(self->new_empty, x, shape, NULL)
+                           : PyObject_CallFunctionObjArgs(self->allocate, shape, x, NULL);
     Py_DECREF(shape);
     return made;
 }
@@ -129,7 +130,7 @@ static PyObject *begin(Comm *self, int verb, PyObject *x, const tensor *describe
     steps_begin(&self->steps);
     steps_put_first(&self->steps);
     if (out != Py_None) return Py_NewRef(out);
-    PyObject *made = allocate(self, x, described, dim, rows, bytes);
+    PyObject *made = make_result(self, x, described, dim, rows, bytes);
     if (made != NULL && !describe(self, made, result)) {
         PyErr_SetString(PyExc_TypeError, "the result's memory is not plain");
         Py_CLEAR(made);

@@ -36,6 +36,24 @@ VERSIONED void store_bfloat16(const float *from, uint16_t *to, size_t n) {
     if (n % 2) to[n - 1] = (uint16_t)(round_bfloat16(from[n - 1]) >> 16);
 }
 
+/* What loading both, adding and storing would give, without a way through memory. */
+VERSIONED void add_bfloat16(const uint16_t *a, const uint16_t *b, uint16_t *to, size_t n) {
+    const two_halves *left = (const two_halves *)a, *right = (const two_halves *)b;
+    two_halves *pairs = (two_halves *)to;
+    INDEPENDENT
+    for (size_t i = 0; i < n / 2; i++) {
+        word low = {.bits = left[i] << 16}, high = {.bits = left[i] & 0xffff0000u};
+        low.value += (word){.bits = right[i] << 16}.value;
+        high.value += (word){.bits = right[i] & 0xffff0000u}.value;
+        pairs[i] = round_bfloat16(low.value) >> 16 | (round_bfloat16(high.value) & 0xffff0000u);
+    }
+    if (n % 2) {
+        word last = {.bits = (uint32_t)a[n - 1] << 16};
+        last.value += (word){.bits = (uint32_t)b[n - 1] << 16}.value;
+        to[n - 1] = (uint16_t)(round_bfloat16(last.value) >> 16);
+    }
+}
+
 /* Moves the exponent's bits into place, then rescales by 2^112, which is exact and makes subnormal
  * halves normal. Infinities and NaNs get the largest exponent. */
 static inline float from_float16(uint16_t half) {
@@ -81,6 +99,19 @@ __attribute__((target("avx,f16c"))) static size_t store_with_f16c(const float *f
     return i;
 }
 
+__attribute__((target("avx,f16c"))) static size_t add_with_f16c(const uint16_t *a,
+                                                                const uint16_t *b, uint16_t *to,
+                                                                size_t n) {
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m256 left = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(a + i)));
+        __m256 right = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(b + i)));
+        __m128i sum = _mm256_cvtps_ph(_mm256_add_ps(left, right), _MM_FROUND_TO_NEAREST_INT);
+        _mm_storeu_si128((__m128i *)(to + i), sum);
+    }
+    return i;
+}
+
 #define FAST(converted) (__builtin_cpu_supports("f16c") ? (converted) : 0)
 #else
 #define FAST(converted) 0
@@ -92,4 +123,9 @@ void load_float16(const uint16_t *from, float *to, size_t n) {
 
 void store_float16(const float *from, uint16_t *to, size_t n) {
     for (size_t i = FAST(store_with_f16c(from, to, n)); i < n; i++) to[i] = to_float16(from[i]);
+}
+
+void add_float16(const uint16_t *a, const uint16_t *b, uint16_t *to, size_t n) {
+    for (size_t i = FAST(add_with_f16c(a, b, to, n)); i < n; i++)
+        to[i] = to_float16(from_float16(a[i]) + from_float16(b[i]));
 }

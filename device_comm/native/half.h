@@ -13,4 +13,8 @@ void store_bfloat16(const float *from, uint16_t *to, size_t n);
 void load_float16(const uint16_t *from, float *to, size_t n);
 void store_float16(const float *from, uint16_t *to, size_t n);
 
+/* Sums of two blocks, which is what groups of two do all the time; `to` may be one of them. */
+void add_bfloat16(const uint16_t *a, const uint16_t *b, uint16_t *to, size_t n);
+void add_float16(const uint16_t *a, const uint16_t *b, uint16_t *to, size_t n);
+
 #endif

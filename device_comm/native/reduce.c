@@ -103,30 +103,38 @@ static void fold_complex128(void *to, const void *a, const void *b, size_t count
 #define COMPLEX (BIT(OP_SUM) | BIT(OP_PRODUCT) | BIT(OP_AVG))
 
 typedef struct {
+    void (*load)(const uint16_t *from, float *to, size_t n);
+    void (*store)(const float *from, uint16_t *to, size_t n);
+    void (*add)(const uint16_t *a, const uint16_t *b, uint16_t *to, size_t n);
+} half_precision;
+
+static const half_precision float16 = {load_float16, store_float16, add_float16};
+static const half_precision bfloat16 = {load_bfloat16, store_bfloat16, add_bfloat16};
+
+typedef struct {
     size_t itemsize;
     size_t numbers; /* that an element consists of */
     unsigned operations;
     void (*fold)(void *to, const void *a, const void *b, size_t count, int op);
     void (*divide)(void *numbers, size_t count, size_t ranks);
-    void (*load)(const uint16_t *from, float *to, size_t n); /* half precision only */
-    void (*store)(const float *from, uint16_t *to, size_t n);
+    const half_precision *half;
 } arithmetic;
 
 static const arithmetic dtypes[] = {
-    [DTYPE_FLOAT16] = {2, 1, REAL, fold_float, divide_float, load_float16, store_float16},
-    [DTYPE_BFLOAT16] = {2, 1, REAL, fold_float, divide_float, load_bfloat16, store_bfloat16},
-    [DTYPE_FLOAT32] = {4, 1, REAL, fold_float, divide_float, NULL, NULL},
-    [DTYPE_FLOAT64] = {8, 1, REAL, fold_double, divide_double, NULL, NULL},
-    [DTYPE_UINT8] = {1, 1, INTEGER, fold_uint8, NULL, NULL, NULL},
-    [DTYPE_INT8] = {1, 1, INTEGER, fold_int8, NULL, NULL, NULL},
-    [DTYPE_INT16] = {2, 1, INTEGER, fold_int16, NULL, NULL, NULL},
-    [DTYPE_INT32] = {4, 1, INTEGER, fold_int32, NULL, NULL, NULL},
-    [DTYPE_INT64] = {8, 1, INTEGER, fold_int64, NULL, NULL, NULL},
-    [DTYPE_UINT16] = {2, 1, INTEGER, fold_uint16, NULL, NULL, NULL},
-    [DTYPE_UINT32] = {4, 1, INTEGER, fold_uint32, NULL, NULL, NULL},
-    [DTYPE_BOOL] = {1, 1, INTEGER, fold_bool, NULL, NULL, NULL},
-    [DTYPE_COMPLEX64] = {8, 2, COMPLEX, fold_complex64, divide_float, NULL, NULL},
-    [DTYPE_COMPLEX128] = {16, 2, COMPLEX, fold_complex128, divide_double, NULL, NULL},
+    [DTYPE_FLOAT16] = {2, 1, REAL, fold_float, divide_float, &float16},
+    [DTYPE_BFLOAT16] = {2, 1, REAL, fold_float, divide_float, &bfloat16},
+    [DTYPE_FLOAT32] = {4, 1, REAL, fold_float, divide_float, NULL},
+    [DTYPE_FLOAT64] = {8, 1, REAL, fold_double, divide_double, NULL},
+    [DTYPE_UINT8] = {1, 1, INTEGER, fold_uint8, NULL, NULL},
+    [DTYPE_INT8] = {1, 1, INTEGER, fold_int8, NULL, NULL},
+    [DTYPE_INT16] = {2, 1, INTEGER, fold_int16, NULL, NULL},
+    [DTYPE_INT32] = {4, 1, INTEGER, fold_int32, NULL, NULL},
+    [DTYPE_INT64] = {8, 1, INTEGER, fold_int64, NULL, NULL},
+    [DTYPE_UINT16] = {2, 1, INTEGER, fold_uint16, NULL, NULL},
+    [DTYPE_UINT32] = {4, 1, INTEGER, fold_uint32, NULL, NULL},
+    [DTYPE_BOOL] = {1, 1, INTEGER, fold_bool, NULL, NULL},
+    [DTYPE_COMPLEX64] = {8, 2, COMPLEX, fold_complex64, divide_float, NULL},
+    [DTYPE_COMPLEX128] = {16, 2, COMPLEX, fold_complex128, divide_double, NULL},
 };
 
 size_t reduce_itemsize(int dtype) {
@@ -142,13 +150,18 @@ bool reduce_defined(int dtype, int op) {
 static void reduce_halves(const arithmetic *type, const char *const *parts, size_t n, size_t offset,
                           int op, size_t count, char *output) {
     float total[BLOCK / 2], next[BLOCK / 2];
-    type->load((const uint16_t *)(parts[0] + offset), total, count);
+    if (n == 2 && op == OP_SUM) {
+        type->half->add((const uint16_t *)(parts[0] + offset), (const uint16_t *)(parts[1] + offset),
+                  (uint16_t *)(output + offset), count);
+        return;
+    }
+    type->half->load((const uint16_t *)(parts[0] + offset), total, count);
     for (size_t part = 1; part < n; part++) {
-        type->load((const uint16_t *)(parts[part] + offset), next, count);
+        type->half->load((const uint16_t *)(parts[part] + offset), next, count);
         type->fold(total, total, next, count, op);
     }
     if (op == OP_AVG) type->divide(total, count, n);
-    type->store(total, (uint16_t *)(output + offset), count);
+    type->half->store(total, (uint16_t *)(output + offset), count);
 }
 
 /* One block of any other type. Only an output that is a later part needs a block of its own. */
@@ -170,7 +183,7 @@ void reduce(const char *const *parts, size_t n, int dtype, int op, size_t count,
     size_t size = count * type->itemsize;
     for (size_t offset = 0; offset < size; offset += BLOCK) {
         size_t bytes = size - offset < BLOCK ? size - offset : BLOCK;
-        if (type->load != NULL)
+        if (type->half != NULL)
             reduce_halves(type, parts, n, offset, op, bytes / 2, output);
         else
             reduce_block(type, parts, n, offset, op, bytes, output);

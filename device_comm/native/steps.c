@@ -6,6 +6,7 @@
 
 #include "atomics.h"
 #include "reduce.h"
+#include "stream.h"
 
 static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
@@ -46,6 +47,7 @@ static void publish(steps *s, uint64_t step, uint64_t chunk) {
     uint32_t number = (uint32_t)chunk;
     memcpy(header + SLOT_SIGNATURE, s->plan.signature, SIGNATURE_BYTES);
     memcpy(header + SLOT_SIGNATURE + SIGNATURE_CHUNK, &number, sizeof number);
+    stream_end();
     gc_store64(header, SLOT_ARRIVED, step);
     ring_others(s);
 }
@@ -98,7 +100,8 @@ static void put(steps *s, uint64_t chunk) {
     for (size_t rank = 0; s->plan.puts && rank < (s->plan.addressed ? s->n : 1); rank++) {
         if (s->plan.addressed && rank == s->rank) continue;
         span give = s->plan.gives[rank];
-        memcpy(to + rank * s->piece, give.address + begin, part_of(give.size, begin, s->piece));
+        stream_copy(to + rank * s->piece, give.address + begin,
+                    part_of(give.size, begin, s->piece));
     }
     publish(s, step, chunk);
 }
@@ -109,21 +112,46 @@ static const char *piece_from(const steps *s, uint64_t chunk, size_t rank) {
     return payload(s, s->first + chunk, rank) + (s->plan.addressed ? s->rank * s->piece : 0);
 }
 
-static void take(steps *s, uint64_t chunk) {
-    uint64_t begin = chunk * s->piece;
-    span *takes = s->plan.takes;
-    if (s->plan.kind == KIND_REDUCE) {
-        uint64_t size = part_of(takes[0].size, begin, s->piece);
-        for (size_t rank = 0; rank < s->n; rank++) s->parts[rank] = piece_from(s, chunk, rank);
-        if (size > 0)
-            reduce(s->parts, s->n, s->plan.dtype, s->plan.op,
-                   size / reduce_itemsize(s->plan.dtype), takes[0].address + begin);
-    } else {
-        for (size_t rank = 0; rank < s->n; rank++) {
-            uint64_t size = part_of(takes[rank].size, begin, s->piece);
-            if (size > 0) memcpy(takes[rank].address + begin, piece_from(s, chunk, rank), size);
-        }
+static void deliver(const steps *s, char *to, const char *from, uint64_t size) {
+    if (s->large)
+        stream_copy(to, from, size);
+    else
+        memcpy(to, from, size);
+}
+
+/* Reduces `size` bytes of the parts; leaves the result in the output, and for a moment longer in
+ * the memory that is returned. At most SCRATCH_BYTES if the result is large. */
+static const char *reduce_parts(steps *s, char *output, uint64_t size) {
+    char *reduced = s->large ? s->scratch : output;
+    reduce(s->parts, s->n, s->plan.dtype, s->plan.op, size / reduce_itemsize(s->plan.dtype), reduced);
+    if (s->large) stream_copy(output, reduced, size);
+    return reduced;
+}
+
+static void take_reduced(steps *s, uint64_t chunk) {
+    span whole = s->plan.takes[0];
+    uint64_t begin = chunk * s->piece, size = part_of(whole.size, begin, s->piece);
+    uint64_t most = s->large ? SCRATCH_BYTES : size;
+    for (uint64_t at = 0; at < size; at += most) {
+        for (size_t rank = 0; rank < s->n; rank++) s->parts[rank] = piece_from(s, chunk, rank) + at;
+        reduce_parts(s, whole.address + begin + at, smaller(size - at, most));
     }
+}
+
+static void take_copied(steps *s, uint64_t chunk) {
+    uint64_t begin = chunk * s->piece;
+    for (size_t rank = 0; rank < s->n; rank++) {
+        span whole = s->plan.takes[rank];
+        uint64_t size = part_of(whole.size, begin, s->piece);
+        if (size > 0) deliver(s, whole.address + begin, piece_from(s, chunk, rank), size);
+    }
+}
+
+static void take(steps *s, uint64_t chunk) {
+    if (s->plan.kind == KIND_REDUCE)
+        take_reduced(s, chunk);
+    else
+        take_copied(s, chunk);
     finish(s, s->first + chunk);
 }
 
@@ -158,25 +186,23 @@ static void put_parts(steps *s, uint64_t chunk) {
     char *to = payload(s, s->first + chunk, s->rank);
     for (size_t rank = 0; rank < s->n; rank++) {
         range part = part_of_chunk(s, chunk, rank);
-        if (rank != s->rank) memcpy(to + rank * s->piece, s->plan.own + part.begin, part.size);
+        if (rank != s->rank)
+            stream_copy(to + rank * s->piece, s->plan.own + part.begin, part.size);
     }
 }
-
-/* Bytes that are copied right after they were reduced, while they are in the cache. */
-#define COPIED_AT_ONCE 16384
 
 /* Reduces this rank's part into the output, and into the next step's slot for the others. */
 static void reduce_part(steps *s, uint64_t chunk) {
     range part = part_of_chunk(s, chunk, s->rank);
-    size_t itemsize = reduce_itemsize(s->plan.dtype), place = s->rank * s->piece;
+    size_t place = s->rank * s->piece;
     char *shared = payload(s, s->first + chunk + 1, s->rank) + place;
-    for (uint64_t at = 0; at < part.size; at += COPIED_AT_ONCE) {
-        uint64_t size = smaller(part.size - at, COPIED_AT_ONCE);
+    for (uint64_t at = 0; at < part.size; at += SCRATCH_BYTES) {
+        uint64_t size = smaller(part.size - at, SCRATCH_BYTES);
         for (size_t rank = 0; rank < s->n; rank++)
             s->parts[rank] = payload(s, s->first + chunk, rank) + place + at;
         s->parts[s->rank] = s->plan.own + part.begin + at;
-        reduce(s->parts, s->n, s->plan.dtype, s->plan.op, size / itemsize, shared + at);
-        memcpy(s->plan.takes[0].address + part.begin + at, shared + at, size);
+        stream_copy(shared + at, reduce_parts(s, s->plan.takes[0].address + part.begin + at, size),
+                    size);
     }
 }
 
@@ -184,8 +210,8 @@ static void collect_parts(steps *s, uint64_t chunk) {
     for (size_t rank = 0; rank < s->n; rank++) {
         range part = part_of_chunk(s, chunk, rank);
         if (rank != s->rank)
-            memcpy(s->plan.takes[0].address + part.begin,
-                   payload(s, s->first + chunk + 1, rank) + rank * s->piece, part.size);
+            deliver(s, s->plan.takes[0].address + part.begin,
+                    payload(s, s->first + chunk + 1, rank) + rank * s->piece, part.size);
     }
 }
 
@@ -211,7 +237,19 @@ static steps_status run_all_reduce(steps *s) {
     return STEPS_DONE;
 }
 
+/* Results from this size on are written past the caches: that spares reading what was there before,
+ * unless it was read anyway. */
+#define LARGE_BYTES (8 << 20)
+
+static bool is_large(const steps *s) {
+    uint64_t size = 0;
+    for (size_t rank = 0; rank < s->n; rank++) size += s->plan.takes[rank].size;
+    bool in_place = s->plan.kind != KIND_MOVE && s->plan.takes[0].address == s->plan.own;
+    return size >= LARGE_BYTES && !in_place;
+}
+
 static steps_status run(steps *s) {
+    s->large = is_large(s);
     return s->plan.kind == KIND_ALL_REDUCE ? run_all_reduce(s) : run_exchange(s);
 }
 

@@ -45,8 +45,13 @@ typedef struct {
     size_t met;            /* ranks below this one have arrived at the step that is met */
     bool at_gate;          /* blocked before writing, not before reading */
     uint64_t blocked_step; /* that cannot be written, or has not arrived */
+    bool large;            /* the result does not fit the caches */
     const char **parts;    /* room for n pointers */
+    char *scratch;         /* room for SCRATCH_BYTES */
 } steps;
+
+/* Bytes that are reduced before they are copied on, while they are in the cache. */
+#define SCRATCH_BYTES 16384
 
 /* Takes on the plan that has been filled in. */
 void steps_begin(steps *s);

@@ -25,5 +25,6 @@ class Results:
         """A new contiguous tensor of ``shape``, of the dtype of ``like``."""
         size = math.prod(shape) * like.itemsize
         if size < RECYCLED_BYTES:
-            return torch.empty(shape, dtype=like.dtype)
-        return torch.from_numpy(self._pool.take(size)).view(like.dtype).view(shape)
+            return like.new_empty(shape)
+        flat = torch.frombuffer(self._pool.take(size), dtype=like.dtype)
+        return flat if len(shape) == 1 else flat.view(shape)

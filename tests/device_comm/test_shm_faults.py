@@ -1,0 +1,380 @@
+"""What `ShmComm` does when a peer dies, aborts, is late, is wrong or does something else."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from device_comm import ReduceOp
+from shm_broadcast import (
+    Board,
+    BoardHandle,
+    CoordinatorError,
+    DivergenceError,
+    GroupAbortedError,
+    GroupClosedError,
+    GroupTimeoutError,
+    PeerLostError,
+)
+from tests.device_comm.shm_ranks import make_comm
+from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from device_comm.shm_comm import ShmComm
+
+SIZES = [10, 3_000, 100_000, 2_000_000]
+
+
+def failure_of(call: Callable[[], object]) -> tuple[CoordinatorError, float]:
+    """The error that ``call`` raises, and when, on the clock that all processes share."""
+    try:
+        call()
+    except CoordinatorError as error:
+        return error, time.monotonic()
+    raise AssertionError("nothing was raised")
+
+
+def for_ever(comm: ShmComm, dice: random.Random) -> None:
+    """Collectives without end; the same on all ranks."""
+    inputs = [torch.ones(size) for size in SIZES]
+    while True:
+        x = dice.choice(inputs)
+        root = dice.randrange(comm.world_size)
+        verb = dice.randrange(5)
+        if verb == 0:
+            comm.all_reduce(x)
+        elif verb == 1:
+            comm.all_reduce(x, async_op=True).wait()
+        elif verb == 2:
+            comm.all_gather(x)
+        elif verb == 3:
+            comm.broadcast(x, src=root)
+        else:
+            comm.reduce(x, dst=root)
+
+
+def victim_dies(
+    rank: int, n: int, path: str, board: BoardHandle, seed: int, native: bool
+) -> tuple[CoordinatorError, CoordinatorError, float]:
+    comm = make_comm(rank, board, path, use_native=native)
+    dice = random.Random(seed)
+    victim, moment = dice.randrange(n), dice.uniform(0.0, 0.15)
+    if rank == victim:
+        threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    began = time.monotonic()
+    error, raised = failure_of(lambda: for_ever(comm, dice))
+    return error, failure_of(lambda: comm.all_reduce(torch.ones(1)))[0], raised - began - moment
+
+
+@pytest.mark.parametrize(("seed", "native"), [(0, True), (1, True), (2, True), (3, False)])
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_killed_rank_is_named_within_a_second(
+    n: int, seed: int, native: bool, store_path: str
+) -> None:
+    victim = random.Random(seed).randrange(n)
+    with Board.create(n, None) as board:
+        results = run_ranks(
+            n, victim_dies, store_path, board.handle(), seed, native, may_die=[victim]
+        )
+    for error, later, seconds in [each for each in results if each is not None]:
+        if isinstance(error, PeerLostError):
+            assert error.rank == victim
+        else:
+            assert isinstance(error, GroupAbortedError)
+            assert error.failure.kind == "PeerLostError"
+            assert error.failure.culprit == victim or f"rank {victim}" in error.failure.message
+        assert isinstance(later, GroupAbortedError)
+        assert f"lost rank {victim}" in later.failure.message
+        assert seconds < 1.5, "0.04 s, and what a busy machine makes of it"
+
+
+DIFFERENT: dict[str, Callable[[ShmComm], object]] = {
+    "verb": lambda comm: comm.all_gather(torch.ones(4)),
+    "op": lambda comm: comm.all_reduce(torch.ones(4), op=ReduceOp.MAX),
+    "dtype": lambda comm: comm.all_reduce(torch.ones(4, dtype=torch.int32)),
+    "shape": lambda comm: comm.all_reduce(torch.ones(2, 2)),
+    "size": lambda comm: comm.all_reduce(torch.ones(5)),
+    "large": lambda comm: comm.all_reduce(torch.ones(1_000_000)),
+    "strided": lambda comm: comm.all_reduce(torch.ones(5, 2)[:, 0]),
+    "barrier": lambda comm: comm.barrier(),
+    "later": lambda comm: comm.all_gather(torch.ones(4), async_op=True).wait(),
+}
+
+
+def wait_until_others_wait(comm: ShmComm, rank: int) -> None:
+    end = time.monotonic() + 30
+    while any(status.state != "busy" for status in comm.board.status() if status.rank != rank):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    time.sleep(0.05)
+
+
+def one_differs(
+    rank: int, n: int, path: str, board: BoardHandle, how: str, native: bool
+) -> tuple[CoordinatorError, CoordinatorError]:
+    comm = make_comm(rank, board, path, use_native=native)
+    x = torch.ones(4)
+    comm.barrier()
+    if rank == n - 1:
+        wait_until_others_wait(comm, rank)
+        error = failure_of(lambda: DIFFERENT[how](comm))[0]
+    else:
+        error = failure_of(lambda: comm.all_reduce_(x))[0]
+    assert torch.equal(x, torch.ones(4)), "data was used"
+    return error, failure_of(lambda: comm.barrier())[0]
+
+
+@pytest.mark.parametrize("how", DIFFERENT)
+def test_every_waiting_rank_names_the_one_that_differs(how: str, store_path: str) -> None:
+    n = 3
+    with Board.create(n, None) as board:
+        results = run_ranks(n, one_differs, store_path, board.handle(), how, how != "op")
+    for rank, (error, later) in enumerate(results):
+        assert isinstance(error, DivergenceError)
+        assert error.rank == (0 if rank == n - 1 else n - 1)
+        ours, theirs = error.ours, error.theirs
+        if rank == n - 1:
+            ours, theirs = theirs, ours
+        assert ours == "all_reduce SUM float32[4]"
+        assert theirs != ours
+        assert isinstance(later, GroupAbortedError)
+        assert later.failure.kind == "DivergenceError"
+
+
+def sizes_differ(rank: int, n: int, path: str, board: BoardHandle) -> list[str]:
+    said = []
+    watch = Board.attach(board, rank)
+    comm = make_comm(rank, watch, path)
+    sizes = [2, 1] if rank == 0 else [3, 1]
+    error = failure_of(lambda: comm.all_gatherv(torch.ones(sizes[rank]), sizes=sizes))[0]
+    said.append(str(error))
+    return said
+
+
+def test_ranks_that_differ_about_sizes(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        (first,), (second,) = run_ranks(2, sizes_differ, store_path, board.handle())
+    assert (
+        first == "rank 1 issued all_gatherv of [3, 1] where this rank issued all_gatherv of [2, 1]"
+    )
+    assert (
+        second == "rank 0 issued all_gatherv of [2, 1] where this rank issued all_gatherv of [3, 1]"
+    )
+
+
+def message_differs(rank: int, n: int, path: str, board: BoardHandle) -> str:
+    comm = make_comm(rank, board, path)
+    if rank == 0:
+        comm.send(torch.ones(3), 1)
+        return str(failure_of(lambda: comm.barrier())[0])
+    return str(failure_of(lambda: comm.recv((3,), torch.int64, 0))[0])
+
+
+def test_a_receiver_that_expects_something_else(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        sender, receiver = run_ranks(2, message_differs, store_path, board.handle())
+    assert "rank 0 issued send of 12 bytes of torch.float32" in receiver
+    assert "recv of 24 bytes of torch.int64" in receiver
+    assert "DivergenceError" in sender
+
+
+def wait_for_abort(comm: ShmComm) -> None:
+    end = time.monotonic() + 30
+    while comm.watch.aborted is None:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def last_is_late(
+    rank: int, n: int, path: str, board: BoardHandle
+) -> tuple[CoordinatorError, CoordinatorError | None]:
+    comm = make_comm(rank, board, path)
+    x = torch.ones(3)
+    if rank == n - 1:
+        wait_for_abort(comm)
+        return failure_of(lambda: comm.all_reduce(x))[0], None
+    error = failure_of(lambda: comm.all_reduce(x, timeout=0.3))[0]
+    return error, failure_of(lambda: comm.all_reduce(x))[0]
+
+
+def test_a_deadline_names_the_late_and_ends_the_group(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        (error, later), (late, _) = run_ranks(2, last_is_late, store_path, board.handle())
+    assert isinstance(error, GroupTimeoutError)
+    assert [member.rank for member in error.waiting_for] == [1]
+    assert error.timeout == 0.3
+    for ended in (later, late):
+        assert isinstance(ended, GroupAbortedError)
+        assert "tp all_reduce: timed out after 0.3 s" in ended.failure.message
+
+
+def root_runs_ahead(rank: int, n: int, path: str, board: BoardHandle) -> list[int]:
+    comm = make_comm(rank, board, path, timeout=1.0)
+    if rank == 0:
+        error = failure_of(lambda: [comm.broadcast(torch.ones(3)) for _ in range(10)])[0]
+        assert isinstance(error, GroupTimeoutError)
+        return [member.rank for member in error.waiting_for]
+    wait_for_abort(comm)
+    return []
+
+
+def test_a_root_that_nobody_follows_says_for_whom_it_waits(store_path: str) -> None:
+    with Board.create(3, None) as board:
+        waited_for = run_ranks(3, root_runs_ahead, store_path, board.handle())[0]
+    assert waited_for == [1, 2]
+
+
+def last_aborts(rank: int, n: int, path: str, board: BoardHandle, verb: str) -> CoordinatorError:
+    comm = make_comm(rank, board, path)
+    x = torch.ones(100_000)
+    if rank == n - 1:
+        time.sleep(0.2)
+        comm.abort(KeyError("the reason"))
+        return failure_of(lambda: comm.all_reduce(x))[0]
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: comm.all_reduce(x),
+        "all_to_all": lambda: comm.all_to_all(x),
+        "recv": lambda: comm.recv((3,), torch.float32, n - 1),
+        "work": lambda: comm.all_reduce(x, async_op=True).wait(),
+        "irecv": lambda: comm.irecv((3,), torch.float32, n - 1).wait(),
+        "behind": lambda: [comm.barrier(async_op=True), comm.all_reduce(x)],
+    }
+    return failure_of(calls[verb])[0]
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "all_to_all", "recv", "work", "irecv", "behind"])
+def test_an_abort_frees_whoever_waits(verb: str, store_path: str) -> None:
+    with Board.create(2, None) as board:
+        errors = run_ranks(2, last_aborts, store_path, board.handle(), verb)
+    for error in errors:
+        assert isinstance(error, GroupAbortedError)
+        assert (error.failure.rank, error.failure.kind) == (1, "KeyError")
+
+
+def wrong_then_right(rank: int, n: int, path: str, board: BoardHandle, native: bool) -> float:
+    comm = make_comm(rank, board, path, use_native=native)
+    x = torch.ones(4)
+    wrong: list[tuple[type[Exception], Callable[[], object]]] = [
+        (TypeError, lambda: comm.all_reduce("x")),
+        (TypeError, lambda: comm.all_reduce(x, op=0)),
+        (TypeError, lambda: comm.all_reduce(x, op=ReduceOp.BOR)),
+        (TypeError, lambda: comm.all_reduce(x, out=torch.ones(4, dtype=torch.int32))),
+        (ValueError, lambda: comm.all_reduce(x, out=torch.ones(5))),
+        (ValueError, lambda: comm.all_reduce(x, timeout=-1)),
+        (ValueError, lambda: comm.all_gather(x, dim=1)),
+        (TypeError, lambda: comm.all_gather(x, dim="0")),
+        (ValueError, lambda: comm.all_gather(x, out=torch.ones(4))),
+        (ValueError, lambda: comm.reduce_scatter(torch.ones(5))),
+        (ValueError, lambda: comm.broadcast(x, src=-1)),
+        (TypeError, lambda: comm.broadcast(x, src=True)),
+        (ValueError, lambda: comm.broadcast(x, src=2)),
+        (ValueError, lambda: comm.all_reduce(x.to("meta"))),
+    ]
+    for kind, call in wrong:
+        with pytest.raises(kind):
+            call()
+    return float(comm.all_reduce(x)[0])
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_wrong_arguments_on_all_ranks_leave_the_group_whole(native: bool, store_path: str) -> None:
+    with Board.create(2, None) as board:
+        assert run_ranks(2, wrong_then_right, store_path, board.handle(), native) == [2, 2]
+
+
+def wait_again(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
+    comm = make_comm(rank, board, path)
+    if rank == 1:
+        time.sleep(0.5)
+    works = [comm.all_reduce(torch.ones(2), async_op=True)]
+    if rank == 0:
+        works.append(comm.irecv((2,), torch.float32, 1))
+        with pytest.raises(GroupTimeoutError):
+            works[0].wait(0.01)
+        with pytest.raises(GroupTimeoutError):
+            works[1].wait(0.01)
+    else:
+        comm.send(torch.full((2,), 3.0), 0)
+    results = [work.wait() for work in works]
+    results.append(comm.all_reduce(torch.ones(2)))
+    return [float(value) for result in results for value in result]
+
+
+def test_a_work_can_be_waited_for_again_after_its_deadline(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        results = run_ranks(2, wait_again, store_path, board.handle())
+    assert results == [[2, 2, 3, 3, 2, 2], [2, 2, 2, 2]]
+
+
+def busy_caller(rank: int, n: int, path: str, board: BoardHandle) -> float:
+    """Rank 0 begins and does something else; the other must not wait for that."""
+    comm = make_comm(rank, board, path)
+    x = torch.ones(1_000_000)
+    comm.all_reduce(x)
+    began = time.monotonic()
+    work = comm.all_reduce(x, async_op=True)
+    if rank == 0:
+        time.sleep(3)
+    work.wait()
+    seconds = time.monotonic() - began
+    comm.barrier()
+    return seconds
+
+
+def test_asynchronous_operations_go_on_while_the_caller_is_busy(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        assert run_ranks(2, busy_caller, store_path, board.handle())[1] < 2.5
+
+
+def interrupted(rank: int, n: int, path: str, board: BoardHandle) -> str:
+    comm = make_comm(rank, board, path)
+    if rank == 1:
+        wait_for_abort(comm)
+        return failure_of(lambda: comm.barrier())[0].failure.kind
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        comm.all_reduce(torch.ones(3))
+    return failure_of(lambda: comm.barrier())[0].failure.kind
+
+
+def test_an_interrupted_rank_ends_the_group(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        kinds = run_ranks(2, interrupted, store_path, board.handle())
+    assert kinds == ["KeyboardInterrupt"] * 2
+
+
+def closes(rank: int, n: int, path: str, board: BoardHandle) -> None:
+    with make_comm(rank, board, path) as comm:
+        comm.barrier()
+        assert "open" in repr(comm)
+    comm.close()
+    with pytest.raises(GroupClosedError):
+        comm.all_reduce(torch.ones(1))
+
+
+def test_close_twice(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, closes, store_path, board.handle())
+
+
+def never_comes(rank: int, n: int, path: str, board: BoardHandle) -> list[int]:
+    if rank == 1:
+        time.sleep(1)
+        return []
+    error = failure_of(lambda: make_comm(rank, board, path, timeout=0.3))[0]
+    assert isinstance(error, GroupTimeoutError)
+    return [member.rank for member in error.waiting_for]
+
+
+def test_set_up_names_who_does_not_come(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        assert run_ranks(2, never_comes, store_path, board.handle())[0] == [1]

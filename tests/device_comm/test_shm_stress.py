@@ -1,0 +1,61 @@
+"""Random operations of several groups over `ShmComm`, against results computed locally."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from shm_broadcast import Board, BoardHandle
+from shm_broadcast.progress import Progress
+from tests.device_comm.shm_ranks import make_comm
+from tests.device_comm.soak import draw, run
+from tests.ranks import run_ranks
+
+GROUPS = {2: [[0, 1], [1, 0]], 4: [[0, 1, 2, 3], [0, 2], [3, 1], [2, 0, 3]]}
+
+
+def soak(
+    rank: int, n: int, path: str, board: BoardHandle, count: int, native: list[bool], seed: int
+) -> int:
+    groups = GROUPS[n]
+    with ExitStack() as stack:
+        watch = stack.enter_context(Board.attach(board, rank))
+        progress = Progress(watch)
+        stack.callback(progress.close)
+        comms = [
+            stack.enter_context(
+                make_comm(
+                    rank,
+                    watch,
+                    f"{path}{index}",
+                    members=members,
+                    name=f"group {index}",
+                    timeout=60,
+                    progress=progress,
+                    use_native=native[rank],
+                )
+            )
+            if rank in members
+            else None
+            for index, members in enumerate(groups)
+        ]
+        done = run(draw(seed, count, [len(members) for members in groups]), comms)
+        comms[0].barrier()  # nobody closes what somebody still reads
+        return done
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(
+    ("n", "count", "native"),
+    [
+        (2, 10_000, [True] * 2),
+        (4, 10_000, [True] * 4),
+        (2, 1_000, [False] * 2),
+        (4, 1_000, [True, False, True, False]),
+    ],
+)
+def test_random_operations(n: int, count: int, native: list[bool], store_path: str) -> None:
+    with Board.create(n, None) as board:
+        done = run_ranks(n, soak, store_path, board.handle(), count, native, 7, timeout=200)
+    assert done[0] > count / 3
