@@ -34,7 +34,12 @@ static Py_ssize_t read_spans(PyObject *tuple, span *spans, size_t most) {
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         unsigned long long address, size;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(tuple, i), "KK", &address, &size)) return -1;
+        PyObject *pair = PyTuple_GetItem(tuple, i);
+        if (!PyTuple_Check(pair)) {
+            PyErr_SetString(PyExc_TypeError, "expected a Span");
+            return -1;
+        }
+        if (!PyArg_ParseTuple(pair, "KK", &address, &size)) return -1;
         spans[i] = (span){.address = (char *)(uintptr_t)address, .size = size};
     }
     return count;
@@ -48,6 +53,10 @@ static int read_plan(Comm *self, PyObject *object) {
     PyObject *gives, *takes;
     int addressed;
     unsigned long long length, own;
+    if (!PyTuple_Check(object)) {
+        PyErr_SetString(PyExc_TypeError, "expected a Plan");
+        return -1;
+    }
     memset(s->plan.gives, 0, s->n * sizeof(span));
     memset(s->plan.takes, 0, s->n * sizeof(span));
     if (!PyArg_ParseTuple(object, "iy#y#iiKO!O!pK", &s->plan.kind, &signature, &signature_size,

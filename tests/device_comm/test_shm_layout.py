@@ -1,0 +1,130 @@
+"""Layout, signatures and plans of `ShmComm`: pure functions, and what C has to agree with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from device_comm import ReduceOp
+from device_comm.shm import layout, plan, signature
+from device_comm.shm.layout import GroupLayout
+from device_comm.shm.plan import NOTHING, Plan, Planner, Span
+from device_comm.shm.steps import Status
+from shm_broadcast import layout as board_layout
+from shm_broadcast.recycling import RECYCLED_BYTES
+
+
+def test_the_extension_was_built_and_agrees() -> None:
+    from device_comm import _native
+
+    for name in ("GROUP_RANKS", "GROUP_SLOT_BYTES", "GROUP_WHOLE_BYTES", "GROUP_SLOTS"):
+        assert getattr(_native, name) == getattr(layout, name)
+    for name in ("RANK_LINES", "RANK_STRIDE", "RANK_DONE", "BUFFERS", "SLOT_HEADER"):
+        assert getattr(_native, name) == getattr(layout, name)
+    for name in ("SLOT_ARRIVED", "SLOT_SIGNATURE", "PIECE_ALIGN"):
+        assert getattr(_native, name) == getattr(layout, name)
+    assert signature.SIGNATURE.size == _native.SIGNATURE_BYTES
+    assert _native.SIGNATURE_COMPARED == _native.SIGNATURE_CHUNK == signature.COMPARED
+    assert (_native.SHAPE_DIMS, _native.NO_OP) == (signature.SHAPE_DIMS, signature.NO_OP)
+    assert (_native.STATE_IDLE, _native.STATE_BUSY) == (
+        board_layout.STATE_IDLE,
+        board_layout.STATE_BUSY,
+    )
+    for code, verb in enumerate(signature.VERBS):
+        assert getattr(_native, f"VERB_{verb.upper()}") == code
+    for dtype, code in signature.DTYPE_CODES.items():
+        name = str(dtype).removeprefix("torch.").upper()
+        if dtype not in (torch.uint64, torch.complex32):
+            assert getattr(_native, f"DTYPE_{name}") == code
+    assert _native.KIND_MOVE == plan.MOVE
+    assert _native.KIND_REDUCE == plan.REDUCE
+    assert _native.KIND_ALL_REDUCE == plan.ALL_REDUCE
+    for status in Status:
+        assert getattr(_native, f"STEPS_{status.name}") == status
+    assert _native.RECYCLED_BYTES == RECYCLED_BYTES
+
+
+@given(st.integers(1, 300))
+def test_nothing_overlaps_and_the_footprint_is_as_documented(n: int) -> None:
+    group = GroupLayout.for_ranks(n)
+    assert group.rank_line(n) == group.mailbox(0, 0)
+    assert group.mailbox(n - 1, n - 1) + layout.MAILBOX_STRIDE <= group.slots
+    assert group.slots % 4096 == 0
+    slot = layout.SLOT_HEADER + group.slot_bytes
+    assert group.slot(0, 0) == group.slots
+    assert group.slot(1, 0) == group.slot(0, n - 1) + slot
+    assert group.slot(1, n - 1) + slot <= group.size
+    assert group.piece_bytes * n <= group.slot_bytes
+    assert group.piece_bytes >= layout.PIECE_ALIGN
+    assert group.whole_bytes <= group.slot_bytes
+    documented = 2 * n * (group.slot_bytes + 64) + 64 * n * (n + 1)
+    assert documented <= group.size <= documented + 128 + 2 * 4096
+
+
+@pytest.mark.parametrize(("n", "mib"), [(2, 0.6), (4, 1.1), (8, 2.1), (16, 4.1), (32, 4.2)])
+def test_groups_are_small(n: int, mib: float) -> None:
+    assert GroupLayout.for_ranks(n).size <= mib * (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (signature.sign("barrier"), "barrier"),
+        (
+            signature.sign("all_reduce", torch.float32, (2, 3), ReduceOp.SUM),
+            "all_reduce SUM float32[2, 3]",
+        ),
+        (
+            signature.sign("broadcast", torch.bool, (7,), root=3),
+            "broadcast bool[7] from rank 3",
+        ),
+        (
+            signature.sign("all_gather", torch.float8_e5m2, (2, 3, 4, 5, 6, 7, 8)),
+            "all_gather other[24, 5, 6, 7, 8]",
+        ),
+        (
+            signature.with_chunk(signature.sign("reduce", torch.int64, (1,), ReduceOp.MAX, 1), 4),
+            "reduce MAX int64[1] to rank 1, step 5",
+        ),
+    ],
+)
+def test_signatures_say_what_they_are(made: bytes, words: str) -> None:
+    assert len(made) == 56
+    assert signature.describe(made) == words
+
+
+def test_plans_of_a_root_and_of_the_others() -> None:
+    x = torch.arange(6, dtype=torch.float32)
+    part = torch.empty(2)
+    root, other = Planner(1, 3), Planner(2, 3)
+    base, size = x.data_ptr(), part.nbytes
+
+    given_out = root.scatter(part, x, 1)
+    assert given_out.gives == tuple(Span(base + r * size, size) for r in range(3))
+    assert given_out.awaits == bytes(3)
+    assert given_out.takes == (NOTHING, Span(part.data_ptr(), size), NOTHING)
+    assert given_out.own == base + size
+
+    taken = other.scatter(part, None, 1)
+    assert taken.gives == ()
+    assert taken.awaits == bytes([0, 1, 0])
+    assert taken.takes == given_out.takes
+    assert (taken.signature, taken.length, taken.addressed) == (
+        given_out.signature,
+        given_out.length,
+        given_out.addressed,
+    )
+
+
+def test_plans_of_uneven_parts() -> None:
+    x = torch.arange(6, dtype=torch.float64)
+    output = torch.empty(3, dtype=torch.float64)
+    made: Plan = Planner(2, 3).reduce_parts(b"", output, x, (1, 2, 3), ReduceOp.SUM)
+    base = x.data_ptr()
+    assert made.gives == (Span(base, 8), Span(base + 8, 16), Span(base + 24, 24))
+    assert made.length == 24
+    assert made.own == base + 24
+    assert made.awaits == bytes([1, 1, 0])
+    assert made.takes == (Span(output.data_ptr(), 24),)

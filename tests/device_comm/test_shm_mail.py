@@ -1,0 +1,150 @@
+"""Messages of `ShmComm`: boxes and parcels by hand, then between processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from device_comm.shm.layout import GroupLayout
+from device_comm.shm.mail import Mail
+from device_comm.shm.mailbox import LETTERS
+from device_comm.shm.parcels import FIRST_PARCEL, KEPT_BYTES, ParcelPool
+from shm_broadcast import (
+    Board,
+    BoardHandle,
+    DivergenceError,
+    GroupClosedError,
+    Segment,
+)
+from tests.device_comm.shm_ranks import make_comm
+from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+N = 2
+
+
+@pytest.fixture
+def mails() -> Iterator[list[Mail]]:
+    group = GroupLayout.for_ranks(N)
+    with Board.create(N, 0) as board, Segment.create(group.size, "test") as segment:
+        both = [Mail(board, range(N), rank, segment, group) for rank in range(N)]
+        yield both
+        for mail in both:
+            mail.close()
+
+
+@pytest.mark.parametrize("size", [1, 192, 193, 65_000, FIRST_PARCEL - 128, FIRST_PARCEL, 5 << 20])
+def test_messages_of_every_size_arrive(mails: list[Mail], size: int) -> None:
+    for turn in range(3):
+        x = (torch.arange(size) + turn).to(torch.uint8)
+        out = torch.zeros(size, dtype=torch.uint8)
+        receiving = mails[1].receiving(out, 0, "recv")
+        assert not receiving.advance(0)
+        sending = mails[0].sending(x, 1, "send")
+        assert sending.advance(0), "a sender needs no receiver"
+        x.zero_()
+        assert receiving.ready()
+        assert receiving.advance(0)
+        assert torch.equal(out, (torch.arange(size) + turn).to(torch.uint8))
+
+
+def test_a_full_box_makes_the_sender_wait(mails: list[Mail]) -> None:
+    for number in range(LETTERS):
+        assert mails[0].sending(torch.tensor([number]), 1, "send").advance(0)
+    last = mails[0].sending(torch.tensor([LETTERS]), 1, "send")
+    assert not last.advance(0)
+    assert not last.ready()
+    assert list(last.missing()) == [1]
+    for number in range(LETTERS + 1):
+        out = torch.zeros(1, dtype=torch.int64)
+        assert mails[1].receiving(out, 0, "recv").advance(0)
+        assert out.item() == number
+        if number == 0:
+            assert last.ready()
+            assert last.advance(0)
+
+
+def test_a_message_of_another_dtype_or_size_is_refused(mails: list[Mail]) -> None:
+    assert mails[0].sending(torch.ones(3), 1, "send").advance(0)
+    for wrong in (torch.zeros(3, dtype=torch.int32), torch.zeros(4)):
+        with pytest.raises(DivergenceError, match=r"send of 12 bytes of torch\.float32"):
+            mails[1].receiving(wrong, 0, "tp recv").advance(0)
+    out = torch.zeros(3)
+    assert mails[1].receiving(out, 0, "recv").advance(0)
+    assert torch.equal(out, torch.ones(3))
+
+
+def test_a_sender_that_closes(mails: list[Mail]) -> None:
+    out = torch.zeros(3)
+    receiving = mails[1].receiving(out, 0, "tp recv")
+    assert mails[0].sending(torch.ones(3), 1, "send").advance(0)
+    assert receiving.ready()
+    mails[0].close()
+    assert receiving.advance(0), "what was sent can be received"
+    again = mails[1].receiving(out, 0, "tp recv")
+    assert again.ready()
+    with pytest.raises(GroupClosedError, match="tp recv: rank 0 has closed"):
+        again.advance(0)
+
+
+def test_parcels_are_used_again_and_bounded() -> None:
+    pool = ParcelPool()
+    first = pool.take(FIRST_PARCEL, FIRST_PARCEL)
+    first.mark(taken=True)
+    second = pool.take(FIRST_PARCEL, FIRST_PARCEL)
+    assert second is not first
+    first.mark(taken=False)
+    assert pool.take(FIRST_PARCEL, FIRST_PARCEL) is first
+    many = []
+    for _ in range(8):
+        parcel = pool.take(FIRST_PARCEL, FIRST_PARCEL)
+        parcel.mark(taken=True)
+        many.append(parcel)
+    assert pool.size > KEPT_BYTES
+    assert sum(parcel.segment.size for parcel in many if parcel.kept) <= KEPT_BYTES
+    for parcel in many:
+        parcel.mark(taken=False)
+    pool.take(10, FIRST_PARCEL)
+    assert pool.size <= KEPT_BYTES
+    pool.close()
+    assert pool.size == 0
+
+
+def crossed(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
+    with make_comm(rank, board, path) as comm:
+        got = []
+        for size in (10, 100_000, 9_000_000):
+            comm.send(torch.full((size,), float(rank + 1)), 1 - rank)
+            got.append(float(comm.recv((size,), torch.float32, 1 - rank).mean()))
+        comm.barrier()
+        return got
+
+
+def test_crossed_blocking_sends_complete(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        assert run_ranks(2, crossed, store_path, board.handle()) == [[2.0] * 3, [1.0] * 3]
+
+
+def many_unreceived(rank: int, n: int, path: str, board: BoardHandle) -> int:
+    count = 2 * LETTERS + 3
+    with make_comm(rank, board, path) as comm:
+        if rank == 0:
+            works = [comm.isend(torch.tensor([number]), 1) for number in range(count)]
+            comm.barrier()
+            for work in works:
+                work.wait()
+            return sum(work.is_completed() for work in works)
+        comm.barrier()
+        got = [int(comm.recv((1,), torch.int64, 0)) for _ in range(count)]
+        assert got == list(range(count))
+        return len(got)
+
+
+def test_more_messages_than_a_box_holds_wait_in_the_background(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        count = 2 * LETTERS + 3
+        assert run_ranks(2, many_unreceived, store_path, board.handle()) == [count, count]

@@ -1,0 +1,214 @@
+"""The steps of `ShmComm` by hand: both ends in one process, one move at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from device_comm import ReduceOp, _native
+from device_comm.shm import layout
+from device_comm.shm.layout import GroupLayout
+from device_comm.shm.plan import Planner
+from device_comm.shm.python_steps import PythonSteps
+from device_comm.shm.signature import DTYPE_CODES, VERBS
+from device_comm.shm.steps import Status, Steps
+from shm_broadcast import Board, Segment
+from tests.device_comm.oracle import REDUCED, ops_for, reduced, same, values
+
+N = 2
+SMALL = GroupLayout(N, 1024, 256)
+"""Small slots: 1,000 floats take several chunks, or are shared out."""
+
+
+class Ends:
+    """Both ranks' steps, on one segment."""
+
+    def __init__(self, native: tuple[bool, bool], group: GroupLayout = SMALL) -> None:
+        self.board = Board.create(N, 0)
+        self.segment = Segment.create(group.size, "test")
+        group.write(self.segment.words)
+        self.group = group
+        self.steps: list[Steps] = [self._make(rank, native[rank]) for rank in range(N)]
+        self.planners = [Planner(rank, N) for rank in range(N)]
+
+    def _make(self, rank: int, native: bool) -> Steps:
+        if not native:
+            return PythonSteps(self.segment, self.group, rank, lambda: None)
+        return _native.Comm(
+            self.segment.memory,
+            self.board.memory,
+            rank,
+            self.board.slot_offset(rank),
+            tuple(self.board.doorbell_offset(member) for member in range(N)),
+            VERBS,
+            torch.Tensor,
+            ReduceOp,
+            torch.empty_like,
+            torch.Tensor.new_empty,
+            lambda shape, like: like.new_empty(shape),
+        )
+
+    def finish(self) -> None:
+        """Advance both until both are done."""
+        for _ in range(10_000):
+            if [each.advance(0) for each in self.steps] == [Status.DONE, Status.DONE]:
+                return
+        raise AssertionError("they do not end")
+
+    def arrived(self, buffer: int, rank: int) -> int:
+        return self.segment.words.load64(self.group.slot(buffer, rank))
+
+    def done(self, rank: int) -> int:
+        return self.segment.words.load64(self.group.rank_line(rank) + layout.RANK_DONE)
+
+
+Make = Callable[[], Ends]
+
+
+@pytest.fixture(params=[(True, True), (False, False), (True, False)], ids=["C", "Python", "mixed"])
+def ends(request: pytest.FixtureRequest) -> Ends:
+    return Ends(request.param)
+
+
+def test_a_rank_waits_for_the_arrival_and_names_who_is_missing(ends: Ends) -> None:
+    first, second = ends.steps
+    for steps, planner in zip(ends.steps, ends.planners, strict=True):
+        steps.begin(planner.barrier())
+    assert first.advance(0) == Status.BLOCKED
+    assert not first.ready()
+    assert first.missing() == [1]
+    assert ends.arrived(1, 0) == 1
+    assert ends.done(0) == 0
+    assert second.advance(0) == Status.DONE
+    assert ends.done(1) == 1
+    assert first.ready()
+    assert first.advance(0) == Status.DONE
+
+
+def test_a_root_may_run_two_steps_ahead_and_no_more(ends: Ends) -> None:
+    first, second = ends.steps
+    sent = [torch.full((3,), float(i)) for i in range(3)]
+    for x in sent[:2]:
+        first.begin(ends.planners[0].broadcast(x, 0))
+        assert first.advance(0) == Status.DONE
+    first.begin(ends.planners[0].broadcast(sent[2], 0))
+    assert first.advance(0) == Status.BLOCKED
+    assert first.missing() == [1]
+    assert not first.ready()
+    got = torch.zeros(3)
+    second.begin(ends.planners[1].broadcast(got, 0))
+    assert second.advance(0) == Status.DONE
+    assert torch.equal(got, sent[0])
+    assert first.ready()
+    assert first.advance(0) == Status.DONE
+    for expected in sent[1:]:
+        second.begin(ends.planners[1].broadcast(got, 0))
+        assert second.advance(0) == Status.DONE
+        assert torch.equal(got, expected)
+
+
+def test_ranks_that_diverge_find_out_before_data_is_used(ends: Ends) -> None:
+    x, outputs = torch.ones(3), [torch.zeros(3), torch.zeros(6)]
+    ends.steps[0].begin(ends.planners[0].all_reduce(outputs[0], x, ReduceOp.SUM, 256))
+    ends.steps[1].begin(ends.planners[1].all_gather(outputs[1], x))
+    assert ends.steps[0].advance(0) == Status.BLOCKED
+    assert ends.steps[0].divergent() is None
+    assert ends.steps[1].advance(0) == Status.DIVERGED
+    assert ends.steps[0].ready()
+    assert ends.steps[0].advance(0) == Status.DIVERGED
+    found = ends.steps[0].divergent()
+    assert found is not None
+    assert found[0] == 1
+    assert not outputs[0].any()
+    assert not outputs[1].any()
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 64, 65, 255, 256, 257, 512, 1000, 1024, 3333])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_all_reduce_of_every_size(ends: Ends, count: int, in_place: bool) -> None:
+    for _ in range(3):
+        inputs = [values(rank, (count,), torch.float32) for rank in range(N)]
+        outputs = [x.clone() if in_place else torch.zeros(count) for x in inputs]
+        for rank in range(N):
+            source = outputs[rank] if in_place else inputs[rank]
+            made = ends.planners[rank].all_reduce(outputs[rank], source, ReduceOp.SUM, 256)
+            ends.steps[rank].begin(made)
+        ends.finish()
+        for output in outputs:
+            same(output, reduced(inputs, ReduceOp.SUM))
+
+
+@pytest.mark.parametrize("dtype", REDUCED, ids=str)
+def test_reductions_of_every_dtype_are_the_same_bits_in_c_and_python(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    for op in ops_for(dtype):
+        for count in (1, 31, 700):
+            drawn = torch.randn(N, count, generator=generator, dtype=wide) * 40
+            inputs = [
+                each.abs().to(dtype) if not dtype.is_signed else each.to(dtype) for each in drawn
+            ]
+            results = []
+            for native in ((True, True), (False, False)):
+                ends = Ends(native)
+                outputs = [torch.zeros(count, dtype=dtype) for _ in range(N)]
+                for rank in range(N):
+                    made = ends.planners[rank].all_reduce(outputs[rank], inputs[rank], op, 1024)
+                    ends.steps[rank].begin(made)
+                ends.finish()
+                results += outputs
+            for result in results[1:]:
+                if dtype.is_complex and op is not ReduceOp.SUM:
+                    torch.testing.assert_close(result, results[0])
+                else:
+                    assert torch.equal(result, results[0]), (dtype, op, count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_of_every_bit_pattern_add_like_torch(dtype: torch.dtype) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    other = every.flip(0).contiguous()
+    ends = Ends((True, True))
+    outputs = [torch.empty_like(every) for _ in range(N)]
+    for rank, x in enumerate((every, other)):
+        made = ends.planners[rank].all_reduce(outputs[rank], x, ReduceOp.SUM, 256)
+        ends.steps[rank].begin(made)
+    ends.finish()
+    expected = (every.float() + other.float()).to(dtype)
+    for output in outputs:
+        assert torch.equal(output.isnan(), expected.isnan())
+        finite = ~expected.isnan()
+        assert torch.equal(output[finite], expected[finite])
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
+def test_nan_wins(native: bool, op: ReduceOp) -> None:
+    nan = float("nan")
+    inputs = [torch.tensor([nan, 1.0, nan]), torch.tensor([1.0, nan, nan])]
+    ends = Ends((native, native))
+    outputs = [torch.zeros(3) for _ in range(N)]
+    for rank in range(N):
+        made = ends.planners[rank].all_reduce(outputs[rank], inputs[rank], op, 256)
+        ends.steps[rank].begin(made)
+    ends.finish()
+    for output in outputs:
+        assert output.isnan().all()
+
+
+def test_plans_that_cannot_be_are_refused_by_the_extension() -> None:
+    ends = Ends((True, True))
+    made = ends.planners[0].barrier()
+    for wrong in (
+        made._replace(signature=b"short"),
+        made._replace(awaits=b"\1"),
+        made._replace(kind=1, dtype=DTYPE_CODES[torch.float32], op=ReduceOp.BOR),
+        made._replace(takes=((0, 0),) * 3),
+    ):
+        with pytest.raises(ValueError, match="wrong length|no reduction|spans for"):
+            ends.steps[0].begin(wrong)
+    for wrong in (3, made._replace(takes=(1,))):
+        with pytest.raises(TypeError, match="expected a"):
+            ends.steps[0].begin(wrong)
