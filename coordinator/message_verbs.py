@@ -185,6 +185,7 @@ class MessageVerbs(TensorVerbs):
         self,
         src: int | None = None,
         all_gather_group: MessageVerbs | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
         *,
         timeout: Timeout = None,
     ) -> dict[str, Any]:
@@ -195,6 +196,7 @@ class MessageVerbs(TensorVerbs):
         Args:
             src: None: the previous rank.
             all_gather_group: the group of this member that receives the other slices.
+            all_gather_tensors: for vLLM's callers; what was sliced stands in the header.
             timeout: seconds; None: what the group allows.
 
         Returns:
@@ -204,12 +206,15 @@ class MessageVerbs(TensorVerbs):
             ValueError: a slice came and ``all_gather_group`` is not of the sender's size.
             MessageDecodeError: a value cannot be restored here.
         """
-        return self._mail.finish(self.irecv_tensor_dict(src, all_gather_group, timeout=timeout))
+        return self._mail.finish(
+            self.irecv_tensor_dict(src, all_gather_group, all_gather_tensors, timeout=timeout)
+        )
 
     def irecv_tensor_dict(
         self,
         src: int | None = None,
         all_gather_group: MessageVerbs | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,  # noqa: ARG002 - the header says it
         *,
         timeout: Timeout = None,
     ) -> Work[dict[str, Any]]:

@@ -309,12 +309,14 @@ def sliced(rank: int, n: int, port: int) -> None:
                 assert sent == [4, 3, 4, 2, 4]
                 pp.send_tensor_dict({"x": x}, 1, tp, {"x": False})
                 assert sent[-1] == 8
+                pp.send_tensor_dict({"x": x}, 1, tp)
             else:
                 found = (
                     pp.recv_tensor_dict(0, tp) if blocking else pp.irecv_tensor_dict(0, tp).wait()
                 )
                 agree(found, {**many, "residual": residual})
-                agree(pp.recv_tensor_dict(0, tp), {"x": x})
+                for mismatched in (True, False):
+                    agree(pp.recv_tensor_dict(0, tp, {"x": mismatched}), {"x": x})
         if pp.is_first_rank:
             with pytest.raises(ValueError, match="'odd' has 3 elements, not divisible by 2"):
                 pp.send_tensor_dict({"x": x, "odd": torch.ones(3)}, 1, tp, {"odd": True})
