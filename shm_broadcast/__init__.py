@@ -18,7 +18,9 @@ from shm_broadcast.errors import (
     MessageError,
     MessageTooLargeError,
     PeerLostError,
+    PeerProtocolError,
     SharedMemoryError,
+    TransportError,
 )
 from shm_broadcast.liveness import ProcessId, ProcessWatch
 from shm_broadcast.queue import MessageQueue
@@ -44,10 +46,12 @@ __all__ = [
     "MessageTooLargeError",
     "MessageQueue",
     "PeerLostError",
+    "PeerProtocolError",
     "ProcessId",
     "ProcessWatch",
     "QueueHandle",
     "Segment",
     "SegmentHandle",
     "SharedMemoryError",
+    "TransportError",
 ]
