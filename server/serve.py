@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import signal
 import socket
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 PACKAGES = ("prometheus_client", "safetensors", "starlette", "tokenizers", "uvicorn")
 PACKAGED_NAME = "all-MiniLM-L6-v2"
-_FINISH_SECONDS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-waiting", type=int, default=2 * MAX_INPUTS, metavar="N", help="inputs that may "
         f"wait before requests get 429 (default {2 * MAX_INPUTS})")  # fmt: skip
     add("--timeout", type=float, default=300.0, metavar="S", help="seconds for the workers to "
-        "start, and for each batch (default 300)")  # fmt: skip
+        "start, for each batch, and to finish at the end (default 300)")  # fmt: skip
 
 
 def prepare(args: argparse.Namespace) -> Plan:
@@ -137,7 +137,7 @@ def run(plan: Plan) -> int:
             log_level="warning",
             access_log=False,
             lifespan="on",
-            timeout_graceful_shutdown=_FINISH_SECONDS,
+            timeout_graceful_shutdown=math.ceil(plan.timeout),
         )
     )
     # uvicorn raises the signal that ended it once more when all is done; that is no failure.

@@ -1,0 +1,75 @@
+"""Reading and answering embeddings requests, without a server."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from server.openai_api import MAX_INPUTS, ApiError, read_request, write_response
+
+
+def read(**fields: Any) -> Any:
+    return read_request(json.dumps({"model": "m", **fields}).encode(), "m", 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "inputs"),
+    [
+        ("one", ["one"]),
+        ("", [""]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_the_four_shapes_of_input(given: Any, inputs: Any) -> None:
+    assert read(input=given)[1] == inputs
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "text"),
+    [
+        ({}, 400, "missing required field `input`"),
+        ({"input": []}, 400, "empty list"),
+        ({"input": ["a", 1]}, 400, "mixes"),
+        ({"input": [[1], "a"]}, 400, "mixes"),
+        ({"input": [[[1]]]}, 400, "not an embeddings request"),
+        ({"input": {"a": 1}}, 400, "not an embeddings request"),
+        ({"input": [1.5]}, 400, "not an embeddings request"),
+        ({"input": ["a"] * (MAX_INPUTS + 1)}, 400, f"at most {MAX_INPUTS}"),
+        ({"input": "a", "encoding_format": "hex"}, 400, "encoding_format"),
+        ({"input": "a", "dimensions": 2}, 400, "3 dimensions only"),
+        ({"input": "a", "model": "other"}, 404, "does not exist"),
+    ],
+)
+def test_what_is_wrong_is_told(fields: Any, status: int, text: str) -> None:
+    with pytest.raises(ApiError, match=text) as raised:
+        read(**fields)
+    assert raised.value.status == status
+    assert json.loads(raised.value.body())["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 1_000_000, b'{"model":"m"}'])
+def test_bytes_that_are_no_request(body: bytes) -> None:
+    with pytest.raises(ApiError) as raised:
+        read_request(body, "m", 3)
+    assert raised.value.status == 400
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_the_answer_holds_the_vectors_in_order(encoding: str) -> None:
+    vectors = [np.array([1.5, -2.0, 0.1], np.float32), np.array([0.0, 4.0, 5.0], np.float32)]
+    request, _ = read(input=["a", "b"], encoding_format=encoding)
+    answer = json.loads(write_response(request, vectors, 7))
+    assert (answer["object"], answer["model"]) == ("list", "m")
+    assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
+    for index, (entry, vector) in enumerate(zip(answer["data"], vectors, strict=True)):
+        assert (entry["object"], entry["index"]) == ("embedding", index)
+        got = entry["embedding"]
+        if encoding == "base64":
+            got = np.frombuffer(base64.b64decode(got), "<f4")
+        assert np.array_equal(np.asarray(got, np.float32), vector)

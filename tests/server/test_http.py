@@ -1,0 +1,278 @@
+"""The routes, over a pool that is played here: what each state and error looks like to a client."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+import pytest
+
+from server.errors import WorkerError, WorkerLostError
+from server.http import MAX_BODY_BYTES, Face
+from server.service import PROBE, EmbeddingService
+from shm_broadcast import CoordinatorError, MemberStatus
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+
+class Pool:
+    """Answers with the length of each text; can be held, and broken."""
+
+    def __init__(self) -> None:
+        self.failure: CoordinatorError | None = None
+        self.held: list[tuple[Future[Any], list[str]]] | None = None
+        self.batches: list[list[str]] = []
+        self.stopped = False
+
+    def submit(self, method: str, inputs: list[str]) -> Future[Any]:
+        assert method == "embed_counted"
+        if self.failure is not None:
+            raise self.failure
+        future: Future[Any] = Future()
+        if inputs != [PROBE]:
+            self.batches.append(inputs)
+        if self.held is None or inputs == [PROBE]:
+            self.answer(future, inputs)
+        else:
+            self.held.append((future, inputs))
+        return future
+
+    def answer(self, future: Future[Any], inputs: list[str]) -> None:
+        if any(text == "boom" for text in inputs):
+            future.set_exception(WorkerError(0, "embed_counted", "ValueError", "boom", "trace"))
+            return
+        lengths = np.array([len(text) for text in inputs])
+        future.set_result((lengths[:, None].astype(np.float32), lengths))
+
+    def let_go(self) -> None:
+        held, self.held = self.held or [], None
+        for future, inputs in held:
+            self.answer(future, inputs)
+
+    def kill(self) -> None:
+        self.failure = WorkerLostError(1, 4242, "killed by SIGKILL")
+        held, self.held = self.held or [], None
+        for future, _ in held:
+            future.set_exception(self.failure)
+
+    def status(self) -> list[MemberStatus]:
+        return [MemberStatus(0, 4241, "busy", "dequeue", 9, 0.5), MemberStatus(1, 4242, "lost")]
+
+    def shutdown(self) -> None:
+        self.stopped = True
+
+
+class Site:
+    """A service over ``pool`` and a client of it."""
+
+    def __init__(self, pool: Pool, service: EmbeddingService, client: httpx.AsyncClient) -> None:
+        self.pool, self.service, self.client = pool, service, client
+
+    async def embed(self, given: Any, **fields: Any) -> httpx.Response:
+        return await self.client.post(
+            "/v1/embeddings", json={"model": "m", "input": given, **fields}
+        )
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+def check_inputs(inputs: list[Any]) -> None:
+    if any(isinstance(item, list) for item in inputs):
+        raise ValueError("input 0 has token id 9; ids are 0 to 8")
+
+
+@asynccontextmanager
+async def site(
+    api_key: str | None = None, start: Callable[[Pool], Any] = lambda pool: pool, **limits: Any
+) -> AsyncIterator[Site]:
+    pool = Pool()
+    folder: Any = SimpleNamespace(bert=SimpleNamespace(hidden_size=1), check_inputs=check_inputs)
+    service = EmbeddingService(
+        folder,
+        lambda: start(pool),
+        **{"max_batch": 4, "max_waiting": 4, "in_flight": 1, "call_timeout": 30.0, **limits},
+    )
+    transport = httpx.ASGITransport(Face(service, "m", api_key, lambda: None).app())
+    service.start(lambda: None)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        here = Site(pool, service, client)
+        await here.until(lambda: service.state != "starting")
+        yield here
+    pool.let_go()
+    await service.stop()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_an_embedding_and_its_usage() -> None:
+    async def test() -> None:
+        async with site() as here:
+            answer = await here.embed(["a", "bcd"])
+            assert answer.status_code == 200
+            assert [entry["embedding"] for entry in answer.json()["data"]] == [[1.0], [3.0]]
+            assert answer.json()["usage"]["prompt_tokens"] == 4
+
+    run(test)
+
+
+def test_requests_that_wait_together_share_a_batch_and_each_gets_its_own_answer() -> None:
+    async def test() -> None:
+        async with site() as here:
+            here.pool.held = []
+            asked = [asyncio.create_task(here.embed("x" * n)) for n in range(1, 5)]
+            await here.until(lambda: here.service.status()["items_waiting"] == 3)
+            here.pool.let_go()
+            for n, answer in enumerate(await asyncio.gather(*asked), 1):
+                assert answer.json()["data"][0]["embedding"] == [float(n)]
+            assert here.pool.batches == [["x"], ["xx", "xxx", "xxxx"]]
+
+    run(test)
+
+
+def test_a_full_queue_answers_429_at_once() -> None:
+    async def test() -> None:
+        async with site() as here:
+            here.pool.held = []
+            asked = [asyncio.create_task(here.embed("x")) for _ in range(5)]
+            await here.until(lambda: here.service.status()["items_waiting"] == 4)
+            refused = await here.embed("y")
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["code"] == "queue_full"
+            here.pool.let_go()
+            assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+
+    run(test)
+
+
+def test_a_dead_worker_answers_503_by_rank_and_is_not_ready() -> None:
+    async def test() -> None:
+        async with site() as here:
+            assert (await here.client.get("/ready")).status_code == 200
+            here.pool.held = []
+            asked = [asyncio.create_task(here.embed("x")) for _ in range(3)]
+            await here.until(lambda: here.service.status()["items_waiting"] == 2)
+            here.pool.kill()
+            for answer in [*await asyncio.gather(*asked), await here.embed("later")]:
+                assert answer.status_code == 503
+                assert "rank 1 (pid 4242): killed by SIGKILL" in answer.json()["error"]["message"]
+            ready = await here.client.get("/ready")
+            assert ready.status_code == 503
+            assert "rank 1" in ready.json()["reason"]
+            assert (await here.client.get("/health")).status_code == 200
+
+    run(test)
+
+
+def test_a_failed_batch_answers_500_and_workers_that_are_silent_504() -> None:
+    async def test() -> None:
+        async with site(call_timeout=0.2) as here:
+            failed = await here.embed("boom")
+            assert failed.status_code == 500
+            assert "ValueError: boom" in failed.json()["error"]["message"]
+            here.pool.held = []
+            late = await here.embed("x")
+            assert late.status_code == 504
+            here.pool.held = None
+            assert (await here.embed("x")).status_code == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"[" * 100_000, 400),
+        (b'{"model":"m","input":[[9]]}', 400),
+        (b'{"model":"n","input":"a"}', 404),
+        (b" " * (MAX_BODY_BYTES + 1), 413),
+    ],
+)
+def test_a_wrong_request_says_why(body: bytes, status: int) -> None:
+    async def test() -> None:
+        async with site() as here:
+            answer = await here.client.post("/v1/embeddings", content=body)
+            assert answer.status_code == status
+            assert answer.json()["error"]["message"]
+            assert here.pool.batches == []
+
+    run(test)
+
+
+def test_a_key_is_asked_for() -> None:
+    async def test() -> None:
+        async with site(api_key="secret") as here:
+            for path in ("/status", "/metrics"):
+                assert (await here.client.get(path)).status_code == 401
+            assert (await here.embed("x")).status_code == 401
+            for path in ("/health", "/ready"):
+                assert (await here.client.get(path)).status_code == 200
+            here.client.headers["authorization"] = "Bearer secret"
+            assert (await here.embed("x")).status_code == 200
+            here.client.headers["authorization"] = "Bearer \u00e9".encode().decode("latin-1")
+            assert (await here.embed("x")).status_code == 401
+
+    run(test)
+
+
+def test_status_and_metrics_show_the_workers() -> None:
+    async def test() -> None:
+        async with site() as here:
+            await here.embed(["a", "b"])
+            status = (await here.client.get("/status")).json()
+            assert status["state"] == "ready"
+            assert [worker["state"] for worker in status["workers"]] == ["busy", "lost"]
+            shown = (await here.client.get("/metrics")).text.splitlines()
+            for line in (
+                'embedding_requests_total{status="200"} 1.0',
+                'pool_calls_total{outcome="ok"} 2.0',
+                "pool_batch_items_sum 3.0",
+                'worker_progress_age_seconds{rank="0"} 0.5',
+                'worker_up{rank="0"} 1.0',
+                'worker_up{rank="1"} 0.0',
+            ):
+                assert line in shown
+
+    run(test)
+
+
+def test_workers_that_do_not_start_leave_a_service_that_says_so() -> None:
+    def refuse(_: Pool) -> Pool:
+        raise FileNotFoundError("no such model")
+
+    async def test() -> None:
+        async with site(start=refuse) as here:
+            assert isinstance(here.service.start_failure, FileNotFoundError)
+            assert (await here.client.get("/health")).status_code == 200
+            ready = await here.client.get("/ready")
+            assert (ready.status_code, "no such model" in ready.text) == (503, True)
+
+    run(test)
+
+
+def test_stopping_finishes_what_was_accepted() -> None:
+    async def test() -> None:
+        async with site() as here:
+            here.pool.held = []
+            asked = asyncio.create_task(here.embed("abc"))
+            await here.until(lambda: bool(here.pool.held))
+            stopping = asyncio.create_task(here.service.stop())
+            await asyncio.sleep(0)
+            assert (await here.embed("late")).status_code == 503
+            here.pool.let_go()
+            assert (await asked).json()["data"][0]["embedding"] == [3.0]
+            await stopping
+            assert here.pool.stopped
+
+    run(test)
