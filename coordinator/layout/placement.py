@@ -85,6 +85,9 @@ class Placement(ABC):
 class Replicate(Placement):
     """Every rank of the axis holds all of it."""
 
+    def __str__(self) -> str:
+        return "Replicate"
+
     def split(self, extents: Sequence[Extent], axis: Axis) -> tuple[Extent, ...]:  # noqa: ARG002
         """All of it."""
         return tuple(extents)
@@ -99,6 +102,9 @@ class Partial(Placement):
     """
 
     op: ReduceOp = ReduceOp.SUM
+
+    def __str__(self) -> str:
+        return f"Partial({self.op.name})"
 
     def split(self, extents: Sequence[Extent], axis: Axis) -> tuple[Extent, ...]:  # noqa: ARG002
         """All of it: a term has the size of the whole."""
@@ -118,6 +124,10 @@ class Shard(Placement):
     dim: int = 0
     padded: bool = False
     sizes: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        sizes = "" if self.sizes is None else f", sizes={list(self.sizes)}"
+        return f"Shard({self.dim}{', padded' if self.padded else ''}{sizes})"
 
     def split(self, extents: Sequence[Extent], axis: Axis) -> tuple[Extent, ...]:
         """This rank's consecutive part of dimension ``dim``.
