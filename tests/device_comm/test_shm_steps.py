@@ -207,7 +207,7 @@ def test_plans_that_cannot_be_are_refused_by_the_extension() -> None:
         made._replace(kind=1, dtype=DTYPE_CODES[torch.float32], op=ReduceOp.BOR),
         made._replace(takes=((0, 0),) * 3),
     ):
-        with pytest.raises(ValueError, match="wrong length|no reduction|spans for"):
+        with pytest.raises(ValueError, match=r"wrong length|no reduction|spans for"):
             ends.steps[0].begin(wrong)
     for wrong in (3, made._replace(takes=(1,))):
         with pytest.raises(TypeError, match="expected a"):

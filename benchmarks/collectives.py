@@ -1,0 +1,202 @@
+"""CPU collectives beside gloo and MPI: python -m benchmarks.collectives [--quick].
+
+A verb with an underscore works in place or into memory that is ready, as gloo and MPI always do;
+one without makes its result, as callers mostly want. MPI needs mpi4py and mpiexec.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from benchmarks.collective_ranks import serve
+from benchmarks.harness import Report, machine, parser
+from shm_broadcast import Board
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = {
+    "64B": 64,
+    "1KiB": KIB,
+    "16KiB": 16 * KIB,
+    "128KiB": 128 * KIB,
+    "1MiB": MIB,
+    "16MiB": 16 * MIB,
+    "64MiB": 64 * MIB,
+}
+VERBS = (
+    "all_reduce_",
+    "all_reduce",
+    "all_gather_",
+    "all_gather",
+    "reduce_scatter_",
+    "all_to_all_",
+    "broadcast_",
+    "reduce_",
+    "gather_",
+    "scatter_",
+    "send/recv",
+)
+QUICK_VERBS = ("all_reduce_", "all_reduce", "all_gather_", "broadcast_")
+QUICK_SIZES = ("1KiB", "128KiB", "1MiB")
+Samples = list[float]
+
+
+class Ranks:
+    """Processes with our ranks and gloo's."""
+
+    def __init__(self, n: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._board = Board.create(n, None)
+        self._pipes, self._processes = [], []
+        for rank in range(n):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=serve,
+                args=(rank, n, self._board.handle(), f"{self._folder.name}/s", theirs),
+                daemon=True,
+            )
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def ask(self, *request: Any) -> Samples | None:
+        for pipe in self._pipes:
+            pipe.send(request)
+        answers: list[Samples | None] = [pipe.recv() for pipe in self._pipes]
+        return answers[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+        self._board.close()
+        self._folder.cleanup()
+
+
+class MpiRanks:
+    """Processes with MPI's ranks, kept off the network."""
+
+    def __init__(self, n: int) -> None:
+        command = ["mpiexec", "-n", str(n), "--oversubscribe", "--allow-run-as-root"]
+        command += ["--mca", "btl", "self,vader", sys.executable, "-m", "benchmarks.collective_mpi"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, *request: Any) -> Samples | None:
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("mpiexec has no pipes")
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("samples "):
+                samples: Samples | None = json.loads(line.removeprefix("samples "))
+                return samples
+        raise RuntimeError("mpiexec ended")
+
+    def close(self) -> None:
+        self._process.communicate(timeout=20)
+
+
+def compare(
+    report: Report,
+    n: int,
+    ranks: Ranks,
+    mpi: MpiRanks | None,
+    works: Sequence[tuple[str, str, int]],
+    seconds: float,
+) -> None:
+    """Measure each (verb, dtype, size) with every system that has it."""
+    for verb, dtype, size in works:
+        request = (verb, dtype, size, seconds)
+        asks: dict[str, Callable[..., Samples | None]] = {
+            "ours": lambda *given: ranks.ask("ours", *given),
+            "gloo": lambda *given: ranks.ask("gloo", *given),
+        }
+        if mpi is not None:
+            asks["MPI"] = mpi.ask
+        able = {name: ask for name, ask in asks.items() if ask(*request) is not None}
+        name = next((label for label, value in SIZES.items() if value == size), "")
+        report.measure(
+            verb,
+            f"{dtype} {name} {n} ranks".strip(),
+            {each: partial(_samples, ask, request) for each, ask in able.items()},
+        )
+
+
+def _samples(ask: Callable[..., Samples | None], request: tuple[Any, ...]) -> Samples:
+    return ask(*request) or []
+
+
+def why_no_mpi() -> str:
+    """What is missing for MPI; empty if nothing is."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed"
+    return "" if shutil.which("mpiexec") else "mpiexec is not on the path"
+
+
+def draw(report: Report, path: str) -> None:
+    """One log-log panel for each verb and number of ranks: size against time."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot
+
+    panels: dict[tuple[str, str], dict[str, list[tuple[int, float]]]] = {}
+    for row in report.rows:
+        dtype, size, *ranks = row.params.split(" ", 2)
+        if size in SIZES:
+            lines = panels.setdefault((row.work, " ".join(ranks)), {})
+            lines.setdefault(f"{row.system} {dtype}", []).append((SIZES[size], row.median))
+    figure, axes = pyplot.subplots(len(panels), 1, figsize=(7, 4 * len(panels)), squeeze=False)
+    for axis, ((work, ranks), lines) in zip(axes[:, 0], panels.items(), strict=True):
+        for name, points in lines.items():
+            axis.loglog(*zip(*points, strict=True), marker="o", label=name)
+        axis.set(title=f"{work}, {ranks}", xlabel="bytes", ylabel="us")
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    options = parser(__doc__ or "").parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    verbs = QUICK_VERBS if options.quick else VERBS
+    sizes = QUICK_SIZES if options.quick else tuple(SIZES)
+    dtypes = ("fp32",) if options.quick else ("fp32", "bf16")
+    works = [(verb, dtype, SIZES[size]) for verb in verbs for dtype in dtypes for size in sizes]
+    works = [work for work in [*works, ("barrier", "fp32", 0)] if options.only in work[0]]
+    report = Report(machine())
+    missing = why_no_mpi()
+    if missing:
+        report.left_out["MPI"] = missing
+    for n in (2,) if options.quick else (2, 4):
+        mpi = None if missing else MpiRanks(n)
+        with Ranks(n) as ranks:
+            compare(report, n, ranks, mpi, works, 0.05 if options.quick else 0.3)
+        if mpi is not None:
+            mpi.close()
+    if options.plot:
+        draw(report, options.plot)
+        options.plot = None
+    report.finish(options)
+
+
+if __name__ == "__main__":
+    main()

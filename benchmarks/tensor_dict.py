@@ -1,0 +1,187 @@
+"""Tensor dicts between two ranks of one host: python -m benchmarks.tensor_dict [--quick].
+
+Ours through shared memory and through torch's groups, beside gloo used the plain way: the metadata
+as a pickled object, then one message for each tensor.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import coordinator
+from benchmarks.harness import Report, machine, parser
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+
+SYSTEMS = ("ours", "ours over gloo", "gloo")
+WORKS = ("broadcast", "send/recv")
+
+
+def payload() -> dict[str, Any]:
+    """What a pipeline stage hands on: hidden states, residuals, positions, and numbers."""
+    return {
+        "hidden_states": torch.full((256, 4096), 1.5, dtype=torch.bfloat16),
+        "residual": torch.full((256, 4096), -2.0, dtype=torch.bfloat16),
+        "positions": torch.arange(256),
+        **{f"number {index}": index for index in range(6)},
+    }
+
+
+def same(got: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return list(got) == list(expected) and all(
+        torch.equal(value, expected[key]) if isinstance(value, torch.Tensor) else True
+        for key, value in got.items()
+    )
+
+
+def plain_send(values: dict[str, Any], put: Callable[[Any], None], tensor: Any) -> None:
+    """Metadata, then tensors."""
+    put(
+        [
+            (key, (value.dtype, value.shape) if isinstance(value, torch.Tensor) else value)
+            for key, value in values.items()
+        ]
+    )
+    for value in values.values():
+        if isinstance(value, torch.Tensor):
+            tensor(value)
+
+
+def plain_receive(get: Callable[[], Any], tensor: Any) -> dict[str, Any]:
+    """The other end of `plain_send`."""
+    values = {}
+    for key, value in get():
+        values[key] = torch.empty(value[1], dtype=value[0]) if isinstance(value, tuple) else value
+        if isinstance(value, tuple):
+            tensor(values[key])
+    return values
+
+
+class Rank:
+    """One of the two processes."""
+
+    def __init__(self, rank: int, path: str) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+        self.rank = rank
+        self.values = payload()
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(f"{path}-gloo", 2), rank=rank, world_size=2
+        )
+
+        def groups(name: str, torch_only: bool) -> Any:
+            store = dist.FileStore(f"{path}-{name}", 2)
+            return coordinator.init(
+                tp=2, rank=rank, world_size=2, store=store, backend="gloo", torch_only=torch_only
+            ).tp
+
+        self.groups = {
+            "ours": groups("shm", torch_only=False),
+            "ours over gloo": groups("torch", torch_only=True),
+        }
+
+    def once(self, system: str, work: str) -> dict[str, Any]:
+        """Rank 0's values, on rank 1."""
+        if system != "gloo":
+            return self._ours(self.groups[system], work)
+        if work == "broadcast":
+            return self._plain(
+                lambda metadata: dist.broadcast_object_list([metadata], 0),
+                self._get_broadcast,
+                partial(dist.broadcast, src=0),
+                partial(dist.broadcast, src=0),
+            )
+        return self._plain(
+            lambda metadata: dist.send_object_list([metadata], 1),
+            self._get_sent,
+            partial(dist.send, dst=1),
+            partial(dist.recv, src=0),
+        )
+
+    def _ours(self, group: Any, work: str) -> dict[str, Any]:
+        if work == "broadcast":
+            return dict(group.broadcast_tensor_dict(self.values if self.rank == 0 else None, src=0))
+        if self.rank == 0:
+            group.send_tensor_dict(self.values, dst=1)
+            return self.values
+        return dict(group.recv_tensor_dict(src=0))
+
+    def _plain(self, put: Any, get: Any, give: Any, take: Any) -> dict[str, Any]:
+        if self.rank == 0:
+            plain_send(self.values, put, give)
+            return self.values
+        return plain_receive(get, take)
+
+    def _get_broadcast(self) -> Any:
+        box: list[Any] = [None]
+        dist.broadcast_object_list(box, 0)
+        return box[0]
+
+    def _get_sent(self) -> Any:
+        box: list[Any] = [None]
+        dist.recv_object_list(box, 0)
+        return box[0]
+
+    def measure(self, system: str, work: str, count: int) -> list[float]:
+        """Seconds from the start until the receiver has all, at the sender."""
+        samples = []
+        for _ in range(count):
+            dist.barrier()
+            started = time.perf_counter()
+            got = self.once(system, work)
+            self.groups["ours"].barrier()
+            samples.append(time.perf_counter() - started)
+        if not same(got, self.values):
+            raise RuntimeError(f"{system} {work} is wrong")
+        return samples
+
+
+def serve(rank: int, path: str, requests: Connection) -> None:
+    mine = Rank(rank, path)
+    while (request := requests.recv()) is not None:
+        requests.send(mine.measure(*request))
+
+
+def main() -> None:
+    options = parser(__doc__ or "").parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    report = Report(machine())
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(2):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(rank, f"{folder}/s", theirs), daemon=True)
+            process.start()
+            pipes.append(ours)
+            processes.append(process)
+
+        def ask(*request: Any) -> list[float]:
+            for pipe in pipes:
+                pipe.send(request)
+            answers: list[list[float]] = [pipe.recv() for pipe in pipes]
+            return answers[0]
+
+        count = 20 if options.quick else 100
+        for work in [each for each in WORKS if options.only in each]:
+            asks = {system: partial(ask, system, work, count) for system in SYSTEMS}
+            report.measure(f"tensor dict {work}", "4 MiB, 2 ranks", asks)
+        for pipe in pipes:
+            pipe.send(None)
+        for process in processes:
+            process.join(10)
+    report.finish(options)
+
+
+if __name__ == "__main__":
+    main()

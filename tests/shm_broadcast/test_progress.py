@@ -1,0 +1,167 @@
+"""Lanes and the thread that looks after them, with tasks that a test finishes by hand."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from shm_broadcast import Board, CoordinatorError, Deadline, GroupAbortedError, GroupTimeoutError
+from shm_broadcast.errors import DivergenceError
+from shm_broadcast.progress import Lane, Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class ByHand:
+    """A task that is done once somebody says so."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.operation = name
+        self.may_end = False
+        self.error: CoordinatorError | None = None
+        self._log = log
+
+    def advance(self, spin_ns: int) -> bool:  # noqa: ARG002
+        if self.error is not None:
+            raise self.error
+        if self.may_end:
+            self._log.append(self.operation)
+        return self.may_end
+
+    def ready(self) -> bool:
+        return self.may_end or self.error is not None
+
+    def missing(self) -> tuple[int, ...]:
+        return (1,)
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    with Board.create(2, 0) as mine, Board.attach(mine.handle(), 1):
+        yield mine
+
+
+@pytest.fixture
+def progress(board: Board) -> Iterator[Progress]:
+    made = Progress(board)
+    yield made
+    made.close()
+
+
+def soon() -> Deadline:
+    return Deadline.after(20)
+
+
+def lane_of(progress: Progress, failures: list[CoordinatorError] | None = None) -> Lane:
+    return progress.lane(([] if failures is None else failures).append)
+
+
+def test_what_needs_no_waiting_is_done_at_once(progress: Progress) -> None:
+    log: list[str] = []
+    task = ByHand(log, "a")
+    task.may_end = True
+    lane = lane_of(progress)
+    assert lane.perform(task, soon, background=True) is None
+    assert log == ["a"]
+    assert not lane.busy
+    assert threading.active_count() == 1, "no thread was needed"
+
+
+def test_tasks_end_in_order_while_the_caller_is_busy(board: Board, progress: Progress) -> None:
+    log: list[str] = []
+    tasks = [ByHand(log, name) for name in "abc"]
+    lane = lane_of(progress)
+    tickets = [lane.perform(task, soon, background=True) for task in tasks]
+    assert lane.busy
+    for task in reversed(tasks):
+        task.may_end = True
+    board.ring(0)
+    end = time.monotonic() + 20
+    while lane.busy:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    assert log == ["a", "b", "c"]
+    for ticket in tickets:
+        assert ticket is not None
+        assert ticket.ready()
+        ticket.wait(soon())
+
+
+def test_lanes_do_not_wait_for_each_other(progress: Progress) -> None:
+    log: list[str] = []
+    stuck, free = ByHand(log, "stuck"), ByHand(log, "free")
+    first, second = lane_of(progress), lane_of(progress)
+    blocked = first.perform(stuck, soon, background=True)
+    ticket = second.perform(free, soon, background=True)
+    free.may_end = True
+    assert ticket is not None
+    ticket.wait(soon())
+    assert log == ["free"]
+    assert blocked is not None
+    assert not blocked.ready()
+
+
+def test_a_deadline_leaves_the_task_under_way(progress: Progress) -> None:
+    log: list[str] = []
+    task = ByHand(log, "tp all_reduce")
+    ticket = lane_of(progress).perform(task, soon, background=True)
+    assert ticket is not None
+    with pytest.raises(GroupTimeoutError) as raised:
+        ticket.wait(Deadline.after(0.05))
+    assert [member.rank for member in raised.value.waiting_for] == [1]
+    task.may_end = True
+    ticket.wait(soon())
+
+
+def test_a_foreground_task_waits_behind_those_under_way(progress: Progress) -> None:
+    log: list[str] = []
+    before, after = ByHand(log, "before"), ByHand(log, "after")
+    lane = lane_of(progress)
+    lane.perform(before, soon, background=True)
+    after.may_end = True
+    ticket = lane.perform(after, soon, background=False)
+    assert ticket is not None
+    assert log == []
+    before.may_end = True
+    ticket.wait(soon())
+    assert log == ["before", "after"]
+
+
+def test_an_error_ends_all_behind_it_and_is_told(progress: Progress) -> None:
+    log: list[str] = []
+    failures: list[CoordinatorError] = []
+    tasks = [ByHand(log, name) for name in "ab"]
+    lane = lane_of(progress, failures)
+    tickets = [lane.perform(task, soon, background=True) for task in tasks]
+    error = DivergenceError(1, "this", "that")
+    tasks[0].error = error
+    for ticket in tickets:
+        assert ticket is not None
+        with pytest.raises(DivergenceError):
+            ticket.wait(soon())
+    assert failures == [error]
+    assert not lane.busy
+
+
+def test_an_abort_ends_everything(board: Board, progress: Progress) -> None:
+    tickets = [lane_of(progress).perform(ByHand([], name), soon, background=True) for name in "ab"]
+    board.abort("the reason")
+    for ticket in tickets:
+        assert ticket is not None
+        with pytest.raises(GroupAbortedError, match="the reason"):
+            ticket.wait(soon())
+
+
+def test_close_ends_the_thread_and_waiters_go_on(progress: Progress) -> None:
+    task = ByHand([], "a")
+    ticket = lane_of(progress).perform(task, soon, background=True)
+    progress.close()
+    progress.close()
+    assert threading.active_count() == 1
+    task.may_end = True
+    assert ticket is not None
+    ticket.wait(soon())
