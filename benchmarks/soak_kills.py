@@ -152,6 +152,7 @@ def _take_part(pipe: Any, folder: str, member: int) -> None:
     errors = os.open(path / f"stderr {member}", os.O_WRONLY | os.O_CREAT)
     os.dup2(errors, 2)
     os.close(errors)
+    gc.freeze()  # what was imported need not be searched in the end
     before = _descriptors()
     pipe.send("began")
     try:

@@ -54,6 +54,7 @@ class MessageQueue:
         connect_ip: str | None = None,
         *,
         remote_reader_ranks: Sequence[int] | None = None,
+        writer_rank: int = DRIVER_RANK,
         secret: bytes | None = None,
         type: Any | None = None,  # noqa: A002  (the field's name for it, as in msgspec)
         zero_copy: bool = False,
@@ -73,6 +74,7 @@ class MessageQueue:
             connect_ip: the address of this host that readers on other hosts reach; needed for them.
             remote_reader_ranks: what the caller calls the readers on other hosts; the ranks that
                 follow the local ones if not given.
+            writer_rank: what messages call the writer, where it has a rank.
             secret: the launcher's secret, 16 bytes or more; needed for readers on other hosts.
             type: a type that msgspec can validate; ``None`` carries any picklable object.
             zero_copy: let readers use buffers of 1 MiB and more where they lie: see `dequeue`.
@@ -87,7 +89,7 @@ class MessageQueue:
         readers = tuple(range(1, len(local) + 1))
         capacity = ring_capacity(max_chunk_bytes, max_chunks)
         remote = _remote_writer(distant, connect_ip, secret)
-        board = Board.create(1 + len(local), 0, "queue", (DRIVER_RANK, *local))
+        board = Board.create(1 + len(local), 0, "queue", (writer_rank, *local))
         ring = create_ring(board, 0, readers, capacity) if readers else None
         self._handle = _describe(board, ring, 0, readers, local, remote)
         self._board: Board | None = board
@@ -255,6 +257,7 @@ class MessageQueue:
                     max_chunks,
                     connect_ip,
                     remote_reader_ranks=sorted(elsewhere),
+                    writer_rank=writer_rank,
                     secret=secret,
                     type=type,
                 )
@@ -294,22 +297,35 @@ class MessageQueue:
 
         Raises:
             ValueError: ``reader_rank`` is not in the group.
+            SharedMemoryError: too little memory is free on some rank; every rank raises.
         """
         group = as_object_group(pg)
         if not 0 <= reader_rank < group.world_size:
             raise ValueError(f"reader_rank must be in 0..{group.world_size - 1}; got {reader_rank}")
         beside = group.rank in (reader_rank, *ranks_beside(group, reader_rank))
-        queue = cls(
-            1,
-            int(beside),
-            None,
-            max_chunk_bytes,
-            max_chunks,
-            connect_ip,
-            secret=secret,
-            type=type,
-        )
-        handles = group.all_gather_obj(queue.export_handle())
+        queue: MessageQueue | None = None
+        handle: QueueHandle | Exception
+        try:
+            queue = cls(
+                1,
+                int(beside),
+                None,
+                max_chunk_bytes,
+                max_chunks,
+                connect_ip,
+                writer_rank=group.rank,
+                secret=secret,
+                type=type,
+            )
+            handle = queue.export_handle()
+        except (ValueError, SharedMemoryError, OSError) as error:
+            handle = error
+        handles = group.all_gather_obj(handle)
+        failed = [each for each in handles if isinstance(each, Exception)]
+        if queue is None or failed:
+            if queue is not None:
+                queue.shutdown()
+            raise failed[0]
         if blocking:
             queue.wait_until_ready(timeout)
         return queue, handles if group.rank == reader_rank else []

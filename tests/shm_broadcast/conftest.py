@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from shm_broadcast import atomics, ring_reader, ring_writer
+
+gc.freeze()  # what torch brought along need not be searched each time a test collects garbage
 
 
 @pytest.fixture(params=["native", "twin"])

@@ -1,0 +1,166 @@
+"""Queues over process groups: torch's, and ones that only move small objects."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shm_broadcast import MessageQueue, PeerLostError, SharedMemoryError
+from shm_broadcast import segment as segment_module
+from tests.ranks import init_gloo, run_ranks
+from tests.shm_broadcast.members import LIMIT, kill
+from tests.shm_broadcast.remote_peers import get, put
+
+
+class StoreGroup:
+    """The verbs of a stateless group over a store: no default process group is needed."""
+
+    def __init__(self, rank: int, world_size: int, path: str) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store: Any = dist.FileStore(path, world_size)  # type: ignore[attr-defined]
+        self._turn = 0
+
+    def broadcast_obj(self, obj: Any | None, src: int) -> Any:
+        self._turn += 1
+        if self.rank == src:
+            self._store.set(f"{self._turn}/{src}", pickle.dumps(obj))
+            return obj
+        return pickle.loads(self._store.get(f"{self._turn}/{src}"))
+
+    def all_gather_obj(self, obj: Any) -> list[Any]:
+        self._turn += 1
+        self._store.set(f"{self._turn}/{self.rank}", pickle.dumps(obj))
+        return [
+            pickle.loads(self._store.get(f"{self._turn}/{rank}")) for rank in range(self.world_size)
+        ]
+
+
+def make_group(kind: str, rank: int, n: int, path: str) -> Any:
+    return init_gloo(rank, n, path) if kind == "gloo" else StoreGroup(rank, n, path)
+
+
+def meet(rank: int, n: int, path: str, kind: str) -> None:
+    group = make_group(kind, rank, n, path)
+    every_rank_writes(rank, n, group)
+    an_outsider_writes(rank, n, group, path)
+    one_rank_reads(rank, n, group)
+    one_rank_cannot(rank, n, group)
+    wrong_ranks(group)
+
+
+def every_rank_writes(rank: int, n: int, group: Any) -> None:
+    for writer_rank in range(n):
+        queue = MessageQueue.create_from_process_group(
+            pg=group,
+            max_chunk_bytes=1 << 16,
+            max_chunks=2,
+            writer_rank=writer_rank,
+            external_writer_handle=None,
+            blocking=True,
+        )
+        assert queue.is_writer == (rank == writer_rank)
+        messages: list[Any] = ["small", b"x" * 400_000, list(range(1000))]
+        for message in messages:
+            got = queue.broadcast_object(message if rank == writer_rank else None, LIMIT)
+            assert got == message
+        tensor = torch.arange(100_000)
+        got = queue.broadcast_object(tensor if rank == writer_rank else None, LIMIT)
+        assert torch.equal(got, tensor)
+        barrier(group)
+        queue.shutdown()
+
+
+def an_outsider_writes(rank: int, n: int, group: Any, path: str) -> None:
+    """All ranks read; one of them made the writing end, as a driver outside the group would."""
+    writer = MessageQueue(n, n) if rank == 0 else None
+    queue = MessageQueue.create_from_process_group(
+        group,
+        writer_rank=0,
+        external_writer_handle=None if writer is None else writer.export_handle(),
+        blocking=False,
+    )
+    assert not queue.is_writer
+    if writer is not None:
+        writer.wait_until_ready(LIMIT)
+        writer.enqueue({"from": "outside"})
+    assert queue.dequeue(LIMIT) == {"from": "outside"}
+    barrier(group)
+    queue.shutdown()
+    if writer is not None:
+        writer.shutdown()
+
+
+def one_rank_reads(rank: int, n: int, group: Any) -> None:
+    for reader_rank in range(n):
+        mine, handles = MessageQueue.create_from_process_group_single_reader(
+            group, 1 << 16, 1, reader_rank=reader_rank, blocking=False
+        )
+        assert len(handles) == (n if rank == reader_rank else 0)
+        readers = [MessageQueue.create_from_handle(handle, 0) for handle in handles]
+        mine.wait_until_ready(LIMIT)
+        mine.enqueue(rank)
+        assert [reader.dequeue(LIMIT) for reader in readers] == list(range(n if readers else 0))
+        barrier(group)
+        for queue in (mine, *readers):
+            queue.shutdown()
+
+
+def one_rank_cannot(rank: int, n: int, group: Any) -> None:
+    """What fails on one rank is raised on all, and leaves none waiting for the others."""
+    free, no_memory = segment_module._free_bytes, lambda: 1 << 16
+    if rank == 1:
+        segment_module._free_bytes = no_memory  # type: ignore[assignment]
+    try:
+        with pytest.raises(SharedMemoryError, match="are free"):
+            MessageQueue.create_from_process_group(group, writer_rank=1)
+        with pytest.raises(SharedMemoryError, match="are free"):
+            MessageQueue.create_from_process_group_single_reader(group)
+    finally:
+        segment_module._free_bytes = free
+    barrier(group)
+
+
+def wrong_ranks(group: Any) -> None:
+    for wrong in (-1, group.size() if isinstance(group, dist.ProcessGroup) else group.world_size):
+        with pytest.raises(ValueError, match="writer_rank"):
+            MessageQueue.create_from_process_group(group, writer_rank=wrong)
+        with pytest.raises(ValueError, match="reader_rank"):
+            MessageQueue.create_from_process_group_single_reader(group, reader_rank=wrong)
+
+
+def barrier(group: Any) -> None:
+    if isinstance(group, dist.ProcessGroup):
+        dist.barrier(group)
+    else:
+        group.all_gather_obj(None)
+
+
+@pytest.mark.parametrize("kind", ["gloo", "store"])
+def test_queues_of_a_group(kind: str, store_path: str) -> None:
+    run_ranks(3, meet, store_path, kind)
+
+
+def lose_the_writer(rank: int, n: int, path: str) -> None:
+    folder = str(Path(path).parent)
+    group = StoreGroup(rank, n, path)
+    put(folder, f"pid {rank}", os.getpid())
+    queue = MessageQueue.create_from_process_group(group, writer_rank=2)
+    if rank == 2:
+        get(folder, "never")
+    if rank == 0:
+        kill(folder, 2)
+    with pytest.raises(PeerLostError) as caught:
+        queue.dequeue(LIMIT)
+    assert (caught.value.rank, caught.value.pid) == (2, get(folder, "pid 2"))
+    queue.shutdown()
+
+
+def test_a_lost_writer_is_named_by_its_rank_in_the_group(store_path: str) -> None:
+    run_ranks(3, lose_the_writer, store_path, may_die=[2])
