@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,11 +46,17 @@ class LocalWorker:
     def __init__(self, rank: int, environment: Mapping[str, str]) -> None:
         """Start the process; `start` it next."""
         self.rank = rank
-        ours, theirs = socket.socketpair()
-        beat, self._lifeline = os.pipe()
-        self.stack_file = StackFile()
-        inherited = (theirs.fileno(), beat, self.stack_file.fd)
-        try:
+        with ExitStack() as undo, ExitStack() as theirs:
+            ours, control = socket.socketpair()
+            theirs.callback(control.close)
+            self.channel = Channel(ours, FromWorker)
+            undo.callback(self.channel.close)
+            beat, self._lifeline = os.pipe()
+            theirs.callback(os.close, beat)
+            undo.callback(os.close, self._lifeline)
+            self.stack_file = StackFile()
+            undo.callback(self.stack_file.close)
+            inherited = (control.fileno(), beat, self.stack_file.fd)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(_BOOT), *map(str, inherited), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
@@ -57,17 +64,11 @@ class LocalWorker:
                 pass_fds=inherited,
                 start_new_session=True,
             )
-        except OSError:
-            ours.close()
-            os.close(self._lifeline)
-            self.stack_file.close()
-            raise
-        finally:
-            theirs.close()
-            os.close(beat)
-        self.pid = self._process.pid
-        self.pidfd = os.pidfd_open(self.pid)
-        self.channel = Channel(ours, FromWorker)
+            undo.callback(self._process.wait)
+            undo.callback(self._process.kill)
+            self.pid = self._process.pid
+            self.pidfd = os.pidfd_open(self.pid)
+            undo.pop_all()
 
     def start(self, start: Start, deadline: Deadline) -> None:
         """Say what to be. A process that has ended meanwhile is left to whoever watches it.
