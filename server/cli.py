@@ -12,7 +12,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from server import demo
+from server import demo, serve
 from shm_broadcast.errors import CoordinatorError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Command(Protocol):
 
 COMMANDS: dict[str, tuple[Command, str]] = {
     "demo": (demo, "embed sentences with a pool of workers, and check the result"),
+    "serve": (serve, "serve embeddings over HTTP from a pool of workers"),
 }
 
 
