@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export HF_HUB_OFFLINE = 1
 
-.PHONY: setup demo test check format clean
+.PHONY: setup demo test mutants check format clean
 
 setup: $(STAMP)
 
@@ -20,6 +20,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants
 
 check: $(STAMP)
 	$(BIN)/ruff check .

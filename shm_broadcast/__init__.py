@@ -28,12 +28,11 @@ from shm_broadcast.queue_handle import DEFAULT_CAPACITY, QueueHandle
 from shm_broadcast.segment import Segment, SegmentHandle
 
 __all__ = [
-    "DEFAULT_CAPACITY",
-    "DRIVER_RANK",
-    "NEVER",
     "Board",
     "BoardHandle",
     "CoordinatorError",
+    "DEFAULT_CAPACITY",
+    "DRIVER_RANK",
     "Deadline",
     "DivergenceError",
     "Failure",
@@ -43,8 +42,9 @@ __all__ = [
     "MemberStatus",
     "MessageDecodeError",
     "MessageError",
-    "MessageTooLargeError",
     "MessageQueue",
+    "MessageTooLargeError",
+    "NEVER",
     "PeerLostError",
     "PeerProtocolError",
     "ProcessId",

@@ -1,0 +1,186 @@
+"""One break of the code for each promise, and the tests that must fail with it.
+
+The texts stand here as data; `python -m tests.mutants` applies each to a copy of the tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A break of one promise.
+
+    Attributes:
+        promise: its row in GUARANTEES.md, or the rule of `shm_broadcast.layout`.
+        file: the file to change, from the root of the repository.
+        old: a text that occurs once in it.
+        new: what stands there instead.
+        tests: of these at least one must fail.
+    """
+
+    promise: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+_HERE = "tests/shm_broadcast"
+
+MUTANTS = (
+    Mutant(
+        "Q1 a killed peer is named",
+        "shm_broadcast/board.py",
+        'self._state(member) in ("lost", "closed")',
+        'self._state(member) == "closed"',
+        (f"{_HERE}/test_queue_ends.py::test_a_dead_peer_ends_every_wait",),
+    ),
+    Mutant(
+        "Q1 a slow reader's arrears are told",
+        "shm_broadcast/queue_writer.py",
+        "detail=lambda: _how_far(self._board, ring.behind()),",
+        "detail=str,",
+        (
+            f"{_HERE}/test_queue_faults.py::"
+            "test_a_slow_reader_is_named_with_what_it_does_and_how_far_behind_it_is",
+        ),
+    ),
+    Mutant(
+        "Q1 every operation is stamped",
+        "shm_broadcast/native/ring.c",
+        "if (begins) gc_stamp(self->board, self->slot, STATE_BUSY, DEQUEUE);",
+        "(void)begins;",
+        (f"{_HERE}/test_ring.py::test_small_messages_are_seen_as_operations",),
+    ),
+    Mutant(
+        "Q2 no wake-up is lost",
+        "shm_broadcast/doorbell.py",
+        "words.sleep_on(self.offset, seen,",
+        "words.sleep_on(self.offset, words.load32(self.offset),",
+        (f"{_HERE}/test_doorbell.py::test_a_change_between_the_last_look_and_sleep_is_not_lost",),
+    ),
+    Mutant(
+        "Q2 a dropped wake-up costs 50 ms",
+        "shm_broadcast/doorbell.py",
+        "SLICE_SECONDS: Final = 0.04",
+        "SLICE_SECONDS: Final = 0.4",
+        (
+            f"{_HERE}/test_queue_faults.py::"
+            "test_with_every_wake_up_dropped_a_message_is_still_seen_within_50_ms",
+        ),
+    ),
+    Mutant(
+        "Q3 a reader that raises gives its space back",
+        "shm_broadcast/queue_reader.py",
+        "                    finally:\n                        ring.advance(record)",
+        "                    except StopIteration:\n                        ring.advance(record)",
+        (f"{_HERE}/test_queue.py::test_acquire_read_gives_the_space_back_when_the_block_raises",),
+    ),
+    Mutant(
+        "Q3 what cannot be decoded raises one error",
+        "shm_broadcast/codec.py",
+        '        except Exception as error:\n            raise MessageDecodeError(f"cannot unpickle',  # noqa: E501
+        '        except KeyError as error:\n            raise MessageDecodeError(f"cannot unpickle',
+        (
+            f"{_HERE}/test_queue_faults.py::"
+            "test_ten_thousand_undecodable_messages_leave_the_capacity_unchanged",
+        ),
+    ),
+    Mutant(
+        "Q4, rule 1: written before it is published",
+        "shm_broadcast/ring_writer.py",
+        "        target = record + layout.RECORD_HEADER\n",
+        "        words.store64(layout.RING_PUBLISHED, position + layout.record_stride(place.size))\n"  # noqa: E501
+        "        target = record + layout.RECORD_HEADER\n",
+        (f"{_HERE}/test_queue_soak.py::test_checksummed_messages",),
+    ),
+    Mutant(
+        "Q4, rule 2: copied out before it is given back",
+        "shm_broadcast/ring_reader.py",
+        "            self._take(record)\n            self.advance(record)\n",
+        "            self.advance(record)\n            self._take(record)\n",
+        (f"{_HERE}/test_queue_soak.py::test_checksummed_messages",),
+    ),
+    Mutant(
+        "Q4, rule 2: nothing unread is overwritten",
+        "shm_broadcast/ring_writer.py",
+        "        return position + need - gate <= self.capacity\n",
+        "        return position + need - gate <= self.capacity + 8192\n",
+        (f"{_HERE}/test_ring_model.py::test_history",),
+    ),
+    Mutant(
+        "Q5 a block is not written while a reader uses it",
+        "shm_broadcast/arena.py",
+        "words.load64(_RELEASED + 8 * reader) == generation or self._has_left(reader)",
+        "words.load64(_RELEASED + 8 * reader) <= generation or self._has_left(reader)",
+        (f"{_HERE}/test_arena.py::test_a_block_is_not_written_while_one_reader_holds_it",),
+    ),
+    Mutant(
+        "Q6 a dequeue that timed out keeps what it has",
+        "shm_broadcast/ring_reader.py",
+        "                return finished.message()\n        return None\n",
+        "                return finished.message()\n        self._unfinished = None\n        return None\n",  # noqa: E501
+        (f"{_HERE}/test_ring.py::test_fragments_are_kept_between_calls",),
+    ),
+    Mutant(
+        "Q6 there is always room to cancel",
+        "shm_broadcast/ring_writer.py",
+        "_RESERVED_FOR_CANCEL = layout.RECORD_ALIGN",
+        "_RESERVED_FOR_CANCEL = 0",
+        (f"{_HERE}/test_ring.py::test_there_is_always_room_to_cancel",),
+    ),
+    Mutant(
+        "Q7 a message of any size streams through",
+        "shm_broadcast/ring_writer.py",
+        "splits = body.size > self._largest_payload",
+        "splits = False",
+        (f"{_HERE}/test_ring.py::test_a_message_of_any_size_streams_through",),
+    ),
+    Mutant(
+        "Q8 too little memory is an error with both numbers",
+        "shm_broadcast/segment.py",
+        "        _require_free(size)\n",
+        "",
+        (f"{_HERE}/test_segment.py::test_too_little_memory_is_an_error_with_both_numbers",),
+    ),
+    Mutant(
+        "Q9 the footprint is a function of the arguments",
+        "shm_broadcast/queue_handle.py",
+        "return min(max_chunk_bytes * max_chunks, DEFAULT_CAPACITY)",
+        "return max_chunk_bytes * max_chunks",
+        (f"{_HERE}/test_queue.py::test_the_footprint_is_a_function_of_the_arguments",),
+    ),
+    Mutant(
+        "Q10 a pid that was used again is not the process",
+        "shm_broadcast/liveness.py",
+        "if ProcessId.of(process.pid) == process:",
+        "if ProcessId.of(process.pid).pid == process.pid:",
+        (f"{_HERE}/test_liveness.py::test_a_pid_that_was_used_again_is_not_the_process",),
+    ),
+    Mutant(
+        "Q10 no descriptor is left",
+        "shm_broadcast/segment.py",
+        "weakref.finalize(self, os.close, fd)",
+        "weakref.finalize(self, int, fd)",
+        (f"{_HERE}/test_segment.py::test_no_descriptor_is_left",),
+    ),
+    Mutant(
+        "Q10 a respawned reader goes on where the dead one stopped",
+        "shm_broadcast/ring_reader.py",
+        "if self._position() == layout.LEFT:",
+        "if self._position() != layout.LEFT + 1:",
+        (f"{_HERE}/test_ring.py::test_a_respawned_reader_goes_on_where_the_dead_one_stopped",),
+    ),
+    Mutant(
+        "Q11 an idle reader sleeps",
+        "shm_broadcast/doorbell.py",
+        "deadline.remaining(slice_seconds))",
+        "deadline.remaining(0.0001))",
+        (
+            f"{_HERE}/test_queue_faults.py::"
+            "test_an_idle_reader_takes_less_than_half_a_percent_of_a_core",
+        ),
+    ),
+)

@@ -1,0 +1,26 @@
+"""Every mutant still applies: its text stands once in its file, and its tests are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.catalogue import MUTANTS, Mutant
+
+ROOT = Path(__file__).parents[2]
+PROMISES = {f"Q{number}" for number in range(1, 12)}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.promise)
+def test_a_mutant_applies(mutant: Mutant) -> None:
+    assert (ROOT / mutant.file).read_text().count(mutant.old) == 1
+    assert mutant.new != mutant.old
+    assert mutant.tests
+    for test in mutant.tests:
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text()
+
+
+def test_every_promise_of_the_queue_has_a_mutant() -> None:
+    assert {mutant.promise.split()[0].rstrip(",") for mutant in MUTANTS} == PROMISES
