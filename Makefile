@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE = 1
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard shm_broadcast/native/*)
+$(STAMP): pyproject.toml constraints.txt $(wildcard shm_broadcast/native/* device_comm/native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,demo,dev]'

@@ -120,19 +120,23 @@ def _slowest(values: Sequence[float], groups: Sequence[GroupCoordinator]) -> lis
 
 
 def _fit(moved: Sequence[float], times: Sequence[float]) -> AlphaBeta:
-    """The least sum of squares of relative errors of ``alpha + beta * moved``."""
-    time_ = torch.tensor(times, dtype=torch.float64)
-    volume = torch.tensor(moved, dtype=torch.float64)
-    rows = torch.stack([1 / time_, volume / time_], dim=1)
-    ones = torch.ones(len(times), 1, dtype=torch.float64)
-    alpha, beta = torch.linalg.lstsq(rows, ones).solution.flatten().tolist()
+    """The least sum of squares of relative errors of ``alpha + beta * moved``.
+
+    In Python's arithmetic: a library's may differ in the last bit from process to process, and
+    then ranks would plan differently.
+    """
+    starts = [1 / time_ for time_ in times]
+    volumes = [volume / time_ for volume, time_ in zip(moved, times, strict=True)]
+    aa, bb, ab = _dot(starts, starts), _dot(volumes, volumes), _dot(starts, volumes)
+    determinant = aa * bb - ab * ab
+    alpha = (sum(starts) * bb - sum(volumes) * ab) / determinant
+    beta = (sum(volumes) * aa - sum(starts) * ab) / determinant
     if alpha < 0:
-        return AlphaBeta(0.0, _lone(rows[:, 1]))
+        return AlphaBeta(0.0, sum(volumes) / bb)
     if beta < 0:
-        return AlphaBeta(_lone(rows[:, 0]), 0.0)
+        return AlphaBeta(sum(starts) / aa, 0.0)
     return AlphaBeta(alpha, beta)
 
 
-def _lone(row: torch.Tensor) -> float:
-    """The least-squares factor that takes ``row`` to ones."""
-    return float(row.sum() / row.square().sum())
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from device_comm.shm.mailbox import DATA_BYTES, INSIDE, PARCEL, Inbox, Letter, Outbox
 from device_comm.shm.memory import copy
-from device_comm.shm.parcels import FIRST_PARCEL, ParcelPool, ReceivedParcels
+from device_comm.shm.parcels import ParcelPool, ReceivedParcels
 from device_comm.shm.signature import DTYPE_CODES
 from shm_broadcast.errors import (
     DivergenceError,
@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
 
 class Mail:
-    """All boxes of one rank. Boxes are made when they are first used."""
+    """All boxes of one rank. Boxes are made when they are first used.
+
+    Attributes:
+        parcels: what this rank sends large messages in.
+    """
 
     def __init__(
         self, board: Board, members: Sequence[int], rank: int, group: Segment, layout: GroupLayout
@@ -43,7 +47,7 @@ class Mail:
         self._layout = layout
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
-        self._parcels = ParcelPool()
+        self.parcels = ParcelPool()
         self._received: dict[int, ReceivedParcels] = {}
 
     def sending(self, tensor: Tensor, peer: int, operation: str) -> Sending:
@@ -55,7 +59,7 @@ class Mail:
                 self._group, self._layout, self._rank, peer, lambda: self._board.ring(member)
             )
             self._board.ring(member)
-        return Sending(box, self._parcels, tensor, self._members[peer], operation)
+        return Sending(box, self.parcels, tensor, self._members[peer], operation)
 
     def receiving(self, tensor: Tensor, peer: int, operation: str) -> Receiving:
         """A task that fills ``tensor``, contiguous, with what rank ``peer`` sends next."""
@@ -72,7 +76,7 @@ class Mail:
 
     def undelivered(self) -> list[int]:
         """The ranks that have not received all that was sent to them."""
-        if self._parcels.waiting:
+        if self.parcels.waiting:
             return list(self._outboxes)
         return [rank for rank, box in self._outboxes.items() if not box.empty]
 
@@ -84,7 +88,7 @@ class Mail:
             inbox.close()
         for received in self._received.values():
             received.close()
-        self._parcels.close()
+        self.parcels.close()
 
 
 class Sending:
@@ -105,7 +109,7 @@ class Sending:
 
     def advance(self, spin_ns: int) -> bool:  # noqa: ARG002 - room comes late or at once
         """Send what there is room for; whether all is sent."""
-        largest = FIRST_PARCEL
+        spare = 0
         while self._sent < self._total:
             if not self._box.has_room():
                 return False
@@ -114,15 +118,15 @@ class Sending:
                 copy(self._box.data_address(), self._address + self._sent, left)
                 letter = self._letter(INSIDE, left)
             else:
-                parcel = self._parcels.take(left, largest)
+                parcel = self._parcels.take(left, spare)
                 used = min(left, parcel.room)
                 copy(parcel.address, self._address + self._sent, used)
                 parcel.mark(taken=True)
-                handle = parcel.segment.handle()
+                handle = parcel.handle
                 letter = self._letter(PARCEL, used)._replace(
                     kept=parcel.kept, fd=handle.fd, size=handle.size, nonce=handle.nonce
                 )
-                largest = max(largest, 2 * used)
+                spare = spare if parcel.kept else 2 * used
             self._box.post(letter)
             self._sent += letter.used
         return True
@@ -177,6 +181,7 @@ class Receiving:
                 if letter is None:
                     if not self._box.ended:
                         return False
+                    self._board.check(self.operation)  # why it has, if the group was aborted
                     raise GroupClosedError(f"{self.operation}: rank {self._peer} has closed")
                 self._check(letter)
                 self._open(letter)

@@ -7,12 +7,15 @@ not touch it before the receiver has copied it out and freed the mark::
     128  | data ...  |
 
 The pages of parcels that are used again are mapped already, in both processes, which is worth four
-times the copy. A receiver that keeps up needs a few of them, whatever the size of the message;
-where nobody receives, a message takes parcels of twice the size each time, so that a few hold it.
+times the copy. So a few parcels are kept, and a sender that has filled them waits for a moment
+whether the receiver frees one. Where nobody receives, a message takes parcels that are not kept, of
+twice the size each time, so that a few hold it.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from typing import TYPE_CHECKING, Final
 
 from device_comm.shm.memory import address_of
@@ -22,9 +25,11 @@ from shm_broadcast.segment import Segment
 if TYPE_CHECKING:
     from shm_broadcast.segment import SegmentHandle
 
-SMALLEST_PARCEL: Final = 64 << 10
-FIRST_PARCEL: Final = 1 << 20
+SMALLEST_ROOM: Final = 64 << 10
+KEPT_ROOM: Final = 1 << 20
 KEPT_BYTES: Final = 4 << 20
+PATIENCE_SECONDS: Final = 0.0003
+"""What a receiver that keeps up needs to empty a parcel, several times over."""
 
 _TAKEN = 64
 _DATA = 128
@@ -49,13 +54,21 @@ class Parcel:
         self.segment.words.store32(_TAKEN, int(taken))
 
 
+class SentParcel(Parcel):
+    """One at its sender's."""
+
+    def __init__(self, room: int, kept: bool) -> None:
+        super().__init__(Segment.create(room + _DATA, "group-parcel"), kept)
+        self.handle = self.segment.handle()
+
+
 class ParcelPool:
     """The parcels that one rank sends."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
-        """Keep at most ``kept_bytes`` of parcels that nobody uses."""
+        """Keep parcels with room for ``kept_bytes``."""
         self._kept_limit = kept_bytes
-        self._parcels: list[Parcel] = []
+        self._parcels: list[SentParcel] = []
 
     @property
     def size(self) -> int:
@@ -67,26 +80,24 @@ class ParcelPool:
         """Whether a parcel has not been emptied."""
         return any(parcel.taken for parcel in self._parcels)
 
-    def take(self, wanted: int, largest: int) -> Parcel:
+    def take(self, wanted: int, spare: int) -> SentParcel:
         """A free parcel with room for ``wanted`` bytes, or for a good part of them.
 
         Args:
             wanted: bytes still to be sent.
-            largest: bytes of the largest parcel to make.
+            spare: the most room of a parcel that is not kept; 0: rather wait for one that is.
 
         Raises:
             SharedMemoryError: too little memory is free.
         """
         self._forget()
-        enough = min(wanted, FIRST_PARCEL - _DATA)
-        for parcel in self._parcels:
-            if parcel.kept and parcel.room >= enough and not parcel.taken:
-                return parcel
-        room = align(max(min(wanted + _DATA, largest), SMALLEST_PARCEL), SMALLEST_PARCEL)
-        kept = room <= FIRST_PARCEL and room + self._kept() <= self._kept_limit
-        parcel = Parcel(Segment.create(room, "group-parcel"), kept)
-        self._parcels.append(parcel)
-        return parcel
+        room = min(max(align(wanted, SMALLEST_ROOM), SMALLEST_ROOM), KEPT_ROOM)
+        found = self._free(room)
+        if found is None and self._kept() + room <= self._kept_limit:
+            return self._make(room, kept=True)
+        if found is None and spare == 0:
+            found = self._wait(room)
+        return found or self._make(min(wanted, max(spare, 2 * KEPT_ROOM)), kept=False)
 
     def close(self) -> None:
         """Let go of all. What receivers have found already, they can still copy out."""
@@ -94,8 +105,25 @@ class ParcelPool:
             parcel.segment.close()
         self._parcels.clear()
 
+    def _free(self, room: int) -> SentParcel | None:
+        for parcel in self._parcels:
+            if parcel.kept and parcel.room >= room and not parcel.taken:
+                return parcel
+        return None
+
+    def _wait(self, room: int) -> SentParcel | None:
+        end = time.monotonic() + PATIENCE_SECONDS
+        while (found := self._free(room)) is None and time.monotonic() < end:
+            os.sched_yield()
+        return found
+
+    def _make(self, room: int, *, kept: bool) -> SentParcel:
+        parcel = SentParcel(room, kept)
+        self._parcels.append(parcel)
+        return parcel
+
     def _kept(self) -> int:
-        return sum(parcel.segment.size for parcel in self._parcels if parcel.kept)
+        return sum(parcel.room & -SMALLEST_ROOM for parcel in self._parcels if parcel.kept)
 
     def _forget(self) -> None:
         for parcel in [each for each in self._parcels if not each.kept and not each.taken]:

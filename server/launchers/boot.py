@@ -40,7 +40,10 @@ def main() -> None:
     faulthandler.enable(stacks)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
     hold(lifeline, driver)
-    os.write(control, struct.pack(">I", len(HELLO)) + HELLO)
+    try:
+        os.write(control, struct.pack(">I", len(HELLO)) + HELLO)
+    except BrokenPipeError:  # the driver has ended already
+        os._exit(1)
     sys.path[:] = _receive(control)
     importlib.import_module("server.worker").main(control)
 

@@ -10,7 +10,7 @@ import torch
 from device_comm.shm.layout import GroupLayout
 from device_comm.shm.mail import Mail
 from device_comm.shm.mailbox import LETTERS
-from device_comm.shm.parcels import FIRST_PARCEL, KEPT_BYTES, ParcelPool
+from device_comm.shm.parcels import KEPT_BYTES, KEPT_ROOM, ParcelPool
 from shm_broadcast import (
     Board,
     BoardHandle,
@@ -37,7 +37,7 @@ def mails() -> Iterator[list[Mail]]:
             mail.close()
 
 
-@pytest.mark.parametrize("size", [1, 192, 193, 65_000, FIRST_PARCEL - 128, FIRST_PARCEL, 5 << 20])
+@pytest.mark.parametrize("size", [1, 192, 193, 65_000, KEPT_ROOM, KEPT_ROOM + 1, 5 << 20])
 def test_messages_of_every_size_arrive(mails: list[Mail], size: int) -> None:
     for turn in range(3):
         x = (torch.arange(size) + turn).to(torch.uint8)
@@ -93,25 +93,35 @@ def test_a_sender_that_closes(mails: list[Mail]) -> None:
 
 def test_parcels_are_used_again_and_bounded() -> None:
     pool = ParcelPool()
-    first = pool.take(FIRST_PARCEL, FIRST_PARCEL)
+    first = pool.take(KEPT_ROOM, 0)
     first.mark(taken=True)
-    second = pool.take(FIRST_PARCEL, FIRST_PARCEL)
+    second = pool.take(KEPT_ROOM, 0)
     assert second is not first
     first.mark(taken=False)
-    assert pool.take(FIRST_PARCEL, FIRST_PARCEL) is first
+    assert pool.take(KEPT_ROOM, 0) is first
     many = []
     for _ in range(8):
-        parcel = pool.take(FIRST_PARCEL, FIRST_PARCEL)
+        parcel = pool.take(KEPT_ROOM, 0)
         parcel.mark(taken=True)
         many.append(parcel)
-    assert pool.size > KEPT_BYTES
-    assert sum(parcel.segment.size for parcel in many if parcel.kept) <= KEPT_BYTES
+    assert [parcel.kept for parcel in many] == [True] * 4 + [False] * 4
     for parcel in many:
         parcel.mark(taken=False)
-    pool.take(10, FIRST_PARCEL)
-    assert pool.size <= KEPT_BYTES
+    assert pool.take(10, 0).kept
+    pages = 4 * 4096
+    assert pool.size <= KEPT_BYTES + pages
     pool.close()
     assert pool.size == 0
+
+
+def test_a_message_that_nobody_receives_takes_few_parcels(mails: list[Mail]) -> None:
+    x = torch.zeros(64 << 20, dtype=torch.uint8)
+    x[::4096] = 7
+    assert mails[0].sending(x, 1, "send").advance(0)
+    assert mails[0].parcels.size < 2 * x.nbytes
+    out = torch.empty_like(x)
+    assert mails[1].receiving(out, 0, "recv").advance(0)
+    assert torch.equal(out, x)
 
 
 def crossed(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
