@@ -42,7 +42,10 @@ class Remote:
         )
         self.name = name
         self.carries_tensors = True
-        self._ask({"do": "start", "system": name, "readers": n_readers})
+        self._send({"do": "start", "system": name, "readers": n_readers})
+
+    def wait_started(self) -> None:
+        self._answer()
 
     def ask(self, work: str, payload: str | None, *arguments: Any) -> list[float]:
         return self._ask({"do": work, "payload": payload, "arguments": arguments})
@@ -52,11 +55,17 @@ class Remote:
         self._process.communicate()
 
     def _ask(self, request: dict[str, Any]) -> list[float]:
-        if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError("the peer has no pipes")
+        self._send(request)
+        return self._answer()
+
+    def _send(self, request: dict[str, Any]) -> None:
+        if self._process.stdin is None:
+            raise RuntimeError("the peer has no input")
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        for line in self._process.stdout:
+
+    def _answer(self) -> list[float]:
+        for line in self._process.stdout or ():
             if line.startswith("samples "):
                 samples: list[float] = json.loads(line.removeprefix("samples "))
                 return samples
@@ -83,15 +92,17 @@ class Local:
 
 def start_all(report: Report, options: argparse.Namespace, n_readers: int) -> list[Local | Remote]:
     """Start every system that is there; name those that are not."""
+    peers = [Remote(name, options.peers, n_readers) for name in PEERS if options.peers]
     running: list[Local | Remote] = [Local(system(), n_readers) for system in SYSTEMS]
-    for name in PEERS:
-        if not options.peers:
-            report.left_out[name] = "give --peers DIR"
-            continue
+    if not peers:
+        report.left_out |= dict.fromkeys(PEERS, "give --peers DIR")
+    for peer in peers:
         try:
-            running.append(Remote(name, options.peers, n_readers))
+            peer.wait_started()
         except (OSError, RuntimeError) as error:
-            report.left_out[name] = str(error)
+            report.left_out[peer.name] = str(error)
+        else:
+            running.append(peer)
     return running
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import os
+import pickle
 import sys
 import types
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any
 from benchmarks.queue_base import System, payload_for, serve
 
 READERS = mp.get_context("forkserver")
-READERS.set_forkserver_preload(["torch", "benchmarks.queue_peers"])
 
 
 def vllm_queue() -> Any:
@@ -43,6 +43,8 @@ def sglang_queue() -> Any:
     return MessageQueue
 
 
+VLLM = "vllm.distributed.device_communicators.shm_broadcast"
+PRELOADS = {"vLLM": [VLLM], "vLLM (arena)": [VLLM], "SGLang": ["torch"]}
 LOADERS = {"vLLM": vllm_queue, "vLLM (arena)": vllm_queue, "SGLang": sglang_queue}
 
 
@@ -55,10 +57,12 @@ class Peer(System):
 
     def start(self, n_readers: int) -> None:
         make = LOADERS[self.name]()
+        READERS.set_forkserver_preload(PRELOADS[self.name])
         self._queue = make(n_readers, n_readers, **self._options)
+        handle = pickle.dumps(self._queue.export_handle())
         pipes = [READERS.Pipe() for _ in range(n_readers)]
         self._processes = [
-            READERS.Process(target=read, args=(self.name, self._queue.export_handle(), reader, end))
+            READERS.Process(target=read, args=(self.name, handle, reader, end))
             for reader, (_, end) in enumerate(pipes)
         ]
         for process in self._processes:
@@ -80,12 +84,12 @@ class Peer(System):
             process.join(30)
 
 
-def read(name: str, handle: Any, reader: int, end: Any) -> None:
+def read(name: str, handle: bytes, reader: int, end: Any) -> None:
     import torch
 
     torch.set_num_threads(1)
     make = LOADERS[name]()
-    queue = make.create_from_handle(handle, reader)
+    queue = make.create_from_handle(pickle.loads(handle), reader)
     answer = make(1, 1)
     end.send(answer.export_handle())
     queue.wait_until_ready()
