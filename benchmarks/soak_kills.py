@@ -13,7 +13,6 @@ import gc
 import os
 import pickle
 import random
-import signal
 import tempfile
 import time
 import zlib
@@ -109,7 +108,7 @@ class _Round:
         victims = self._draw.sample(range(_WORKERS + 1), self._draw.choice([1, 1, 2]))
         time.sleep(max(killed_at - time.monotonic(), 0))
         for victim in victims:
-            os.kill(_pid(processes[victim]), signal.SIGKILL)
+            processes[victim].kill()  # SIGKILL; it may have ended in good order just before
         killed_at = time.monotonic()
         due = max(killed_at, go + _TRAFFIC)
         shown.rounds += 1
@@ -140,11 +139,6 @@ class _Round:
             shown.wrong.append(f"member {member}: {how} {at - due:.2f} s after it was due")
         if leaked:
             shown.wrong.append(f"member {member}: {how}, and left {leaked} descriptors")
-
-
-def _pid(process: Any) -> int:
-    pid: int = process.pid
-    return pid
 
 
 def _take_part(pipe: Any, folder: str, member: int) -> None:
