@@ -33,6 +33,7 @@ from shm_broadcast.deadline import Deadline
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
     from device_comm.reduce_op import ReduceOp
@@ -70,6 +71,8 @@ class Capabilities:
         detects_divergence: ranks that issue different operations get `DivergenceError`.
         detects_loss: a peer whose process ends is noticed before the deadline.
         sends_ahead: a send needs no receive: it takes a copy, within a limit.
+        reductions: the pairs of operation and dtype that it reduces; the others raise
+            `NotImplementedError`. None: all that `check_reduction` accepts.
     """
 
     backend: str
@@ -79,6 +82,11 @@ class Capabilities:
     detects_divergence: bool = False
     detects_loss: bool = False
     sends_ahead: bool = False
+    reductions: frozenset[tuple[ReduceOp, torch.dtype]] | None = None
+
+    def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:
+        """Whether it reduces tensors of ``dtype`` by ``op``, which `check_reduction` accepts."""
+        return self.reductions is None or (op, dtype) in self.reductions
 
 
 class Call:
