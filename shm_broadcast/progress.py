@@ -141,22 +141,22 @@ class Lane:
                 return
 
     def push(self) -> None:
-        """Go on as far as possible, unless another thread does."""
-        if not self._pushing.acquire(blocking=False):
-            return
+        """Go on as far as possible; after another thread that does so.
+
+        What that one has just received is then seen as received here, too: a peer that has left
+        meanwhile is not taken for lost.
+        """
+        failure: CoordinatorError | None = None
         ended = False
-        try:
-            while self._tickets:
-                ticket = self._tickets[0]
-                if not ticket.task.advance(0):
-                    break
-                ticket.done = ended = True
-                self._tickets.popleft()
-        except CoordinatorError as error:
-            self.fail(error)
-        finally:
-            self._pushing.release()
-        if ended:
+        with self._pushing:
+            try:
+                while self._tickets and self._tickets[0].task.advance(0):
+                    self._tickets.popleft().done = ended = True
+            except CoordinatorError as error:
+                failure = error
+        if failure is not None:
+            self.fail(failure)
+        elif ended:
             self._progress.wake()
 
     def missing(self) -> list[int]:
@@ -167,12 +167,15 @@ class Lane:
 
     def fail(self, error: CoordinatorError) -> None:
         """End every task with ``error``."""
-        while self._tickets:
-            ticket = self._tickets.popleft()
-            ticket.error = error
-            ticket.done = True
-        self._failed(error)
-        self._progress.wake()
+        with self._pushing:
+            tickets = tuple(self._tickets)
+            self._tickets.clear()
+            for ticket in tickets:
+                ticket.error = error
+                ticket.done = True
+        if tickets:
+            self._failed(error)
+            self._progress.wake()
 
 
 class Progress:

@@ -179,3 +179,36 @@ def test_close_ends_the_thread_and_waiters_go_on(progress: Progress) -> None:
     task.may_end = True
     assert ticket is not None
     ticket.wait(soon())
+
+
+class HalfWay(ByHand):
+    """A task that takes its time once it may end."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        super().__init__(log, name)
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def advance(self, spin_ns: int) -> bool:
+        if self.may_end:
+            self.begun.set()
+            self.go_on.wait(20)
+        return super().advance(spin_ns)
+
+
+def test_a_peer_that_leaves_while_its_message_is_taken_in_is_not_lost() -> None:
+    failures: list[CoordinatorError] = []
+    with Board.create(2, 0) as board:
+        peer = Board.attach(board.handle(), 1)
+        progress = Progress(board)
+        task = HalfWay([], "tp recv")
+        ticket = lane_of(progress, failures).perform(task, soon, background=True)
+        assert ticket is not None
+        task.may_end = True
+        board.ring(0)
+        assert task.begun.wait(20), "the thread takes it in"
+        peer.close()
+        threading.Timer(0.3, task.go_on.set).start()
+        ticket.wait(soon())
+        progress.close()
+    assert failures == []
