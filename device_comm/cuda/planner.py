@@ -1,0 +1,306 @@
+"""Which kernels a verb launches, with what. Pure functions over addresses; nothing is launched.
+
+Guarantees
+    - Ranks that plan the same verb with the same sizes launch the same kernels, with the same
+      grids, in the same order. Sizes that are only known to some ranks (`Planner.all_to_all`,
+      `Planner.send`) matter to pairs of ranks alone.
+    - A launch says nothing about how many went before: it may be recorded and repeated.
+
+Assumptions
+    - Launches of a verb follow one another on a stream; so do all collectives of a group, all
+      sends to one rank, and all receives from one rank. Streams that wait for each other will do.
+
+Addresses are device addresses of contiguous data, of any alignment; 16 is fast. Sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from device_comm.cuda import abi, pieces
+from device_comm.cuda.abi import NOTHING, Job, Span
+from device_comm.cuda.launch import MOVE, NUMBERS, TRANSFER, Launch, Limits, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from device_comm.reduce_op import ReduceOp
+
+
+class Planner:
+    """Plans the launches of one rank of a group."""
+
+    def __init__(self, group: abi.Group, limits: Limits) -> None:
+        """Plan for ``group``; another timeout needs another planner."""
+        if group.layout.lanes > limits.max_blocks:
+            raise ValueError(
+                f"{group.layout.lanes} lanes do not fit into {limits.max_blocks} blocks"
+            )
+        self._group = group.pack()
+        self._limits = limits
+        self._layout = group.layout
+        self._n = group.layout.world_size
+        self._rank = group.rank
+
+    # --- all-reduce ----------------------------------------------------------------------
+
+    def protocol(self, size: int) -> Protocol:
+        """How an all-reduce of ``size`` bytes is done unless a protocol is given."""
+        if size <= min(self._limits.packets_up_to, self._layout.packet_bytes):
+            return Protocol.PACKETS
+        return Protocol.ONE_SHOT if size <= self._limits.one_shot_up_to else Protocol.TWO_SHOT
+
+    def all_reduce(
+        self,
+        output: int,
+        source: int,
+        size: int,
+        dtype: torch.dtype,
+        op: ReduceOp,
+        *,
+        protocol: Protocol | None = None,
+        table: int = 0,
+    ) -> list[Launch]:
+        """Reduce ``source`` of all ranks into ``output``, which may be ``source``.
+
+        Args:
+            output: an address.
+            source: an address; of no use with a table.
+            size: bytes of each.
+            dtype: one for which `kernels_reduce`, as ``op``.
+            op: the reduction.
+            protocol: None: by the size. Packets go up to the layout's ``packet_bytes``.
+            table: where the sources are (see `abi.Job`); 0: they are staged. Packets need none. In
+                one shot, the output must then be none of the sources.
+        """
+        protocol = protocol or self.protocol(size)
+        number = NUMBERS[dtype]
+        if protocol is Protocol.PACKETS:
+            if size > self._layout.packet_bytes:
+                raise ValueError(
+                    f"{size} bytes do not go in packets; {self._layout.packet_bytes} do"
+                )
+            job = Job((Span(source, size),), (Span(output, size),), op=op)
+            return [self._launch(f"ipc_packets_{number}", self._grid(size, 8), job)]
+        if protocol is Protocol.ONE_SHOT:
+            if table and output == source:
+                raise ValueError("one shot from a table cannot be in place")
+            return self._reduce(output, source, size, number, op, table=table)
+        return self._two_shot(output, source, size, number, op, table)
+
+    def _two_shot(
+        self, output: int, source: int, size: int, number: str, op: ReduceOp, table: int
+    ) -> list[Launch]:
+        launches = []
+        for begin, chunk in pieces.chunks(size, self._piece() * self._n):
+            share = pieces.align(-(-chunk // self._n))
+            parts = [pieces.part(chunk, rank * share, share) for rank in range(self._n)]
+            mine = self._rank * share
+            job = Job(
+                puts=[Span(source + begin + at, length) for at, length in parts],
+                takes=[Span(output + begin + at, length) for at, length in parts],
+                table=table,
+                offset=begin + mine if table else mine,
+                piece=share,
+                op=op,
+            )
+            launches.append(self._launch(f"ipc_all_reduce_{number}", self._grid(share), job))
+        return launches
+
+    # --- other reductions ----------------------------------------------------------------
+
+    def reduce(
+        self, output: int, source: int, size: int, dtype: torch.dtype, op: ReduceOp, root: int
+    ) -> list[Launch]:
+        """Reduce ``source`` of all ranks into the root's ``output``; elsewhere it is not used."""
+        number = NUMBERS[dtype]
+        return self._reduce(output, source, size, number, op, receives=root == self._rank)
+
+    def reduce_scatter(
+        self,
+        output: int,
+        source: int,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        op: ReduceOp,
+        *,
+        table: int = 0,
+    ) -> list[Launch]:
+        """Reduce part r of all ``source`` into the ``output`` of rank r.
+
+        Args:
+            output: an address, of ``sizes[rank]`` bytes. No source.
+            source: an address, of ``sum(sizes)`` bytes; of no use with a table.
+            sizes: bytes of the parts, by rank.
+            dtype: one for which `kernels_reduce`, as ``op``.
+            op: the reduction.
+            table: where the sources are (see `abi.Job`); 0: they are staged.
+        """
+        kernel = f"ipc_reduce_{NUMBERS[dtype]}"
+        begins = [0, *accumulate(sizes)]
+        mine = sizes[self._rank]
+        if table:
+            job = Job(takes=(Span(output, mine),), table=table, offset=begins[self._rank], op=op)
+            return [self._launch(kernel, self._grid(max(sizes)), job)]
+        piece = self._piece()
+        launches = []
+        for begin, longest in pieces.chunks(max(sizes), piece):
+            job = Job(
+                puts=pieces.cut(source, sizes, begin, longest),
+                takes=(pieces.span(output, pieces.part(mine, begin, longest)),),
+                offset=self._rank * piece,
+                piece=piece,
+                op=op,
+            )
+            launches.append(self._launch(kernel, self._grid(longest), job))
+        return launches
+
+    def _reduce(
+        self,
+        output: int,
+        source: int,
+        size: int,
+        number: str,
+        op: ReduceOp,
+        *,
+        table: int = 0,
+        receives: bool = True,
+    ) -> list[Launch]:
+        launches = []
+        for begin, chunk in pieces.chunks(size, size if table else self._layout.staging_bytes):
+            job = Job(
+                puts=() if table else (Span(source + begin, chunk),),
+                takes=(Span(output + begin, chunk),) if receives else (),
+                table=table,
+                op=op,
+            )
+            launches.append(self._launch(f"ipc_reduce_{number}", self._grid(chunk), job))
+        return launches
+
+    # --- what moves bytes ----------------------------------------------------------------
+
+    def barrier(self) -> list[Launch]:
+        """Be done once every rank has come."""
+        return [self._launch(MOVE, 1, Job())]
+
+    def all_gather(
+        self, output: int, source: int, sizes: Sequence[int], *, table: int = 0
+    ) -> list[Launch]:
+        """Put ``source`` of all ranks, of which rank r's has ``sizes[r]`` bytes, in a row.
+
+        Args:
+            output: an address, of ``sum(sizes)`` bytes. No source.
+            source: an address, of ``sizes[rank]`` bytes; of no use with a table.
+            sizes: by rank.
+            table: where the sources are (see `abi.Job`); 0: they are staged.
+        """
+        return self._gather(output, source, sizes, table=table)
+
+    def gather(self, output: int, source: int, size: int, root: int) -> list[Launch]:
+        """Put ``source`` of all ranks, of ``size`` bytes, in a row at the root's ``output``."""
+        return self._gather(output, source, (size,) * self._n, receives=root == self._rank)
+
+    def broadcast(self, buffer: int, size: int, root: int) -> list[Launch]:
+        """Fill ``buffer`` with the root's."""
+        launches = []
+        for begin, chunk in pieces.chunks(size, self._layout.staging_bytes):
+            span = Span(buffer + begin, chunk)
+            takes = self._only(root, span)
+            job = Job(puts=(span,)) if root == self._rank else Job(takes=takes)
+            launches.append(self._launch(MOVE, self._grid(chunk), job))
+        return launches
+
+    def scatter(self, output: int, source: int, size: int, root: int) -> list[Launch]:
+        """Fill ``output``, of ``size`` bytes, with this rank's part of the root's ``source``."""
+        piece = self._piece()
+        launches = []
+        for begin, chunk in pieces.chunks(size, piece):
+            puts = pieces.cut(source, (size,) * self._n, begin, chunk)
+            job = Job(
+                puts=puts if root == self._rank else (),
+                takes=self._only(root, Span(output + begin, chunk)),
+                offset=self._rank * piece,
+                piece=piece,
+            )
+            launches.append(self._launch(MOVE, self._grid(chunk), job))
+        return launches
+
+    def _gather(
+        self,
+        output: int,
+        source: int,
+        sizes: Sequence[int],
+        *,
+        table: int = 0,
+        receives: bool = True,
+    ) -> list[Launch]:
+        longest = max(sizes)
+        launches = []
+        for begin, chunk in pieces.chunks(
+            longest, longest if table else self._layout.staging_bytes
+        ):
+            mine = pieces.part(sizes[self._rank], begin, chunk)
+            job = Job(
+                puts=() if table else (pieces.span(source, mine),),
+                takes=pieces.cut(output, sizes, begin, chunk) if receives else (),
+                table=table,
+            )
+            launches.append(self._launch(MOVE, self._grid(chunk), job))
+        return launches
+
+    # --- channels ------------------------------------------------------------------------
+
+    def all_to_all(
+        self, output: int, source: int, output_sizes: Sequence[int], source_sizes: Sequence[int]
+    ) -> list[Launch]:
+        """Give part r of ``source`` to rank r, put what it gives in part r of ``output``.
+
+        ``source_sizes[r]`` here must be ``output_sizes[rank]`` there. Streams through channels.
+        """
+        puts = pieces.cut(source, source_sizes)
+        takes = pieces.cut(output, output_sizes)
+        return self._transfer(puts, takes, abi.EXCHANGES)
+
+    def send(self, source: int, size: int, peer: int) -> list[Launch]:
+        """Send to ``peer``. Done once the rest fits into the channel: see `sends_ahead`."""
+        return self._transfer(self._only(peer, Span(source, size)), (), abi.MESSAGES)
+
+    def recv(self, output: int, size: int, peer: int) -> list[Launch]:
+        """Receive what ``peer`` sends next, which has the same size."""
+        return self._transfer((), self._only(peer, Span(output, size)), abi.MESSAGES)
+
+    def sends_ahead(self, size: int) -> bool:
+        """Whether a send of ``size`` bytes into an empty channel is done without its receive."""
+        share = pieces.align(-(-size // self._lanes(size))) if size else 0
+        return share <= 2 * self._layout.slot_bytes
+
+    def _transfer(
+        self, puts: Sequence[Span], takes: Sequence[Span], channel_set: int
+    ) -> list[Launch]:
+        longest = max(span.size for span in (*puts, *takes))
+        if longest == 0:
+            return []
+        job = Job(puts, takes, channel_set=channel_set)
+        return [self._launch(TRANSFER, self._lanes(longest), job)]
+
+    def _lanes(self, size: int) -> int:
+        return min(-(-size // self._layout.slot_bytes), self._layout.lanes)
+
+    # --- common --------------------------------------------------------------------------
+
+    def _launch(self, kernel: str, grid: int, job: Job) -> Launch:
+        return Launch(kernel, grid, self._limits.threads, (job.pack(self._group),))
+
+    def _grid(self, size: int, per_thread: int = abi.ALIGN) -> int:
+        blocks = -(-size // (per_thread * self._limits.threads))
+        return max(min(blocks, self._limits.max_blocks), 1)
+
+    def _piece(self) -> int:
+        """Bytes of a part where a staging holds one for each rank."""
+        return self._layout.staging_bytes // self._n // abi.ALIGN * abi.ALIGN
+
+    def _only(self, rank: int, span: Span) -> tuple[Span, ...]:
+        return tuple(span if other == rank else NOTHING for other in range(self._n))
