@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from server.config import PoolConfig
     from server.errors import (
+        CallRefusedError,
         CallTimeoutError,
         PoolClosedError,
         WorkerError,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from server.worker import WorkerContext
 
 __all__ = [
+    "CallRefusedError",
     "CallTimeoutError",
     "PoolClosedError",
     "PoolConfig",

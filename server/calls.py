@@ -14,6 +14,8 @@ from server.errors import WorkerError, again
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from server.messages import Failed
+
 
 class PendingCall:
     """A call that workers have, or will get. Not thread-safe: its dispatcher locks.
@@ -33,8 +35,8 @@ class PendingCall:
     """
 
     __slots__ = (
-        "_future", "_operations", "_values", "args", "done", "error", "failed", "failure",
-        "kwargs", "method", "number", "reply_rank", "waiting",
+        "_future", "_operations", "_orderly", "_values", "args", "done", "error", "failed",
+        "failure", "kwargs", "method", "number", "reply_rank", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +59,7 @@ class PendingCall:
         self.done = False
         self._values: list[Any] = [None] * n_ranks
         self._operations: set[int] = set()
+        self._orderly = True
         self._future: Future[Any] | None = None
 
     @property
@@ -66,8 +69,10 @@ class PendingCall:
 
     @property
     def matched(self) -> bool:
-        """Whether all ranks began the same number of group operations: none is half done."""
-        return len(self._operations) <= 1
+        """Whether no group operation is half done: all ranks began the same number of them, or
+        every rank that failed has refused the call in order.
+        """
+        return self._orderly or len(self._operations) <= 1
 
     def answer(self, rank: int, value: Any, operations: int) -> None:
         """Note the result of ``rank``."""
@@ -80,12 +85,13 @@ class PendingCall:
         self.waiting.discard(rank)
         self.error = self.error or error
 
-    def fail(self, rank: int, error: WorkerError, operations: int, consequence: bool) -> None:
-        """Note that ``rank`` has failed; a ``consequence`` only says that another rank did."""
+    def fail(self, rank: int, error: WorkerError, told: Failed) -> None:
+        """Note that ``rank`` has failed: what it told, and the error made of it."""
         self.waiting.discard(rank)
-        self._operations.add(operations)
+        self._operations.add(told.operations)
+        self._orderly &= told.orderly
         self.failed.append(rank)
-        if not consequence:
+        if not told.consequence:
             self.error = self.error or error
             self.failure = self.error if isinstance(self.error, WorkerError) else error
         self.failure = self.failure or error

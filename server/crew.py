@@ -68,10 +68,9 @@ class Crew:
                 self._supervisor, deadline
             )
             self._ledger = Ledger(
-                plan.n_workers,
                 plan.in_flight,
                 plan.config.settle_seconds,
-                LedgerHooks(self._resume, self._wake, self._broke),
+                LedgerHooks(self._resume, self._wake, self._supervisor.wake, self._broke),
             )
             self.dispatcher = Dispatcher(
                 self._ledger, self._links.board, self._links.calls, self._links.replies
@@ -125,22 +124,26 @@ class Crew:
             detail = "never sent: the workers were busy with calls before it"
             return CallTimeoutError(call.method, timeout, detail=detail)
         with self._reading_stacks:
+            if self._stopped:
+                return CallTimeoutError(call.method, timeout, detail="the pool was shut down")
             stacks = read_stacks(
                 {rank: self._workers[rank].stack_file for rank in ranks},
                 lambda rank: self._workers[rank].ask_stack(),
                 Deadline.after(self._plan.config.stack_seconds),
             )
-        waiting_for = tuple(self._links.board.member_status(rank) for rank in ranks)
+            waiting_for = tuple(self._links.board.member_status(rank) for rank in ranks)
         return CallTimeoutError(call.method, timeout, waiting_for, stacks=stacks)
 
     def stop(self, timeout: float, finish: bool) -> None:
-        """End everything; idempotent, bounded, from any thread.
+        """End everything; idempotent, bounded, from any thread but the pool's own.
 
         Args:
             timeout: seconds for calls to finish and workers to leave; then they are terminated,
                 and killed after ``kill_seconds`` more.
             finish: let calls that were accepted finish, for half of the time.
         """
+        if self.is_own(threading.current_thread()):
+            raise RuntimeError("a pool cannot be shut down by a callback of its own")
         with self._stopping:
             if self._stopped:
                 return
@@ -153,9 +156,14 @@ class Crew:
                 deadline = Deadline.after(deadline.remaining(at_most=_LEAVE_SECONDS))
             self._links.calls.shutdown()
             self.dispatcher.join()
-            self._end_workers(deadline.remaining())
-            self._links.close()
-            self._stopped = True
+            with self._reading_stacks:
+                self._end_workers(deadline.remaining())
+                self._links.close()
+                self._stopped = True
+
+    def is_own(self, thread: threading.Thread) -> bool:
+        """Whether ``thread`` is one that `stop` waits for."""
+        return thread in (self._supervisor.thread, *self.dispatcher.threads)
 
     def _tell(self, worker: LocalWorker, deadline: Deadline) -> None:
         try:

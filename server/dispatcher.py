@@ -41,6 +41,9 @@ _REASON_SECONDS = 2.0
 class Dispatcher:
     """The threads and queues of a pool's calls. Any thread may call.
 
+    Attributes:
+        threads: its own, which must not wait for it.
+
     Args:
         ledger: the pool's calls.
         board: the pool's board; its last member is this process.
@@ -57,11 +60,11 @@ class Dispatcher:
         self._replies = tuple(replies)
         self._listening = threading.RLock()
         self._unheard = threading.Event()
-        self._threads = [
+        self.threads = [
             threading.Thread(target=target, name=f"pool-{name}", daemon=True)
             for name, target in (("sender", self._send_queued), ("collector", self._collect))
         ]
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
 
     def call(self, call: PendingCall, deadline: Deadline) -> Any:
@@ -96,9 +99,8 @@ class Dispatcher:
     def join(self) -> None:
         """Wait for the threads to end, once the ledger has ended and the queues let go."""
         self._unheard.set()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        for thread in self.threads:
+            thread.join()
 
     def _follow(self, call: PendingCall, deadline: Deadline) -> None:
         """Wait for a call while another thread listens."""

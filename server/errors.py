@@ -2,6 +2,7 @@
 
     CoordinatorError
     ├── WorkerError                         a worker's method raised; carries its traceback
+    ├── CallRefusedError                    what a worker's method raises to refuse a call in order
     ├── WorkerLostError (ConnectionError)   a worker's process ended; names rank, pid and signal
     ├── WorkerStartError                    a worker did not come up; the pool does not exist
     ├── GroupTimeoutError (TimeoutError)
@@ -11,7 +12,8 @@
     └── QueueFullError                      too much waits already; try again later
 
 The first failure breaks a pool unless every rank answered and none left a group operation half
-done. A broken pool raises that first failure again from every later call, with a note that says so.
+done: all began equally many of them, or those that failed raised `CallRefusedError`. A broken pool
+raises that first failure again from every later call, with a note that says so.
 """
 
 from __future__ import annotations
@@ -50,6 +52,26 @@ class WorkerError(CoordinatorError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rank, self.method, self.kind, self.message, self.traceback)
+
+
+class CallRefusedError(CoordinatorError):
+    """Raised by a worker's method: this call cannot be done, and no rank waits for this one.
+
+    A method that raises it vouches that it has begun no group operation which another rank has not,
+    or that it has told the ranks that would wait. A stage of a pipeline tells the next one instead
+    of sending its result; that one tells the next, and raises this too. The pool then goes on, and
+    the caller gets the exception that this one was raised from.
+
+    Attributes:
+        rank: the global rank that refused, where this one passes its word on.
+    """
+
+    def __init__(self, rank: int | None = None) -> None:
+        self.rank = rank
+        super().__init__("refused" if rank is None else f"rank {rank} has refused the call")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.rank,)
 
 
 class WorkerLostError(CoordinatorError, ConnectionError):

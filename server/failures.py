@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import traceback
 
-from server.errors import WorkerError
+from server.errors import CallRefusedError, WorkerError
 from server.messages import Failed
 from shm_broadcast import GroupAbortedError, PeerLostError
 
@@ -18,17 +18,20 @@ def describe(error: BaseException, number: int, operations: int) -> Failed:
         number: the call's; 0 in the start.
         operations: how many group operations this rank began in the call.
     """
-    kind = type(error).__qualname__
-    if type(error).__module__ != "builtins":
-        kind = f"{type(error).__module__}.{kind}"
+    orderly = isinstance(error, CallRefusedError)
+    shown = (error.__cause__ or error) if orderly else error
+    kind = type(shown).__qualname__
+    if type(shown).__module__ != "builtins":
+        kind = f"{type(shown).__module__}.{kind}"
     return Failed(
         number,
         operations,
         kind,
-        _text(error),
+        _text(shown),
         _sendable("".join(traceback.format_exception(error))),
         consequence=_is_consequence(error),
-        exception=_pickled(error),
+        orderly=orderly,
+        exception=_pickled(shown),
     )
 
 
@@ -47,6 +50,8 @@ def rebuild(failed: Failed, rank: int, method: str) -> WorkerError:
 
 def _is_consequence(error: BaseException | None) -> bool:
     """Whether ``error`` arose, however indirectly, because another rank failed."""
+    if isinstance(error, CallRefusedError):
+        return error.rank is not None
     while error is not None:
         if isinstance(error, (GroupAbortedError, PeerLostError)):
             return True

@@ -116,6 +116,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
         message: its text.
         traceback: its traceback.
         consequence: it only says that another rank failed.
+        orderly: the rank has refused the call, and no other one waits for it.
         exception: the exception itself, pickled; ``b""`` where it cannot be.
     """
 
@@ -125,6 +126,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
     traceback: str
     consequence: bool = False
+    orderly: bool = False
     exception: bytes = b""
 
 

@@ -25,6 +25,7 @@ Guarantees
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
@@ -233,5 +234,10 @@ class WorkerPool:
 
 
 def _stop_at_exit(crew: Crew, owner: int) -> None:
-    if os.getpid() == owner:
+    if os.getpid() != owner:
+        return
+    if crew.is_own(threading.current_thread()):
+        # The garbage collector found the pool in the middle of whatever that thread does.
+        threading.Thread(target=crew.stop, args=(_EXIT_SECONDS, False), name="pool-end").start()
+    else:
         crew.stop(_EXIT_SECONDS, finish=False)

@@ -32,15 +32,20 @@ class Watcher(Protocol):
 
 
 class Supervisor:
-    """Watches ``workers``; close it with `stop`."""
+    """Watches ``workers``; close it with `stop`.
+
+    Attributes:
+        thread: the one that watches, once it was started.
+    """
 
     def __init__(self, workers: Sequence[LocalWorker]) -> None:
         self._workers = workers
         self._poll = select.poll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll.register(self._wake, select.POLLIN)
+        self._waking = threading.Lock()
         self._stopping = False
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._watched = {fd for worker in workers for fd in (worker.channel.fileno(), worker.pidfd)}
         for fd in self._watched:
             self._poll.register(fd, select.POLLIN)
@@ -66,25 +71,27 @@ class Supervisor:
             watcher: who wants to know.
             tick: called after every event and `wake`; returns in how many seconds to call it again.
         """
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self._run, args=(watcher, tick), name="pool-supervisor", daemon=True
         )
-        self._thread.start()
+        self.thread.start()
 
     def wake(self) -> None:
-        """Let the tick be called now."""
-        os.eventfd_write(self._wake, 1)
+        """Let the tick be called now; nothing after `stop`."""
+        with self._waking:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
-        """Watch no more; idempotent."""
-        if self._wake < 0:
-            return
+        """Watch no more; idempotent. Not in a watcher's call."""
         self._stopping = True
         self.wake()
-        if self._thread not in (None, threading.current_thread()):
-            self._thread.join()
-        os.close(self._wake)
-        self._wake = -1
+        if self.thread is not None:
+            self.thread.join()
+        with self._waking:
+            if self._wake >= 0:
+                os.close(self._wake)
+            self._wake = -1
 
     def _run(self, watcher: Watcher, tick: Callable[[], float]) -> None:
         while not self._stopping:

@@ -15,7 +15,8 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+import threading
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,16 +47,18 @@ class LocalWorker:
     def __init__(self, rank: int, environment: Mapping[str, str]) -> None:
         """Start the process; `start` it next."""
         self.rank = rank
-        with ExitStack() as undo, ExitStack() as theirs:
-            ours, control = socket.socketpair()
+        self._closed = False
+        self._closing = threading.Lock()
+        with ExitStack() as ours, ExitStack() as theirs:
+            connection, control = socket.socketpair()
             theirs.callback(control.close)
-            self.channel = Channel(ours, FromWorker)
-            undo.callback(self.channel.close)
-            beat, self._lifeline = os.pipe()
+            self.channel = Channel(connection, FromWorker)
+            ours.callback(self.channel.close)
+            beat, lifeline = os.pipe()
             theirs.callback(os.close, beat)
-            undo.callback(os.close, self._lifeline)
+            ours.callback(os.close, lifeline)
             self.stack_file = StackFile()
-            undo.callback(self.stack_file.close)
+            ours.callback(self.stack_file.close)
             inherited = (control.fileno(), beat, self.stack_file.fd)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(_BOOT), *map(str, inherited), str(os.getpid())],
@@ -64,11 +67,15 @@ class LocalWorker:
                 pass_fds=inherited,
                 start_new_session=True,
             )
-            undo.callback(self._process.wait)
-            undo.callback(self._process.kill)
             self.pid = self._process.pid
-            self.pidfd = os.pidfd_open(self.pid)
-            undo.pop_all()
+            try:
+                self.pidfd = os.pidfd_open(self.pid)
+            except OSError:
+                self._process.kill()
+                self._process.wait()
+                raise
+            ours.callback(os.close, self.pidfd)
+            self._ours = ours.pop_all()
 
     def start(self, start: Start, deadline: Deadline) -> None:
         """Say what to be. A process that has ended meanwhile is left to whoever watches it.
@@ -90,10 +97,9 @@ class LocalWorker:
 
     def signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
-        try:
-            signal.pidfd_send_signal(self.pidfd, number)
-        except ProcessLookupError:
-            return
+        with self._closing, suppress(ProcessLookupError):
+            if not self._closed:
+                signal.pidfd_send_signal(self.pidfd, number)
 
     def ask_stack(self) -> None:
         """Let it write its stack into `stack_file`; only after it has said `Hello`."""
@@ -112,14 +118,10 @@ class LocalWorker:
         return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
     def close(self) -> None:
-        """Give up all descriptors, after `bury`; idempotent."""
-        if self._lifeline < 0:
-            return
-        self.channel.close()
-        self.stack_file.close()
-        os.close(self.pidfd)
-        os.close(self._lifeline)
-        self._lifeline = -1
+        """Give up all descriptors, after `bury`; idempotent, from any thread."""
+        with self._closing:
+            self._closed = True
+            self._ours.close()
 
 
 def launch(n_workers: int) -> list[LocalWorker]:

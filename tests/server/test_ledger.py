@@ -20,12 +20,12 @@ class Book:
     def __init__(self, in_flight: int = 2, settle_seconds: float = 60.0) -> None:
         self.asked: list[Any] = []
         self.ledger = Ledger(
-            2,
             in_flight,
             settle_seconds,
             LedgerHooks(
                 resume=lambda rank, number: self.asked.append(("resume", rank, number)),
                 wake=lambda: None,
+                clock=lambda: None,
                 broke=lambda error: self.asked.append(("broke", type(error))),
             ),
         )
@@ -47,8 +47,9 @@ class Book:
         operations: int = 0,
         hearsay: bool = False,
         final: bool = False,
+        orderly: bool = False,
     ) -> None:
-        failed = Failed(number, operations, kind, "text", "trace", hearsay)
+        failed = Failed(number, operations, kind, "text", "trace", hearsay, orderly)
         self.ledger.failed(rank, failed, final)
 
 
@@ -97,6 +98,59 @@ def test_the_pool_breaks_when_operations_were_left_half_done() -> None:
     for refused in (later.result, book.ledger.check, book.send):
         with pytest.raises(WorkerError, match="rank 1 failed in embed: ValueError"):
             refused()
+
+
+def test_a_call_that_was_refused_in_order_lets_ranks_go_on_whatever_they_began() -> None:
+    book = Book()
+    call = book.send()
+    book.fail(1, 1, "CallRefusedError", operations=2, hearsay=True, orderly=True)
+    book.fail(0, 1, "ValueError", operations=1, orderly=True)
+    assert book.asked == [("resume", 1, 1), ("resume", 0, 1)]
+    with pytest.raises(WorkerError, match="rank 0 failed in embed: ValueError"):
+        call.result()
+
+
+def test_a_refusal_does_not_vouch_for_a_rank_that_failed_otherwise() -> None:
+    book = Book()
+    book.send()
+    book.fail(0, 1, "ValueError", operations=1, orderly=True)
+    book.fail(1, 1, "MemoryError", operations=2)
+    assert book.asked == [("broke", WorkerError)]
+
+
+def test_a_failed_call_is_overdue_only_after_all_calls_before_it() -> None:
+    book = Book(settle_seconds=0.0)
+    book.send()
+    second = book.send()
+    book.fail(0, 2)
+    assert book.ledger.tick() == math.inf
+    book.reply(0, 1)
+    book.reply(1, 1)
+    book.ledger.tick()
+    assert book.asked == [("broke", WorkerError)]
+    assert second.done
+
+
+def test_a_failure_that_overtakes_a_reply_leaves_it_alone() -> None:
+    book = Book()
+    first, second = book.send(), book.send()
+    book.fail(0, 2, "ValueError")
+    book.reply(0, 1, "a")
+    book.reply(1, 1, "b")
+    book.fail(1, 2, "ValueError")
+    assert first.result() == ["a", "b"]
+    assert second.done
+    assert book.asked == [("resume", 0, 2), ("resume", 1, 2)]
+
+
+def test_a_call_that_timed_out_on_its_way_gets_what_broke_the_pool() -> None:
+    book = Book()
+    call = PendingCall("embed", (), {}, 2, None)
+    assert book.ledger.accept(call)
+    book.ledger.end(WorkerLostError(1, 4242, "killed by SIGKILL"))
+    book.ledger.unsent(call, None)
+    with pytest.raises(WorkerLostError):
+        call.result()
 
 
 def test_the_pool_breaks_when_the_others_do_not_answer_in_time() -> None:

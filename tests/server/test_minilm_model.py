@@ -12,6 +12,7 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
 from coordinator.layout import MissingTensorError, TensorShapeError
+from server.errors import CallRefusedError
 from server.workers.minilm import MiniLMWorker, ModelFolder
 from server.workers.minilm.model import stage_layers
 from server.workers.minilm.tokenizer import SentenceTokenizer, make_batches
@@ -159,6 +160,20 @@ def test_bad_input_raises_everywhere_and_the_worker_goes_on(tmp_path: Path) -> N
     results = run_threads(1, 2, body)
     assert results[0] is None
     assert np.array_equal(results[1], embed(folder, 1, 1, SENTENCES)[0])
+
+
+def test_a_text_that_cannot_be_tokenized_is_refused_on_every_rank(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", layers=3)
+
+    def body(context: Any) -> Any:
+        worker = MiniLMWorker(context, folder)
+        with pytest.raises(CallRefusedError) as refused:
+            worker.embed([*SENTENCES, "\ud800"])
+        return refused.value.rank, worker.embed(SENTENCES)
+
+    results = run_threads(2, 3, body)
+    assert [rank for rank, _ in results] == [None, None, 0, 1, 0, 1]
+    assert np.array_equal(results[4][1], embed(folder, 2, 3, SENTENCES)[0])
 
 
 def test_two_all_reduces_a_layer_and_one_for_the_words(tmp_path: Path) -> None:

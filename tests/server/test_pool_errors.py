@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from server.errors import (
+    CallRefusedError,
     CallTimeoutError,
     PoolClosedError,
     QueueFullError,
@@ -29,6 +30,7 @@ STATUS = MemberStatus(1, 4242, "busy", "embed", 7, 2.5)
     [
         WorkerError(1, "embed", "ValueError", "bad", "Traceback ..."),
         WorkerLostError(1, 4242, "killed by SIGSEGV", "Fatal Python error"),
+        CallRefusedError(1),
         WorkerStartError(1, "ValueError: bad", "Traceback ..."),
         CallTimeoutError("embed", 2.0, (STATUS,), "", {1: 'File "x.py", line 1 in embed'}),
         PoolClosedError("the pool was shut down"),
@@ -133,7 +135,22 @@ def test_an_error_wrapped_around_anothers_failure_is_a_consequence() -> None:
         (GroupAbortedError("all_reduce", Failure(1, "E", "text", 1)), True),
         (GroupTimeoutError("all_reduce", 1.0), False),
         (ConnectionError("reset"), False),
+        (CallRefusedError(), False),
+        (CallRefusedError(0), True),
     ],
 )
 def test_only_what_another_rank_caused_is_a_consequence(error: Any, consequence: bool) -> None:
     assert describe(_raised(error), 1, 0).consequence is consequence
+
+
+def test_a_refusal_travels_as_what_it_was_raised_from() -> None:
+    refusal = CallRefusedError()
+    refusal.__cause__ = _raised(BadInputError("no such word"))
+    told = describe(_raised(refusal), 1, 3)
+    assert (told.kind, told.message) == ("tests.server.workers.BadInputError", "no such word")
+    assert told.orderly
+    assert not told.consequence
+    assert isinstance(rebuild(told, 0, "embed").__cause__, BadInputError)
+    passed_on = describe(_raised(CallRefusedError(0)), 1, 4)
+    assert passed_on.orderly
+    assert passed_on.message == "rank 0 has refused the call"

@@ -118,6 +118,45 @@ def test_a_rank_that_aborts_its_group_is_the_first_failure(pool: WorkerPool, wai
     assert_gone(pids)
 
 
+def test_a_call_that_the_first_stage_refuses_fails_alone() -> None:
+    """Also while later stages are busy, for longer than failed calls may take, with others."""
+    with WorkerPool(Worker, pp=3, config=PoolConfig(settle_seconds=0.2)) as pool:
+        futures = [pool.submit("relay", turn % 2 == 1, 0.3) for turn in range(6)]
+        for turn, future in enumerate(futures):
+            if turn % 2:
+                error = future.exception(timeout=30)
+                assert isinstance(error, WorkerError)
+                assert (error.rank, error.message) == (0, "no")
+                assert isinstance(error.__cause__, BadInputError)
+            else:
+                assert future.result(timeout=30) == "done"
+        assert pool.call("relay", False) == "done"
+
+
+def test_failing_calls_among_others_fail_alone(pool: WorkerPool) -> None:
+    """What a rank tells of a failure may overtake its replies to earlier calls."""
+    futures = [pool.submit("fail", [0, 1] if turn % 2 else []) for turn in range(400)]
+    for turn, future in enumerate(futures):
+        if turn % 2:
+            assert isinstance(future.exception(timeout=30), WorkerError)
+        else:
+            assert future.result(timeout=30) == "fine"
+
+
+def test_a_callback_cannot_wait_for_the_end_of_its_pool(pool: WorkerPool) -> None:
+    caught: list[BaseException] = []
+
+    def callback(_: Any) -> None:
+        try:
+            pool.shutdown()
+        except RuntimeError as error:
+            caught.append(error)
+
+    pool.submit("sleep", 0.1).add_done_callback(callback)
+    pool.shutdown()
+    assert "callback of its own" in str(caught[0])
+
+
 def test_a_pool_breaks_when_a_message_was_left_half_done(pool: WorkerPool) -> None:
     """Going on would give the next receiver what was sent in the failed call."""
     with pytest.raises(WorkerError, match="before it received"):

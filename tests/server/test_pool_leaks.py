@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
+import pytest
 
+from server.launchers.local import end, launch
 from server.pool import WorkerPool
 from tests.server.workers import Worker
 
@@ -61,3 +66,41 @@ def test_twenty_pools_one_after_another_in_two_threads_leave_nothing() -> None:
         for sequence in [threads.submit(run_pools, 10) for _ in range(2)]:
             sequence.result()
     assert settled() == before
+
+
+def test_a_launch_that_fails_midway_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third worker's process cannot be started: the two before it end."""
+    before = settled()
+    started = 0
+    popen = subprocess.Popen
+
+    def refuse_the_third(*arguments: Any, **options: Any) -> Any:
+        nonlocal started
+        started += 1
+        if started == 3:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        return popen(*arguments, **options)
+
+    monkeypatch.setattr("server.launchers.local.subprocess.Popen", refuse_the_third)
+    with pytest.raises(BlockingIOError):
+        WorkerPool(Worker, tp=4)
+    assert started == 3
+    assert settled() == before
+
+
+def test_a_worker_closed_by_many_threads_closes_each_descriptor_once() -> None:
+    """A descriptor closed twice may be somebody else's by then."""
+    for _ in range(20):
+        (worker,) = launch(1)
+        end([worker], 0.0, 0.0)
+        gate = threading.Barrier(8)
+
+        def close(worker: Any = worker, gate: Any = gate) -> None:
+            gate.wait()
+            worker.close()
+            worker.ask_stack()
+            os.close(os.memfd_create("takes the number of one that was closed"))
+
+        with ThreadPoolExecutor(8) as threads:
+            for closing in [threads.submit(close) for _ in range(8)]:
+                closing.result()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from server.errors import CallRefusedError
 from shm_broadcast import DivergenceError
 
 if TYPE_CHECKING:
@@ -103,6 +104,21 @@ class Worker:
             self.groups.world.send_object("stale", 1)
             return
         raise BadInputError("before it received")
+
+    def relay(self, refuse: bool, seconds: float = 0.0) -> str:
+        """Stage by stage; the first may refuse, and tells the next instead of its result."""
+        pp = self.groups.pp
+        first = pp.is_first_rank
+        word: Any = ("refused" if refuse else "done") if first else pp.recv_object(pp.rank - 1)
+        if not pp.is_last_rank:
+            pp.send_object(word, pp.rank + 1)
+        if word == "refused":
+            raise CallRefusedError(None if first else 0) from (
+                BadInputError("no") if first else None
+            )
+        if not first:
+            time.sleep(seconds)
+        return str(word)
 
     def total(self, value: float) -> float:
         return float(self.groups.world.all_reduce(torch.tensor([value])).item())

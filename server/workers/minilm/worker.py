@@ -2,7 +2,8 @@
 
 The stages of the pipeline run behind one another: the first tokenizes, and sends each batch on
 as soon as it has computed its layers, with what later stages must know of it beside the
-tensor: which inputs, their lengths, and how many batches are still to come.
+tensor: which inputs, their lengths, and how many batches are still to come. What it cannot
+tokenize it refuses: it sends its rank instead, and each stage passes that on.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from server.errors import CallRefusedError
 from server.workers.minilm.config import ModelFolder
 from server.workers.minilm.model import load_stage, pool, stage_layers
-from server.workers.minilm.tokenizer import SentenceTokenizer, make_batches
+from server.workers.minilm.tokenizer import SentenceTokenizer, TokenBatch, make_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -109,6 +111,7 @@ class MiniLMWorker:
         Raises:
             TypeError, ValueError: see `ModelFolder.check_inputs`; on every rank, before any
                 communication.
+            CallRefusedError: the tokenizer does not take a text; on every rank.
 
         Collective: yes, every rank of the pool.
         """
@@ -152,7 +155,7 @@ class MiniLMWorker:
 
     def _batches(self, inputs: Sequence[str | Sequence[int]]) -> Iterator[_Batch]:
         if self._tokenizer is not None:
-            made = list(make_batches(self._tokenizer.encode(inputs), self._batch_size))
+            made = self._tokenized(self._tokenizer, inputs)
             for left, tokens in zip(reversed(range(len(made))), made, strict=True):
                 yield _Batch(tokens.rows, tokens.lengths, left, tokens.ids)
             return
@@ -162,6 +165,19 @@ class MiniLMWorker:
             yield batch
             left = batch.left
 
+    def _tokenized(
+        self, tokenizer: SentenceTokenizer, inputs: Sequence[str | Sequence[int]]
+    ) -> list[TokenBatch]:
+        try:
+            return list(make_batches(tokenizer.encode(inputs), self._batch_size))
+        except Exception as error:
+            self._pass_on_refusal(self._groups.world.rank)
+            raise CallRefusedError from error
+
+    def _pass_on_refusal(self, rank: int) -> None:
+        if not self._groups.pp.is_last_rank:
+            self._groups.pp.send_tensor_dict({"refused": rank})
+
     def _send(self, batch: _Batch, hidden: torch.Tensor) -> None:
         message = {
             "rows": batch.rows, "lengths": batch.lengths, "left": batch.left, "hidden": hidden,
@@ -170,4 +186,7 @@ class MiniLMWorker:
 
     def _receive(self) -> _Batch:
         message = self._groups.pp.recv_tensor_dict(all_gather_group=self._groups.tp)
+        if (rank := message.get("refused")) is not None:
+            self._pass_on_refusal(rank)
+            raise CallRefusedError(rank)
         return _Batch(message["rows"], message["lengths"], message["left"], message["hidden"])
