@@ -58,7 +58,8 @@ except ImportError:
 class ShmComm(DirectVerbs):
     """One rank's end of a group on one host. One thread at a time. Use `create`.
 
-    Ranks that issue different operations get `DivergenceError` before data is used. Asynchronous
+    Ranks that issue different operations get `DivergenceError` before data is used; one that has
+    nothing to wait for, such as a second root, learns of it by its next call. Asynchronous
     operations go on while the caller is busy, on the thread of a `Progress`. Ranks in errors about
     lost and late processes are the board's members.
     """

@@ -71,13 +71,14 @@ static steps_status block(steps *s, uint64_t step, bool at_gate) {
     return STEPS_BLOCKED;
 }
 
-/* Rule 3: all that this rank needs has arrived, and is of the same operation. */
+/* Rule 3: all that this rank needs has arrived, and all that has is of the same operation. */
 static steps_status meet(steps *s, uint64_t step) {
     size_t others = 0;
     for (; s->met < s->n; s->met++) {
-        if (!s->plan.awaits[s->met]) continue;
-        if (!arrived(s, step, s->met)) return block(s, step, false);
-        if (!same_signature(s, step, s->met)) {
+        if (s->met == s->rank) continue;
+        if (!arrived(s, step, s->met)) {
+            if (s->plan.awaits[s->met]) return block(s, step, false);
+        } else if (!same_signature(s, step, s->met)) {
             block(s, step, false);
             return STEPS_DIVERGED;
         }
@@ -300,9 +301,9 @@ bool steps_ready(steps *s) {
     if (s->at_gate) return may_write(s, s->blocked_step);
     bool all = true;
     for (size_t rank = 0; rank < s->n; rank++) {
-        if (!s->plan.awaits[rank]) continue;
+        if (rank == s->rank) continue;
         if (!arrived(s, s->blocked_step, rank))
-            all = false;
+            all = all && !s->plan.awaits[rank];
         else if (!same_signature(s, s->blocked_step, rank))
             return true;
     }
@@ -317,7 +318,7 @@ bool steps_waits_for(const steps *s, size_t rank) {
 
 size_t steps_divergent(const steps *s, const unsigned char **signature) {
     for (size_t rank = 0; rank < s->n && !s->at_gate; rank++) {
-        if (!s->plan.awaits[rank] || !arrived(s, s->blocked_step, rank)) continue;
+        if (rank == s->rank || !arrived(s, s->blocked_step, rank)) continue;
         if (same_signature(s, s->blocked_step, rank)) continue;
         *signature = (const unsigned char *)slot(s, s->blocked_step, rank) + SLOT_SIGNATURE;
         return rank;

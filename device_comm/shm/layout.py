@@ -30,13 +30,16 @@ without a payload, and arrives; then it may read the slots of others.
 3. A rank reads another's slot of step k only after it has loaded ``arrived`` = k with acquire, and
    has found there the signature that it has put itself: verb, operation, dtype, shape, root, and
    the number of the step within the collective. Otherwise the ranks diverge, and nothing is used.
+   It compares the signatures of all that have arrived, also of those that it needs nothing from.
 4. A rank that will read nothing more of step k stores ``done`` = k with release.
 5. After each of these stores: a full fence, then the doorbells of all other ranks.
 
 So no slot is overwritten that somebody still reads (1, 4), nothing is read that is not whole (2,
-3), and no wake-up is lost (5, see `shm_broadcast.layout`). Whoever has arrived at the first step of
-a collective is done with all steps before it: where everybody waits for everybody, rule 1 holds
-without looking at ``done``. A root that waits for nobody has to look.
+3), and no wake-up is lost (5, see `shm_broadcast.layout`). Two ranks that need nothing of each
+other, for each thinks that it is the root, do not both go on: whoever arrives second finds the
+first there (2, 5) and its signature, which names another root (3). Whoever has arrived at the first
+step of a collective is done with all steps before it: where everybody waits for everybody, rule 1
+holds without looking at ``done``. A root that waits for nobody has to look.
 
 Run on x86-64; written for aarch64, like the ground floor, and not tested there.
 """

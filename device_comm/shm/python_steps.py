@@ -104,7 +104,7 @@ class PythonSteps:
             return None
         step = self._blocked.step
         ours = with_chunk(self._plan.signature, step - self._first)
-        for rank in self._awaited():
+        for rank in self._others:
             if self._arrived(step, rank):
                 header = self._slot(step, rank) + layout.SLOT_SIGNATURE
                 theirs = bytes(self._memory[header : header + len(ours)])

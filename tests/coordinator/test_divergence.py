@@ -39,25 +39,16 @@ def diverge(rank: int, n: int, port: int, torch_only: bool, kind: str) -> str:
             "dtype": lambda: tp.all_reduce(x.double() if odd else x),
             "shape": lambda: tp.all_reduce(x[:2] if odd else x),
             "op": lambda: tp.all_reduce(x, op=ReduceOp.MAX if odd else ReduceOp.SUM),
-            "root": lambda: tp.broadcast(x, int(odd)),
+            "root": lambda: [tp.broadcast(x, int(odd)), tp.barrier()],
+            "destination": lambda: [tp.reduce(x, (rank + 1) % n), tp.barrier()],
         }
         with pytest.raises((DivergenceError, GroupAbortedError)) as caught:
             calls[kind]()
         return str(caught.value)
 
 
-KINDS = ["verb", "dtype", "shape", "op"]
-UNSEEN = pytest.mark.xfail(reason="members that think they are the root wait for nobody")
-
-
-@pytest.mark.parametrize(
-    ("kind", "torch_only"),
-    [
-        *[(kind, torch_only) for kind in KINDS for torch_only in (True, False)],
-        ("root", True),
-        pytest.param("root", False, marks=UNSEEN),
-    ],
-)
+@pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
+@pytest.mark.parametrize("kind", ["verb", "dtype", "shape", "op", "root", "destination"])
 def test_members_that_diverge_are_told(kind: str, torch_only: bool) -> None:
     store = host_store()
     for text in run_ranks(3, diverge, store.port, torch_only, kind, timeout=120):

@@ -12,7 +12,7 @@ from device_comm.shm import layout
 from device_comm.shm.layout import GroupLayout
 from device_comm.shm.plan import Planner
 from device_comm.shm.python_steps import PythonSteps
-from device_comm.shm.signature import DTYPE_CODES, VERBS
+from device_comm.shm.signature import DTYPE_CODES, VERBS, describe
 from device_comm.shm.steps import Status, Steps
 from shm_broadcast import Board, Segment
 from tests.device_comm.oracle import REDUCED, ops_for, reduced, same, values
@@ -123,6 +123,27 @@ def test_ranks_that_diverge_find_out_before_data_is_used(ends: Ends) -> None:
     assert found[0] == 1
     assert not outputs[0].any()
     assert not outputs[1].any()
+
+
+ROOTS = {
+    "broadcast": lambda planner, x, root: planner.broadcast(x, root),
+    "reduce": lambda planner, x, root: planner.reduce(None, x, root, ReduceOp.SUM),
+}
+
+
+@pytest.mark.parametrize("verb", ROOTS)
+def test_of_two_that_wait_for_nobody_the_second_finds_out(ends: Ends, verb: str) -> None:
+    """Both think that they are the root of a broadcast, or that the other is that of a reduce."""
+    mine = [0, 1] if verb == "broadcast" else [1, 0]
+    for rank, (steps, planner) in enumerate(zip(ends.steps, ends.planners, strict=True)):
+        steps.begin(ROOTS[verb](planner, torch.ones(3), mine[rank]))
+    assert ends.steps[0].advance(0) == Status.DONE
+    assert ends.steps[1].advance(0) == Status.DIVERGED
+    found = ends.steps[1].divergent()
+    assert found is not None
+    rank, ours, theirs = found
+    assert rank == 0
+    assert (describe(ours)[-1], describe(theirs)[-1]) == (str(mine[1]), str(mine[0]))
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 64, 65, 255, 256, 257, 512, 1000, 1024, 3333])
