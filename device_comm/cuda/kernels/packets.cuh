@@ -1,0 +1,116 @@
+/* All-reduce of little: every rank pushes its numbers into the region of every other, four bytes
+ * with the epoch in each word of eight, and waits for words of this epoch. Nobody meets.
+ *
+ * Guarantees
+ *   1. A word is written and read as a whole, so its number is of the epoch that it says.
+ *   2. Epochs alternate between two areas. A rank writes that of epoch e after it has had the packets
+ *      of epoch e - 1 of every rank, which had then been through its kernel of epoch e - 2, the
+ *      last one to read this area.
+ *   3. The epoch in a word is what fits of it. Words that a larger message has left would look new
+ *      2^32 epochs later: each kernel wipes one cell that it does not use, so none stays that long.
+ *
+ * Kernels of one rank run one after the other: that orders the reading of a word before the writing of
+ * what permits to overwrite it. */
+#ifndef GC_PACKETS_CUH
+#define GC_PACKETS_CUH
+
+#include <numbers.cuh>
+#include <patience.cuh>
+
+constexpr u64 PACKED_CELL = 2 * CELL;
+
+class Packets {
+  public:
+    DEVICE explicit Packets(const Group &group)
+        : group_(group),
+          epoch_(word64(own_region(group), REGION_PACKET_EPOCH).load(memory_order_relaxed) + 1),
+          /* 0 is what a region is filled with. */
+          tag_(static_cast<u32>(epoch_) ? static_cast<u32>(epoch_) : 1u << 31) {}
+
+    DEVICE void push(u32 to, u64 cell, Vector data) const {
+        char *place = packed(to, group_.rank, cell);
+        store_relaxed(place, tagged(data.low));
+        store_relaxed(place + CELL, tagged(data.high));
+    }
+
+    /* Waits for a cell; false: in vain. */
+    DEVICE bool pull(u32 from, u64 cell, Vector &data) const {
+        const char *place = packed(group_.rank, from, cell);
+        return wait_until(group_, {from, PHASE_PACKET, epoch_}, [&] {
+            Vector low = load_relaxed(place), high = load_relaxed(place + CELL);
+            data = {untagged(low), untagged(high)};
+            return is_tagged(low) && is_tagged(high);
+        });
+    }
+
+    /* The epochs of one area wipe its cells in turn. */
+    DEVICE void wipe(u64 used_bytes) const {
+        if (block() != 0) return;
+        u64 cell = (epoch_ >> 1) % (group_.packet_bytes / CELL);
+        for (u32 r = thread(); r < group_.world_size; r += threads())
+            if (cell * CELL >= used_bytes) {
+                char *place = packed(group_.rank, r, cell);
+                store_relaxed(place, {0, 0});
+                store_relaxed(place + CELL, {0, 0});
+            }
+    }
+
+    DEVICE void finish() const { finish_epoch(group_, REGION_PACKET_EPOCH, epoch_); }
+
+  private:
+    const Group &group_;
+    u64 epoch_;
+    u32 tag_;
+
+    DEVICE char *packed(u32 at, u32 from, u64 cell) const {
+        u64 area = (epoch_ & 1) * group_.world_size + from;
+        return group_.regions[at] + group_.packets + area * 2 * group_.packet_bytes +
+               cell * PACKED_CELL;
+    }
+
+    DEVICE Vector tagged(u64 data) const {
+        u64 tag = static_cast<u64>(tag_) << 32;
+        return {tag | static_cast<u32>(data), tag | data >> 32};
+    }
+
+    DEVICE static u64 untagged(Vector words) {
+        return static_cast<u32>(words.low) | words.high << 32;
+    }
+
+    DEVICE bool is_tagged(Vector words) const {
+        return words.low >> 32 == tag_ && words.high >> 32 == tag_;
+    }
+};
+
+/* takes[0] becomes the reduction of puts[0], and may be it. */
+template <typename Number>
+DEVICE void all_reduce_packets(const Job &job) {
+    const Group &group = job.group;
+    if (is_idle(group)) return;
+    Packets packets(group);
+    const Span from = job.puts[0], to = job.takes[0];
+    const Share share = share_of_grid();
+    for (u64 cell = share.first; cell * CELL < from.size; cell += share.step) {
+        u64 at = cell * CELL;
+        Vector mine = load_cell<Number>(from.address + at, least(from.size - at, CELL));
+        for (u32 r = 0; r < group.world_size; r++)
+            if (r != group.rank) packets.push(r, cell, mine);
+    }
+    packets.wipe(from.size);
+    bool whole = true;
+    for (u64 cell = share.first; whole && cell * CELL < from.size; cell += share.step) {
+        u64 at = cell * CELL, size = least(from.size - at, CELL);
+        Vector mine = load_cell<Number>(from.address + at, size), first = mine;
+        if (group.rank != 0) whole = packets.pull(0, cell, first);
+        Total<Number> total(first);
+        for (u32 r = 1; whole && r < group.world_size; r++) {
+            Vector theirs = mine;
+            if (r != group.rank) whole = packets.pull(r, cell, theirs);
+            total.add(job.op, theirs);
+        }
+        if (whole) store_cell<Number>(to.address + at, total.result(job.op, group.world_size), size);
+    }
+    packets.finish();
+}
+
+#endif

@@ -1,0 +1,93 @@
+/* What kernels ask of the device. The tests have another one, for host threads, with the same names:
+ * every file includes <platform.cuh>, and the include path decides. */
+#ifndef GC_PLATFORM_CUH
+#define GC_PLATFORM_CUH
+
+#include <cuda/atomic>
+#include <cuda/std/cstdint>
+
+using u16 = cuda::std::uint16_t;
+using u32 = cuda::std::uint32_t;
+using u64 = cuda::std::uint64_t;
+using cuda::memory_order_acq_rel;
+using cuda::memory_order_acquire;
+using cuda::memory_order_relaxed;
+using cuda::memory_order_release;
+
+#define DEVICE __device__ __forceinline__
+#define RARELY __device__ __noinline__
+#define SHARED(Type, name) __shared__ Type name /* of all threads of a block */
+#define UNROLL _Pragma("unroll")
+
+/* A kernel: one parameter, which stays where it is; at most `threads` threads in a block. */
+#define KERNEL(name, Parameter, threads)                                                           \
+    extern "C" __global__ void __launch_bounds__(threads, 1) name(const __grid_constant__ Parameter job)
+
+/* A word that the ranks of all devices, and the host, access while others do. */
+template <typename Word>
+using Shared = cuda::atomic_ref<Word, cuda::thread_scope_system>;
+
+DEVICE u32 thread() { return threadIdx.x; }
+DEVICE u32 threads() { return blockDim.x; }
+DEVICE u32 block() { return blockIdx.x; }
+DEVICE u32 blocks() { return gridDim.x; }
+
+/* All threads of the block have come, and see what the others have written. */
+DEVICE void sync_block() { __syncthreads(); }
+/* The same, and whether all, or any, of them say yes. */
+DEVICE bool all_of_block(bool yes) { return __syncthreads_and(yes); }
+DEVICE bool any_of_block(bool yes) { return __syncthreads_or(yes); }
+
+/* The same clock on the whole device; it may tick only every microsecond. */
+DEVICE u64 now_ns() {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
+/* Between looks at a word. Whoever waits for long leaves the memory to others. */
+DEVICE void relax(u32 looks) {
+    if (looks > 4096) __nanosleep(100);
+}
+
+/* The unit in which memory is accessed. */
+struct alignas(16) Vector {
+    u64 low, high;
+};
+
+/* Each half is one access; others see it whole, in no order. */
+DEVICE void store_relaxed(char *to, Vector value) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};"
+                 :: "l"(to), "l"(value.low), "l"(value.high) : "memory");
+}
+
+DEVICE Vector load_relaxed(const char *from) {
+    Vector value;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(value.low), "=l"(value.high) : "l"(from) : "memory");
+    return value;
+}
+
+DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }
+DEVICE u32 bits_of_float(float value) { return __float_as_uint(value); }
+
+/* Half precision, rounded to the nearest, ties to even. */
+DEVICE float float_of_float16(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+DEVICE u16 float16_of_float(float value) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+DEVICE u16 bfloat16_of_float(float value) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+#endif

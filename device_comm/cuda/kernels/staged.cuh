@@ -1,0 +1,107 @@
+/* Collectives in which ranks meet, and then read what the others have.
+ *
+ * That is in a staging, where the kernel has put it first; or, with a table, where it is, and then
+ * the kernel ends only when nobody reads it any more.
+ *
+ *   move         takes[r] becomes what rank r has at `offset`.
+ *   reduce       takes[0] becomes the reduction of what all ranks have at `offset`.
+ *   all_reduce   puts[r] and takes[r] are part r of the whole. Each rank reduces its own, which is at
+ *                `offset`, then all meet again and read the other parts.
+ *
+ * In a staging, puts[r] is at r * piece. Ranks agree about sizes, where they are not 0. */
+#ifndef GC_STAGED_CUH
+#define GC_STAGED_CUH
+
+#include <meeting.cuh>
+#include <numbers.cuh>
+
+DEVICE void stage(const Job &job, const Meeting &meeting) {
+    char *staging = meeting.staging(job.group.rank);
+    for (u32 r = 0; r < MAX_RANKS; r++)
+        if (job.puts[r].size)
+            copy(staging + r * job.piece, job.puts[r].address, job.puts[r].size, share_of_grid());
+}
+
+DEVICE const char *source(const Job &job, const Meeting &meeting, u32 rank) {
+    return (job.table ? job.table[rank] : meeting.staging(rank)) + job.offset;
+}
+
+/* The k-th rank after this one: ranks begin with different ones, so that no link is crowded. */
+DEVICE u32 rank_after(const Group &group, u32 k) {
+    u32 rank = group.rank + k;
+    return rank < group.world_size ? rank : rank - group.world_size;
+}
+
+/* Reduces into `to`, and for others into `shared` unless that is null. A cell may lie where it is
+ * reduced to: each is read from all ranks before it is written. */
+template <typename Number>
+DEVICE void reduce_cells(const Job &job, const Meeting &meeting, Span to, char *shared) {
+    const u32 n = job.group.world_size;
+    const char *sources[MAX_RANKS];
+    UNROLL for (u32 r = 0; r < MAX_RANKS; r++)
+        if (r < n) sources[r] = source(job, meeting, r);
+    Share share = share_of_grid();
+    for (u64 at = share.first * CELL; at < to.size; at += share.step * CELL) {
+        u64 size = least(to.size - at, CELL);
+        Vector cells[MAX_RANKS];
+        UNROLL for (u32 r = 0; r < MAX_RANKS; r++)
+            if (r < n) cells[r] = load_cell<Number>(sources[r] + at, size);
+        Total<Number> total(cells[0]);
+        UNROLL for (u32 r = 1; r < MAX_RANKS; r++)
+            if (r < n) total.add(job.op, cells[r]);
+        Vector result = total.result(job.op, n);
+        store_cell<Number>(to.address + at, result, size);
+        if (shared) store_cell<Number>(shared + at, result, size);
+    }
+}
+
+DEVICE void move(const Job &job) {
+    if (is_idle(job.group)) return;
+    Meeting meeting(job.group);
+    if (!job.table) stage(job, meeting);
+    if (meeting.meet(PHASE_START)) {
+        for (u32 k = 1; k <= job.group.world_size; k++) {
+            u32 r = rank_after(job.group, k);
+            if (job.takes[r].size)
+                copy(job.takes[r].address, source(job, meeting, r), job.takes[r].size,
+                     share_of_grid());
+        }
+        if (job.table) meeting.meet(PHASE_END);
+    }
+    meeting.finish();
+}
+
+template <typename Number>
+DEVICE void reduce(const Job &job) {
+    if (is_idle(job.group)) return;
+    Meeting meeting(job.group);
+    if (!job.table) stage(job, meeting);
+    if (meeting.meet(PHASE_START)) {
+        reduce_cells<Number>(job, meeting, job.takes[0], nullptr);
+        if (job.table) meeting.meet(PHASE_END);
+    }
+    meeting.finish();
+}
+
+/* This rank's part of its own staging is read by nobody else: the result goes there. A source in a
+ * table needs no meeting at the end: after the second one nobody reads it. */
+template <typename Number>
+DEVICE void all_reduce(const Job &job) {
+    if (is_idle(job.group)) return;
+    const u32 rank = job.group.rank;
+    Meeting meeting(job.group);
+    if (!job.table) stage(job, meeting);
+    if (meeting.meet(PHASE_START)) {
+        char *shared = meeting.staging(rank) + rank * job.piece;
+        reduce_cells<Number>(job, meeting, job.takes[rank], shared);
+        if (meeting.meet(PHASE_END))
+            for (u32 k = 1; k < job.group.world_size; k++) {
+                u32 r = rank_after(job.group, k);
+                copy(job.takes[r].address, meeting.staging(r) + r * job.piece, job.takes[r].size,
+                     share_of_grid());
+            }
+    }
+    meeting.finish();
+}
+
+#endif
