@@ -13,6 +13,7 @@ same topologies in the same order meet (`Exchange.visit`).
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
 import time
@@ -148,6 +149,7 @@ def host_store(address: str = "127.0.0.1", port: int = 0) -> TCPStore:
             port that another store of this process has is shared with it.
 
     Raises:
+        ValueError: the address stands for all of this host's.
         OSError: the port is in use, or the address cannot be resolved.
     """
     try:
@@ -214,7 +216,7 @@ def open_store(launch: Launch, deadline: Deadline) -> TCPStore:
     Raises:
         GroupTimeoutError: nobody hosts it in time.
         OSError: rank 0 cannot bind its port.
-        ValueError: the port is not known.
+        ValueError: the port is not known, or the address is that of all interfaces.
     """
     if launch.rank == 0 and not launch.hosted:
         return host_store(launch.master_addr, launch.master_port)
@@ -228,6 +230,8 @@ def open_store(launch: Launch, deadline: Deadline) -> TCPStore:
 
 def _listen(address: str, port: int) -> socket.socket:
     family, kind, protocol, _, bind_to = _resolve(address, port, socket.SOCK_STREAM)
+    if ipaddress.ip_address(bind_to[0]).is_unspecified:
+        raise ValueError(f"a store listens at one address, not at all of this host's: {address!r}")
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

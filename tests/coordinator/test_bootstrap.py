@@ -71,6 +71,14 @@ def test_a_store_is_bound_to_its_address_only() -> None:
         socket.create_connection(("127.0.0.2", store.port), 5)
 
 
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "0"])
+def test_a_store_is_not_bound_to_all_addresses(address: str) -> None:
+    with pytest.raises(ValueError, match="at one address"):
+        host_store(address)
+    with pytest.raises(ValueError, match="at one address"):
+        meet(Launch(0, 2, master_addr=address, master_port=29400), timeout=1)
+
+
 def test_a_taken_port_is_an_error_but_our_own_store_is_shared() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
