@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 MAX_RANKS: Final = 8
 MAX_BLOCKS: Final = 64
 """The largest grid."""
+MIN_THREADS: Final = 2 * MAX_RANKS
+"""The smallest block: one thread for each channel that it serves."""
 MAX_THREADS: Final = 512
 """The largest block."""
 MAX_LANES: Final = 8

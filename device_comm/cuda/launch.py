@@ -55,7 +55,7 @@ class Limits:
         max_blocks: of a grid, up to `abi.MAX_BLOCKS`. All blocks of all ranks that share a device
             must fit on it at once: blocks that wait must not keep out those they wait for. Messages
             on other streams come on top, with up to `abi.RegionLayout.lanes` blocks each.
-        threads: of a block, up to `abi.MAX_THREADS`.
+        threads: of a block, `abi.MIN_THREADS` to `abi.MAX_THREADS`.
         packets_up_to: the largest all-reduce in packets, in bytes.
         one_shot_up_to: the largest one in one shot; what is larger takes two.
 
@@ -69,9 +69,14 @@ class Limits:
     one_shot_up_to: int = 512 << 10
 
     def __post_init__(self) -> None:
-        for name, most in (("max_blocks", abi.MAX_BLOCKS), ("threads", abi.MAX_THREADS)):
-            if not 1 <= getattr(self, name) <= most:
-                raise ValueError(f"{name} must be from 1 to {most}, not {getattr(self, name)}")
+        for name, fewest, most in (
+            ("max_blocks", 1, abi.MAX_BLOCKS),
+            ("threads", abi.MIN_THREADS, abi.MAX_THREADS),
+        ):
+            if not fewest <= getattr(self, name) <= most:
+                raise ValueError(
+                    f"{name} must be from {fewest} to {most}, not {getattr(self, name)}"
+                )
 
     @classmethod
     def for_ranks(cls, world_size: int, *, ranks_on_device: int = 1) -> Self:

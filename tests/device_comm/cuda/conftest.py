@@ -1,0 +1,20 @@
+"""What tests of the CUDA kernels share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.device_comm.cuda.emulator import build_library, why_not
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def emulation_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels built for the host, once a session; for `tests.device_comm.cuda.emulator`."""
+    if why_not():
+        pytest.skip(why_not())
+    return build_library(tmp_path_factory.mktemp("emulation"))

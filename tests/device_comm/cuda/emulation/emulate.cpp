@@ -1,0 +1,27 @@
+/* Runs the kernels on threads of the host: a shared library for `tests.device_comm.cuda.emulation`. */
+#include <collectives.cu>
+
+#include <memory>
+#include <system_error>
+#include <vector>
+
+enum { DONE = 0, UNKNOWN_KERNEL = 1, NO_THREADS = 2 };
+
+/* Returns when all threads of all blocks are done. */
+extern "C" int emulate(const char *kernel, u32 grid, u32 block, const void *job) {
+    auto found = emulation::kernels().find(kernel);
+    if (found == emulation::kernels().end()) return UNKNOWN_KERNEL;
+    std::vector<std::unique_ptr<emulation::Block>> blocks;
+    for (u32 b = 0; b < grid; b++) blocks.push_back(std::make_unique<emulation::Block>(block));
+    std::vector<std::jthread> threads;
+    auto run = [&](u32 index) {
+        emulation::here = {index % block, index / block, grid, blocks[index / block].get()};
+        found->second(job);
+    };
+    try {
+        for (u32 index = 0; index < grid * block; index++) threads.emplace_back(run, index);
+    } catch (const std::system_error &) {
+        std::_Exit(NO_THREADS); /* those that run wait for ever for the others */
+    }
+    return DONE;
+}
