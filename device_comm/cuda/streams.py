@@ -1,0 +1,86 @@
+"""What a communicator that works in stream order needs of CUDA's streams."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+
+class Mark(Protocol):
+    """A point in a stream."""
+
+    def passed(self) -> bool:
+        """Whether the device has passed it. Never blocks."""
+
+    def follow(self) -> None:
+        """Let the current stream wait for it."""
+
+
+class Stream(Protocol):
+    """One stream; equal to others with its address."""
+
+    @property
+    def address(self) -> int:
+        """Where it is, as libraries know it."""
+
+    def mark(self) -> Mark:
+        """Where it is now. Not while it is captured. Any thread may ask."""
+
+
+class Streams(Protocol):
+    """The streams of one device, as the calling thread has them."""
+
+    def current(self) -> Stream:
+        """The current stream."""
+
+    def capturing(self) -> bool:
+        """Whether that is being captured into a graph."""
+
+    def device(self) -> AbstractContextManager[object]:
+        """Make the device the current one, inside this context."""
+
+
+class CudaStreams:
+    """torch's streams of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Look at ``device``, which has an index."""
+        self._device = device
+
+    def current(self) -> Stream:
+        """torch's current stream."""
+        return _CudaStream(torch.cuda.current_stream(self._device))
+
+    def capturing(self) -> bool:
+        """Whether that is being captured."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def device(self) -> AbstractContextManager[object]:
+        """torch's context for the device."""
+        return torch.cuda.device(self._device)
+
+
+class _CudaStream:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self.address = int(stream.cuda_stream)
+
+    def mark(self) -> Mark:
+        return _CudaMark(self._stream)
+
+
+class _CudaMark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+        self._device = stream.device
+
+    def passed(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def follow(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)

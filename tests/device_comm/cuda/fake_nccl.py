@@ -1,0 +1,112 @@
+"""The fake NCCL: compiling it, its stream, and communicators over it on CPU tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from device_comm.cuda.nccl_comm import NcclComm
+from device_comm.cuda.nccl_library import NcclLibrary
+from shm_broadcast import Board, BoardHandle
+from tests.device_comm.shm_ranks import share_through
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+SOURCE = Path(__file__).with_name("fake_nccl.c")
+COMPILER = shutil.which("gcc") or shutil.which("cc")
+_STREAM = 42
+"""The stream that the fake insists on."""
+
+
+def compile_fake(folder: Path) -> str:
+    """The path of the library, made in ``folder``."""
+    assert COMPILER is not None
+    library = folder / "libnccl.so.2"
+    flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
+    subprocess.run([COMPILER, *flags, "-o", library, SOURCE], check=True, timeout=60)
+    return str(library)
+
+
+class HostMark:
+    """How much the stream had been given."""
+
+    def __init__(self, fake: ctypes.CDLL) -> None:
+        self._fake = fake
+        fake.fakeMark.restype = ctypes.c_uint64
+        self._at = fake.fakeMark()
+
+    def passed(self) -> bool:
+        return bool(self._fake.fakePassed(ctypes.c_uint64(self._at)))
+
+    def follow(self) -> None:
+        """There is one stream."""
+
+
+class HostStreams:
+    """The fake's stream. With ``patient``, a mark returns once all before it is done, so that
+    what torch does on the CPU afterwards is in stream order."""
+
+    address = _STREAM
+
+    def __init__(self, library: str, patient: bool) -> None:
+        self.fake = ctypes.CDLL(library)
+        self.patient = patient
+        self.captures = False
+
+    def current(self) -> HostStreams:
+        return self
+
+    def capturing(self) -> bool:
+        return self.captures
+
+    def mark(self) -> HostMark:
+        mark = HostMark(self.fake)
+        if self.patient:
+            self.synchronize(mark)
+        return mark
+
+    def synchronize(self, mark: HostMark | None = None, seconds: float = 20.0) -> None:
+        """What a user calls, who knows nothing of groups."""
+        mark = mark or HostMark(self.fake)
+        end = time.monotonic() + seconds
+        while not mark.passed():
+            assert time.monotonic() < end, "the stream hangs"
+            time.sleep(0.0002)
+
+    def device(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+def make_nccl(
+    rank: int,
+    n: int,
+    board: BoardHandle | Board | None,
+    library: str,
+    path: str,
+    *,
+    patient: bool = True,
+    timeout: float = 20.0,
+    **options: Any,
+) -> tuple[NcclComm, HostStreams]:
+    """This rank's end of a group, and its stream."""
+    streams = HostStreams(library, patient)
+    watch = Board.attach(board, rank) if isinstance(board, BoardHandle) else board
+    comm = NcclComm.create(
+        rank,
+        n,
+        share_through(path),
+        device="cpu",
+        name="tp",
+        timeout=timeout,
+        watch=watch,
+        library=NcclLibrary(library),
+        streams=streams,
+        **options,
+    )
+    return comm, streams

@@ -1,0 +1,333 @@
+"""The table over `NcclComm` and a fake libnccl: real processes, CPU tensors. And its faults."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from device_comm import ReduceOp
+from device_comm.cuda.nccl_library import (
+    TYPES,
+    NcclError,
+    NcclLibrary,
+    NcclUnavailableError,
+    Op,
+    Result,
+    loaded_library,
+)
+from shm_broadcast import (
+    Board,
+    BoardHandle,
+    CoordinatorError,
+    Deadline,
+    GroupAbortedError,
+    GroupClosedError,
+    GroupTimeoutError,
+    PeerLostError,
+    TransportError,
+)
+from tests.device_comm.cases_move import move_cases
+from tests.device_comm.cases_named import named_cases
+from tests.device_comm.cases_reduce import reduce_cases
+from tests.device_comm.cuda.fake_nccl import COMPILER, compile_fake, make_nccl
+from tests.device_comm.suite import check_table, run_table
+from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from device_comm.cuda.nccl_comm import NcclComm
+    from tests.device_comm.cuda.fake_nccl import HostStreams
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler to make a fake NCCL with")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return compile_fake(tmp_path_factory.mktemp("nccl"))
+
+
+def table(rank: int, n: int, board: BoardHandle, library: str, path: str) -> dict[str, str]:
+    comm, _ = make_nccl(rank, n, board, library, path)
+    with comm:
+        dtypes = None if n == 2 else [torch.float32, torch.bool, torch.int16]
+        failures = run_table(comm, reduce_cases, dtypes)
+        failures |= run_table(comm, move_cases, dtypes)
+        return failures | run_table(comm, named_cases)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_table(n: int, library: str, store_path: str) -> None:
+    with Board.create(n, None) as board:
+        check_table(run_ranks(n, table, board.handle(), library, store_path))
+
+
+# --- set-up ------------------------------------------------------------------------------
+
+
+def absent(rank: int, n: int, board: BoardHandle, library: str, path: str) -> str:
+    mine = Board.attach(board, rank)
+    mine.wait_for_members(Deadline.after(10))
+    if rank == 1:
+        mine.stamp("loading weights")
+        time.sleep(0.8)
+        return ""
+    with pytest.raises(GroupTimeoutError) as info:
+        make_nccl(rank, n, mine, library, path, timeout=0.5)
+    assert [each.rank for each in info.value.waiting_for] == [1]
+    return str(info.value)
+
+
+def test_set_up_has_a_deadline_and_shows_who_is_absent(library: str, store_path: str) -> None:
+    with Board.create(2, None) as board:
+        text = run_ranks(2, absent, board.handle(), library, store_path)[0]
+    assert "tp nccl set-up: timed out after 0.5 s" in text
+    assert "last seen in loading weights" in text
+
+
+def test_what_nccl_refuses_is_told_in_its_words(library: str) -> None:
+    bound, fake = NcclLibrary(library), ctypes.CDLL(library)
+    fake.fakeRefuseInit(5)
+    try:
+        with pytest.raises(NcclError, match=r"ncclCommInitRankConfig: INVALID_USAGE: fake error"):
+            bound.begin_init(1, bound.unique_id(), 0)
+    finally:
+        fake.fakeRefuseInit(0)
+    with pytest.raises(ValueError, match="128 bytes; got 3"):
+        bound.begin_init(1, b"abc", 0)
+
+
+# --- operations that do not end by themselves ----------------------------------------------
+
+
+# In these tests the stream may hold an operation when the call has returned: tensors are kept.
+
+
+def lost(rank: int, n: int, board: BoardHandle, library: str, path: str, replay: bool) -> str:
+    comm, streams = make_nccl(rank, n, board, library, path, patient=False)
+    comm.barrier()
+    if rank == n - 1:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    x = torch.ones(100)
+    streams.captures = replay
+    comm.all_reduce_(x)  # returns: it is on the stream
+    streams.captures = False
+    began = time.monotonic()
+    streams.synchronize()  # the user waits for the device, which waits for the lost one
+    waited = time.monotonic() - began
+    with pytest.raises((PeerLostError, GroupAbortedError)) as info:
+        comm.all_reduce(x)
+    assert waited < 3, waited
+    return str(info.value)
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_lost_peer_frees_the_device(library: str, store_path: str, replay: bool) -> None:
+    with Board.create(3, None) as board:
+        texts = run_ranks(3, lost, board.handle(), library, store_path, replay, may_die=[2])
+    for text in texts[:2]:
+        assert "rank 2" in text
+
+
+def late(rank: int, n: int, board: BoardHandle, library: str, path: str) -> str:
+    comm, streams = make_nccl(rank, n, board, library, path, patient=False)
+    comm.barrier()
+    x = torch.ones(100)
+    if rank == 1:
+        comm.watch.stamp("thinking")
+        end = time.monotonic() + 10
+        while comm.watch.aborted is None and time.monotonic() < end:
+            time.sleep(0.01)
+    else:
+        comm.all_reduce_(x, timeout=0.3)
+        streams.synchronize()
+    with pytest.raises(GroupAbortedError) as info:
+        comm.barrier()
+    return str(info.value)
+
+
+def test_a_late_peer_is_named_on_all_ranks(library: str, store_path: str) -> None:
+    with Board.create(2, None) as board:
+        texts = run_ranks(2, late, board.handle(), library, store_path)
+    for text in texts:
+        assert "tp all_reduce: timed out after 0.3 s, waiting for rank 1" in text
+        assert "last seen in thinking" in text
+
+
+def aborted(rank: int, n: int, board: BoardHandle, library: str, path: str) -> str:
+    comm, streams = make_nccl(rank, n, board, library, path, patient=False)
+    comm.barrier()
+    x = torch.ones(70_000)
+    if rank == 1:
+        time.sleep(0.2)
+        comm.abort("enough")
+    else:
+        comm.recv(out=x, src=1)
+        streams.synchronize()
+    with pytest.raises(GroupAbortedError) as info:
+        comm.send(x, 1 - rank)
+    return str(info.value)
+
+
+def test_an_abort_reaches_the_device(library: str, store_path: str) -> None:
+    with Board.create(2, None) as board:
+        for text in run_ranks(2, aborted, board.handle(), library, store_path):
+            assert re.search(r"rank 1 reported: \w+: enough", text)
+
+
+def refused(
+    rank: int, n: int, board: BoardHandle, library: str, path: str, result: int
+) -> tuple[str, str]:
+    comm, streams = make_nccl(rank, n, board, library, path, patient=False)
+    comm.barrier()
+    if rank == 1:
+        streams.fake.fakeFailNext(result)
+    x = torch.ones(3)
+    with pytest.raises(CoordinatorError) as info:
+        use(comm, streams, x)
+    return type(info.value).__name__, str(info.value)
+
+
+def use(comm: NcclComm, streams: HostStreams, x: torch.Tensor) -> None:
+    comm.all_reduce_(x)
+    streams.synchronize()
+    comm.barrier()
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "text"),
+    [
+        (Result.INVALID_ARGUMENT, NcclError, "tp all_reduce: ncclAllReduce: INVALID_ARGUMENT"),
+        (Result.REMOTE_ERROR, TransportError, "ncclAllReduce: REMOTE_ERROR: fake error"),
+    ],
+)
+def test_an_error_of_a_call_ends_the_group(
+    library: str, store_path: str, result: int, error: type[Exception], text: str
+) -> None:
+    with Board.create(2, None) as board:
+        other, own = run_ranks(2, refused, board.handle(), library, store_path, result)
+    assert own[0] == error.__name__
+    assert text in own[1]
+    assert other[0] == "GroupAbortedError"
+    assert f"rank 1 reported: {error.__name__}" in other[1]
+
+
+# --- order and end -------------------------------------------------------------------------
+
+
+def ordered(rank: int, n: int, board: BoardHandle, library: str, path: str) -> list[float]:
+    comm, _ = make_nccl(rank, n, board, library, path)
+    other = 1 - rank
+    sends = [comm.isend(torch.full((50_000,), 10.0 * rank + i), other) for i in range(3)]
+    recvs = [comm.irecv((50_000,), torch.float32, other) for _ in range(3)]
+    # A collective behind messages that nobody has waited for.
+    total = comm.all_reduce(torch.ones(1), op=ReduceOp.SUM)
+    values = [float(work.wait()[7]) for work in recvs]
+    for work in sends:
+        work.wait()
+    comm.close()
+    with pytest.raises(GroupClosedError):
+        comm.barrier()
+    comm.close()
+    return [*values, float(total)]
+
+
+def test_messages_arrive_in_order_and_before_what_follows(library: str, store_path: str) -> None:
+    with Board.create(2, None) as board:
+        found = run_ranks(2, ordered, board.handle(), library, store_path)
+    assert found == [[10, 11, 12, 2], [0, 1, 2, 2]]
+
+
+def unwatched(rank: int, n: int, library: str, path: str) -> float:
+    comm, _ = make_nccl(rank, n, None, library, path)
+    with comm:
+        return float(comm.all_reduce(torch.tensor([rank + 1.0]), op=ReduceOp.AVG))
+
+
+def test_without_a_board(library: str, store_path: str) -> None:
+    assert run_ranks(2, unwatched, library, store_path) == [1.5, 1.5]
+
+
+def test_flush_waits_for_the_device(library: str, store_path: str) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, flushed, board.handle(), library, store_path)
+
+
+def flushed(rank: int, n: int, board: BoardHandle, library: str, path: str) -> None:
+    comm, _ = make_nccl(rank, n, board, library, path, patient=False)
+    with comm:
+        if rank == 1:
+            time.sleep(0.4)
+        x = torch.full((300_000,), rank + 1.0)
+        y = comm.all_reduce(x)
+        if rank == 0:
+            with pytest.raises(GroupTimeoutError, match="tp flush"):
+                comm.flush(0.05)
+        comm.flush()
+        assert y.unique().tolist() == [3.0]
+
+
+# --- the library ---------------------------------------------------------------------------
+
+MAPS = """\
+7f1000000000-7f1000001000 r--p 00000000 08:01 11 /usr/lib/libc.so.6
+7f1000001000-7f1000002000 rw-p 00000000 00:00 0
+7f1000002000-7f1000003000 r--p 00000000 08:01 12 /a venv/nvidia/nccl/lib/libnccl.so.2
+7f1000003000-7f1000004000 r-xp 00000000 08:01 12 /a venv/nvidia/nccl/lib/libnccl.so.2
+"""
+
+
+def test_the_loaded_library_is_found_among_the_mappings() -> None:
+    lines = MAPS.splitlines(keepends=True)
+    assert loaded_library(lines) == "/a venv/nvidia/nccl/lib/libnccl.so.2"
+    assert loaded_library(lines[:2]) is None
+
+
+def test_versions(library: str) -> None:
+    assert NcclLibrary(library).version == (2, 28, 9)
+
+
+def test_numbers_are_those_of_the_public_header() -> None:
+    """By hand, from nccl.h: the fake knows these numbers, and so do all releases from 2.14 on."""
+    names = ["int8", "uint8", "int32", "uint32", "int64", "uint64"]
+    names += ["float16", "float32", "float64", "bfloat16"]
+    assert {getattr(torch, name): number for number, name in enumerate(names)} == TYPES
+    assert [op.name for op in Op] == ["SUM", "PROD", "MAX", "MIN", "AVG"]
+    assert [int(op) for op in Op] == [0, 1, 2, 3, 4]
+    assert (Result.INVALID_USAGE, Result.REMOTE_ERROR, Result.IN_PROGRESS) == (5, 6, 7)
+
+
+ALONE = """
+from device_comm.cuda.nccl_library import NcclLibrary
+try:
+    print(NcclLibrary.of_torch().version >= (2, 14, 0))
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_the_library_of_torch() -> None:
+    """In a process of its own, as this one may have loaded the fake."""
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60, check=True
+    )
+    if torch.version.cuda is None:
+        assert done.stdout.startswith("NcclUnavailableError: torch ")
+        assert "has loaded no libnccl" in done.stdout
+    else:
+        assert done.stdout == "True\n"
+
+
+def test_a_library_that_cannot_be_used(tmp_path: object) -> None:
+    with pytest.raises(NcclUnavailableError, match="nowhere"):
+        NcclLibrary(f"{tmp_path}/nowhere.so")
+    with pytest.raises(NcclUnavailableError, match="cannot be used"):
+        NcclLibrary("libc.so.6")
