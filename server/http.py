@@ -6,7 +6,8 @@
     GET  /status          the workers as the board shows them, JSON
     GET  /metrics         Prometheus' text format
 
-With an API key, all but /health and /ready ask for ``Authorization: Bearer KEY``.
+With an API key, all but /health and /ready ask for ``Authorization: Bearer KEY``. Whatever is not
+answered with 200 has an error of OpenAI's shape, except /ready.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -74,6 +76,7 @@ class Face:
                 Route("/status", self._guarded(self._status)),
                 Route("/metrics", self._guarded(self._metrics)),
             ],
+            exception_handlers={HTTPException: _no_such_route},
             lifespan=self._lifespan,
         )
 
@@ -87,12 +90,10 @@ class Face:
         self, answer: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
-            if self._api_key is not None:
-                shown = request.headers.get("authorization", "").encode()
-                if not hmac.compare_digest(shown, f"Bearer {self._api_key}".encode()):
-                    refused = ApiError(401, "no valid API key", code="invalid_api_key")
-                    return _refusal(refused)
-            return await answer(request)
+            if self._api_key is None or _shows(request, self._api_key):
+                return await answer(request)
+            message = "give the server's API key: Authorization: Bearer KEY"
+            return _refusal(ApiError(401, message, code="invalid_api_key"))
 
         return guarded
 
@@ -155,11 +156,15 @@ class Face:
 
 
 async def _read_body(request: Request) -> bytes:
+    too_large = ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        raise too_large
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+            raise too_large
     return bytes(body)
 
 
@@ -188,6 +193,20 @@ async def _left(request: Request) -> None:
         pass
 
 
+def _shows(request: Request, api_key: str) -> bool:
+    scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+    # Compared without a branch on the contents, so that the time tells nothing of the key.
+    right = hmac.compare_digest(shown.strip().encode(), api_key.encode())
+    return right and scheme.lower() == "bearer"
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    response = _refusal(ApiError(status, f"no {request.method} {request.url.path} here"))
+    response.headers.update(getattr(error, "headers", None) or {})
+    return response
+
+
 def _json(body: bytes, status: int = 200) -> Response:
     return Response(body, status, media_type="application/json")
 
@@ -196,4 +215,6 @@ def _refusal(error: ApiError) -> Response:
     response = _json(error.body(), error.status)
     if error.status == 429:
         response.headers["retry-after"] = "1"
+    if error.status == 401:
+        response.headers["www-authenticate"] = "Bearer"
     return response

@@ -6,6 +6,7 @@ Nothing here is unpickled, and what is read is checked by type before it is used
 from __future__ import annotations
 
 import base64
+import re
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
@@ -69,6 +70,8 @@ class EmbeddingRequest(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(EmbeddingRequest)
+_FIELD = re.compile(r"`(?:\$\.)?(\w+)[^`]*`$")
+"""The field that msgspec complains of: its path, or the name of one that is missing."""
 
 
 def read_request(body: bytes, model: str, hidden: int) -> tuple[EmbeddingRequest, list[Input]]:
@@ -84,13 +87,19 @@ def read_request(body: bytes, model: str, hidden: int) -> tuple[EmbeddingRequest
     """
     try:
         request = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not an embeddings request: {error}") from error
+    except msgspec.ValidationError as error:
+        field = _FIELD.search(str(error))
+        message = f"the body is not an embeddings request: {error}"
+        raise ApiError(400, message, param=field and field[1]) from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is JSON that is nested too deeply") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
     if request.model != model:
         message = f"the model {request.model!r} does not exist; this server has {model!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
     if request.dimensions not in (None, hidden):
-        message = f"this model has {hidden} dimensions only"
+        message = f"dimensions must be {hidden}, all that this model has; got {request.dimensions}"
         raise ApiError(400, message, param="dimensions")
     return request, _inputs(request.input)
 

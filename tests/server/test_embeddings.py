@@ -31,31 +31,48 @@ def test_the_four_shapes_of_input(given: Any, inputs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "status", "text"),
+    ("fields", "status", "param", "text"),
     [
-        ({}, 400, "missing required field `input`"),
-        ({"input": []}, 400, "empty list"),
-        ({"input": ["a", 1]}, 400, "mixes"),
-        ({"input": [[1], "a"]}, 400, "mixes"),
-        ({"input": [[[1]]]}, 400, "not an embeddings request"),
-        ({"input": {"a": 1}}, 400, "not an embeddings request"),
-        ({"input": [1.5]}, 400, "not an embeddings request"),
-        ({"input": ["a"] * (MAX_INPUTS + 1)}, 400, f"at most {MAX_INPUTS}"),
-        ({"input": "a", "encoding_format": "hex"}, 400, "encoding_format"),
-        ({"input": "a", "dimensions": 2}, 400, "3 dimensions only"),
-        ({"input": "a", "model": "other"}, 404, "does not exist"),
+        ({}, 400, "input", "missing required field `input`"),
+        ({"input": []}, 400, "input", "empty list"),
+        ({"input": None}, 400, "input", "not an embeddings request"),
+        ({"input": ["a", 1]}, 400, "input", "mixes"),
+        ({"input": [[1], "a"]}, 400, "input", "mixes"),
+        ({"input": [[[1]]]}, 400, "input", "not an embeddings request"),
+        ({"input": {"a": 1}}, 400, "input", "not an embeddings request"),
+        ({"input": [1.5]}, 400, "input", "not an embeddings request"),
+        ({"input": ["a"] * (MAX_INPUTS + 1)}, 400, "input", f"at most {MAX_INPUTS}"),
+        ({"input": "a", "encoding_format": "hex"}, 400, "encoding_format", "'hex'"),
+        ({"input": "a", "dimensions": 2}, 400, "dimensions", "must be 3"),
+        ({"input": "a", "dimensions": "3"}, 400, "dimensions", "not an embeddings request"),
+        ({"input": "a", "user": 7}, 400, "user", "not an embeddings request"),
+        ({"input": "a", "model": "other"}, 404, "model", "does not exist"),
+        ({"input": "a", "model": 7}, 400, "model", "not an embeddings request"),
     ],
 )
-def test_what_is_wrong_is_told(fields: Any, status: int, text: str) -> None:
+def test_what_is_wrong_is_told(fields: Any, status: int, param: str, text: str) -> None:
     with pytest.raises(ApiError, match=text) as raised:
         read(**fields)
     assert raised.value.status == status
-    assert json.loads(raised.value.body())["error"]["type"] == "invalid_request_error"
+    error = json.loads(raised.value.body())["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert set(error) == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 1_000_000, b'{"model":"m"}'])
-def test_bytes_that_are_no_request(body: bytes) -> None:
-    with pytest.raises(ApiError) as raised:
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b'{"model":"m","input":"\\ud800 "}', "not JSON"),
+        (b'"m"', "not an embeddings request"),
+        (b'{"model":"m","input":' + b"[" * 1_000_000, "not JSON|not an embeddings|nested too deep"),
+        (b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    ],
+)
+def test_bytes_that_are_no_request(body: bytes, text: str) -> None:
+    with pytest.raises(ApiError, match=text) as raised:
         read_request(body, "m", 3)
     assert raised.value.status == 400
 

@@ -70,6 +70,7 @@ def test_twenty_pools_one_after_another_in_two_threads_leave_nothing() -> None:
 
 def test_a_launch_that_fails_midway_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The third worker's process cannot be started: the two before it end."""
+    run_pools(1, tp=2)
     before = settled()
     started = 0
     popen = subprocess.Popen

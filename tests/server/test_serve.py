@@ -22,7 +22,7 @@ import pytest
 
 from server import serve
 from server.demo import reference
-from server.workers.minilm import ModelFolder
+from server.workers.minilm import ModelFolder, packaged_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,7 +102,7 @@ def test_the_official_client_gets_the_models_vectors_and_a_stop_finishes_what_wa
     assert server.http.get("/health").status_code == 200
     assert server.http.get("/ready").status_code == 503
     server.wait_until_ready()
-    expected = reference(ModelFolder.open(serve._packaged_model()), LINES)
+    expected = reference(ModelFolder.open(packaged_model()), LINES)
     with openai.OpenAI(api_key="none", base_url=f"{server.url}/v1", max_retries=0) as client:
         for encoding in ("float", "base64"):
             answer = client.embeddings.create(

@@ -4,6 +4,7 @@ Needs the packages safetensors and tokenizers (extra ``demo``) where a model is 
 """
 
 from server.workers.minilm.config import BertConfig, ModelFolder, ModelFolderError
+from server.workers.minilm.packaged import packaged_model
 from server.workers.minilm.tokenizer import SentenceTokenizer
 from server.workers.minilm.worker import MiniLMWorker, Placed
 
@@ -14,4 +15,5 @@ __all__ = [
     "ModelFolderError",
     "Placed",
     "SentenceTokenizer",
+    "packaged_model",
 ]

@@ -1,0 +1,102 @@
+"""The service as its users run it: a process of ``group-coordinator serve``, at a free port."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+from urllib.error import HTTPError
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROOT = Path(__file__).parents[1]
+COMMAND = "import sys; from server.cli import main; sys.exit(main())"
+
+
+class Served:
+    """A server process and its workers. Use it in a ``with`` block.
+
+    Attributes:
+        process: it.
+        url: where it listens, as it says itself.
+    """
+
+    def __init__(self, *options: str, http: str = "127.0.0.1:0") -> None:
+        """Start it; returns once it listens, before its workers have loaded.
+
+        Args:
+            options: of ``serve``.
+            http: where to listen.
+        """
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, "serve", "--http", http, *options],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        line = self.process.stdout.readline() if self.process.stdout else ""
+        if not line:
+            raise RuntimeError(f"the server ended: {self.process.communicate()[1]}")
+        self.url = line.split()[-1]
+
+    def get(self, path: str) -> tuple[int, Any]:
+        """Status and JSON of a route."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+                return answer.status, json.load(answer)
+        except HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    def wait_until_ready(self, seconds: float = 120.0) -> None:
+        """Wait for the workers.
+
+        Raises:
+            TimeoutError: they take longer.
+        """
+        end = time.monotonic() + seconds
+        while (answer := self.get("/ready"))[0] != 200:
+            if time.monotonic() > end:
+                raise TimeoutError(f"not ready after {seconds} s: {answer}")
+            time.sleep(0.1)
+
+    def worker_pids(self) -> list[int]:
+        """The workers' process ids, by rank."""
+        return [worker["pid"] for worker in self.get("/status")[1]["workers"]]
+
+    def resident_bytes(self) -> int:
+        """What the server and its workers have in memory; shared pages count in each."""
+        server = psutil.Process(self.process.pid)
+        return sum(each.memory_info().rss for each in (server, *server.children(recursive=True)))
+
+    def finish(self, seconds: float = 60.0) -> tuple[int, str]:
+        """Wait for its end; the exit status, and what it wrote to stderr."""
+        errors = self.process.communicate(timeout=seconds)[1]
+        return self.process.returncode, errors
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+def gone(pids: Sequence[int], seconds: float = 10.0) -> bool:
+    """Whether these processes have ended, within some seconds."""
+    end = time.monotonic() + seconds
+    while any(psutil.pid_exists(pid) for pid in pids):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
