@@ -64,13 +64,14 @@ class Report:
         *,
         unit: str = "us",
         repeats: int = 3,
+        warm_up: bool = True,
     ) -> None:
         """Measure each system ``repeats`` times, in turn; a call returns samples in seconds."""
         samples: dict[str, list[Sequence[float]]] = {name: [] for name in systems}
-        for repeat in range(repeats + 1):
+        for repeat in range(-1 if warm_up else 0, repeats):
             for name, sample in systems.items():
                 taken = sample()
-                if repeat:  # the first is the warm-up
+                if repeat >= 0:
                     samples[name].append(taken)
         rows = [summarise(work, params, name, taken, unit) for name, taken in samples.items()]
         self.rows += rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,11 @@ LARGE = ("1MiB", "16MiB", "64MiB", "256MiB")
 
 
 class Remote:
-    """A peer in its own interpreter, asked line by line."""
+    """A peer in its own interpreter, asked line by line.
+
+    Between two requests its processes are stopped: SGLang's idle reader uses a whole core, which
+    the others would miss.
+    """
 
     def __init__(self, name: str, peers: str, n_readers: int) -> None:
         root = Path(__file__).parent.parent
@@ -39,6 +44,7 @@ class Remote:
             stderr=subprocess.DEVNULL,
             text=True,
             cwd=root,
+            start_new_session=True,
         )
         self.name = name
         self.carries_tensors = True
@@ -46,17 +52,24 @@ class Remote:
 
     def wait_started(self) -> None:
         self._answer()
+        self._signal(signal.SIGSTOP)
 
     def ask(self, work: str, payload: str | None, *arguments: Any) -> list[float]:
-        return self._ask({"do": work, "payload": payload, "arguments": arguments})
+        samples = self._ask({"do": work, "payload": payload, "arguments": arguments})
+        self._signal(signal.SIGSTOP)
+        return samples
 
     def stop(self) -> None:
         self._ask({"do": "stop"})
         self._process.communicate()
 
     def _ask(self, request: dict[str, Any]) -> list[float]:
+        self._signal(signal.SIGCONT)
         self._send(request)
         return self._answer()
+
+    def _signal(self, number: signal.Signals) -> None:
+        os.killpg(self._process.pid, number)
 
     def _send(self, request: dict[str, Any]) -> None:
         if self._process.stdin is None:
@@ -109,11 +122,16 @@ def start_all(report: Report, options: argparse.Namespace, n_readers: int) -> li
 def run(report: Report, options: argparse.Namespace, n_readers: int) -> None:
     """All work with ``n_readers`` readers."""
     quick = options.quick
-    repeats = 1 if quick else 5
     running = start_all(report, options, n_readers)
 
     def measure(
-        work: str, payload: str | None, *arguments: Any, label: str = "", unit: str = "us"
+        work: str,
+        payload: str | None,
+        *arguments: Any,
+        label: str = "",
+        unit: str = "us",
+        repeats: int = 1 if quick else 5,
+        warm_up: bool = True,
     ) -> None:
         params = f"{label or payload or ''}, {n_readers} reader{'s' * (n_readers > 1)}"
         if options.only not in f"{work} {params}":
@@ -126,7 +144,7 @@ def run(report: Report, options: argparse.Namespace, n_readers: int) -> None:
         takes_part = {
             each.name: asking(each) for each in running if each.carries_tensors or not large
         }
-        report.measure(work, params, takes_part, unit=unit, repeats=repeats)
+        report.measure(work, params, takes_part, unit=unit, repeats=repeats, warm_up=warm_up)
 
     try:
         count = 300 if quick else 3000
@@ -136,8 +154,11 @@ def run(report: Report, options: argparse.Namespace, n_readers: int) -> None:
         for size in LARGE[: 2 if quick else 4]:
             measure("one_way", size, 3 if quick else 8, unit="ms")
         if n_readers == 1:
-            measure("wake", "dict", 0.5 if quick else 5.0, 1, label="after idling")
-            measure("idle_cpu", None, 1.0 if quick else 20.0, label="share of a core", unit="s")
+            idle = 0.5 if quick else 5.0
+            measure("wake", "dict", idle, 1, label="after idling", repeats=1 if quick else 3)
+            idle = 1.0 if quick else 20.0
+            label = "share of a core"
+            measure("idle_cpu", None, idle, label=label, unit="s", repeats=1, warm_up=False)
     finally:
         for system in running:
             system.stop()

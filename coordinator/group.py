@@ -264,6 +264,7 @@ class GroupCoordinator(ExpertVerbs):
             blocking=blocking,
             connect_ip=connect_ip,
             secret=secret,
+            watch=None if nodes is None else nodes.board.check,
         )
 
     def create_single_reader_mq_broadcasters(
@@ -294,4 +295,5 @@ class GroupCoordinator(ExpertVerbs):
             blocking=blocking,
             connect_ip=connect_ip,
             secret=secret,
+            watch=None if self._link.nodes is None else self._link.nodes.board.check,
         )

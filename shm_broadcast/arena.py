@@ -2,26 +2,29 @@
 
 A block is a segment of its own. The writer fills a block and sends its descriptor through the ring
 instead of the bytes; each reader maps the block (once: it keeps the mapping) and hands out an array
-over it. When the array's last reference goes, the reader stores the block's generation in its
-release word; a block is free for the next message once all readers have.
+over it. The reader first says that it holds the block. When the array's last reference goes, it
+stores the block's generation in its release word; a block is free for the next message once all
+readers have, or have left without taking it, or have ended.
 
 ::
 
     block   0     segment header
-            64    release word of reader 0, 1, ... (u64 each): the generation it has released
+            64    of reader 0, 1, ...: the generation it has released, the pid that holds (u64 each)
             4096  the bytes
 
-Guarantees: a block is not written while a reader that has not left holds an array over it. Blocks
-take at most the limit given to `BlockWriter`; what does not fit travels through the ring.
+Guarantees: a block is not written while a process holds an array over it, also when its reader has
+left. Blocks take at most the limit given to `BlockWriter`; what does not fit travels through the
+ring.
 
 Assumes: readers only read the arrays. They share the memory with each other.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 import weakref
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
@@ -31,7 +34,7 @@ from shm_broadcast.recycling import size_class
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -42,19 +45,35 @@ PLACED_BYTES: Final = 1 << 20
 
 DEFAULT_BLOCK_BYTES: Final = 512 << 20
 
-_RELEASED: Final = 64
+_READERS: Final = 64
+_READER_BYTES: Final = 16
+_HOLDER: Final = 8
 _DATA: Final = 4096
 _DESCRIPTOR: Final = struct.Struct(f"<IIQ{NONCE_BYTES}sQQQ")
+
+
+class Readers(Protocol):
+    """What a writer of blocks needs to know of its readers, by number."""
+
+    @property
+    def readers(self) -> Sequence[int]:
+        """The readers."""
+
+    def has_left(self, reader: int) -> bool:
+        """Whether it takes no more messages."""
+
+    def runs(self, reader: int, pid: int) -> bool:
+        """Whether process ``pid`` is that reader, and has not ended."""
 
 
 class BlockWriter:
     """The writer's blocks."""
 
-    def __init__(self, n_readers: int, limit: int, has_left: Callable[[int], bool]) -> None:
-        """Use at most ``limit`` bytes; ``has_left`` tells whether a reader will release no more."""
-        self._n_readers = n_readers
+    def __init__(self, readers: Readers, limit: int) -> None:
+        """Use at most ``limit`` bytes."""
+        self._readers = readers
+        self._n_readers = len(readers.readers)
         self._limit = limit
-        self._has_left = has_left
         self._blocks: list[_Block] = []
 
     def place(self, buffer: memoryview) -> Placed | None:
@@ -68,6 +87,8 @@ class BlockWriter:
         if block is None:
             return None
         block.generation += 1
+        for reader in range(self._n_readers):
+            block.segment.words.store64(_line(reader) + _HOLDER, 0)
         block.segment.words.write(_DATA, buffer)
         return Placed(block, buffer.nbytes, self._n_readers)
 
@@ -99,16 +120,20 @@ class BlockWriter:
         return sum(block.capacity for block in self._blocks)
 
     def _is_free(self, block: _Block) -> bool:
-        words, generation = block.segment.words, block.generation
-        return all(
-            words.load64(_RELEASED + 8 * reader) == generation or self._has_left(reader)
-            for reader in range(self._n_readers)
-        )
+        return not any(self._needs(block, reader) for reader in range(self._n_readers))
+
+    def _needs(self, block: _Block, reader: int) -> bool:
+        words, line = block.segment.words, _line(reader)
+        if words.load64(line) == block.generation:
+            return False
+        holder = words.load64(line + _HOLDER)
+        return self._readers.runs(reader, holder) if holder else not self._readers.has_left(reader)
 
 
 class _Block:
     def __init__(self, segment: Segment, capacity: int) -> None:
         self.segment = segment
+        self.handle = segment.handle()
         self.capacity = capacity
         self.generation = 0
 
@@ -117,7 +142,7 @@ class Placed:
     """A buffer in a block, not sent yet."""
 
     def __init__(self, block: _Block, size: int, n_readers: int) -> None:
-        handle = block.segment.handle()
+        handle = block.handle
         facts = (handle.pid, handle.fd, handle.start_time, handle.nonce, handle.size)
         self.descriptor = memoryview(_DESCRIPTOR.pack(*facts, block.generation, size))
         self._block = block
@@ -126,14 +151,14 @@ class Placed:
     def withdraw(self) -> None:
         """Free the block again: the message was cancelled, so that no reader will."""
         for reader in range(self._n_readers):
-            self._block.segment.words.store64(_RELEASED + 8 * reader, self._block.generation)
+            self._block.segment.words.store64(_line(reader), self._block.generation)
 
 
 class BlockReader:
     """One reader's mappings of its writer's blocks, the least recently used dropped first."""
 
     def __init__(self, reader: int, limit: int = DEFAULT_BLOCK_BYTES) -> None:
-        self._release_word = _RELEASED + 8 * reader
+        self._line = _line(reader)
         self._limit = limit
         self._mapped: dict[bytes, Segment] = {}
 
@@ -150,8 +175,9 @@ class BlockReader:
             segment.close()
         self._mapped[nonce] = segment
         self._forget_oldest()
+        segment.words.store64(self._line + _HOLDER, os.getpid())
         array = np.frombuffer(segment.memory[_DATA : _DATA + n_bytes], dtype=np.uint8)
-        release = weakref.finalize(array, _release, segment.words, self._release_word, generation)
+        release = weakref.finalize(array, _release, segment.words, self._line, generation)
         release.atexit = False
         return array
 
@@ -166,5 +192,9 @@ class BlockReader:
             self._mapped.pop(next(iter(self._mapped)))
 
 
-def _release(words: WordsLike, word: int, generation: int) -> None:
-    words.store64(word, generation)
+def _line(reader: int) -> int:
+    return _READERS + _READER_BYTES * reader
+
+
+def _release(words: WordsLike, line: int, generation: int) -> None:
+    words.store64(line, generation)

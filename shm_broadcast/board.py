@@ -15,8 +15,6 @@ board aborts together.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from typing import TYPE_CHECKING, NoReturn, Self
 
@@ -25,14 +23,13 @@ import msgspec
 from shm_broadcast import layout
 from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS, SLICE_SECONDS, Doorbell
 from shm_broadcast.errors import (
-    Failure,
     GroupAbortedError,
     GroupClosedError,
     GroupTimeoutError,
-    MemberStatus,
     PeerLostError,
 )
-from shm_broadcast.liveness import ProcessId, ProcessWatch
+from shm_broadcast.failures import first_failure, forget_failure, report_failure
+from shm_broadcast.members import Members
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:
@@ -40,6 +37,7 @@ if TYPE_CHECKING:
 
     from shm_broadcast.atomics import WordsLike
     from shm_broadcast.deadline import Deadline
+    from shm_broadcast.errors import Failure, MemberStatus
 
 
 class BoardHandle(msgspec.Struct, frozen=True):
@@ -79,8 +77,7 @@ class Board:
         self.name = name
         self.member = member
         self._closed = False
-        self._watches: dict[int, ProcessWatch] = {}
-        self._watch_lock = threading.Lock()
+        self._members = Members(segment, ranks, name)
         self._doorbells = tuple(
             Doorbell(segment.words, layout.member_slot(index) + layout.MEMBER_DOORBELL)
             for index in range(n_members)
@@ -187,16 +184,7 @@ class Board:
     @property
     def aborted(self) -> Failure | None:
         """The first failure, if the group was aborted."""
-        first = self.words.load32(layout.BOARD_ABORT)
-        if first == 0:
-            return None
-        slot = layout.failure_slot(first - 1, self.n_members)
-        return Failure(
-            rank=self.ranks[first - 1],
-            culprit=self.ranks[self.words.load32(slot + layout.FAILURE_CULPRIT)],
-            kind=self._text(slot + layout.FAILURE_KIND, layout.FAILURE_KIND_BYTES),
-            message=self._text(slot + layout.FAILURE_MESSAGE, layout.FAILURE_MESSAGE_BYTES),
-        )
+        return first_failure(self._segment, self.ranks)
 
     def abort(self, error: BaseException | str, culprit: int | None = None) -> None:
         """End every member's waiting with `GroupAbortedError`; the first failure is kept.
@@ -208,13 +196,8 @@ class Board:
             culprit: the member it happened to; this one if not given.
         """
         member = self._require_member("abort")
-        words, slot = self.words, layout.failure_slot(member, self.n_members)
-        kind, text = ("Abort", error) if isinstance(error, str) else _describe(error)
-        if words.compare_and_swap32(slot + layout.FAILURE_CLAIMED, 0, 1):
-            words.store32(slot + layout.FAILURE_CULPRIT, member if culprit is None else culprit)
-            self._write_text(slot + layout.FAILURE_KIND, kind, layout.FAILURE_KIND_BYTES)
-            self._write_text(slot + layout.FAILURE_MESSAGE, text, layout.FAILURE_MESSAGE_BYTES)
-            words.compare_and_swap32(layout.BOARD_ABORT, 0, member + 1)
+        about = member if culprit is None else culprit
+        report_failure(self._segment, self.n_members, member, error, about)
         self.ring_all()
 
     def ring(self, member: int) -> None:
@@ -262,7 +245,7 @@ class Board:
 
         def look() -> None:
             self.check(operation)
-            gone = self._first_gone(peers())
+            gone = self._members.first_gone(peer for peer in peers() if peer != self.member)
             # A peer may have finished what is waited for just before it ended.
             if gone is not None and not ready():
                 raise PeerLostError(f"{self.name} {operation}", self.member_status(gone))
@@ -277,7 +260,11 @@ class Board:
 
     def joined(self, member: int) -> bool:
         """Whether a process has taken ``member``'s slot."""
-        return self.words.load32(self.slot_offset(member) + layout.MEMBER_STATE) != 0
+        return self._members.joined(self._valid(member))
+
+    def runs(self, member: int, pid: int) -> bool:
+        """Whether process ``pid`` has ``member``'s slot, or had it last, and has not ended."""
+        return self._members.runs(self._valid(member), pid)
 
     def wait_for_members(self, deadline: Deadline, members: Iterable[int] | None = None) -> None:
         """Wait until ``members`` (by default all) have joined.
@@ -295,20 +282,11 @@ class Board:
     def lost(self, among: Iterable[int] | None = None) -> list[int]:
         """The members whose process has ended without closing its board."""
         members = range(self.n_members) if among is None else among
-        return [member for member in members if self._state(member) == "lost"]
+        return [member for member in members if self._members.state(self._valid(member)) == "lost"]
 
     def member_status(self, member: int) -> MemberStatus:
         """What one member was last seen doing."""
-        slot = self.slot_offset(member)
-        stamped = self.words.load64(slot + layout.MEMBER_PROGRESS)
-        return MemberStatus(
-            rank=self.ranks[member],
-            pid=self.words.load32(slot + layout.MEMBER_PID),
-            state=self._state(member),
-            operation=self._text(slot + layout.MEMBER_OPERATION, layout.OPERATION_BYTES),
-            sequence=self.words.load64(slot + layout.MEMBER_SEQUENCE),
-            age=max(time.monotonic_ns() - stamped, 0) / 1e9 if stamped else None,
-        )
+        return self._members.status(self._valid(member))
 
     def status(self) -> list[MemberStatus]:
         """What every member was last seen doing."""
@@ -321,10 +299,7 @@ class Board:
         self._closed = True
         self._mark_closed()
         self.ring_all()
-        with self._watch_lock:
-            for watch in self._watches.values():
-                watch.close()
-            self._watches.clear()
+        self._members.close()
         self._segment.close()
 
     def __enter__(self) -> Self:
@@ -341,59 +316,15 @@ class Board:
         return f"Board({self.name!r}, member={self.member} of {self.n_members}{state})"
 
     def _join(self, member: int) -> None:
-        me, words, slot = ProcessId.current(), self.words, layout.member_slot(member)
-        if self._state(member) in ("idle", "busy"):
-            holder = words.load32(slot + layout.MEMBER_PID)
-            raise ValueError(f"member {member} of {self.name} is taken by pid {holder}")
-        self._forget_predecessor(member)
-        words.store64(slot + layout.MEMBER_START_TIME, me.start_time)
-        words.store32(slot + layout.MEMBER_PID, me.pid)
-        words.progress(slot, layout.STATE_IDLE)
+        self._members.take(member)
+        self._doorbells[member].reset_sleepers()
+        forget_failure(self._segment, self.n_members, member)
+        self._members.show(member)
         self.ring_all()
 
-    def _forget_predecessor(self, member: int) -> None:
-        words, slot = self.words, layout.member_slot(member)
-        self._doorbells[member].reset_sleepers()
-        words.store64(slot + layout.MEMBER_SEQUENCE, 0)
-        self._write_text(slot + layout.MEMBER_OPERATION, "", layout.OPERATION_BYTES)
-        if words.load32(layout.BOARD_ABORT) != member + 1:  # it may have died as it aborted
-            words.store32(layout.failure_slot(member, self.n_members) + layout.FAILURE_CLAIMED, 0)
-
     def _mark_closed(self) -> None:
-        if self.member is None:
-            return
-        slot = layout.member_slot(self.member)
-        if self.words.load32(slot + layout.MEMBER_PID) == os.getpid():  # else a successor's by now
-            self.words.progress(slot, layout.STATE_CLOSED)
-
-    def _state(self, member: int) -> str:
-        state = layout.STATE_NAMES[
-            self.words.load32(self.slot_offset(member) + layout.MEMBER_STATE)
-        ]
-        return "lost" if state in ("idle", "busy") and not self._alive(member) else state
-
-    def _first_gone(self, members: Iterable[int]) -> int | None:
-        """The first member that has died or left; one that has not joined yet is not gone."""
-        for member in members:
-            if member != self.member and self._state(member) in ("lost", "closed"):
-                return member
-        return None
-
-    def _alive(self, member: int) -> bool:
-        slot = layout.member_slot(member)
-        holder = ProcessId(
-            self.words.load32(slot + layout.MEMBER_PID),
-            self.words.load64(slot + layout.MEMBER_START_TIME),
-        )
-        with self._watch_lock:
-            if self._closed:
-                return _runs(holder)
-            watch = self._watches.get(member)
-            if watch is None or watch.process != holder:
-                if watch is not None:
-                    watch.close()
-                watch = self._watches[member] = ProcessWatch(holder)
-            return watch.alive()
+        if self.member is not None:
+            self._members.leave(self.member)
 
     def _require_member(self, operation: str) -> int:
         return self._refuse(operation) if self.member is None else self.member
@@ -405,26 +336,3 @@ class Board:
         if not 0 <= member < self.n_members:
             raise ValueError(f"member must be in 0..{self.n_members - 1}; got {member}")
         return member
-
-    def _text(self, offset: int, size: int) -> str:
-        raw = bytes(self._segment.memory[offset : offset + size])
-        return raw.split(b"\0", 1)[0].decode(errors="replace")
-
-    def _write_text(self, offset: int, text: str, size: int) -> None:
-        # A character that the limit cuts in two is dropped whole.
-        kept = text.encode(errors="replace")[:size].decode(errors="ignore").encode()
-        self.words.write(offset, kept.ljust(size, b"\0"))
-
-
-def _runs(process: ProcessId) -> bool:
-    try:
-        return ProcessId.of(process.pid) == process
-    except ProcessLookupError:
-        return False
-
-
-def _describe(error: BaseException) -> tuple[str, str]:
-    try:
-        return type(error).__name__, str(error)
-    except Exception as another:  # noqa: BLE001 - the group is aborted whatever its text says
-        return type(error).__name__, f"no text: its __str__ raised {type(another).__name__}"

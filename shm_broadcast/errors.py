@@ -157,7 +157,7 @@ class PeerProtocolError(CoordinatorError):
         self.operation = operation
         self.rank = rank
         self.detail = detail
-        super().__init__(f"{operation}: nothing more is exchanged with rank {rank}: {detail}")
+        super().__init__(f"{operation}: nothing more is exchanged with {name_of(rank)}: {detail}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.operation, self.rank, self.detail)

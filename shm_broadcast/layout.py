@@ -32,6 +32,7 @@ Board: abort word, member slots, failure slots
      0   | doorbell u32   | sleepers u32   |   written by anyone (atomic add)
      8   | state u32      | pid u32        |   written by the member
     16   | start time of the process u64   |
+    24   | joining u32                     |   pid of a process that is taking the slot, or 0
     64   | sequence u64                    |   a line of its own: stamped by every operation
     72   | progress, monotonic ns u64      |
     80   | operation, 48 bytes, NUL-padded |
@@ -112,6 +113,7 @@ DOORBELL_SLEEPERS: Final = 4
 MEMBER_STATE: Final = 8
 MEMBER_PID: Final = 12
 MEMBER_START_TIME: Final = 16
+MEMBER_JOINING: Final = 24
 MEMBER_SEQUENCE: Final = 64
 MEMBER_PROGRESS: Final = 72
 MEMBER_OPERATION: Final = 80

@@ -16,16 +16,16 @@ Assumes: the members share the trust domain that `shm_broadcast.codec` describes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from shm_broadcast.arena import DEFAULT_BLOCK_BYTES, BlockWriter
 from shm_broadcast.board import Board
 from shm_broadcast.codec import codec_for
-from shm_broadcast.deadline import Deadline
 from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS, AdaptiveSpin
 from shm_broadcast.errors import DRIVER_RANK, SharedMemoryError
+from shm_broadcast.queue_end import QueueEnd
 from shm_broadcast.queue_handle import DEFAULT_CAPACITY, QueueHandle, create_ring, ring_capacity
-from shm_broadcast.queue_reader import DistantReader, LocalReader, QueueReader
+from shm_broadcast.queue_reader import DistantReader, LocalReader
 from shm_broadcast.queue_writer import QueueWriter
 from shm_broadcast.remote_reader import RemoteReader
 from shm_broadcast.remote_writer import RemoteWriter
@@ -35,14 +35,16 @@ from shm_broadcast.ring_writer import RingWriter
 from shm_broadcast.segment import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Sequence
 
     from torch.distributed import ProcessGroup
 
+    from shm_broadcast.deadline import Deadline
+    from shm_broadcast.queue_reader import QueueReader
 
-class MessageQueue:
-    """One member's end of a queue. Threads may share it; each end does one call at a time."""
+
+class MessageQueue(QueueEnd):
+    """One member's end of a queue: how to make it, and how to join it."""
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class MessageQueue:
         secret: bytes | None = None,
         type: Any | None = None,  # noqa: A002  (the field's name for it, as in msgspec)
         zero_copy: bool = False,
+        watch: Callable[[str], None] | None = None,
     ) -> None:
         """A new queue with a board of its own; this process writes.
 
@@ -78,6 +81,8 @@ class MessageQueue:
             secret: the launcher's secret, 16 bytes or more; needed for readers on other hosts.
             type: a type that msgspec can validate; ``None`` carries any picklable object.
             zero_copy: let readers use buffers of 1 MiB and more where they lie: see `dequeue`.
+            watch: called with the operation's name when a call begins to wait and then every
+                40 ms; what it raises ends the call, as `Board.check` of another board does.
 
         Raises:
             ValueError: the numbers do not fit together, or an address or a secret is missing.
@@ -88,19 +93,18 @@ class MessageQueue:
         )
         readers = tuple(range(1, len(local) + 1))
         capacity = ring_capacity(max_chunk_bytes, max_chunks)
-        remote = _remote_writer(distant, connect_ip, secret)
+        remote = _remote_writer(writer_rank, distant, connect_ip, secret)
         board = Board.create(1 + len(local), 0, "queue", (writer_rank, *local))
         ring = create_ring(board, 0, readers, capacity) if readers else None
-        self._handle = _describe(board, ring, 0, readers, local, remote)
-        self._board: Board | None = board
-        self._owns_board = True
-        self._ring = ring
         writing = RingWriter(ring, board, 0, readers) if ring else None
         blocks = _blocks(writing, zero_copy)
-        self._writing: QueueWriter | None = QueueWriter(
-            board, codec_for(type), writing, remote, blocks
+        super().__init__(
+            _describe(board, ring, 0, readers, local, remote),
+            board=board,
+            ring=ring,
+            end=QueueWriter(board, codec_for(type), writing, remote, blocks, watch),
+            owns_board=True,
         )
-        self._reading: QueueReader | None = None
 
     @classmethod
     def on_board(
@@ -176,11 +180,12 @@ class MessageQueue:
         secret: bytes | None = None,
         type: Any | None = None,  # noqa: A002
         spin_seconds: float = DEFAULT_SPIN_SECONDS,
+        watch: Callable[[str], None] | None = None,
     ) -> MessageQueue:
         """Join, as reader ``rank``, a queue whose board this process has not joined yet.
 
         Collective: no. A reader on the writer's host joins the board and reads the ring; any other
-        connects, for which it needs the launcher's ``secret``.
+        connects, for which it needs the launcher's ``secret``. ``watch``: see the constructor.
 
         Raises:
             ValueError: ``rank`` is no reader of the queue, or a secret is missing.
@@ -190,18 +195,16 @@ class MessageQueue:
             ring = _attach_ring(handle)
             member = handle.readers[handle.reader_ranks.index(rank)]
             board = Board.attach(handle.board, member)
-            return cls._on_ring(handle, board, ring, type, spin_seconds, owns_board=True)
+            return cls._on_ring(
+                handle, board, ring, type, spin_seconds, owns_board=True, watch=watch
+            )
         if handle.remote is None or rank not in handle.remote.readers:
             raise ValueError(f"rank {rank} is no reader of {handle}")
         if secret is None:
             raise ValueError(f"rank {rank} reads from another host: it needs the launcher's secret")
-        queue = cls.__new__(cls)
-        queue._handle = handle
-        queue._board = queue._ring = None
-        queue._owns_board = False
-        queue._writing = None
-        queue._reading = DistantReader(codec_for(type), RemoteReader(handle.remote, rank, secret))
-        return queue
+        remote = RemoteReader(handle.remote, rank, secret)
+        end = DistantReader(codec_for(type), remote, watch)
+        return cls._of(handle, board=None, ring=None, end=end, owns_board=False)
 
     @classmethod
     def create_from_process_group(
@@ -217,6 +220,7 @@ class MessageQueue:
         secret: bytes | None = None,
         type: Any | None = None,  # noqa: A002
         timeout: float | Deadline | None = 60.0,
+        watch: Callable[[str], None] | None = None,
     ) -> MessageQueue:
         """A queue from one rank of a group to all others, or from outside to all of them.
 
@@ -235,6 +239,7 @@ class MessageQueue:
             secret: the launcher's secret, for readers on other hosts.
             type: a type that msgspec can validate; ``None`` carries any picklable object.
             timeout: seconds for ``blocking``.
+            watch: see the constructor.
 
         Raises:
             ValueError: ``writer_rank`` is not in the group.
@@ -260,6 +265,7 @@ class MessageQueue:
                     writer_rank=writer_rank,
                     secret=secret,
                     type=type,
+                    watch=watch,
                 )
                 handle = queue.export_handle()
             except (ValueError, SharedMemoryError, OSError) as error:
@@ -267,7 +273,9 @@ class MessageQueue:
         handle = group.broadcast_obj(handle, writer_rank)
         if isinstance(handle, Exception):
             raise handle
-        queue = queue or cls.create_from_handle(handle, group.rank, secret=secret, type=type)
+        queue = queue or cls.create_from_handle(
+            handle, group.rank, secret=secret, type=type, watch=watch
+        )
         if blocking:
             queue.wait_until_ready(timeout)
         return queue
@@ -285,6 +293,7 @@ class MessageQueue:
         secret: bytes | None = None,
         type: Any | None = None,  # noqa: A002
         timeout: float | Deadline | None = 60.0,
+        watch: Callable[[str], None] | None = None,
     ) -> tuple[MessageQueue, list[QueueHandle]]:
         """A queue from every rank of a group to one of them.
 
@@ -316,6 +325,7 @@ class MessageQueue:
                 writer_rank=group.rank,
                 secret=secret,
                 type=type,
+                watch=watch,
             )
             handle = queue.export_handle()
         except (ValueError, SharedMemoryError, OSError) as error:
@@ -330,122 +340,6 @@ class MessageQueue:
             queue.wait_until_ready(timeout)
         return queue, handles if group.rank == reader_rank else []
 
-    def export_handle(self) -> QueueHandle:
-        """What the other members join with; valid while this process keeps the queue open."""
-        return self._handle
-
-    @property
-    def is_writer(self) -> bool:
-        """Whether this end writes."""
-        return self._writing is not None
-
-    def wait_until_ready(self, timeout: float | Deadline | None = None) -> None:
-        """Wait until the writer, or at the writer all readers, have joined.
-
-        Raises:
-            GroupTimeoutError: names those that have not.
-        """
-        end = self._writing or self._reader("wait_until_ready")
-        end.wait_until_ready(Deadline.after(timeout))
-
-    def enqueue(self, message: Any, timeout: float | Deadline | None = None) -> None:
-        """Send ``message`` to every reader.
-
-        Waits only for room: back-pressure from the slowest reader. ``message`` may be changed
-        once this returns.
-
-        Args:
-            message: any picklable object, or one of the queue's type.
-            timeout: seconds; ``None`` waits for ever. A message cut short by it reaches nobody.
-
-        Raises:
-            GroupTimeoutError: no room in time; names the readers that are behind, and by how much.
-            PeerLostError: a reader that room is waited for has ended.
-            GroupAbortedError: a member aborted the board.
-            GroupClosedError: this end was shut down, or every reader has left.
-            TypeError: this end reads.
-        """
-        self._writer("enqueue").enqueue(message, timeout)
-
-    def dequeue(self, timeout: float | Deadline | None = None, indefinite: bool = False) -> Any:
-        """The next message.
-
-        Args:
-            timeout: seconds; ``None`` waits for ever.
-            indefinite: wait for ever whatever ``timeout`` says.
-
-        Returns:
-            The message, in memory of its own. Tensors and arrays of 1 MiB and more lie in recycled
-            memory, which stays theirs until the last reference goes. If the writer was made with
-            ``zero_copy``, they lie in shared memory that the readers have in common: do not write
-            to them, and do not keep more than needed, as they count towards the writer's limit of
-            `DEFAULT_BLOCK_BYTES`, beyond which messages are copied after all.
-
-        Raises:
-            GroupTimeoutError: no message in time; nothing was consumed.
-            MessageDecodeError: a message came that is not of the queue's type; it was consumed.
-            PeerLostError: the writer has ended and all its messages were read.
-            GroupAbortedError: a member aborted the board.
-            GroupClosedError: this end was shut down, or the writer was and all messages were read.
-            TypeError: this end writes.
-        """
-        return self._reader("dequeue").dequeue(None if indefinite else timeout)
-
-    def acquire_read(
-        self, timeout: float | Deadline | None = None
-    ) -> AbstractContextManager[memoryview]:
-        """The next message's encoded main part, in place where possible, not decoded.
-
-        The view is valid inside the ``with`` block only. A message that lies in one record is shown
-        where it is, and its space goes back to the writer at the end of the block, also when the
-        block raises. One that was streamed, or has out-of-band buffers, or came from another host,
-        is put together in private memory first.
-
-        Raises:
-            What `dequeue` raises, `MessageDecodeError` excepted.
-        """
-        return self._reader("acquire_read").acquire_read(timeout)
-
-    def readable(self) -> bool:
-        """Whether a message is at least partly there; cheap, for waiting on several queues."""
-        return self._reader("readable").readable()
-
-    def behind(self) -> dict[int, int]:
-        """For each reader on this host, as member of the board: the messages it has not read."""
-        return self._writer("behind").behind()
-
-    def broadcast_object(self, message: Any = None, timeout: float | Deadline | None = None) -> Any:
-        """At the writer: `enqueue` and return ``message``. At a reader: `dequeue`."""
-        if not self.is_writer:
-            return self.dequeue(timeout)
-        self.enqueue(message, timeout)
-        return message
-
-    def shutdown(self) -> None:
-        """Close this end in good order. Idempotent; any thread may, also while another waits.
-
-        A waiting thread of this process gets GroupClosedError. Readers of a writer that shut down
-        get what is still in the queue first. A reader that shut down is waited for no more.
-        """
-        end = self._writing or self._reader("shutdown")
-        end.close()
-        if self._ring is not None:
-            self._ring.close()
-        if self._owns_board and self._board is not None:
-            self._board.close()
-
-    close = shutdown
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-
-    def __repr__(self) -> str:
-        where = "from another host" if self._board is None else repr(self._board)
-        return f"MessageQueue({'writer' if self.is_writer else 'reader'}, {where})"
-
     @classmethod
     def _on_ring(
         cls,
@@ -457,35 +351,34 @@ class MessageQueue:
         *,
         owns_board: bool = False,
         zero_copy: bool = False,
+        watch: Callable[[str], None] | None = None,
     ) -> MessageQueue:
         member, writer, readers = board.member, handle.writer, handle.readers
         if member is None or member not in (writer, *readers):
             raise ValueError(f"member {member} of {board.name} neither writes nor reads this queue")
-        queue = cls.__new__(cls)
-        queue._handle = handle
-        queue._board = board
-        queue._owns_board = owns_board
-        queue._ring = ring
-        queue._writing = queue._reading = None
         codec = codec_for(message_type)
+        end: QueueWriter | QueueReader
         if member == writer:
-            ring_end = RingWriter(ring, board, writer, readers)
-            blocks = _blocks(ring_end, zero_copy)
-            queue._writing = QueueWriter(board, codec, ring_end, None, blocks)
+            writing = RingWriter(ring, board, writer, readers)
+            end = QueueWriter(board, codec, writing, None, _blocks(writing, zero_copy), watch)
         else:
             reading = RingReader(ring, board, member, readers.index(member), len(readers), writer)
-            queue._reading = LocalReader(board, codec, reading, writer, AdaptiveSpin(spin_seconds))
+            end = LocalReader(board, codec, reading, writer, AdaptiveSpin(spin_seconds), watch)
+        return cls._of(handle, board=board, ring=ring, end=end, owns_board=owns_board)
+
+    @classmethod
+    def _of(
+        cls,
+        handle: QueueHandle,
+        *,
+        board: Board | None,
+        ring: Segment | None,
+        end: QueueWriter | QueueReader,
+        owns_board: bool,
+    ) -> MessageQueue:
+        queue = cls.__new__(cls)
+        QueueEnd.__init__(queue, handle, board=board, ring=ring, end=end, owns_board=owns_board)
         return queue
-
-    def _writer(self, operation: str) -> QueueWriter:
-        if self._writing is None:
-            raise TypeError(f"{operation}: this end of the queue reads")
-        return self._writing
-
-    def _reader(self, operation: str) -> QueueReader:
-        if self._reading is None:
-            raise TypeError(f"{operation}: this end of the queue writes")
-        return self._reading
 
 
 def _describe(
@@ -509,7 +402,7 @@ def _describe(
 def _blocks(ring: RingWriter | None, zero_copy: bool) -> BlockWriter | None:
     if ring is None or not zero_copy:
         return None
-    return BlockWriter(len(ring.readers), DEFAULT_BLOCK_BYTES, ring.has_left)
+    return BlockWriter(ring, DEFAULT_BLOCK_BYTES)
 
 
 def _attach_ring(handle: QueueHandle) -> Segment:
@@ -519,7 +412,7 @@ def _attach_ring(handle: QueueHandle) -> Segment:
 
 
 def _remote_writer(
-    ranks: Sequence[int], connect_ip: str | None, secret: bytes | None
+    writer_rank: int, ranks: Sequence[int], connect_ip: str | None, secret: bytes | None
 ) -> RemoteWriter | None:
     if not ranks:
         return None
@@ -528,4 +421,4 @@ def _remote_writer(
             f"readers {ranks} are on other hosts: the queue needs connect_ip, the address at which "
             "they reach this host, and the launcher's secret"
         )
-    return RemoteWriter(0, ranks, connect_ip, secret)
+    return RemoteWriter(writer_rank, ranks, connect_ip, secret)

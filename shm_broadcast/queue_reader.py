@@ -13,7 +13,7 @@ from shm_broadcast.queue_writer import REMOTE_HEADER
 from shm_broadcast.turn import Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from typing_extensions import Buffer
 
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 class QueueReader(ABC):
     """Takes messages out and decodes them; one call at a time, from any thread."""
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec, watch: Callable[[str], None] | None) -> None:
         self._codec = codec
+        self._watch = watch
         self._closed = False
         self._turn = Turn()
 
@@ -79,6 +80,8 @@ class QueueReader(ABC):
     def _check(self, operation: str) -> None:
         if self._closed:
             raise GroupClosedError(f"{operation}: the queue has been shut down in this process")
+        if self._watch is not None:
+            self._watch(operation)
 
     def _end_turn(self) -> None:
         self._turn.give_back()
@@ -88,9 +91,15 @@ class LocalReader(QueueReader):
     """Reads a ring."""
 
     def __init__(
-        self, board: Board, codec: Codec, ring: RingReader, writer: int, spin: AdaptiveSpin
+        self,
+        board: Board,
+        codec: Codec,
+        ring: RingReader,
+        writer: int,
+        spin: AdaptiveSpin,
+        watch: Callable[[str], None] | None = None,
     ) -> None:
-        super().__init__(codec)
+        super().__init__(codec, watch)
         self._board = board
         self._ring = ring
         self._writer = writer
@@ -151,10 +160,18 @@ class LocalReader(QueueReader):
                 return message
 
     def _wait(self, operation: str, deadline: Deadline) -> None:
-        ring = self._ring
+        ring, watch = self._ring, self._watch
+
+        def ready() -> bool:
+            if ring.readable or ring.writer_closed or self._closed:
+                return True
+            if watch is not None:
+                watch(operation)
+            return False
+
         started = time.monotonic_ns()
         self._board.wait(
-            lambda: ring.readable or ring.writer_closed or self._closed,
+            ready,
             deadline,
             operation,
             lambda: (self._writer,),
@@ -187,8 +204,10 @@ class LocalReader(QueueReader):
 class DistantReader(QueueReader):
     """Reads from a writer on another host."""
 
-    def __init__(self, codec: Codec, remote: RemoteReader) -> None:
-        super().__init__(codec)
+    def __init__(
+        self, codec: Codec, remote: RemoteReader, watch: Callable[[str], None] | None = None
+    ) -> None:
+        super().__init__(codec, watch)
         self._remote = remote
 
     def readable(self) -> bool:
@@ -197,7 +216,7 @@ class DistantReader(QueueReader):
 
     def wait_until_ready(self, deadline: Deadline) -> None:
         """Wait until the writer has admitted this reader."""
-        self._remote.wait_ready(deadline)
+        self._remote.wait_ready(deadline, lambda: self._check("wait_until_ready"))
 
     def close(self) -> None:
         """Leave in good order."""
@@ -205,7 +224,8 @@ class DistantReader(QueueReader):
         self._remote.close()
 
     def _take(self, timeout: float | Deadline | None) -> Message:
-        header, *parts = self._remote.recv(Deadline.after(timeout))
+        deadline = Deadline.after(timeout)
+        header, *parts = self._remote.recv(deadline, lambda: self._check("dequeue"))
         code, n_main = REMOTE_HEADER.unpack(header)
         main = parts[0] if n_main == 1 else b"".join(parts[:n_main])
         return code, main, [_writable(part) for part in parts[n_main:]]

@@ -16,7 +16,7 @@ from shm_broadcast.errors import GroupClosedError, name_of
 from shm_broadcast.turn import Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from typing_extensions import Buffer
 
@@ -39,12 +39,14 @@ class QueueWriter:
         ring: RingWriter | None,
         remote: RemoteWriter | None,
         blocks: BlockWriter | None = None,
+        watch: Callable[[str], None] | None = None,
     ) -> None:
         self._board = board
         self._codec = codec
         self._ring = ring
         self._remote = remote
         self._blocks = blocks
+        self._watch = watch
         self._only_ring = ring if remote is None else None
         self._closed = False
         self._turn = Turn()
@@ -137,8 +139,17 @@ class QueueWriter:
         return placed
 
     def _wait_for_room(self, ring: RingWriter, need: int, deadline: Deadline) -> None:
+        watch = self._watch
+
+        def ready() -> bool:
+            if ring.has_room(need) or ring.deserted() or self._closed:
+                return True
+            if watch is not None:
+                watch("enqueue")
+            return False
+
         self._board.wait(
-            lambda: ring.has_room(need) or ring.deserted() or self._closed,
+            ready,
             deadline,
             "enqueue",
             lambda: ring.laggards(need),
@@ -152,6 +163,8 @@ class QueueWriter:
         if self._closed:
             raise GroupClosedError(f"{operation}: the queue has been shut down in this process")
         self._board.check(operation)
+        if self._watch is not None:
+            self._watch(operation)
 
 
 def _how_far(board: Board, behind: dict[int, int]) -> str:

@@ -30,6 +30,7 @@ from shm_broadcast.errors import (
     MemberStatus,
     PeerLostError,
     PeerProtocolError,
+    name_of,
 )
 from shm_broadcast.remote_end import RemoteEnd
 from shm_broadcast.remote_keys import reader_key, writer_key
@@ -256,7 +257,7 @@ class RemoteReader(RemoteEnd):
             raise PeerProtocolError(operation, self._writer, self._fault)
         if self._state == "closed":
             raise GroupClosedError(
-                f"{operation}: writer {self._writer} closed its end of the queue"
+                f"{operation}: the writer, {name_of(self._writer)}, closed its end of the queue"
             )
 
     def _status(self) -> MemberStatus:

@@ -56,10 +56,22 @@ def ranks_beside(group: ObjectGroup, rank: int) -> tuple[int, ...]:
     """The other ranks that can attach to shared memory of ``rank``.
 
     Collective: yes, every rank. Found out by attaching, not from names or rank arithmetic.
+
+    Raises:
+        SharedMemoryError: ``rank`` has too little memory for the attempt; every rank raises.
     """
-    probe = Segment.create(1, "probe") if group.rank == rank else None
-    handle = group.broadcast_obj(probe.handle() if probe else None, rank)
-    attached = group.all_gather_obj(probe is not None or _attaches(handle))
+    probe: Segment | None = None
+    offered: SegmentHandle | SharedMemoryError | None = None
+    if group.rank == rank:
+        try:
+            probe = Segment.create(1, "probe")
+            offered = probe.handle()
+        except SharedMemoryError as error:
+            offered = error
+    offered = group.broadcast_obj(offered, rank)
+    if isinstance(offered, SharedMemoryError):
+        raise offered
+    attached = group.all_gather_obj(probe is not None or _attaches(offered))
     if probe is not None:
         probe.close()
     return tuple(other for other in range(group.world_size) if attached[other] and other != rank)

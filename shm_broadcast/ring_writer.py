@@ -158,6 +158,10 @@ class RingWriter:
         """Whether reader number ``reader`` has left."""
         return self._consumed(reader) == layout.LEFT
 
+    def runs(self, reader: int, pid: int) -> bool:
+        """Whether process ``pid`` is reader number ``reader``, and has not ended."""
+        return self._board.runs(self.readers[reader], pid)
+
     def deserted(self) -> bool:
         """Whether every reader has left."""
         return all(self.has_left(reader) for reader in range(len(self.readers)))

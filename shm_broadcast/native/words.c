@@ -4,7 +4,7 @@
 
 #include "atomics.h"
 #include "layout.h"
-
+#include "stream.h"
 
 static PyTypeObject *the_type;
 
@@ -145,6 +145,10 @@ static PyObject *spin64(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 
 #define LARGE_COPY 65536
 
+/* What is written in pieces of this size is a block, which its readers see only when all of it is
+ * there: by then this core's caches would have lost it. */
+#define STREAMED_WRITE (1 << 20)
+
 static PyObject *copy(PyObject *self, PyObject *const *args, Py_ssize_t n, bool into_segment) {
     size_t offset;
     char *base = at(self, args, n, 2, 0, &offset);
@@ -160,7 +164,12 @@ static PyObject *copy(PyObject *self, PyObject *const *args, Py_ssize_t n, bool 
     const void *from = into_segment ? other.buf : base + offset;
     if (other.len >= LARGE_COPY) {
         Py_BEGIN_ALLOW_THREADS
-        memcpy(to, from, (size_t)other.len);
+        if (into_segment && other.len >= STREAMED_WRITE) {
+            stream_copy(to, from, (size_t)other.len);
+            stream_end();
+        } else {
+            memcpy(to, from, (size_t)other.len);
+        }
         Py_END_ALLOW_THREADS
     } else {
         memcpy(to, from, (size_t)other.len);

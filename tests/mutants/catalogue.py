@@ -32,9 +32,9 @@ _HERE = "tests/shm_broadcast"
 MUTANTS = (
     Mutant(
         "Q1 a killed peer is named",
-        "shm_broadcast/board.py",
-        'self._state(member) in ("lost", "closed")',
-        'self._state(member) == "closed"',
+        "shm_broadcast/members.py",
+        'self.state(member) in ("lost", "closed")',
+        'self.state(member) == "closed"',
         (f"{_HERE}/test_queue_ends.py::test_a_dead_peer_ends_every_wait",),
     ),
     Mutant(
@@ -113,8 +113,8 @@ MUTANTS = (
     Mutant(
         "Q5 a block is not written while a reader uses it",
         "shm_broadcast/arena.py",
-        "words.load64(_RELEASED + 8 * reader) == generation or self._has_left(reader)",
-        "words.load64(_RELEASED + 8 * reader) <= generation or self._has_left(reader)",
+        "if words.load64(line) == block.generation:",
+        "if words.load64(line) <= block.generation:",
         (f"{_HERE}/test_arena.py::test_a_block_is_not_written_while_one_reader_holds_it",),
     ),
     Mutant(

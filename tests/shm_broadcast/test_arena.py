@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,8 +30,15 @@ class Rig:
 
     def __init__(self, n_readers: int = 2, limit: int = 8 * MIB) -> None:
         self.left: set[int] = set()
-        self.writer = BlockWriter(n_readers, limit, lambda reader: reader in self.left)
+        self.ended: set[int] = set()
         self.readers = [BlockReader(reader) for reader in range(n_readers)]
+        self.writer = BlockWriter(self, limit)
+
+    def has_left(self, reader: int) -> bool:
+        return reader in self.left
+
+    def runs(self, reader: int, pid: int) -> bool:
+        return pid == os.getpid() and reader not in self.ended
 
     def place(self, buffer: memoryview) -> Placed:
         placed = self.writer.place(buffer)
@@ -109,13 +117,33 @@ def test_what_a_cancelled_message_placed_is_free_again() -> None:
     assert rig.writer.place(content(2)) is None
 
 
-def test_a_reader_that_left_holds_nothing() -> None:
+def test_a_reader_that_left_before_it_took_the_block_holds_nothing() -> None:
     rig = Rig(limit=MIB)
-    first, second = rig.share(1)
-    assert rig.writer.place(content(2)) is None
+    descriptor = bytes(rig.place(content(1)).descriptor)
+    first = rig.readers[0].resolve(descriptor)
     del first
     assert rig.writer.place(content(2)) is None
     rig.left.add(1)
+    rig.place(content(2))
+
+
+def test_what_a_reader_that_left_still_holds_is_not_written() -> None:
+    rig = Rig(limit=MIB)
+    first, second = rig.share(1)
+    del first
+    rig.left.add(1)
+    assert rig.writer.place(content(2)) is None
+    assert (second == 1).all()
+    del second
+    rig.place(content(2))
+
+
+def test_what_a_process_that_ended_held_is_free_again() -> None:
+    rig = Rig(limit=MIB)
+    first, second = rig.share(1)
+    del first
+    assert rig.writer.place(content(2)) is None
+    rig.ended.add(1)
     rig.place(content(2))
     assert second.nbytes == MIB
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,10 +24,13 @@ from shm_broadcast.errors import (
     SharedMemoryError,
 )
 from shm_broadcast.liveness import ProcessId
+from tests.ranks import run_ranks
 from tests.shm_broadcast.leaks import open_descriptors
+from tests.shm_broadcast.remote_peers import get, put
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 DEAD = ProcessId(2**22 + 1, 1)
 
@@ -118,6 +121,50 @@ def test_a_taken_slot_is_refused_and_leaves_nothing() -> None:
             Board.attach(board.handle(), 1)
         assert open_descriptors() == before
         assert board.member_status(1).operation == "send"
+
+
+def race_for_slots(rank: int, n: int, folder: str) -> list[int]:
+    """Join slot after slot at the same moment as the others; returns the slots that were got."""
+    slots = range(1, 41)
+    if rank == 0:
+        owned = Board.create(1 + len(slots), member=0)
+        put(folder, "board", owned.handle())
+    with Board.attach(get(folder, "board"), None) as board:
+        joined = []
+        for turn, slot in enumerate(slots, 1):
+            meet(board, n * turn)
+            with suppress(ValueError):
+                joined.append(Board.attach(board.handle(), slot))
+        meet(board, n * (1 + len(slots)))
+        return [each.member or 0 for each in joined]
+
+
+def meet(board: Board, arrivals: int) -> None:
+    """Wait, without sleeping, until this was called so many times."""
+    count = board.slot_offset(0) + layout.MEMBER_JOINING
+    board.words.add32(count, 1)
+    while board.words.load32(count) < arrivals:
+        os.sched_yield()
+
+
+def test_of_processes_that_join_a_slot_at_once_one_gets_it(tmp_path: Path) -> None:
+    got = run_ranks(3, race_for_slots, str(tmp_path))
+    assert sorted(slot for each in got for slot in each) == list(range(1, 41))
+
+
+def test_a_slot_whose_taker_died_on_the_way_can_be_taken() -> None:
+    with Board.create(2, member=0) as board:
+        board.words.store32(board.slot_offset(1) + layout.MEMBER_JOINING, DEAD.pid)
+        with Board.attach(board.handle(), 1):
+            assert board.member_status(1).state == "idle"
+
+
+def test_a_slot_that_another_process_is_taking_is_refused() -> None:
+    with Board.create(2, member=0) as board:
+        board.words.store32(board.slot_offset(1) + layout.MEMBER_JOINING, os.getppid())
+        with pytest.raises(ValueError, match=f"taken by pid {os.getppid()}"):
+            Board.attach(board.handle(), 1)
+        assert not board.joined(1)
 
 
 def test_a_dead_member_s_slot_can_be_taken_over() -> None:

@@ -40,6 +40,7 @@ def test_c_agrees(name: str) -> None:
         (layout.member_slot(3) + layout.MEMBER_STATE, 4),
         (layout.member_slot(3) + layout.MEMBER_PID, 4),
         (layout.member_slot(3) + layout.MEMBER_START_TIME, 8),
+        (layout.member_slot(3) + layout.MEMBER_JOINING, 4),
         (layout.member_slot(3) + layout.MEMBER_SEQUENCE, 8),
         (layout.member_slot(3) + layout.MEMBER_PROGRESS, 8),
         (layout.failure_slot(2, 5) + layout.FAILURE_CLAIMED, 4),

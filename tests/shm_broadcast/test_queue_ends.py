@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,10 +21,11 @@ from shm_broadcast.errors import (
 from shm_broadcast.queue import MessageQueue
 from tests.shm_broadcast.leaks import open_descriptors
 from tests.shm_broadcast.queues import CAPACITY, LIMIT, Ends, Running, ends
+from tests.shm_broadcast.remote_peers import SECRET
 from tests.shm_broadcast.test_board import bury
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.usefixtures("implementation")
 
@@ -70,6 +72,49 @@ def test_an_abort_ends_every_wait(name: str) -> None:
         made.boards[1].abort("stop")
         with pytest.raises(GroupAbortedError, match="stop"):
             waiting.result()
+
+
+@contextmanager
+def pair_beside(board: Board, n_local: int) -> Iterator[tuple[MessageQueue, MessageQueue]]:
+    """A writer and a reader, over a ring or over a socket, that watch a board besides their own."""
+    writer = MessageQueue(
+        1, n_local, connect_ip="127.0.0.1", secret=SECRET, watch=board.check, writer_rank=5
+    )
+    reader = MessageQueue.create_from_handle(
+        writer.export_handle(), 0, secret=SECRET, watch=board.check
+    )
+    try:
+        ready = Running(reader.wait_until_ready, LIMIT)
+        writer.wait_until_ready(LIMIT)
+        ready.result()
+        yield writer, reader
+    finally:
+        reader.shutdown()
+        writer.shutdown()
+
+
+def fill(queue: MessageQueue) -> None:
+    while True:
+        queue.enqueue(b"x" * 100_000)
+
+
+@pytest.mark.parametrize("n_local", [1, 0], ids=["ring", "socket"])
+@pytest.mark.parametrize("waits", ["reader", "writer"])
+def test_an_abort_of_a_board_that_is_watched_ends_a_wait(waits: str, n_local: int) -> None:
+    with Board.create(1, member=0, name="tp:0") as board, pair_beside(board, n_local) as pair:
+        writer, reader = pair
+        waiting = Running(reader.dequeue) if waits == "reader" else Running(fill, writer)
+        assert not waiting.ended(within=0.2)
+        board.abort("it broke")
+        with pytest.raises(GroupAbortedError, match="it broke"):
+            waiting.result()
+
+
+def test_a_distant_writer_is_called_what_the_caller_calls_it() -> None:
+    with Board.create(1, member=0) as board, pair_beside(board, n_local=0) as (writer, reader):
+        writer.shutdown()
+        with pytest.raises(GroupClosedError, match="rank 5"):
+            reader.dequeue(LIMIT)
 
 
 @pytest.mark.parametrize("name", WAITS)
@@ -135,7 +180,7 @@ def test_readers_get_what_a_dead_writer_left() -> None:
 
 def test_a_message_that_a_dead_writer_did_not_finish_is_not_handed_out() -> None:
     with ends() as made:
-        ring: Any = made.writer._writing._ring  # type: ignore[union-attr]
+        ring: Any = made.writer._end._ring  # type: ignore[union-attr]
         ring._cancel = lambda: None  # as if it had been killed
         with pytest.raises(GroupTimeoutError):
             made.writer.enqueue(b"x" * (3 * CAPACITY), timeout=0.01)
@@ -235,7 +280,7 @@ def test_a_successor_of_a_writer_that_shut_down() -> None:
         made.writer.enqueue(1)
         handle = made.writer.export_handle()
         kept = segment.Segment.attach(handle.ring)  # type: ignore[arg-type]
-        made.writer._writing.close()  # type: ignore[union-attr]
+        made.writer._end.close()  # type: ignore[union-attr]
         made.boards[0].close()
         # The ring's creator still has it open; only the writing end has gone.
         with Board.attach(made.boards[1].handle(), 0) as board:

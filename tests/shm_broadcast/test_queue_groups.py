@@ -114,17 +114,18 @@ def one_rank_reads(rank: int, n: int, group: Any) -> None:
 
 def one_rank_cannot(rank: int, n: int, group: Any) -> None:
     """What fails on one rank is raised on all, and leaves none waiting for the others."""
-    free, no_memory = segment_module._free_bytes, lambda: 1 << 16
-    if rank == 1:
-        segment_module._free_bytes = no_memory  # type: ignore[assignment]
-    try:
-        with pytest.raises(SharedMemoryError, match="are free"):
-            MessageQueue.create_from_process_group(group, writer_rank=1)
-        with pytest.raises(SharedMemoryError, match="are free"):
-            MessageQueue.create_from_process_group_single_reader(group)
-    finally:
-        segment_module._free_bytes = free
-    barrier(group)
+    free = segment_module._free_bytes
+    for left in (1 << 16, 0):
+        if rank == 1:
+            segment_module._free_bytes = lambda left=left: left  # type: ignore[assignment, misc]
+        try:
+            with pytest.raises(SharedMemoryError, match="are free"):
+                MessageQueue.create_from_process_group(group, writer_rank=1)
+            with pytest.raises(SharedMemoryError, match="are free"):
+                MessageQueue.create_from_process_group_single_reader(group, reader_rank=left and 1)
+        finally:
+            segment_module._free_bytes = free
+        barrier(group)
 
 
 def wrong_ranks(group: Any) -> None:

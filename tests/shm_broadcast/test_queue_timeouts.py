@@ -109,7 +109,7 @@ def test_a_writer_that_pauses_between_fragments() -> None:
             time.sleep(0.05)
             original(ring, need, deadline)
 
-        end: Any = made.writer._writing
+        end: Any = made.writer._end
         original, end._wait_for_room = end._wait_for_room, pause
         writing = Running(made.writer.enqueue, b"z" * (2 * CAPACITY), LIMIT)
         timeouts = 0
@@ -200,7 +200,7 @@ def test_back_pressure_lets_go_as_soon_as_the_slowest_reader_reads() -> None:
 def test_acquire_read_keeps_one_deadline() -> None:
     """A record that is no whole message comes shortly before the deadline."""
     with ends() as made:
-        ring = made.writer._writing._ring  # type: ignore[union-attr]
+        ring = made.writer._end._ring  # type: ignore[union-attr]
         assert ring is not None
         began = time.monotonic()
         threading.Timer(0.4, ring._cancel).start()

@@ -302,7 +302,7 @@ class TestWaiting:
         writer.close()
         assert bytes(reader.recv(LIMIT)[0]) == b"last words"
         for _ in range(2):
-            with pytest.raises(GroupClosedError, match="writer 0 closed"):
+            with pytest.raises(GroupClosedError, match="the writer, rank 0, closed"):
                 reader.recv(LIMIT)
         assert reader.readable()
 

@@ -1,0 +1,20 @@
+"""Texts in fields of a fixed size: UTF-8, cut to fit, padded with zeros."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shm_broadcast.segment import Segment
+
+
+def read_text(segment: Segment, offset: int, size: int) -> str:
+    """The text in the ``size`` bytes at ``offset``."""
+    raw = bytes(segment.memory[offset : offset + size])
+    return raw.split(b"\0", 1)[0].decode(errors="replace")
+
+
+def write_text(segment: Segment, offset: int, text: str, size: int) -> None:
+    """Put ``text`` there; a character that the limit would cut in two is dropped whole."""
+    kept = text.encode(errors="replace")[:size].decode(errors="ignore").encode()
+    segment.words.write(offset, kept.ljust(size, b"\0"))
