@@ -20,7 +20,11 @@ class Meeting {
   public:
     DEVICE explicit Meeting(const Group &group)
         : group_(group),
-          epoch_(word64(own_region(group), REGION_EPOCH).load(memory_order_relaxed) + 1) {}
+          epoch_(word64(own_region(group), REGION_EPOCH).load(memory_order_relaxed) + 1),
+          begins_(!is_given_up(group, {group.rank, PHASE_START, epoch_})) {}
+
+    /* Whether this thread may write into the staging. */
+    DEVICE bool begins() const { return begins_; }
 
     DEVICE char *staging(u32 rank) const {
         return group_.regions[rank] + REGION_STAGING + (epoch_ & 1) * group_.staging_bytes;
@@ -29,7 +33,7 @@ class Meeting {
     /* Of all threads of the block; all of them get the same answer. */
     DEVICE bool meet(Phase phase) const {
         u64 number = 2 * epoch_ + phase;
-        sync_block();
+        if (!all_of_block(begins_)) return false;
         for (u32 r = thread(); r < group_.world_size; r += threads())
             if (r != group_.rank)
                 flag(group_.regions[r], group_.rank).store(number, memory_order_release);
@@ -43,7 +47,8 @@ class Meeting {
 
   private:
     const Group &group_;
-    u64 epoch_;
+    const u64 epoch_;
+    const bool begins_;
 
     DEVICE Shared<u64> flag(char *region, u32 from) const {
         return word64(region, REGION_FLAGS + (block() * MAX_RANKS + from) * sizeof(u64));

@@ -1,7 +1,8 @@
 /* Waiting that ends: at the deadline, when a peer has given up, or when the host asks for it.
  *
- * Who gives up first writes the error record of its rank, and the abort word of everybody. From then
- * on outputs are undefined, and every kernel of the group that has to wait ends soon. */
+ * Who gives up first writes the error record of its rank, and the abort word of everybody. The output
+ * is undefined then. Every kernel of the group that has to wait ends soon, and none that meets
+ * others begins: what a rank that is late finds in stagings stays what it was. */
 #ifndef GC_PATIENCE_CUH
 #define GC_PATIENCE_CUH
 
@@ -28,6 +29,15 @@ RARELY void give_up(const Group &group, ErrorCode code, u32 reporter, Cause caus
     word32(group.control, CONTROL_CODE).store(code, memory_order_release);
 }
 
+/* Whether this rank, or a peer, has given up; the error record says so then. */
+DEVICE bool is_given_up(const Group &group, Cause cause) {
+    u64 word = word64(own_region(group), REGION_ABORT).load(memory_order_relaxed);
+    if (word == 0) return false;
+    cause.culprit = word >> 16 & 0xff;
+    give_up(group, ERROR_PEER, word >> 8 & 0xff, cause);
+    return true;
+}
+
 class Patience {
   public:
     /* To be asked between looks. False: the wait is over. */
@@ -44,12 +54,7 @@ class Patience {
     u64 began_ = 0, asked_ = 0;
 
     DEVICE bool check(const Group &group, Cause cause) {
-        u64 word = word64(own_region(group), REGION_ABORT).load(memory_order_relaxed);
-        if (word != 0) {
-            cause.culprit = word >> 16 & 0xff;
-            give_up(group, ERROR_PEER, word >> 8 & 0xff, cause);
-            return false;
-        }
+        if (is_given_up(group, cause)) return false;
         u64 now = now_ns();
         if (began_ == 0) began_ = asked_ = now;
         if (now - asked_ >= CONTROL_NS) {

@@ -16,6 +16,7 @@
 #include <numbers.cuh>
 
 DEVICE void stage(const Job &job, const Meeting &meeting) {
+    if (job.table || !meeting.begins()) return;
     char *staging = meeting.staging(job.group.rank);
     for (u32 r = 0; r < MAX_RANKS; r++)
         if (job.puts[r].size)
@@ -58,7 +59,7 @@ DEVICE void reduce_cells(const Job &job, const Meeting &meeting, Span to, char *
 DEVICE void move(const Job &job) {
     if (is_idle(job.group)) return;
     Meeting meeting(job.group);
-    if (!job.table) stage(job, meeting);
+    stage(job, meeting);
     if (meeting.meet(PHASE_START)) {
         for (u32 k = 1; k <= job.group.world_size; k++) {
             u32 r = rank_after(job.group, k);
@@ -75,7 +76,7 @@ template <typename Number>
 DEVICE void reduce(const Job &job) {
     if (is_idle(job.group)) return;
     Meeting meeting(job.group);
-    if (!job.table) stage(job, meeting);
+    stage(job, meeting);
     if (meeting.meet(PHASE_START)) {
         reduce_cells<Number>(job, meeting, job.takes[0], nullptr);
         if (job.table) meeting.meet(PHASE_END);
@@ -90,7 +91,7 @@ DEVICE void all_reduce(const Job &job) {
     if (is_idle(job.group)) return;
     const u32 rank = job.group.rank;
     Meeting meeting(job.group);
-    if (!job.table) stage(job, meeting);
+    stage(job, meeting);
     if (meeting.meet(PHASE_START)) {
         char *shared = meeting.staging(rank) + rank * job.piece;
         reduce_cells<Number>(job, meeting, job.takes[rank], shared);

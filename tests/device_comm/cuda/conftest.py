@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.device_comm.cuda.emulator import build_library, why_not
+from tests.device_comm.cuda.emulator import Emulation, build_library, why_not
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,3 +18,8 @@ def emulation_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if why_not():
         pytest.skip(why_not())
     return build_library(tmp_path_factory.mktemp("emulation"))
+
+
+@pytest.fixture(scope="session")
+def emulation(emulation_library: Path) -> Emulation:
+    return Emulation(emulation_library)

@@ -1,0 +1,189 @@
+"""When ranks may go on: channels, sources in tables, epochs, and the use of stagings again."""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from device_comm import ReduceOp
+from device_comm.cuda import abi
+from device_comm.cuda.launch import Protocol
+from tests.device_comm.cuda.emulated_world import (
+    NEAR_WRAP,
+    Rank,
+    World,
+    at,
+    in_rank_order,
+    moved,
+    run_threads,
+    same_numbers,
+    small_layout,
+    wild,
+)
+from tests.device_comm.oracle import reduced, values
+
+if TYPE_CHECKING:
+    from tests.device_comm.cuda.emulator import Emulation
+
+# --- messages ----------------------------------------------------------------------------
+
+
+def test_messages_of_all_sizes_between_all_ranks(emulation: Emulation) -> None:
+    """Rings in both directions; the slots hold a fraction of what is sent."""
+
+    def body(rank: Rank) -> None:
+        for turn, count in enumerate((1, 64, 65, 1000, 5003)):
+            for step in range(1, rank.n):
+                after, before = (rank.rank + step) % rank.n, (rank.rank - step) % rank.n
+                source = at(moved(rank.rank, count, torch.uint8), turn)
+                output = at(torch.zeros_like(source), step)
+                with ThreadPoolExecutor(1) as beside:
+                    sent = beside.submit(rank.run, rank.plan.send(source.data_ptr(), count, after))
+                    rank.run(rank.plan.recv(output.data_ptr(), count, before))
+                    sent.result()
+                assert torch.equal(output, moved(before, count, torch.uint8))
+
+    run_threads(World(small_layout(4)), emulation, body)
+
+
+def test_sends_that_fit_into_a_channel_need_no_receive(emulation: Emulation) -> None:
+    def body(rank: Rank) -> None:
+        peer = 1 - rank.rank
+        for turn in range(10):
+            source = moved(rank.rank + turn, 256, torch.uint8)
+            assert rank.plan.sends_ahead(256)
+            assert not rank.plan.sends_ahead(257)
+            rank.run(rank.plan.send(source.data_ptr(), 256, peer))
+            output = torch.zeros_like(source)
+            rank.run(rank.plan.recv(output.data_ptr(), 256, peer))
+            assert torch.equal(output, moved(peer + turn, 256, torch.uint8))
+
+    run_threads(World(small_layout(2)), emulation, body)
+
+
+def test_a_message_is_not_taken_for_a_part_of_a_collective(emulation: Emulation) -> None:
+    def body(rank: Rank) -> None:
+        peer = 1 - rank.rank
+        message, part = moved(rank.rank, 64, torch.uint8), moved(rank.rank + 2, 64, torch.uint8)
+        rank.run(rank.plan.send(message.data_ptr(), 64, peer))
+        parts, output = torch.cat([part, part]), torch.zeros(128, dtype=torch.uint8)
+        rank.run(rank.plan.all_to_all(output.data_ptr(), parts.data_ptr(), [64, 64], [64, 64]))
+        assert torch.equal(output, torch.cat([moved(r + 2, 64, torch.uint8) for r in range(2)]))
+        rank.run(rank.plan.recv(output.data_ptr(), 64, peer))
+        assert torch.equal(output[:64], moved(peer, 64, torch.uint8))
+
+    run_threads(World(small_layout(2)), emulation, body)
+
+
+# --- sources in a table ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_sources_read_where_they_are(emulation: Emulation, n: int) -> None:
+    count, dtype = 700, torch.float32
+    sources = [at(wild(r, count, dtype), 4 * (r % 2)) for r in range(n)]
+    parts = [source.clone() for source in sources]
+    table = torch.frombuffer(
+        bytearray(abi.pack_sources([source.data_ptr() for source in sources])), dtype=torch.uint8
+    )
+    expected = in_rank_order(parts, ReduceOp.SUM)
+
+    def body(rank: Rank) -> None:
+        mine, where = sources[rank.rank], table.data_ptr()
+        size = mine.nbytes
+        for _ in range(3):
+            whole = torch.zeros_like(mine)
+            for protocol in (Protocol.ONE_SHOT, Protocol.TWO_SHOT):
+                whole.zero_()
+                arguments = whole.data_ptr(), mine.data_ptr(), size, dtype, ReduceOp.SUM
+                rank.run(rank.plan.all_reduce(*arguments, protocol=protocol, table=where))
+                same_numbers(whole, expected)
+            row = torch.zeros(n * count)
+            sizes = (size,) * n
+            rank.run(rank.plan.all_gather(row.data_ptr(), mine.data_ptr(), sizes, table=where))
+            same_numbers(row, torch.cat(parts))
+            counts = [count // n + (count % n if r == 0 else 0) for r in range(n)]
+            piece = torch.zeros(counts[rank.rank])
+            arguments = piece.data_ptr(), mine.data_ptr(), [4 * c for c in counts], dtype
+            rank.run(rank.plan.reduce_scatter(*arguments, ReduceOp.SUM, table=where))
+            same_numbers(piece, expected.split(counts)[rank.rank])
+            # Nobody reads it any more: it may be overwritten at once.
+            mine.fill_(-1.0)
+            rank.run(rank.plan.barrier())
+            mine.copy_(parts[rank.rank])
+        arguments = mine.data_ptr(), mine.data_ptr(), size, dtype, ReduceOp.SUM
+        rank.run(rank.plan.all_reduce(*arguments, protocol=Protocol.TWO_SHOT, table=where))
+        same_numbers(mine, expected)
+
+    run_threads(World(small_layout(n)), emulation, body)
+
+
+# --- epochs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0, 2**31 - 3, NEAR_WRAP])
+def test_every_launch_counts_once(emulation: Emulation, start: int) -> None:
+    def body(rank: Rank) -> None:
+        for _ in range(6):
+            rank.run(rank.plan.barrier())
+            number = torch.tensor([float(rank.rank + 1)])
+            pointers = number.data_ptr(), number.data_ptr()
+            rank.run(rank.plan.all_reduce(*pointers, 4, torch.float32, ReduceOp.SUM))
+            assert number.item() == 3.0
+
+    world = World(small_layout(2), start=start)
+    run_threads(world, emulation, body)
+    for rank in range(2):
+        assert world.epoch(rank) == start + 6
+        assert world.epoch(rank, abi.REGION_PACKET_EPOCH) == start + 6
+
+
+def test_no_packet_lives_to_see_its_epoch_again(emulation: Emulation) -> None:
+    """Cells that are not used are wiped in turn, here 2 areas of 4 cells by 8 launches."""
+    world = World(small_layout(2, packet_bytes=64))
+    layout = world.layout
+    for rank in range(2):
+        world.region(rank)[layout.packets : layout.channels].fill_(0x55)
+
+    def body(rank: Rank) -> None:
+        for _ in range(8):
+            number = torch.ones(1)
+            pointers = number.data_ptr(), number.data_ptr()
+            rank.run(rank.plan.all_reduce(*pointers, 4, torch.float32, ReduceOp.SUM))
+            assert number.item() == 2.0
+
+    run_threads(world, emulation, body)
+    for rank in range(2):
+        cells = world.region(rank)[layout.packets : layout.channels].view(2, 2, 4, 32)
+        assert not cells[:, :, 1:].any()
+
+
+def test_ranks_that_are_late_or_ahead(emulation: Emulation) -> None:
+    """Stagings are used again and again; ranks come at different times, and rest in between."""
+
+    def body(rank: Rank) -> None:
+        order, late = random.Random(1), random.Random(rank.rank)
+        for turn in range(150):
+            count, root = order.randrange(1, 400), order.randrange(rank.n)
+            kind = order.choice(("broadcast", *Protocol))
+            if late.random() < 0.1:
+                time.sleep(late.random() / 200)
+            parts = [values(r, (count,), torch.float32, turn) for r in range(rank.n)]
+            mine = at(parts[rank.rank])
+            pointer = mine.data_ptr()
+            if isinstance(kind, Protocol):
+                size = min(mine.nbytes, 512)
+                arguments = pointer, pointer, size, torch.float32, ReduceOp.SUM
+                rank.run(rank.plan.all_reduce(*arguments, protocol=kind))
+                expected = reduced(parts, ReduceOp.SUM)
+                assert torch.equal(mine[: size // 4], expected[: size // 4])
+            else:
+                rank.run(rank.plan.broadcast(pointer, mine.nbytes, root))
+                assert torch.equal(mine, parts[root])
+
+    run_threads(World(small_layout(4)), emulation, body)
