@@ -150,7 +150,7 @@ def run(plan: Plan) -> int:
         timeout_graceful_shutdown=math.ceil(plan.timeout),
     )
     server = WebServer(config, lambda: service.give_up(drop_connections))
-    with server.hear_signals(), _listen(plan.host, plan.port) as listener:
+    with server.hear_signals(), listen(plan.host, plan.port) as listener:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         sys.stdout.write(f"serving {plan.name} at http://{shown}:{port}\n")
@@ -178,7 +178,16 @@ def _start_pool(plan: Plan) -> WorkerPool:
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there.
+
+    Args:
+        host: a name or an address.
+        port: 0: any free one.
+
+    Raises:
+        OSError: the address cannot be had.
+    """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=2048)

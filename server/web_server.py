@@ -45,13 +45,16 @@ class WebServer(uvicorn.Server):
 
     @contextmanager
     def hear_signals(self) -> Iterator[None]:
-        """Handle signals in this block; in the main thread only."""
+        """Handle signals in this block; in the main thread only.
+
+        Once one was heard, later ones are ignored: the process ends, and with its own exit status.
+        """
         before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
         try:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if self.heard else handler)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

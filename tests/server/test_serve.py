@@ -1,18 +1,13 @@
-"""The server as it is run: real workers, the official client, signals."""
+"""The server as it is run: real workers, the official client, many clients, real signals."""
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import base64
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import numpy as np
@@ -20,64 +15,15 @@ import openai
 import psutil
 import pytest
 
-from server import serve
+from benchmarks.http_load import Questions, load
+from benchmarks.http_served import Served, gone
 from server.demo import reference
+from server.serve import PACKAGED_NAME
 from server.workers.minilm import ModelFolder, packaged_model
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-ROOT = Path(__file__).parents[2]
-START = (
-    "import argparse, sys\n"
-    "from server import serve\n"
-    "parser = argparse.ArgumentParser()\n"
-    "serve.add_arguments(parser)\n"
-    "sys.exit(serve.run(serve.prepare(parser.parse_args())))\n"
-)
 LINES = ["The harbour wakes before the sun does.", "", "word " * 3000, "short", "Ünïcödé ✓"]
-
-
-class Server:
-    """A server process of two stages by two parts, at a port that it chose."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", START, "--tp", "2", "--pp", "2", "--http", "127.0.0.1:0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self.process.communicate()[1]
-        self.url = line.split()[-1]
-        self.http = httpx.Client(base_url=self.url, timeout=60)
-
-    def wait_until_ready(self) -> None:
-        end = time.monotonic() + 120
-        while (answer := self.http.get("/ready")).status_code != 200:
-            assert time.monotonic() < end, answer.text
-            time.sleep(0.2)
-
-    def embed(self, given: Any) -> httpx.Response:
-        return self.http.post("/v1/embeddings", json={"model": serve.PACKAGED_NAME, "input": given})
-
-    def workers(self) -> list[int]:
-        return [worker["pid"] for worker in self.http.get("/status").json()["workers"]]
-
-    def close(self) -> None:
-        self.http.close()
-        self.process.kill()
-        self.process.communicate()
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
+FOUR = ("--tp", "2", "--pp", "2")
+MIB = 1 << 20
 
 
 def as_floats(embedding: Any) -> np.ndarray:
@@ -87,126 +33,179 @@ def as_floats(embedding: Any) -> np.ndarray:
     return np.asarray(embedding, np.float32)
 
 
-def gone(pids: list[int]) -> bool:
-    end = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) for pid in pids):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
+def embed(served: Served, given: Any) -> httpx.Response:
+    body = {"model": PACKAGED_NAME, "input": given}
+    return httpx.post(f"{served.url}/v1/embeddings", json=body, timeout=60)
 
 
-def test_the_official_client_gets_the_models_vectors_and_a_stop_finishes_what_was_accepted(
-    server: Server,
-) -> None:
-    assert server.http.get("/health").status_code == 200
-    assert server.http.get("/ready").status_code == 503
-    server.wait_until_ready()
-    expected = reference(ModelFolder.open(packaged_model()), LINES)
-    with openai.OpenAI(api_key="none", base_url=f"{server.url}/v1", max_retries=0) as client:
-        for encoding in ("float", "base64"):
-            answer = client.embeddings.create(
-                model=serve.PACKAGED_NAME, input=LINES, extra_body={"encoding_format": encoding}
-            )
-            vectors = [as_floats(entry.embedding) for entry in answer.data]
-            assert np.abs(np.stack(vectors) - expected).max() <= 1e-5
-        assert answer.usage.prompt_tokens > 256
-        with pytest.raises(openai.NotFoundError):
-            client.embeddings.create(model="other", input="x")
-        with pytest.raises(openai.BadRequestError):
-            client.embeddings.create(model=serve.PACKAGED_NAME, input=[])
-
-    answers: list[httpx.Response] = []
-    busy = threading.Thread(target=lambda: answers.append(server.embed(["word " * 300] * 64)))
-    busy.start()
-    while not server.http.get("/status").json()["batches_running"]:
-        time.sleep(0.01)
-    pids = server.workers()
-    server.process.send_signal(signal.SIGTERM)
-    busy.join(120)
-    assert answers[0].status_code == 200
-    assert len(answers[0].json()["data"]) == 64
-    _, errors = server.process.communicate(timeout=60)
-    assert (server.process.returncode, errors) == (0, "")
-    assert gone(pids)
-
-
-def test_a_dead_worker_turns_requests_and_readiness_into_503(server: Server) -> None:
-    server.wait_until_ready()
-    pids = server.workers()
-    answers: list[tuple[float, httpx.Response]] = []
+def in_threads(n: int, served: Served, given: Any) -> tuple[list[Any], list[threading.Thread]]:
+    """Ask ``n`` times; each answer is appended with the time it came."""
+    answers: list[Any] = []
 
     def ask() -> None:
-        answer = httpx.post(
-            f"{server.url}/v1/embeddings",
-            json={"model": serve.PACKAGED_NAME, "input": ["word " * 300] * 2000},
-            timeout=120,
-        )
-        answers.append((time.monotonic(), answer))
+        answers.append((embed(served, given), time.monotonic()))
 
-    asking = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in asking:
+    threads = [threading.Thread(target=ask) for _ in range(n)]
+    for thread in threads:
         thread.start()
-    while not server.http.get("/status").json()["batches_running"]:
+    return answers, threads
+
+
+def wait_for(served: Served, key: str, at_least: int) -> None:
+    end = time.monotonic() + 30
+    while served.get("/status")[1][key] < at_least:
+        assert time.monotonic() < end
         time.sleep(0.01)
-    killed = time.monotonic()
-    psutil.Process(pids[2]).kill()
-    for thread in asking:
+
+
+def signalled(served: Served, *numbers: signal.Signals) -> None:
+    for number in numbers:
+        served.process.send_signal(number)
+        time.sleep(0.3)
+
+
+def test_clients_get_the_models_vectors_or_what_is_wrong_until_it_is_stopped() -> None:
+    expected = reference(ModelFolder.open(packaged_model()), LINES)
+    with Served(*FOUR) as served:
+        assert served.get("/health")[0] == 200
+        assert served.get("/ready") == (
+            503,
+            {"ready": False, "reason": "the service is starting"},
+        )
+        served.wait_until_ready()
+        base_url = f"{served.url}/v1"
+        with openai.OpenAI(api_key="none", base_url=base_url, max_retries=0) as client:
+            for options in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
+                answer = client.embeddings.create(
+                    model=PACKAGED_NAME, input=LINES, dimensions=384, extra_body=options
+                )
+                vectors = [as_floats(entry.embedding) for entry in answer.data]
+                assert np.abs(np.stack(vectors) - expected).max() <= 1e-5
+            assert answer.usage.prompt_tokens > 256
+            one = client.embeddings.create(model=PACKAGED_NAME, input=LINES[0], user="u")
+            assert np.abs(as_floats(one.data[0].embedding) - expected[0]).max() <= 1e-5
+            assert_what_is_wrong_is_told(client)
+
+        lines = [row for row, line in enumerate(LINES) if len(line) < 100]
+        questions = Questions([LINES[row] for row in lines], expected[lines])
+        asyncio.run(load(served.url, PACKAGED_NAME, questions, 100, 1.0)).check()
+        before = served.resident_bytes()
+        found = asyncio.run(load(served.url, PACKAGED_NAME, questions, 100, 3.0, seed=1))
+        found.check()
+        assert len(found.seconds) >= 100
+        assert served.resident_bytes() - before < 64 * MIB
+        assert_a_stop_finishes_what_was_accepted(served)
+
+
+def assert_a_stop_finishes_what_was_accepted(served: Served) -> None:
+    pids = served.worker_pids()
+    answers, threads = in_threads(2, served, ["word " * 60] * 64)
+    wait_for(served, "items_waiting", 32)  # of 128, of which three batches are under way
+    served.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    with pytest.raises(httpx.ConnectError):
+        embed(served, "late")
+    for thread in threads:
         thread.join(60)
-    assert [answer.status_code for _, answer in answers] == [503, 503]
-    assert all(f"rank 2 (pid {pids[2]})" in answer.text for _, answer in answers)
-    assert max(at for at, _ in answers) - killed < 5.0
-    assert server.http.get("/ready").status_code == 503
-    assert server.http.get("/health").status_code == 200
+    assert [len(answer.json()["data"]) for answer, _ in answers] == [64, 64]
+    assert served.finish() == (0, "")
     assert gone(pids)
 
 
-def test_a_stop_while_workers_load_ends_them(server: Server) -> None:
-    children: list[int] = []
-    while not children:
-        children = [child.pid for child in psutil.Process(server.process.pid).children()]
-    server.process.send_signal(signal.SIGTERM)
-    server.process.communicate(timeout=60)
-    assert server.process.returncode == 0
-    assert gone(children)
+def assert_what_is_wrong_is_told(client: openai.OpenAI) -> None:
+    """The official client understands the errors: its classes and their fields."""
+    wrong: list[tuple[type[openai.APIStatusError], dict[str, Any], str, str | None]] = [
+        (openai.NotFoundError, {"model": "other"}, "model", "model_not_found"),
+        (openai.BadRequestError, {"input": []}, "input", None),
+        (openai.BadRequestError, {"input": [[]]}, "input", None),
+        (openai.BadRequestError, {"input": [[101, 999_999]]}, "input", None),
+        (openai.BadRequestError, {"input": [[101, -1]]}, "input", None),
+        (openai.BadRequestError, {"input": [1] * 2000}, "input", None),
+        (openai.BadRequestError, {"input": ["a"] * 2049}, "input", None),
+        (openai.BadRequestError, {"dimensions": 12}, "dimensions", None),
+        (openai.BadRequestError, {"encoding_format": "int8"}, "encoding_format", None),
+    ]
+    for kind, fields, param, code in wrong:
+        given: dict[str, Any] = {"model": PACKAGED_NAME, "input": "a", **fields}
+        with pytest.raises(kind) as raised:
+            client.embeddings.create(**given)
+        told = raised.value
+        assert (told.type, told.param, told.code) == ("invalid_request_error", param, code)
+        assert told.body is not None
+    with pytest.raises(openai.NotFoundError) as raised:
+        client.models.list()
+    assert "no GET /v1/models here" in str(raised.value)
 
 
-def arguments(**given: Any) -> Any:
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    return SimpleNamespace(**{**vars(parser.parse_args([])), **given})
+def test_a_dead_worker_turns_requests_and_readiness_into_503_within_a_second() -> None:
+    with Served(*FOUR, "--max-batch", "8") as served:
+        served.wait_until_ready()
+        pids = served.worker_pids()
+        answers, threads = in_threads(8, served, ["word " * 300] * 200)
+        wait_for(served, "items_waiting", 1200)
+        killed = time.monotonic()
+        psutil.Process(pids[2]).kill()
+        for thread in threads:
+            thread.join(60)
+        assert [answer.status_code for answer, _ in answers] == [503] * 8
+        assert all(f"rank 2 (pid {pids[2]})" in answer.text for answer, _ in answers)
+        assert max(at for _, at in answers) - killed < 1.0
+        ready, why = served.get("/ready")
+        assert ready == 503 and f"rank 2 (pid {pids[2]}): killed by SIGKILL" in why["reason"]
+        assert embed(served, "later").json()["error"]["code"] == "not_ready"
+        assert served.get("/health")[0] == 200
+        assert gone(pids)
+        served.process.send_signal(signal.SIGTERM)
+        assert served.finish() == (0, "")
+
+
+def test_a_second_signal_gives_up_what_is_unfinished() -> None:
+    with Served("--max-batch", "4") as served:
+        served.wait_until_ready()
+        pids = served.worker_pids()
+        answers, threads = in_threads(2, served, ["word " * 300] * 1000)
+        wait_for(served, "items_waiting", 1000)
+        began = time.monotonic()
+        signalled(served, signal.SIGTERM, signal.SIGTERM, signal.SIGTERM)
+        for thread in threads:
+            thread.join(60)
+        assert served.finish() == (1, "")
+        assert time.monotonic() - began < 10.0
+        assert [answer.status_code for answer, _ in answers] == [503, 503]
+        assert gone(pids)
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("loading", "numbers", "status"),
     [
-        ({"http": "8000"}, "HOST:PORT"),
-        ({"http": "127.0.0.1:99999"}, "HOST:PORT"),
-        ({"http": "0.0.0.0:8000"}, "beyond loopback: give --api-key"),
-        ({"http": "[::]:8000"}, "beyond loopback"),
-        ({"http": "example.org:8000"}, "beyond loopback"),
-        ({"tp": 5}, "tp=5 does not divide"),
-        ({"max_batch": 0}, "--max-batch must be at least 1"),
-        ({"max_waiting": 0}, "--max-waiting must be at least 1"),
-        ({"timeout": 0.0}, "--timeout must be more than 0"),
+        (False, [signal.SIGTERM], 0),
+        (True, [signal.SIGINT], 130),
+        (True, [signal.SIGTERM, signal.SIGTERM], 0),
     ],
 )
-def test_wrong_options_are_refused(given: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        serve.prepare(arguments(**given))
+def test_a_stop_before_it_is_ready_ends_all(
+    loading: bool, numbers: list[signal.Signals], status: int
+) -> None:
+    with Served(*FOUR) as served:
+        children: list[int] = []
+        while loading and len(children) < 4:
+            children = [child.pid for child in psutil.Process(served.process.pid).children()]
+        signalled(served, *numbers)
+        assert served.finish() == (status, "")
+        assert gone(children)
 
 
-@pytest.mark.parametrize("where", ["[::1]:0", "localhost:1", "127.0.0.1:0"])
-def test_loopback_needs_no_key(where: str) -> None:
-    assert serve.prepare(arguments(http=where)).api_key is None
-
-
-def test_beyond_loopback_with_a_key() -> None:
-    assert serve.prepare(arguments(http="0.0.0.0:80", api_key="k")).host == "0.0.0.0"
-
-
-def test_a_port_that_is_taken_is_told_before_workers_start() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        plan = serve.prepare(arguments(http=f"127.0.0.1:{taken.getsockname()[1]}"))
-        with pytest.raises(OSError, match="in use"):
-            serve.run(plan)
+def test_ipv6_and_a_key() -> None:
+    with Served("--api-key", "secret", http="[::1]:0") as served:
+        assert served.url.startswith("http://[::1]:")
+        served.wait_until_ready()
+        refused = embed(served, "a")
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"] == "Bearer"
+        base_url = f"{served.url}/v1"
+        with openai.OpenAI(api_key="wrong", base_url=base_url, max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError) as raised:
+                client.embeddings.create(model=PACKAGED_NAME, input="a")
+            assert raised.value.code == "invalid_api_key"
+            right = client.with_options(api_key="secret")
+            assert len(right.embeddings.create(model=PACKAGED_NAME, input="a").data) == 1

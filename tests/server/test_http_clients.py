@@ -1,0 +1,129 @@
+"""The routes behind a real socket: clients that are many, leave, are slow, or send too much."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+
+from benchmarks.http_load import Client
+from server.http import MAX_BODY_BYTES
+from tests.server.fake_service import listening, run, site
+
+
+def test_a_client_that_leaves_is_dropped_from_what_waits() -> None:
+    async def test() -> None:
+        async with site() as here, listening(here) as url, Client(url, "m") as stays:
+            here.pool.held = []
+            first = asyncio.create_task(stays.embed(["stays"]))
+            await here.until(lambda: bool(here.pool.held))
+            leaves = await Client(url, "m").__aenter__()
+            leaves.send(["leaves", "leaves"])
+            await here.until(lambda: here.service.status()["items_waiting"] == 2)
+            await leaves.__aexit__()
+            await here.until(lambda: here.service.status()["items_waiting"] == 0)
+            here.pool.let_go()
+            assert (await first)[0] == 200
+            assert (await stays.embed(["after"]))[0] == 200
+            assert here.pool.batches == [["stays"], ["after"]]
+            shown = here.service.metrics.expose().decode()
+            assert 'embedding_requests_total{status="499"} 1.0' in shown
+
+    run(test)
+
+
+def test_a_client_that_leaves_during_its_batch_takes_nobody_along() -> None:
+    async def test() -> None:
+        async with site() as here, listening(here) as url, Client(url, "m") as stays:
+            here.pool.held = []
+            leaves = await Client(url, "m").__aenter__()
+            leaves.send(["leaves"])
+            await here.until(lambda: bool(here.pool.held))
+            second = asyncio.create_task(stays.embed(["stays"]))
+            await here.until(lambda: here.service.status()["items_waiting"] == 1)
+            await leaves.__aexit__()
+            await asyncio.sleep(0.05)
+            here.pool.let_go()
+            assert (await second)[0] == 200
+            assert here.pool.batches == [["leaves"], ["stays"]]
+
+    run(test)
+
+
+def test_many_clients_at_once_each_get_their_own_answer() -> None:
+    async def test() -> None:
+        limits = {"max_batch": 32, "max_waiting": 4096, "in_flight": 3}
+        async with site(**limits) as here, listening(here) as url:
+
+            async def ask(number: int) -> None:
+                choice = random.Random(number)
+                async with Client(url, "m") as client:
+                    for turn in range(10):
+                        sizes = [1000 * turn + number, *choice.choices(range(500), k=turn % 3)]
+                        client.send(["x" * size for size in sizes], "float")
+                        _, answer = await client.receive()
+                        got = [entry["embedding"] for entry in answer["data"]]
+                        assert got == [[float(size)] for size in sizes]
+                        assert answer["usage"]["prompt_tokens"] == sum(sizes)
+
+            await asyncio.gather(*(ask(number) for number in range(100)))
+            assert max(map(len, here.pool.batches)) <= 32
+            assert here.service.status()["items_waiting"] == 0
+
+    run(test)
+
+
+def test_a_full_queue_answers_429_while_the_others_wait() -> None:
+    async def test() -> None:
+        async with site() as here, listening(here) as url:
+            here.pool.held = []
+
+            async def ask(_: int) -> int:
+                async with Client(url, "m") as client:
+                    return (await client.embed(["x"]))[0]
+
+            asked = [asyncio.create_task(ask(number)) for number in range(100)]
+            await here.until(lambda: sum(task.done() for task in asked) == 95)
+            assert {task.result() for task in asked if task.done()} == {429}
+            here.pool.let_go()
+            assert sorted(await asyncio.gather(*asked)) == [200] * 5 + [429] * 95
+
+    run(test)
+
+
+def test_a_body_that_is_too_large_is_refused_though_it_is_still_being_sent() -> None:
+    async def test() -> None:
+        async with site() as here, listening(here) as url:
+            for chunked in (False, True):
+                answer = await send_too_much(url, chunked)
+                assert answer.startswith(b"HTTP/1.1 413 "), answer
+                assert b"the body has more than" in answer
+            async with Client(url, "m") as client:
+                assert (await client.embed(["x"]))[0] == 200
+
+    run(test)
+
+
+async def send_too_much(url: str, chunked: bool) -> bytes:
+    """What comes back while a body of four times the limit is sent."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    length = b"transfer-encoding: chunked" if chunked else b"content-length: %d"
+    head = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\n" + length + b"\r\n\r\n"
+    writer.write(head if chunked else head % (4 * MAX_BODY_BYTES))
+    piece = b" " * (1 << 20)
+    sending = asyncio.create_task(
+        send(writer, b"100000\r\n" + piece + b"\r\n" if chunked else piece)
+    )
+    try:
+        return await reader.read(1 << 16)
+    finally:
+        sending.cancel()
+        writer.close()
+
+
+async def send(writer: asyncio.StreamWriter, piece: bytes) -> None:
+    with suppress(ConnectionError):
+        while True:
+            writer.write(piece)
+            await writer.drain()

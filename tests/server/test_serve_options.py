@@ -1,0 +1,74 @@
+"""What the command line of ``serve`` accepts, and how it says no."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from server import serve
+from server.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def arguments(**given: Any) -> Any:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    return SimpleNamespace(**{**vars(parser.parse_args([])), **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"http": "8000"}, "HOST:PORT"),
+        ({"http": "127.0.0.1:99999"}, "HOST:PORT"),
+        ({"http": "0.0.0.0:8000"}, "beyond loopback: give --api-key"),
+        ({"http": "[::]:8000"}, "beyond loopback"),
+        ({"http": "example.org:8000"}, "beyond loopback"),
+        ({"http": "localhost.example.org:8000"}, "beyond loopback"),
+        ({"http": "0.0.0.0:8000", "api_key": ""}, "printable ASCII"),
+        ({"api_key": "two words"}, "printable ASCII"),
+        ({"api_key": "schlüssel"}, "printable ASCII"),
+        ({"tp": 5}, "tp=5 does not divide"),
+        ({"max_batch": 0}, "--max-batch must be at least 1"),
+        ({"max_waiting": 0}, "--max-waiting must be at least 1"),
+        ({"timeout": 0.0}, "--timeout must be more than 0"),
+    ],
+)
+def test_wrong_options_are_refused(given: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        serve.prepare(arguments(**given))
+
+
+@pytest.mark.parametrize("where", ["[::1]:0", "localhost:1", "127.0.0.1:0", "127.8.9.10:0"])
+def test_loopback_needs_no_key(where: str) -> None:
+    assert serve.prepare(arguments(http=where)).api_key is None
+
+
+def test_beyond_loopback_with_a_key() -> None:
+    assert serve.prepare(arguments(http="0.0.0.0:80", api_key="k")).host == "0.0.0.0"
+
+
+def test_a_key_may_stand_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("from-a-file\n")
+    assert serve.prepare(arguments(api_key=f"@{file}")).api_key == "from-a-file"
+    with pytest.raises(FileNotFoundError):
+        serve.prepare(arguments(api_key=f"@{tmp_path / 'none'}"))
+
+
+def test_a_port_that_is_taken_is_told_before_workers_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--http", f"127.0.0.1:{port}"]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert f"cannot listen at 127.0.0.1, port {port}: " in told.err
+    assert told.err.count("\n") == 1
