@@ -8,6 +8,7 @@ Messages between two members are not compared.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,12 @@ from device_comm import DeviceCommunicator
 from shm_broadcast import DivergenceError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
     from device_comm import Call, Pending, ReduceOp
+    from device_comm.choice import Choice
 
 _BYTES = 160
 """How much of what a member issues is compared."""
@@ -66,6 +68,16 @@ class CheckedComm(DeviceCommunicator):
             text = bytes(theirs.numpy()).rstrip()
             if text != ours:
                 raise DivergenceError(rank, ours.decode(), text.decode())
+
+    def choices(self) -> list[Choice]:
+        """Those of what it wraps. Collective: no."""
+        return self._inner.choices()
+
+    @contextmanager
+    def graph_capture(self) -> Iterator[None]:
+        """As what it wraps; captured operations are compared once. Collective: yes."""
+        with self._inner.graph_capture():
+            yield
 
     def _discard(self) -> None:
         self._inner._discard()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from device_comm.choice import Choice
 from device_comm.primitives import Call, Capabilities, Primitives
 from device_comm.watch import LoneWatch, Watch
 from device_comm.work import Work
@@ -13,7 +15,7 @@ from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import CoordinatorError, GroupAbortedError, GroupClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -105,6 +107,19 @@ class Backend(Primitives):
         """
         self.watch.abort(error, None if culprit is None else self.members[culprit])
         self._discard()
+
+    def choices(self) -> list[Choice]:
+        """What carries out each verb, by size, and why. Collective: no."""
+        only = self.capabilities.backend
+        return [Choice(verb, -1, None, only) for verb in sorted(self.capabilities.verbs)]
+
+    @contextmanager
+    def graph_capture(self) -> Iterator[None]:
+        """Capture CUDA graphs with operations of this communicator in this context.
+
+        Collective: yes, every member.
+        """
+        yield
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,113 @@
+"""`SelectingComm` over two real backends: shared memory and gloo, by turns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from device_comm import LoopbackComm, ReduceOp, TorchComm
+from device_comm.select import Candidate, Measured, Selection, Table
+from device_comm.select_measure import measure
+from device_comm.selecting_comm import SelectingComm
+from shm_broadcast import Board, BoardHandle, GroupAbortedError, GroupClosedError
+from tests.device_comm.cases_move import move_cases
+from tests.device_comm.cases_named import named_cases
+from tests.device_comm.cases_reduce import reduce_cases
+from tests.device_comm.shm_ranks import make_comm
+from tests.device_comm.suite import check_table, run_table
+from tests.ranks import init_gloo, run_ranks
+
+BYTES = [32, 100, 300, 5000]
+VERBS = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter"]
+
+
+def alternating() -> Table:
+    """A table by which neighbouring sizes go to different backends."""
+    winners = ["shm", "gloo", "shm", "gloo"]
+    rows = [
+        Measured(size, {name: 1.0 if name == winner else 2.0 for name in ("shm", "gloo")})
+        for size, winner in zip(BYTES, winners, strict=True)
+    ]
+    return Table({}, dict.fromkeys([*VERBS, "send"], rows))
+
+
+def make(
+    rank: int, n: int, path: str, handle: BoardHandle, table: Table | None
+) -> tuple[SelectingComm, Board]:
+    board = Board.attach(handle, rank)
+    shm = make_comm(rank, board, f"{path}-shm")
+    gloo = TorchComm(init_gloo(rank, n, path), "cpu", board, name="tp", timeout=20)
+    candidates = [Candidate("shm", shm), Candidate("gloo", gloo)]
+    return SelectingComm(Selection(candidates, table)), board
+
+
+def table(rank: int, n: int, path: str, handle: BoardHandle) -> dict[str, str]:
+    comm, _ = make(rank, n, path, handle, alternating())
+    with comm:
+        dtypes = [torch.float32, torch.int64, torch.bfloat16, torch.bool]
+        failures = run_table(comm, reduce_cases, dtypes)
+        failures |= run_table(comm, move_cases, dtypes)
+        return failures | run_table(comm, named_cases)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_table(n: int, store_path: str) -> None:
+    with Board.create(n, None) as board:
+        check_table(run_ranks(n, table, store_path, board.handle()))
+
+
+def both_are_used(rank: int, n: int, path: str, handle: BoardHandle) -> list[str]:
+    comm, board = make(rank, n, path, handle, alternating())
+    used = []
+    with comm:
+        for size in BYTES:
+            x = torch.full((size // 4,), rank + 1.0)
+            assert comm.all_reduce(x, op=ReduceOp.SUM).unique().tolist() == [3.0]
+            used.append(comm.selection.candidate("all_reduce", x.nbytes).name)
+        assert comm.capabilities.backend == "shm+gloo"
+        assert not comm.capabilities.detects_divergence
+        board.abort("enough")
+        with pytest.raises(GroupAbortedError, match="tp all_reduce"):
+            comm.all_reduce(torch.ones(1))
+    with pytest.raises(GroupClosedError):
+        comm.barrier()
+    return used
+
+
+def test_both_are_used_and_end_together(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        found = run_ranks(2, both_are_used, store_path, board.handle())
+    assert found == [["shm", "gloo", "shm", "gloo"]] * 2
+
+
+def measured(rank: int, n: int, path: str, handle: BoardHandle) -> dict[str, list[int]]:
+    comm, _ = make(rank, n, path, handle, None)
+    with comm:
+        sizes = {"all_reduce": (64, 4096), "send": (64,), "barrier": (0,), "gather": (64,)}
+        found = measure(comm.selection.candidates, {}, sizes)
+        assert found.sound()
+        assert all(
+            set(row.seconds) == {"shm", "gloo"} for rows in found.verbs.values() for row in rows
+        )
+        return {verb: [row.size for row in rows] for verb, rows in found.verbs.items()}
+
+
+def test_measuring_on_real_ranks(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        found = run_ranks(2, measured, store_path, board.handle())
+    assert found[0] == found[1]
+    assert found[0] == {"all_reduce": [64, 4096], "send": [64], "barrier": [0], "gather": [64]}
+
+
+def test_what_cannot_be_selected_from() -> None:
+    with pytest.raises(ValueError, match="needs a candidate"):
+        SelectingComm(Selection([Candidate("ipc", None, "no peer access")]))
+    one, other = LoopbackComm("cpu"), LoopbackComm("meta")
+    with pytest.raises(ValueError, match="not of one group"):
+        SelectingComm(Selection([Candidate("a", one), Candidate("b", other)]))
+
+
+def test_a_backend_explains_itself() -> None:
+    choices = LoopbackComm("cpu").choices()
+    assert {choice.backend for choice in choices} == {"loopback"}
+    assert {choice.sizes for choice in choices} == {"any size"}
