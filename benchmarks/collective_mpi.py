@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,12 +71,21 @@ class Mpi:
         return int(self._comm.bcast(count))
 
 
+def wait_quietly(comm: Any) -> None:
+    """A barrier that leaves the cores to the systems that are measured meanwhile."""
+    arrived = comm.Ibarrier()
+    while not arrived.Test():
+        time.sleep(0.005)
+
+
 def main() -> None:
     comm = MPI.COMM_WORLD
     torch.set_num_threads(1)
     system = Mpi(comm)
     while True:
-        request = comm.bcast(json.loads(sys.stdin.readline() or "null") if comm.rank == 0 else None)
+        pending = json.loads(sys.stdin.readline() or "null") if comm.rank == 0 else None
+        wait_quietly(comm)
+        request = comm.bcast(pending)
         if request is None:
             return
         samples = measure(system, comm.rank, comm.size, *request)

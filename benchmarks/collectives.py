@@ -94,7 +94,7 @@ class MpiRanks:
 
     def __init__(self, n: int) -> None:
         command = ["mpiexec", "-n", str(n), "--oversubscribe", "--allow-run-as-root"]
-        command += ["--mca", "btl", "self,vader", sys.executable, "-m", "benchmarks.collective_mpi"]
+        command += ["--mca", "btl", "self,vader", "--bind-to", "none", sys.executable, "-m", "benchmarks.collective_mpi"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -175,7 +175,9 @@ def draw(report: Report, path: str) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__ or "").parse_args()
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="how many ranks")
+    options = arguments.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     verbs = QUICK_VERBS if options.quick else VERBS
     sizes = QUICK_SIZES if options.quick else tuple(SIZES)
@@ -186,7 +188,7 @@ def main() -> None:
     missing = why_no_mpi()
     if missing:
         report.left_out["MPI"] = missing
-    for n in (2,) if options.quick else (2, 4):
+    for n in options.ranks[:1] if options.quick else options.ranks:
         mpi = None if missing else MpiRanks(n)
         with Ranks(n) as ranks:
             compare(report, n, ranks, mpi, works, 0.05 if options.quick else 0.3)
