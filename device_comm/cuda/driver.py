@@ -1,7 +1,7 @@
 """What communicators need of a device: memory that peers can open, launches, and streams.
 
 `device_comm.cuda.cupy_driver.CupyDriver` is the one for CUDA; the tests have one that emulates
-a device on the host. Addresses, streams and opened handles are plain integers.
+a device on the host. Addresses and streams are plain integers.
 
 A driver is used by one thread, the communicator's; only the memory of a `HostBlock` is looked
 at by others. Its errors are `DeviceError` unless said otherwise.
@@ -79,6 +79,9 @@ class Driver(Protocol):
     def why_not_shareable(self, pointer: int) -> str:
         """Why `export` of this address would fail; ``""`` if it would not. Also in a capture."""
 
+    def why_pool_not_shareable(self) -> str:
+        """Why no memory of torch's own allocator can be shared; ``""`` if it can."""
+
     def export(self, pointer: int) -> Exported:
         """Name any device address to other processes, while its allocation lives.
 
@@ -86,11 +89,11 @@ class Driver(Protocol):
             NotShareableError: this memory cannot be shared; says why.
         """
 
-    def open(self, handle: bytes) -> int:
+    def map(self, handle: bytes) -> int:
         """Map another process's allocation; where it begins here. Once per handle."""
 
-    def close(self, base: int) -> None:
-        """Unmap what `open` returned."""
+    def unmap(self, base: int) -> None:
+        """Undo `map`, which returned ``base``."""
 
     def reach(self, identity: str) -> None:
         """Let kernels use what this process has allocated on another device of its own."""

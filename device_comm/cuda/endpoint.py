@@ -1,0 +1,179 @@
+"""How ranks come to hold each other's regions, and prove that they can use them.
+
+    1. Each rank allocates its region and names it; all of them swap these names.
+    2. Each maps the regions of the others, and loads all kernels.
+    3. All of them run real collectives with known results, within a deadline.
+
+After each step all ranks learn whether it has worked everywhere. If not, all of them raise
+the same `IpcUnavailableError`, with everything given back: a group falls back as one.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from device_comm.cuda import abi
+from device_comm.cuda.agree import agree
+from device_comm.cuda.health import Health
+from device_comm.cuda.ipc import Departures, Mappings, Shared
+from device_comm.cuda.launch import KERNELS, Limits, warm_up
+from device_comm.cuda.probe import probe
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.liveness import ProcessId
+from shm_broadcast.segment import SegmentHandle  # noqa: TC001 - msgspec looks at it
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from device_comm.cuda.agree import Swap
+    from device_comm.cuda.driver import Driver
+    from device_comm.watch import Watch
+
+LINGER = 5.0
+"""Seconds that peers have to unmap a region before it is left to the end of the process."""
+
+
+class _Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank has for the others: its region, and, of rank 0, the words to depart by.
+
+    ``terms`` have to be the same on all ranks.
+    """
+
+    region: Shared
+    departures: SegmentHandle | None
+    terms: str
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One rank's end of a group on its device.
+
+    Attributes:
+        driver: of the device.
+        group: what kernels know of the group; its timeout is that of the communicator.
+        limits: how launches are sized.
+        mappings: what is lent and borrowed.
+        health: sees kernels fail, and makes them stop.
+        swap: among the ranks.
+        closing: gives everything back, once nothing of this rank runs on the device any more.
+            Waits up to `LINGER` for peers that still map the region.
+    """
+
+    driver: Driver
+    group: abi.Group
+    limits: Limits
+    mappings: Mappings
+    health: Health
+    swap: Swap
+    closing: ExitStack
+
+
+def meet(
+    driver: Driver,
+    rank: int,
+    world_size: int,
+    swap: Swap,
+    watch: Watch,
+    members: Sequence[int],
+    *,
+    name: str,
+    timeout: float | None,
+    layout: abi.RegionLayout | None = None,
+    limits: Limits | None = None,
+) -> Endpoint:
+    """Set up a group. Collective: yes, every member. `IpcComm.create` says what is what.
+
+    Raises:
+        IpcUnavailableError: some rank cannot; says which and why. All ranks raise it.
+        CoordinatorError: ``swap`` has failed.
+    """
+    with ExitStack() as undo:
+        layout = layout or abi.RegionLayout(world_size)
+        loan = _Loan(driver, rank, undo)
+        payloads = agree(swap, lambda: loan.offer(layout.size, f"{layout} {limits}"))
+        offers = [msgspec.msgpack.decode(each, type=_Offer) for each in payloads]
+        if limits is None:
+            devices = [offer.region.device for offer in offers]
+            crowd = max(devices.count(device) for device in devices)
+            limits = Limits.for_ranks(world_size, ranks_on_device=crowd)
+        control = driver.host_allocate(abi.CONTROL_BYTES)
+        undo.callback(driver.host_free, control)
+        health = Health(control.view, watch, rank, members, name)
+        undo.callback(health.close)
+        chosen = limits
+
+        def take() -> bytes:
+            loan.take(offers)
+            driver.load(KERNELS)
+            stream = driver.current_stream()
+            for launch in warm_up(chosen):
+                driver.launch(*launch, stream)
+            return b""
+
+        agree(swap, take)
+        nanoseconds = 0 if timeout is None else int(timeout * 1e9)
+        group = abi.Group(loan.regions, control.pointer, rank, layout, nanoseconds)
+        agree(swap, lambda: probe(driver, group, chosen, health))
+        return Endpoint(driver, group, limits, loan.mappings, health, swap, undo.pop_all())
+
+
+class _Loan:
+    """This rank's region, which it lends, and those of the others."""
+
+    def __init__(self, driver: Driver, rank: int, undo: ExitStack) -> None:
+        self.mappings = Mappings(driver)
+        self.regions: tuple[int, ...] = ()
+        self._driver = driver
+        self._rank = rank
+        self._undo = undo
+        self._departures: Departures | None = None
+        self._peers: list[tuple[int, ProcessId]] = []
+
+    def offer(self, size: int, terms: str) -> bytes:
+        """Allocate the region; its name for the others."""
+        region = self._driver.allocate(size)
+        self._undo.callback(self._free, region)
+        handle = None
+        if self._rank == 0:
+            self._departures = Departures.create(0)
+            handle = self._departures.handle()
+        return msgspec.msgpack.encode(_Offer(self.mappings.share(region), handle, terms))
+
+    def take(self, offers: Sequence[_Offer]) -> None:
+        """Map the regions of all."""
+        for offer in offers:
+            if offer.terms != offers[0].terms:
+                raise ValueError(f"ranks differ: {offers[0].terms}, but {offer.terms}")
+        self._undo.callback(self._depart)
+        self._peers = [
+            (rank, ProcessId(offer.region.pid, offer.region.start_time))
+            for rank, offer in enumerate(offers)
+            if rank != self._rank
+        ]
+        if offers[0].departures is not None and self._departures is None:
+            self._departures = Departures.attach(offers[0].departures, self._rank)
+        own = offers[self._rank].region.pointer
+        self.regions = tuple(
+            own if rank == self._rank else self.mappings.address(offer.region)
+            for rank, offer in enumerate(offers)
+        )
+
+    def _depart(self) -> None:
+        self.mappings.close()
+        if self._departures is not None:
+            self._departures.depart()
+
+    def _free(self, region: int) -> None:
+        alone = not self._peers
+        if self._departures is not None:
+            alone = alone or self._departures.wait(self._peers, Deadline.after(LINGER))
+            self._departures.close()
+        if alone:
+            self._driver.free(region)
+
+
+__all__ = ["LINGER", "Endpoint", "meet"]

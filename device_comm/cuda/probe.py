@@ -1,0 +1,81 @@
+"""Proving that ranks can use each other's memory, by using it: collectives with known results.
+
+A device may say that it reaches another one, and the fabric between them drop what is written,
+or hand out what was there before. So the kernels that will be used run once, in all their ways
+of moving data, with a deadline; and their results are compared.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from device_comm.cuda.errors import DeviceError
+from device_comm.cuda.launch import Protocol
+from device_comm.cuda.planner import Planner
+from device_comm.reduce_op import ReduceOp
+from shm_broadcast.deadline import Deadline
+
+if TYPE_CHECKING:
+    from device_comm.cuda import abi
+    from device_comm.cuda.driver import Driver
+    from device_comm.cuda.health import Health
+    from device_comm.cuda.launch import Limits
+
+PROBE_SECONDS = 10.0
+"""How long a kernel of the probe waits for a peer."""
+
+_NUMBERS = 512
+_MARGIN = 5.0
+"""Seconds that the device has on top, to give up."""
+
+_NAP = 0.0005
+
+
+def probe(driver: Driver, group: abi.Group, limits: Limits, health: Health) -> bytes:
+    """Try ``group`` out; returns nothing. Collective: yes, every member.
+
+    Raises:
+        CoordinatorError: it does not work; says why.
+    """
+    n = group.layout.world_size
+    planner = Planner(group.with_timeout(int(PROBE_SECONDS * 1e9)), limits)
+    numbers = np.arange(1, 1 + min(_NUMBERS, group.layout.packet_bytes // 4), dtype=np.float32)
+    gives = [numbers * (rank + 1) for rank in range(n)]
+    total = numbers * (n * (n + 1) // 2)
+    size = numbers.nbytes
+    source = driver.allocate(size * (1 + len(Protocol) + n))
+    reduced = [source + size * (1 + index) for index in range(len(Protocol))]
+    launches = planner.all_gather(reduced[-1] + size, source, [size] * n)
+    for output, protocol in zip(reduced, Protocol, strict=True):
+        launches += planner.all_reduce(
+            output, source, size, torch.float32, ReduceOp.SUM, protocol=protocol
+        )
+    driver.write(source, gives[group.rank].tobytes())
+    stream = driver.make_stream()
+    for launch in launches:
+        driver.launch(*launch, stream)
+    _wait(driver, stream, health)
+    results = np.frombuffer(driver.read(reduced[0], size * (len(Protocol) + n)), np.float32)
+    driver.free_stream(stream)
+    driver.free(source)
+    health.check("probe", PROBE_SECONDS)
+    if not np.array_equal(results, np.concatenate([*[total] * len(Protocol), *gives])):
+        raise DeviceError("probe", "what ranks wrote into each other's memory is not there")
+    return b""
+
+
+def _wait(driver: Driver, stream: int, health: Health) -> None:
+    mark = driver.mark(stream)
+    deadline = Deadline.after(PROBE_SECONDS + _MARGIN)
+    while not mark.passed():
+        if deadline.expired:
+            health.abort()
+            raise DeviceError("probe", f"the device was not done in {deadline.timeout} s")
+        time.sleep(_NAP)
+
+
+__all__ = ["PROBE_SECONDS", "probe"]

@@ -1,0 +1,266 @@
+"""A `Driver` without a device: kernels on host threads, memory in segments, streams as threads.
+
+    driver = HostDriver(library)           # of the fixture `emulation_library`
+    x = driver.tensor((1000,), torch.float32)       # can be shared; torch's own cannot
+    with driver.capture() as graph:                 # launches are recorded, and done by
+        ...
+    graph.replay()
+
+Stream 0 is the calling thread: what it is given is done on return, as torch's own work on the
+CPU is. Others are threads that work off what they are given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import queue
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from device_comm.cuda.abi import RegionLayout
+from device_comm.cuda.driver import Exported, HostBlock
+from device_comm.cuda.errors import DeviceError, NotShareableError
+from shm_broadcast.errors import SharedMemoryError
+from shm_broadcast.segment import Segment, SegmentHandle
+from tests.device_comm.cuda.emulator import Emulation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+_BEGIN = mmap.PAGESIZE
+"""Where device memory begins in a segment."""
+
+
+def small_layout(n: int) -> RegionLayout:
+    """A region in which little data already goes in chunks."""
+    return RegionLayout(
+        n, staging_bytes=64 << 10, packet_bytes=1 << 10, slot_bytes=64 << 10, lanes=2
+    )
+
+
+class HostStream:
+    """A thread that works off what it is given."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="host-stream", daemon=True)
+        self._thread.start()
+
+    def give(self, task: Callable[[], object]) -> None:
+        self._tasks.put(task)
+
+    def mark(self) -> HostMark:
+        mark = HostMark()
+        self.give(mark.event.set)
+        return mark
+
+    def close(self) -> None:
+        self._tasks.put(None)
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+
+class HostMark:
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def passed(self) -> bool:
+        return self.event.is_set()
+
+
+class HostGraph:
+    """Recorded launches."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        self._emulation = emulation
+        self.launches: list[tuple[str, int, int, bytes]] = []
+
+    def replay(self) -> None:
+        for launch in self.launches:
+            self._emulation.launch(*launch)
+
+
+class HostDriver:
+    """Implements `device_comm.cuda.driver.Driver`.
+
+    Attributes:
+        pool_reason: why memory of torch's cannot be shared, as with expandable segments.
+        refuse_to_map: behave as a device without a way to the others.
+        launched: the names of all kernels, in order.
+    """
+
+    def __init__(self, library: Path | str, identity: str = "host") -> None:
+        self.device = torch.device("cpu")
+        self.identity = identity
+        self.pool_reason = ""
+        self.refuse_to_map = False
+        self.launched: list[str] = []
+        self.reached: list[str] = []
+        self._emulation = Emulation(library)  # type: ignore[arg-type]
+        self._allocations: dict[int, Segment] = {}
+        self._mapped: dict[int, Segment] = {}
+        self._host: dict[int, Any] = {}
+        self._streams: dict[int, HostStream] = {}
+        self._current = 0
+        self._capturing: tuple[int, HostGraph] | None = None
+
+    @property
+    def held(self) -> int:
+        """How many things were not given back."""
+        return sum(map(len, (self._allocations, self._mapped, self._host, self._streams)))
+
+    # --- what tests use ------------------------------------------------------------------
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in memory of this driver, until the driver goes."""
+        count = torch.Size(shape).numel()
+        segment = self._allocations[self.allocate(max(count * dtype.itemsize, 1))]
+        memory = segment.memory[_BEGIN : _BEGIN + count * dtype.itemsize]
+        return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[int]:
+        """Make a stream the current one."""
+        before, self._current = self._current, stream
+        try:
+            yield stream
+        finally:
+            self._current = before
+
+    @contextmanager
+    def capture(self) -> Iterator[HostGraph]:
+        """Record what the current stream is given."""
+        graph = HostGraph(self._emulation)
+        self._capturing = (self._current, graph)
+        try:
+            yield graph
+        finally:
+            self._capturing = None
+
+    # --- memory --------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> int:
+        try:
+            segment = Segment.create(_BEGIN + nbytes, "device-memory")
+        except SharedMemoryError as error:
+            raise DeviceError("allocate", str(error)) from error
+        pointer = _address(segment)
+        self._allocations[pointer] = segment
+        return pointer
+
+    def free(self, pointer: int) -> None:
+        self._allocations.pop(pointer).close()
+
+    def write(self, pointer: int, data: bytes) -> None:
+        ctypes.memmove(pointer, data, len(data))
+
+    def read(self, pointer: int, nbytes: int) -> bytes:
+        return ctypes.string_at(pointer, nbytes)
+
+    def why_not_shareable(self, pointer: int) -> str:
+        return "" if self._find(pointer) else "not allocated by this driver"
+
+    def why_pool_not_shareable(self) -> str:
+        return self.pool_reason
+
+    def export(self, pointer: int) -> Exported:
+        base = self._find(pointer)
+        if not base:
+            raise NotShareableError(pointer, self.why_not_shareable(pointer))
+        handle = self._allocations[base].handle()
+        return Exported(msgspec.msgpack.encode(handle), pointer - base)
+
+    def map(self, handle: bytes) -> int:
+        if self.refuse_to_map:
+            raise DeviceError("map", "no way to the peer's device")
+        try:
+            segment = Segment.attach(msgspec.msgpack.decode(handle, type=SegmentHandle))
+        except SharedMemoryError as error:
+            raise DeviceError("map", str(error)) from error
+        base = _address(segment)
+        self._mapped[base] = segment
+        return base
+
+    def unmap(self, base: int) -> None:
+        self._mapped.pop(base).close()
+
+    def reach(self, identity: str) -> None:
+        self.reached.append(identity)
+
+    def host_allocate(self, nbytes: int) -> HostBlock:
+        buffer = ctypes.create_string_buffer(nbytes)
+        pointer = ctypes.addressof(buffer)
+        self._host[pointer] = buffer
+        return HostBlock(memoryview(buffer).cast("B"), pointer)
+
+    def host_free(self, block: HostBlock) -> None:
+        del self._host[block.pointer]
+
+    # --- kernels -------------------------------------------------------------------------
+
+    def load(self, kernels: Iterable[str]) -> None:
+        pass
+
+    def launch(
+        self, kernel: str, grid: int, block: int, args: Sequence[bytes], stream: int
+    ) -> None:
+        (job,) = args
+        self.launched.append(kernel)
+        if self._capturing is not None and self._capturing[0] == stream:
+            self._capturing[1].launches.append((kernel, grid, block, job))
+        elif stream:
+            self._streams[stream].give(lambda: self._emulation.launch(kernel, grid, block, job))
+        else:
+            self._emulation.launch(kernel, grid, block, job)
+
+    # --- streams -------------------------------------------------------------------------
+
+    def current_stream(self) -> int:
+        return self._current
+
+    def is_capturing(self, stream: int) -> bool:
+        return self._capturing is not None and self._capturing[0] == stream
+
+    def make_stream(self) -> int:
+        stream = HostStream()
+        self._streams[id(stream)] = stream
+        return id(stream)
+
+    def free_stream(self, stream: int) -> None:
+        self._streams.pop(stream).close()
+
+    def order(self, before: int, after: int) -> None:
+        if not before:
+            return
+        mark = self._streams[before].mark()
+        if after:
+            self._streams[after].give(mark.event.wait)
+        else:
+            mark.event.wait()
+
+    def mark(self, stream: int) -> HostMark:
+        if stream:
+            return self._streams[stream].mark()
+        done = HostMark()
+        done.event.set()
+        return done
+
+    def _find(self, pointer: int) -> int:
+        """The allocation that an address is in, or 0."""
+        for base, segment in self._allocations.items():
+            if base <= pointer < base + segment.size - _BEGIN:
+                return base
+        return 0
+
+
+def _address(segment: Segment) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(segment.memory)) + _BEGIN
