@@ -14,7 +14,7 @@ one, and with ``is_sequence_parallel`` within the whole group.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -56,7 +56,8 @@ class ExpertVerbs(MessageVerbs):
         extra_tensors: Sequence[Tensor] | None = None,
         *,
         sizes: Sequence[int] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        async_op: bool = False,
+    ) -> Any:
         """The rows of all members, in rank order. Collective: yes, every member.
 
         Args:
@@ -65,16 +66,14 @@ class ExpertVerbs(MessageVerbs):
             topk_ids: (rows, k).
             is_sequence_parallel: members of a replica hold different rows.
             extra_tensors: more tensors of as many rows.
-            sizes: rows of each member, the same on all; None: ask them.
+            sizes: rows of each member, the same on all; None: ask them, and wait for that.
+            async_op: return a `Work`.
 
         Returns:
-            The three tensors with the rows of all members, and the extra ones if given.
+            The three tensors with the rows of all members, and a list of the extra ones if given.
         """
-        tensors = [hidden_states, topk_weights, topk_ids, *(extra_tensors or ())]
-        hidden, weights, ids, *extra = self._gather_rows(tensors, is_sequence_parallel, sizes)
-        if extra_tensors is None:
-            return hidden, weights, ids
-        return hidden, weights, ids, extra
+        main = (hidden_states, topk_weights, topk_ids)
+        return self._gather_rows(main, extra_tensors, is_sequence_parallel, sizes, async_op)
 
     def dispatch_router_logits(
         self,
@@ -84,11 +83,11 @@ class ExpertVerbs(MessageVerbs):
         extra_tensors: Sequence[Tensor] | None = None,
         *,
         sizes: Sequence[int] | None = None,
-    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, list[Tensor]]:
+        async_op: bool = False,
+    ) -> Any:
         """As `dispatch`, before the experts are chosen. Collective: yes, every member."""
-        tensors = [hidden_states, router_logits, *(extra_tensors or ())]
-        hidden, logits, *extra = self._gather_rows(tensors, is_sequence_parallel, sizes)
-        return (hidden, logits) if extra_tensors is None else (hidden, logits, extra)
+        main = (hidden_states, router_logits)
+        return self._gather_rows(main, extra_tensors, is_sequence_parallel, sizes, async_op)
 
     def combine(
         self,
@@ -97,7 +96,8 @@ class ExpertVerbs(MessageVerbs):
         *,
         sizes: Sequence[int] | None = None,
         out: Tensor | None = None,
-    ) -> Tensor:
+        async_op: bool = False,
+    ) -> Any:
         """The sum of all members' results, for this member's rows. Collective: yes, every member.
 
         Args:
@@ -105,6 +105,7 @@ class ExpertVerbs(MessageVerbs):
             is_sequence_parallel: as for `dispatch`.
             sizes: rows of each member; None: those of the last `dispatch`.
             out: (this member's rows, ...).
+            async_op: return a `Work`.
 
         Returns:
             (this member's rows, ...).
@@ -116,7 +117,7 @@ class ExpertVerbs(MessageVerbs):
         sizes = self._dispatched if sizes is None else sizes
         if sizes is None:
             raise ValueError("combine needs sizes: nothing has been dispatched before")
-        return group.reduce_scatterv(hidden_states, 0, sizes, out=out)  # type: ignore[no-any-return]
+        return group.reduce_scatterv(hidden_states, 0, sizes, out=out, async_op=async_op)
 
     def combine_into_output(
         self,
@@ -125,9 +126,12 @@ class ExpertVerbs(MessageVerbs):
         is_sequence_parallel: bool = False,
         *,
         sizes: Sequence[int] | None = None,
-    ) -> Tensor:
+        async_op: bool = False,
+    ) -> Any:
         """As `combine`, into ``output``, which is returned. Collective: yes, every member."""
-        return self.combine(hidden_states, is_sequence_parallel, sizes=sizes, out=output)
+        return self.combine(
+            hidden_states, is_sequence_parallel, sizes=sizes, out=output, async_op=async_op
+        )
 
     def allocate_combine_input(
         self,
@@ -157,14 +161,24 @@ class ExpertVerbs(MessageVerbs):
                 module.prepare_communication_buffers(self)
 
     def _gather_rows(
-        self, tensors: Sequence[Tensor], is_sequence_parallel: bool, sizes: Sequence[int] | None
-    ) -> list[Tensor]:
+        self,
+        main: Sequence[Tensor],
+        extra: Sequence[Tensor] | None,
+        is_sequence_parallel: bool,
+        sizes: Sequence[int] | None,
+        async_op: bool,
+    ) -> Any:
         group = self._rows_differ_in(is_sequence_parallel)
         if sizes is None:
-            sizes = group.all_gather_object(len(tensors[0]))
-        gathered: list[Tensor] = group.all_gatherv(tensors, 0, sizes)
+            sizes = group.all_gather_object(len(main[0]))
+
+        def arrange(gathered: list[Tensor]) -> tuple[Any, ...]:
+            first, rest = gathered[: len(main)], gathered[len(main) :]
+            return tuple(first) if extra is None else (*first, rest)
+
+        found = group.all_gatherv([*main, *(extra or ())], 0, sizes, async_op=async_op)
         self._dispatched = tuple(sizes)
-        return gathered
+        return found.then(arrange) if async_op else arrange(found)
 
     def _rows_differ_in(self, is_sequence_parallel: bool) -> ExpertVerbs:
         return self if is_sequence_parallel or self.token_group is None else self.token_group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
@@ -20,6 +20,7 @@ from shm_broadcast import Deadline, MessageQueue
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -108,6 +109,7 @@ class GroupCoordinator(ExpertVerbs):
         process_group: ProcessGroup,
         group_name: str = "group",
         *,
+        stream: torch.cuda.Stream | None = None,
         local_rank: int | None = None,
         timeout: float | None = DEFAULT_TIMEOUT,
     ) -> Self:
@@ -118,18 +120,21 @@ class GroupCoordinator(ExpertVerbs):
         Args:
             process_group: its members are the group's, in its order.
             group_name: for errors and status.
+            stream: where collectives on a CUDA device run: behind what the current stream has been
+                given, and before what it is given next; None: on the current stream.
             local_rank: this process's number on its node; None: its global rank.
             timeout: seconds for set-up; None: for ever.
 
         Collective: yes, every member.
 
         Raises:
+            ValueError: ``stream`` is not of the group's device, or that is the CPU.
             GroupTimeoutError: some members did not come in time.
         """
         ranks = torch_groups.ranks_of(process_group)
         rank = ranks[process_group.rank()]
         backend = torch_groups.backend_of(process_group)
-        settings = Settings.of(backend, rank if local_rank is None else local_rank)
+        settings = Settings.of(backend, rank if local_rank is None else local_rank).on(stream)
         if len(ranks) == 1:
             return cls.from_link(alone(group_name, rank, settings))
         exchange = Exchange.visit(
@@ -147,6 +152,7 @@ class GroupCoordinator(ExpertVerbs):
         cls,
         mesh: DeviceMesh,
         *,
+        stream: torch.cuda.Stream | None = None,
         local_rank: int | None = None,
         timeout: float | None = DEFAULT_TIMEOUT,
     ) -> Self:
@@ -155,13 +161,13 @@ class GroupCoordinator(ExpertVerbs):
         Collective: yes, every member of the mesh.
 
         Raises:
-            ValueError: ``mesh`` has more than one dimension.
+            ValueError: ``mesh`` has more than one dimension; and as `from_process_group`.
         """
         if mesh.ndim != 1:
             raise ValueError(f"choose one dimension of {mesh.mesh_dim_names}: mesh[name]")
         name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "mesh"
         return cls.from_process_group(
-            mesh.get_group(), name, local_rank=local_rank, timeout=timeout
+            mesh.get_group(), name, stream=stream, local_rank=local_rank, timeout=timeout
         )
 
     def _adopt(self, link: Link) -> None:
@@ -191,9 +197,9 @@ class GroupCoordinator(ExpertVerbs):
         """Return once every member has come here, on the CPU. Collective: yes, every member."""
         return self._link.cpu.barrier(async_op=async_op, timeout=timeout)
 
-    def cpu_all_reduce_(self, x: Tensor) -> Tensor:
+    def cpu_all_reduce_(self, x: Tensor, *, async_op: bool = False, timeout: Timeout = None) -> Any:
         """Sum a CPU tensor into itself, over the CPU group. Collective: yes, every member."""
-        return self._link.cpu.all_reduce_(x)  # type: ignore[no-any-return]
+        return self._link.cpu.all_reduce_(x, async_op=async_op, timeout=timeout)
 
     def make_sibling_device_group(
         self, group_desc: str | None = None, *, timeout: float | None = DEFAULT_TIMEOUT

@@ -8,7 +8,7 @@ process group nor board of its own and costs nothing.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from coordinator.checked_comm import CheckedComm
 from coordinator.nodes import Nodes, find_nodes
 from coordinator.torch_groups import SocketChoice
 from device_comm import DeviceCommunicator, LoopbackComm
+from device_comm.on_stream import CudaSideStream, OnStream
 from device_comm.shm_comm import ShmComm
 from device_comm.torch_comm import TorchComm
 from shm_broadcast import Deadline
@@ -47,6 +48,7 @@ class Settings:
         timeout: seconds that an operation may take; None: for ever.
         torch_only: move tensors by torch's process groups, though there may be better.
         checked: compare what members issue, where the communicator does not by itself.
+        stream: where collectives on the device run; None: on the current stream.
     """
 
     backend: str
@@ -56,6 +58,17 @@ class Settings:
     timeout: float | None
     torch_only: bool
     checked: bool
+    stream: torch.cuda.Stream | None = None
+
+    def on(self, stream: torch.cuda.Stream | None) -> Settings:
+        """The same, with collectives on a stream.
+
+        Raises:
+            ValueError: the stream is of another device, or the groups are not on CUDA.
+        """
+        if stream is not None and stream.device != self.device:
+            raise ValueError(f"a stream of {stream.device} is not for a group on {self.device}")
+        return replace(self, stream=stream)
 
     @classmethod
     def of(
@@ -199,6 +212,7 @@ def connect(
         if settings.device.type != "cpu":
             device_group = build.process_group(settings.device, settings.backend)
             device = build.checked(build.torch(device_group, settings.device), over)
+            device = build.on_stream(device)
         return Link(
             exchange.name,
             tuple(ranks),
@@ -258,6 +272,11 @@ class _Builder:
     def checked(self, comm: DeviceCommunicator, over: DeviceCommunicator) -> DeviceCommunicator:
         """``comm``, in the debug mode if that is wanted."""
         return self._keep(CheckedComm(comm, over)) if self.settings.checked else comm
+
+    def on_stream(self, comm: DeviceCommunicator) -> DeviceCommunicator:
+        """``comm``, on a stream of its own if that is wanted."""
+        stream = self.settings.stream
+        return comm if stream is None else self._keep(OnStream(comm, CudaSideStream(stream)))
 
     def _keep(self, comm: C) -> C:
         self.undo.callback(comm.close)

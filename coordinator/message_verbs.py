@@ -97,24 +97,35 @@ class MessageVerbs(TensorVerbs):
         """As `recv_object`, at once. Collective: no."""
         return self._mail.irecv_object(src, timeout)
 
-    def broadcast_object(self, obj: Any = None, src: int = 0, *, timeout: Timeout = None) -> Any:
+    def broadcast_object(
+        self, obj: Any = None, src: int = 0, *, async_op: bool = False, timeout: Timeout = None
+    ) -> Any:
         """The object of ``src``; that of rank 0 goes through the group's queue, if it has one.
 
-        Collective: yes, every member; ``src`` gets ``obj`` itself back.
+        Collective: yes, every member; ``src`` gets ``obj`` itself back. ``async_op`` is the same
+        on all members, and goes round the queue: a `Work`, in order with the messages of ``src``.
         """
+        if async_op:
+            return self._mail.ibroadcast_object(obj, src, timeout)
         queue = self.mq_broadcaster
         if queue is not None and src == 0:
             return queue.broadcast_object(obj, self._mail.deadline(timeout))
         return self._mail.broadcast_object(obj, src, timeout)
 
     def broadcast_object_list(
-        self, obj_list: list[Any], src: int = 0, *, timeout: Timeout = None
-    ) -> list[Any]:
+        self,
+        obj_list: list[Any],
+        src: int = 0,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
         """Fill every member's list with the objects of ``src``'s. Collective: yes, every member.
 
         Args:
             obj_list: as long on all members; changed in place.
             src: a rank in the group.
+            async_op: as `broadcast_object`.
             timeout: seconds; None: what the group allows.
 
         Returns:
@@ -123,14 +134,26 @@ class MessageVerbs(TensorVerbs):
         Raises:
             ValueError: ``src``'s list has another length.
         """
-        found = self._mail.broadcast_object(obj_list, src, timeout)
-        if len(found) != len(obj_list):
-            raise ValueError(f"rank {src} has {len(found)} objects, this one {len(obj_list)}")
-        obj_list[:] = found
-        return obj_list
 
-    def all_gather_object(self, obj: Any, *, timeout: Timeout = None) -> list[Any]:
-        """Every member's object, by rank in the group. Collective: yes, every member."""
+        def fill(found: list[Any]) -> list[Any]:
+            if len(found) != len(obj_list):
+                raise ValueError(f"rank {src} has {len(found)} objects, this one {len(obj_list)}")
+            obj_list[:] = found
+            return obj_list
+
+        if async_op:
+            return self._mail.ibroadcast_object(obj_list, src, timeout).then(fill)
+        return fill(self._mail.broadcast_object(obj_list, src, timeout))
+
+    def all_gather_object(
+        self, obj: Any, *, async_op: bool = False, timeout: Timeout = None
+    ) -> Any:
+        """Every member's object, by rank in the group. Collective: yes, every member.
+
+        ``async_op``: as `broadcast_object`.
+        """
+        if async_op:
+            return self._mail.iall_gather_object(obj, timeout)
         return self._mail.all_gather_object(obj, timeout)
 
     # --- dicts of tensors ----------------------------------------------------------------
@@ -230,18 +253,22 @@ class MessageVerbs(TensorVerbs):
         tensor_dict: Mapping[str, Any] | None = None,
         src: int = 0,
         *,
+        async_op: bool = False,
         timeout: Timeout = None,
-    ) -> dict[str, Any]:
+    ) -> Any:
         """The dict of ``src``, on all members. Collective: yes, every member.
 
         Args:
             tensor_dict: as for `send_tensor_dict`; only that of ``src`` matters.
             src: a rank in the group.
+            async_op: as `broadcast_object`; tensors must not change until the work is done.
             timeout: seconds; None: what the group allows.
 
         Returns:
             New tensors and values in the order of ``src``; there, its own.
         """
+        if async_op:
+            return self._mail.ibroadcast_dict(tensor_dict, src, timeout)
         return self._mail.broadcast_dict(tensor_dict, src, timeout)
 
     def _next(self, dst: int | None) -> int:

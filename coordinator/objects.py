@@ -6,6 +6,11 @@ Guarantees
     - A handle owns all that its message needs, and may be dropped.
     - Blocking sends do not wait for their receives, so members that send to each other
       first both go on. They wait once `OUTSTANDING_BYTES` to that peer are under way.
+    - A receive that meets a message of another kind ends the group with `DivergenceError`.
+
+A collective over objects is two collectives over tensors, of which the second depends on what
+the first brought. In the background it therefore is messages instead, from each source to each
+member, in order with the others between these two.
 
 Assumes: the members trust each other, for objects are pickled; one thread at a time.
 """
@@ -21,12 +26,19 @@ import torch
 from torch import Tensor
 
 from coordinator.boxes import Inbox, Outbox, Together
-from coordinator.messages import Message, broadcast_bytes
-from device_comm import Work
-from shm_broadcast import CoordinatorError, Deadline, GroupTimeoutError, MessageDecodeError
+from coordinator.messages import Kind, Message, broadcast_bytes
+from device_comm import Joined, Work
+from device_comm.checks import check_rank
+from shm_broadcast import (
+    CoordinatorError,
+    Deadline,
+    DivergenceError,
+    GroupTimeoutError,
+    MessageDecodeError,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from coordinator.boxes import Receipt, Steps
     from device_comm import DeviceCommunicator
@@ -75,27 +87,34 @@ class ObjectMail:
 
     def isend_object(self, obj: Any, dst: int, timeout: float | None) -> Work[None]:
         """Begin to send an object. Collective: no."""
-        payload = dump(obj)
-        return self._sending(dst, self.send_bytes(payload, dst), len(payload), timeout)
+        return self._isend_payload(Kind.OBJECT, dump(obj), dst, timeout)
 
     def send_object(self, obj: Any, dst: int, timeout: float | None) -> None:
         """Send an object. Collective: no."""
         payload = dump(obj)
         with self._ahead(dst, timeout) as deliver:
-            for frame in Message(payload).frames():
+            for frame in Message(Kind.OBJECT, payload).frames():
                 deliver(self.cpu, frame, True)
 
     def irecv_object(self, src: int, timeout: float | None) -> Work[Any]:
         """Begin to receive the next message of ``src``, an object. Collective: no."""
-        return self._receiving(src, self._object_steps(src), timeout)
+        return self._receiving(src, self._object_steps(Kind.OBJECT, src), timeout)
 
     def broadcast_object(self, obj: Any, src: int, timeout: float | None) -> Any:
         """The object of ``src``, on all members. Collective: yes, every member."""
         deadline = self.deadline(timeout)
         if self.cpu.rank == src:
-            broadcast_bytes(self.cpu, dump(obj), src, deadline)
+            broadcast_bytes(self.cpu, Kind.BROADCAST_OBJECT, dump(obj), src, deadline)
             return obj
-        return load(broadcast_bytes(self.cpu, None, src, deadline))
+        return load(broadcast_bytes(self.cpu, Kind.BROADCAST_OBJECT, None, src, deadline))
+
+    def ibroadcast_object(self, obj: Any, src: int, timeout: float | None) -> Work[Any]:
+        """As `broadcast_object`, in the background. Collective: yes, every member."""
+        check_rank("src", src, self.cpu.world_size)
+        if self.cpu.rank != src:
+            return self._receiving(src, self._object_steps(Kind.BROADCAST_OBJECT, src), timeout)
+        sends = self._isend_to_all(Kind.BROADCAST_OBJECT, dump(obj), timeout)
+        return Work(obj, Together(sends), timeout=self._allowed(timeout))
 
     def all_gather_object(self, obj: Any, timeout: float | None) -> list[Any]:
         """Every member's object, by rank. Collective: yes, every member."""
@@ -104,6 +123,29 @@ class ObjectMail:
         lengths = self.cpu.all_gather(torch.tensor([payload.numel()]), timeout=deadline).tolist()
         everyone = self.cpu.all_gatherv(payload, sizes=lengths, timeout=deadline)
         return [load(memoryview(each.numpy())) for each in everyone.split(lengths)]
+
+    def iall_gather_object(self, obj: Any, timeout: float | None) -> Work[list[Any]]:
+        """As `all_gather_object`, in the background. Collective: yes, every member."""
+        payload = dump(obj)
+        sends = self._isend_to_all(Kind.GATHERED_OBJECT, payload, timeout)
+        receipts = {
+            src: self.begin(src, self._object_steps(Kind.GATHERED_OBJECT, src))
+            for src in self.others
+        }
+
+        def everyone() -> list[Any]:
+            return [
+                receipts[rank].finish() if rank in receipts else load(payload)
+                for rank in range(self.cpu.world_size)
+            ]
+
+        pending = Joined([*receipts.values(), Together(sends)])
+        return Work([], pending, everyone, self._allowed(timeout))
+
+    @property
+    def others(self) -> list[int]:
+        """All ranks but this one's."""
+        return [rank for rank in range(self.cpu.world_size) if rank != self.cpu.rank]
 
     def finish(self, work: Work[T]) -> T:
         """The end of a blocking receive; what cannot be taken back ends the group.
@@ -146,13 +188,28 @@ class ObjectMail:
         """The end of a call that begins now; None: as long as the communicator allows."""
         return Deadline.after(self.cpu.timeout if timeout is None else timeout)
 
-    def send_bytes(self, payload: bytes, dst: int) -> list[Work[None]]:
-        """Begin to send bytes."""
-        return [self.cpu.isend(frame, dst) for frame in Message(payload).frames()]
+    def _isend_payload(
+        self, kind: Kind, payload: bytes, dst: int, timeout: float | None
+    ) -> Work[None]:
+        works = [self.cpu.isend(frame, dst) for frame in Message(kind, payload).frames()]
+        return self._sending(dst, works, len(payload), timeout)
 
-    def _object_steps(self, src: int) -> Steps[Any]:
-        message = Message()
+    def _isend_to_all(self, kind: Kind, payload: bytes, timeout: float | None) -> list[Work[None]]:
+        return [self._isend_payload(kind, payload, dst, timeout) for dst in self.others]
+
+    def frame_steps(self, kind: Kind, src: int) -> Generator[Work[Any], Any, Message]:
+        """The first step of receiving a message of a kind: its frame."""
+        message = Message(kind)
         yield self.cpu.irecv(out=message.first, src=src)
+        try:
+            message.check(src)
+        except DivergenceError as error:
+            self.cpu.abort(error)
+            raise
+        return message
+
+    def _object_steps(self, kind: Kind, src: int) -> Steps[Any]:
+        message = yield from self.frame_steps(kind, src)
         rest = message.rest()
         works = [] if rest is None else [self.cpu.irecv(out=rest, src=src)]
         return works, lambda: load(message.payload)

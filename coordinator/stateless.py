@@ -182,7 +182,7 @@ class StatelessProcessGroup:
 
     def all_gather_obj(self, obj: Any) -> list[Any]:
         """Every process's object, by rank. Collective: yes, every process."""
-        return self.group.all_gather_object(obj)
+        return self.group.all_gather_object(obj)  # type: ignore[no-any-return]
 
     def broadcast(self, tensor: Tensor | None, src: int) -> Tensor:
         """The tensor of ``src``; the others need not know its shape.

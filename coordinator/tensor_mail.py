@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from coordinator.boxes import in_turn
-from coordinator.messages import Message, broadcast_bytes
+from coordinator.boxes import Together, in_turn
+from coordinator.messages import Kind, Message, broadcast_bytes
 from coordinator.objects import ObjectMail
 from coordinator.tensor_dict import WHOLE, Slicing, decode, encode, pack, unpack
+from device_comm import Work
+from device_comm.checks import check_rank
 from shm_broadcast import CoordinatorError
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     from coordinator.boxes import Steps
     from coordinator.tensor_dict import Header, TensorMeta
-    from device_comm import DeviceCommunicator, Work
+    from device_comm import DeviceCommunicator
     from shm_broadcast import Deadline
 
 
@@ -56,10 +58,15 @@ class TensorMail(ObjectMail):
         self.send_packed(dst, *self.pack(values, slicing), timeout)
 
     def isend_packed(
-        self, dst: int, header: Header | None, parts: Sequence[Tensor], timeout: float | None
+        self,
+        dst: int,
+        header: Header | None,
+        parts: Sequence[Tensor],
+        timeout: float | None,
+        kind: Kind = Kind.TENSOR_DICT,
     ) -> Work[None]:
         """Begin to send what `pack` made; a header of None is one that ``dst`` knows."""
-        frames = [] if header is None else Message(encode(header)).frames()
+        frames = [] if header is None else Message(kind, encode(header)).frames()
         works = [self.cpu.isend(frame, dst) for frame in frames]
         works += [self._comm(part.device.type).isend(part, dst) for part in parts]
         return self._sending(dst, works, sum(part.nbytes for part in parts), timeout)
@@ -68,7 +75,7 @@ class TensorMail(ObjectMail):
         self, dst: int, header: Header | None, parts: Sequence[Tensor], timeout: float | None
     ) -> None:
         """Send what `pack` made; as `isend_packed`, and the parts may be changed after that."""
-        frames = [] if header is None else Message(encode(header)).frames()
+        frames = [] if header is None else Message(Kind.TENSOR_DICT, encode(header)).frames()
         with self._ahead(dst, timeout) as deliver:
             for frame in frames:
                 deliver(self.cpu, frame, True)
@@ -119,16 +126,27 @@ class TensorMail(ObjectMail):
         """The dict of ``src``, on all members. Collective: yes, every member."""
         deadline = self.deadline(timeout)
         if self.cpu.rank != src:
-            header = decode(broadcast_bytes(self.cpu, None, src, deadline))
+            kind = Kind.BROADCAST_TENSOR_DICT
+            header = decode(broadcast_bytes(self.cpu, kind, None, src, deadline))
             tensors = self._rooms(header)
             self._broadcast_all([room for room in tensors.values() if room.numel()], src, deadline)
             return unpack(header, self._whole(header, tensors, None))
-        if values is None:
-            raise ValueError(f"rank {src} is the source: it needs a dict")
-        header, parts = self.pack(values, WHOLE)
-        broadcast_bytes(self.cpu, encode(header), src, deadline)
+        header, parts = self._pack_source(values, src)
+        broadcast_bytes(self.cpu, Kind.BROADCAST_TENSOR_DICT, encode(header), src, deadline)
         self._broadcast_all(parts, src, deadline)
-        return dict(values)
+        return dict(values or {})
+
+    def ibroadcast_dict(
+        self, values: Mapping[str, Any] | None, src: int, timeout: float | None
+    ) -> Work[dict[str, Any]]:
+        """As `broadcast_dict`, in the background. Collective: yes, every member."""
+        check_rank("src", src, self.cpu.world_size)
+        kind = Kind.BROADCAST_TENSOR_DICT
+        if self.cpu.rank != src:
+            return self._receiving(src, self.dict_steps(src, None, kind=kind), timeout)
+        packed = self._pack_source(values, src)
+        sends = [self.isend_packed(dst, *packed, timeout, kind) for dst in self.others]
+        return Work(dict(values or {}), Together(sends), timeout=self._allowed(timeout))
 
     def slicing(self, overrides: Mapping[str, bool] | None) -> Slicing:
         """How to cut tensors that all members of this mail's group hold."""
@@ -153,11 +171,14 @@ class TensorMail(ObjectMail):
         return pack(values, slicing)
 
     def dict_steps(
-        self, src: int, peers: TensorMail | None, seen: Callable[[Header], None] | None = None
+        self,
+        src: int,
+        peers: TensorMail | None,
+        seen: Callable[[Header], None] | None = None,
+        kind: Kind = Kind.TENSOR_DICT,
     ) -> Steps[dict[str, Any]]:
         """The steps of receiving a dict; ``seen`` is told its header as soon as that is there."""
-        message = Message()
-        yield self.cpu.irecv(out=message.first, src=src)
+        message = yield from self.frame_steps(kind, src)
         rest = message.rest()
         if rest is not None:
             yield self.cpu.irecv(out=rest, src=src)
@@ -177,6 +198,13 @@ class TensorMail(ObjectMail):
             if room.numel()
         ]
         return works, lambda: unpack(header, self._whole(header, tensors, peers))
+
+    def _pack_source(
+        self, values: Mapping[str, Any] | None, src: int
+    ) -> tuple[Header, list[Tensor]]:
+        if values is None:
+            raise ValueError(f"rank {src} is the source: it needs a dict")
+        return self.pack(values, WHOLE)
 
     def _broadcast_all(self, parts: Sequence[Tensor], src: int, deadline: Deadline) -> None:
         works = [

@@ -170,9 +170,15 @@ class TensorVerbs(Member):
         output: Tensor,
         dim: int = -1,
         sizes: Sequence[int] | None = None,
-    ) -> Tensor:
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
         """As `reduce_scatterv`, into ``output``, which is returned. Collective: yes."""
-        return self.reduce_scatterv(x, dim, sizes, out=output)  # type: ignore[no-any-return]
+        return self.reduce_scatterv(
+            x, dim, sizes, op=op, out=output, async_op=async_op, timeout=timeout
+        )
 
     def all_to_all(
         self,

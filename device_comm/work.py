@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import CoordinatorError, GroupTimeoutError
@@ -15,6 +15,7 @@ from shm_broadcast.errors import CoordinatorError, GroupTimeoutError
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 _AWAIT_PAUSES = (0.0, 0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005)
@@ -132,6 +133,11 @@ class Work(Generic[T]):
         self._keep = None
         return self._result
 
+    def then(self, step: Callable[[T], S]) -> Work[S]:
+        """A work of what ``step`` makes of this one's result, once that is waited for."""
+        work: Work[Any] = Work(None, _Whole(self), lambda: step(self.wait()), self._timeout)
+        return work
+
     def __await__(self) -> Generator[object, None, T]:
         """``await work``: as `wait`, without blocking the event loop."""
         return self._wait_async().__await__()
@@ -156,3 +162,11 @@ class Work(Generic[T]):
         else:
             state = "done" if self.is_completed() else "under way"
         return f"<{type(self).__name__} {state}>"
+
+
+class _Whole:
+    """A work as something that another work waits for."""
+
+    def __init__(self, work: Work[Any]) -> None:
+        self.ready = work.is_completed
+        self.wait = work.wait

@@ -40,6 +40,13 @@ def there_and_back(group: GroupCoordinator, rank: int, *, known: bool) -> None:
     out = torch.empty(len(hidden), 1)
     assert group.combine_into_output(room, out) is out
     assert out.tolist() == expected
+    work = group.dispatch(hidden, weights, ids, sizes=sizes, async_op=True)
+    assert [len(each) for each in work.wait()] == [3, 3, 3]
+    logits = group.dispatch_router_logits(hidden, weights, extra_tensors=[ids], async_op=True)
+    assert logits.wait()[2][0].flatten().tolist() == [100, 200, 300]
+    assert group.combine(result, async_op=True).wait().tolist() == expected
+    assert group.combine_into_output(room, out.zero_(), async_op=True).wait() is out
+    assert out.tolist() == expected
 
 
 def extra_tensors_are_kept(group: GroupCoordinator, rank: int) -> None:

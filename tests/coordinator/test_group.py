@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +109,9 @@ def wrapped(rank: int, n: int, path: str) -> None:
         assert group.ranks == [0, 1, 2, 3]
         assert group.all_gather(torch.tensor([rank])).tolist() == [0, 1, 2, 3]
         group.barrier()
+    stream: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    with pytest.raises(ValueError, match="a stream of cuda:0 is not for a group on cpu"):
+        GroupCoordinator.from_process_group(world, stream=stream)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError, match="choose one dimension"):
         GroupCoordinator.from_device_mesh(mesh)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,8 +16,16 @@ import torch
 import coordinator
 from coordinator import GroupCoordinator, host_store
 from coordinator.objects import OUTSTANDING_BYTES
-from shm_broadcast import GroupAbortedError, GroupTimeoutError, MessageDecodeError
+from shm_broadcast import (
+    DivergenceError,
+    GroupAbortedError,
+    GroupTimeoutError,
+    MessageDecodeError,
+)
 from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def same(a: Any, b: Any) -> bool:
@@ -134,6 +143,40 @@ def broadcast_dicts(group: GroupCoordinator, me: int, other: int) -> None:
     assert group.broadcast_tensor_dict({} if me == 0 else None) == {}
 
 
+def collectives_in_the_background(group: GroupCoordinator, me: int, other: int) -> None:
+    """Works of what collects objects, with other collectives and messages in between."""
+    works = []
+    for src in (0, 1):
+        mine = me == src
+        works += [
+            group.broadcast_object({"from": me} if mine else None, src, async_op=True),
+            group.broadcast_object_list([me, "x" * 9000] if mine else [0, 0], src, async_op=True),
+            group.broadcast_tensor_dict(mixed() if mine else None, src, async_op=True),
+            group.all_gather_object(("me", me, "y" * 2000 * me), async_op=True),
+        ]
+        group.isend_object("between", other)
+        assert group.all_reduce(torch.tensor([1 + me])).item() == 3
+        assert group.recv_object(other) == "between"
+    for src in (1, 0):
+        obj, several, tensors, everyone = works[4 * src : 4 * src + 4]
+        agree(tensors.wait(), mixed())
+        assert everyone.wait() == [("me", 0, ""), ("me", 1, "y" * 2000)]
+        assert obj.wait() == obj.wait() == {"from": src}
+        assert several.wait() == several.wait() == [src, "x" * 9000]
+    group.broadcast_object("dropped" if me == 0 else None, async_op=True)
+
+    async def awaited() -> Any:
+        return await group.broadcast_object(me, 1, async_op=True)
+
+    assert asyncio.run(awaited()) == 1
+    unequal = group.broadcast_object_list([1, 2] if me == 0 else [1], async_op=True)
+    if me == 0:
+        assert unequal.wait() == [1, 2]
+    else:
+        with pytest.raises(ValueError, match="rank 0 has 2 objects, this one 1"):
+            unequal.wait()
+
+
 def dict_handles(group: GroupCoordinator, me: int, other: int) -> None:
     """D4: isend returns without a receive; order holds among kinds; handles may be dropped."""
     if me == 0:
@@ -186,6 +229,9 @@ def refused(group: GroupCoordinator, me: int, other: int) -> None:
         (lambda: group.broadcast_object(1, src=-1), ValueError),
         (lambda: group.broadcast_object(1, src=2), ValueError),
         (lambda: group.broadcast_tensor_dict({}, src=-1), ValueError),
+        (lambda: group.broadcast_object(1, src=-1, async_op=True), ValueError),
+        (lambda: group.broadcast_tensor_dict({}, src=2, async_op=True), ValueError),
+        (lambda: group.broadcast_tensor_dict(None, src=me, async_op=True), ValueError),
         (lambda: group.send_object(1, me), ValueError),
         (lambda: group.recv_object(me), ValueError),
         (lambda: group.send_object(lambda: 0, other), TypeError),
@@ -232,6 +278,7 @@ CASES = [
     crossed_sends,
     dicts,
     broadcast_dicts,
+    collectives_in_the_background,
     dict_handles,
     tensors_behind_dicts,
     awaited,
@@ -333,6 +380,52 @@ def test_slices_of_replicated_tensors() -> None:
     """arange(8) over two: 4 elements per link; the sender alone decides what is cut."""
     store = host_store()
     run_ranks(4, sliced, store.port)
+
+
+# --- another kind than what was sent ------------------------------------------------------
+
+ASKED: dict[str, tuple[Callable[[GroupCoordinator], Any], Callable[[GroupCoordinator], Any]]] = {
+    "receive of object, send of tensor dict": (
+        lambda group: group.recv_object(0),
+        lambda group: group.send_tensor_dict({"x": torch.ones(2)}, 1),
+    ),
+    "receive of tensor dict, send of object": (
+        lambda group: group.recv_tensor_dict(0),
+        lambda group: group.send_object(1, 1),
+    ),
+    "receive of object, send of broadcast object": (
+        lambda group: group.recv_object(0),
+        lambda group: group.broadcast_object(1, async_op=True),
+    ),
+    "receive of broadcast object, send of broadcast tensor dict": (
+        lambda group: group.broadcast_object(),
+        lambda group: group.broadcast_tensor_dict({}),
+    ),
+}
+
+
+def another_kind(rank: int, n: int, port: int, torch_only: bool) -> None:
+    store = coordinator.connect_store("127.0.0.1", port)
+    for said, (ask, send) in ASKED.items():
+        with coordinator.init(
+            pp=2, rank=rank, store=store, timeout=30, torch_only=torch_only
+        ) as groups:
+            if rank == 1:
+                with pytest.raises(DivergenceError) as caught:
+                    ask(groups.pp)
+                assert caught.value.rank == 0
+                assert f"{caught.value.ours}, {caught.value.theirs}" == said
+            else:
+                with suppress(GroupAbortedError):  # the other may have noticed meanwhile
+                    send(groups.pp)
+            with pytest.raises(GroupAbortedError, match="DivergenceError"):
+                groups.pp.recv_object(1 - rank)
+
+
+@pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
+def test_a_message_of_another_kind_is_told_apart(torch_only: bool) -> None:
+    store = host_store()
+    run_ranks(2, another_kind, store.port, torch_only)
 
 
 # --- what does not come -------------------------------------------------------------------

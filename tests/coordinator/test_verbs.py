@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import coordinator
-from coordinator import GroupCoordinator, host_store
+from coordinator import GroupCoordinator, ReduceOp, host_store
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
@@ -76,12 +76,17 @@ def by_position(rank: int, n: int, port: int) -> None:
         out = torch.empty(rank + 1)
         assert tp.reduce_scatterv_into_output(torch.arange(3.0), out, 0, [1, 2]) is out
         assert out.tolist() == ([0], [2, 4])[rank]
+        largest = {"op": ReduceOp.MAX, "async_op": True}
+        work = tp.reduce_scatterv_into_output(torch.arange(3.0) + rank, out, 0, [1, 2], **largest)
+        assert work.wait() is out
+        assert out.tolist() == ([1], [2, 3])[rank]
         assert tp.broadcast(torch.tensor([rank]), 1).item() == 1
         gathered = tp.gather(torch.tensor([rank]), 1, 0)
         assert (gathered is None) if rank == 0 else gathered.tolist() == [0, 1]
         total = torch.tensor([rank + 1])
         assert tp.cpu_all_reduce_(total) is total
         assert total.item() == 3
+        assert tp.cpu_all_reduce_(total, async_op=True).wait().item() == 6
         for wrong in (
             lambda: tp.broadcast(x, -1),
             lambda: tp.reduce_scatter(torch.ones(3), 0),

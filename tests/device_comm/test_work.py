@@ -128,3 +128,17 @@ def test_joining() -> None:
     assert looks() == [False, False, False, True]
     joined.wait(Deadline.after(1))
     assert len(first.deadlines) == len(second.deadlines) == 1
+
+
+def test_a_work_of_what_is_made_of_a_result() -> None:
+    seen: list[str] = []
+    work = Work("result", Steps(3)).then(lambda result: seen.append(result) or len(result))
+    assert not work.is_completed()
+    with pytest.raises(GroupTimeoutError):
+        work.wait(0)
+    assert [work.wait(1), work.wait(1)] == [6, 6]
+    assert seen == ["result"]
+    failing = Work("result", Steps(0, CoordinatorError("lost"))).then(len)
+    for _ in range(2):
+        with pytest.raises(CoordinatorError, match="lost"):
+            failing.wait()

@@ -1,0 +1,132 @@
+"""Operations on a stream of their own: the order in which streams wait, and what is kept alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from device_comm.base import Capabilities, DeviceCommunicator
+from device_comm.on_stream import CudaSideStream, OnStream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from device_comm import Call, Pending
+    from shm_broadcast import Deadline
+
+
+class Log:
+    """A side stream that says what happens, and is done when told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.done = False
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        self.said.append("enter")
+        yield
+        self.said.append("leave")
+
+    def follow(self) -> None:
+        self.said.append("follow")
+
+    def mark(self) -> Callable[[], bool]:
+        return lambda: self.done
+
+
+class Later:
+    """What a backend hands back that finishes in stream order."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    def ready(self) -> bool:
+        return False
+
+    def wait(self, deadline: Deadline) -> None:  # noqa: ARG002 - the device waits
+        self._log.said.append("wait")
+
+
+class Doubling(DeviceCommunicator):
+    """Two ranks that hold the same: a sum is twice the input."""
+
+    def __init__(self, log: Log | None, device: str = "cpu") -> None:
+        super().__init__(
+            rank=0,
+            world_size=2,
+            device=device,
+            capabilities=Capabilities("toy", stream_ordered=True),
+        )
+        self._log = log
+
+    def _all_reduce(
+        self,
+        output: Tensor,
+        source: Tensor,
+        op: Any,  # noqa: ARG002 - always a sum
+        call: Call,  # noqa: ARG002
+    ) -> Pending | None:
+        torch.add(source, source, out=output)
+        if self._log is None:
+            return None
+        self._log.said.append("all_reduce")
+        return Later(self._log)
+
+
+def test_a_call_is_behind_and_before_what_the_current_stream_is_given() -> None:
+    log = Log()
+    comm = OnStream(Doubling(log), log)
+    assert comm.all_reduce(torch.ones(2)).tolist() == [2, 2]
+    assert log.said == ["enter", "all_reduce", "wait", "leave", "follow"]
+
+
+def test_a_work_is_followed_when_it_is_waited_for() -> None:
+    log = Log()
+    work = OnStream(Doubling(log), log).all_reduce(torch.ones(2), async_op=True)
+    assert log.said == ["enter", "all_reduce", "leave"]
+    assert not work.is_completed()
+    assert work.wait().tolist() == [2, 2]
+    assert log.said[3:] == ["enter", "wait", "leave", "follow"]
+
+
+def test_tensors_live_until_the_stream_has_passed() -> None:
+    log = Log()
+    comm = OnStream(Doubling(log), log)
+    x = torch.ones(2)
+    alive = weakref.ref(x)
+    comm.all_reduce(x, async_op=True)
+    del x
+    gc.collect()
+    assert alive() is not None
+    log.done = True
+    comm.all_reduce(torch.ones(1))
+    gc.collect()
+    assert alive() is None
+
+
+def test_it_closes_what_it_wraps() -> None:
+    inner = Doubling(None)
+    OnStream(inner, Log()).close()
+    assert inner.closed
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu() -> None:
+    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    comm = OnStream(Doubling(None, "cuda"), CudaSideStream(side))
+    for _ in range(50):
+        x = torch.zeros(1 << 22, device="cuda")
+        torch.cuda._sleep(1_000_000)
+        x += 1
+        y = comm.all_reduce(x)
+        work = comm.all_reduce(x, async_op=True)
+        del x
+        assert (y + work.wait()).eq(4).all().item()
