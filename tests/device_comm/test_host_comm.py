@@ -1,0 +1,38 @@
+"""The table over `HostComm`; the device it moves tensors of is the CPU here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from device_comm.host_comm import HostComm
+from shm_broadcast import Board, BoardHandle
+from tests.device_comm.cases_move import move_cases
+from tests.device_comm.cases_named import named_cases
+from tests.device_comm.cases_reduce import reduce_cases
+from tests.device_comm.shm_ranks import make_comm
+from tests.device_comm.suite import check_table, run_table
+from tests.ranks import run_ranks
+
+
+def table(rank: int, n: int, path: str, board: BoardHandle, device: str) -> dict[str, str]:
+    with make_comm(rank, board, path) as inner, HostComm(inner, device) as comm:
+        assert comm.capabilities.backend == "host"
+        assert comm.capabilities.detects_divergence
+        dtypes = [torch.float32, torch.int64, torch.bfloat16]
+        failures = run_table(comm, reduce_cases, dtypes)
+        failures |= run_table(comm, move_cases, dtypes)
+        return failures | run_table(comm, named_cases)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_table(n: int, store_path: str) -> None:
+    with Board.create(n, None) as board:
+        check_table(run_ranks(n, table, store_path, board.handle(), "cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_table_on_a_gpu(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        check_table(run_ranks(2, table, store_path, board.handle(), "cuda:0"))
