@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
@@ -223,12 +223,27 @@ class GroupCoordinator(ExpertVerbs):
     ) -> Iterator[GraphCaptureContext]:
         """Capture a CUDA graph inside this context, on its stream; nothing on the CPU.
 
+        Give the context's stream to torch: ``torch.cuda.graph(graph, stream=context.stream)``.
+        At the end, members tell each other what memory they have captured. The graphs can be
+        replayed from then on: by all members in the same order, on a stream that other calls of
+        this group are ordered with, and until the group is closed.
+
         Collective: yes, every member.
 
         Args:
             graph_capture_context: of a capture that another group has begun.
+
+        Raises:
+            DivergenceError: members have captured different collectives; do not replay them.
         """
-        with capture_on_side_stream(self.device, graph_capture_context) as context:
+        with ExitStack() as captures:
+            context = captures.enter_context(
+                capture_on_side_stream(self.device, graph_capture_context)
+            )
+            captures.enter_context(self.device_communicator.graph_capture())
+            for part in (self.hierarchy.intra, self.hierarchy.inter):
+                if isinstance(part, GroupCoordinator) and part is not self:
+                    captures.enter_context(part.graph_capture(context))
             yield context
 
     def create_mq_broadcaster(

@@ -10,18 +10,19 @@ neighbours, then come pipeline stages, then data-parallel replicas.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from coordinator.bootstrap import DEFAULT_TIMEOUT, Launch
+from coordinator.graph_capture import GraphCaptureContext, capture_on_side_stream
 from coordinator.link import OPERATION_TIMEOUT
 from coordinator.rank_grid import RankGrid
 from coordinator.topology import Topology
 from shm_broadcast import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from types import TracebackType
 
     import torch
@@ -127,6 +128,19 @@ class ParallelGroups:
     def board(self) -> Board | None:
         """This node's board; None in a world of one that was given none."""
         return self.world.board
+
+    @contextmanager
+    def graph_capture(self) -> Iterator[GraphCaptureContext]:
+        """Capture CUDA graphs with collectives of any of the groups; nothing on the CPU.
+
+        As `GroupCoordinator.graph_capture`. Collective: yes, every rank.
+        """
+        named = (self.world, self.tp, self.pp, self.dp, self.pcp, self.dcp, self.ep)
+        with ExitStack() as captures:
+            context = captures.enter_context(capture_on_side_stream(self.device))
+            for group in dict.fromkeys((*named, *self.axes.values())):
+                captures.enter_context(group.graph_capture(context))
+            yield context
 
     def close(self) -> None:
         """Close all groups; the second time does nothing. Collective: no.

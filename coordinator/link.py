@@ -15,6 +15,7 @@ import torch
 
 from coordinator import torch_groups
 from coordinator.checked_comm import CheckedComm
+from coordinator.cuda_link import cuda_comm
 from coordinator.nodes import Nodes, find_nodes
 from coordinator.torch_groups import SocketChoice
 from device_comm import DeviceCommunicator, LoopbackComm
@@ -211,7 +212,7 @@ def connect(
         device_group, device = cpu_group, cpu
         if settings.device.type != "cpu":
             device_group = build.process_group(settings.device, settings.backend)
-            device = build.checked(build.torch(device_group, settings.device), over)
+            device = build.checked(build.cuda(device_group, over), over)
             device = build.on_stream(device)
         return Link(
             exchange.name,
@@ -268,6 +269,18 @@ class _Builder:
         return self._keep(
             TorchComm(group, device, board, members, self.exchange.name, self.settings.timeout)
         )
+
+    def cuda(self, group: ProcessGroup, over: DeviceCommunicator) -> DeviceCommunicator:
+        """The best there is on CUDA devices, or what ``group`` is, if told so."""
+
+        def wrap() -> TorchComm:
+            return self.torch(group, self.settings.device)
+
+        if self.settings.torch_only:
+            return wrap()
+        deadline = self.exchange.deadline
+        comm = cuda_comm(self.settings.device, self.nodes, over, wrap, deadline, self.undo)
+        return self._keep(comm)
 
     def checked(self, comm: DeviceCommunicator, over: DeviceCommunicator) -> DeviceCommunicator:
         """``comm``, in the debug mode if that is wanted."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from device_comm.base import Call
+    from device_comm.choice import Explanation
     from device_comm.work import Pending
     from shm_broadcast.deadline import Deadline
 
@@ -87,6 +88,16 @@ class OnStream(DeviceCommunicator):
         """Return once all that was sent ahead of its receivers has arrived. Collective: no."""
         with self._stream.entered():
             self._inner.flush(timeout)
+
+    def explain(self) -> Explanation:
+        """As what it wraps. Collective: no."""
+        return self._inner.explain()
+
+    @contextmanager
+    def graph_capture(self) -> Iterator[None]:
+        """Capture CUDA graphs in this context. Collective: yes, every member."""
+        with self._inner.graph_capture():
+            yield
 
     def _close(self) -> None:
         self._inner.close()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from device_comm.base import DeviceCommunicator
+    from shm_broadcast.deadline import Deadline
 
     Swap = Callable[[bytes], list[bytes]]
     """Gives bytes of this rank to all, and returns those of all, by rank. Collective."""
@@ -26,14 +27,15 @@ class _Outcome(msgspec.Struct, frozen=True, array_like=True):
     made: bytes
 
 
-def swap_over(comm: DeviceCommunicator) -> Swap:
-    """Swap by a communicator on the CPU, within its timeout."""
+def swap_over(comm: DeviceCommunicator, timeout: float | Deadline | None = None) -> Swap:
+    """Swap by a communicator on the CPU; ``timeout`` as for its calls. Collective: no."""
 
     def swap(payload: bytes) -> list[bytes]:
-        sizes = comm.all_gather(torch.tensor([len(payload)]), dim=0).tolist()
+        size = torch.tensor([len(payload)])
+        sizes = comm.all_gather(size, dim=0, timeout=timeout).tolist()
         own = torch.empty(len(payload), dtype=torch.uint8)
         own.numpy()[:] = memoryview(payload)
-        whole = comm.all_gatherv(own, sizes=sizes)
+        whole = comm.all_gatherv(own, sizes=sizes, timeout=timeout)
         return [part.numpy().tobytes() for part in whole.split(sizes)]
 
     return swap

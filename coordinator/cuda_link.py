@@ -1,0 +1,151 @@
+"""What moves the tensors of a group on CUDA devices: everything that works, the best for each.
+
+Candidates, in order of preference where nothing was measured:
+
+    ipc     kernels that reach into the memory of peers on this host; ranks may share a device
+    nccl    NCCL on torch's current stream
+    torch   the device's torch process group; only if the others were refused
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from coordinator.candidates import select, try_together
+from device_comm.cuda.abi import MAX_RANKS
+from device_comm.cuda.agree import swap_over
+from device_comm.cuda.errors import DeviceError
+from device_comm.cuda.ipc_comm import IpcComm
+from device_comm.cuda.nccl_comm import NcclComm
+from device_comm.cuda.nccl_library import NcclLibrary, NcclUnavailableError
+from device_comm.select import Candidate
+from device_comm.select_cache import Key, TableCache, cache_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import ExitStack
+
+    from coordinator.nodes import Nodes
+    from device_comm import DeviceCommunicator
+    from device_comm.cuda.driver import Driver
+    from shm_broadcast import Deadline
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def cuda_comm(
+    device: torch.device,
+    nodes: Nodes,
+    over: DeviceCommunicator,
+    fallback: Callable[[], DeviceCommunicator],
+    deadline: Deadline,
+    closing: ExitStack,
+) -> DeviceCommunicator:
+    """The communicator of a group of two or more on CUDA devices.
+
+    Args:
+        device: this member's, with an index.
+        nodes: who shares a host.
+        over: of the same members, on the CPU; its name and timeout are the result's too.
+        fallback: wraps the device's torch process group.
+        deadline: of set-up.
+        closing: what is built is closed with it.
+
+    Collective: yes, every member.
+
+    Raises:
+        GroupTimeoutError: some members did not come in time.
+    """
+    swap = swap_over(over, deadline)
+    identities = [each.decode() for each in swap(_identity(device).encode())]
+    n, devices = over.world_size, len(set(identities))
+    name, timeout, board = over.name, over.timeout, nodes.board
+
+    def find_driver() -> Driver:
+        # CuPy is optional, and takes long to import
+        from device_comm.cuda.cupy_driver import CupyDriver  # noqa: PLC0415
+
+        if len(nodes.all()) > 1:
+            raise DeviceError("ipc", "the members are on several hosts")
+        if n > MAX_RANKS:
+            raise DeviceError("ipc", f"{n} members; {MAX_RANKS} are possible")
+        driver = CupyDriver(device)
+        closing.callback(driver.close)
+        return driver
+
+    def find_nccl() -> NcclLibrary:
+        if devices < n:
+            raise NcclUnavailableError(f"{n} members share {devices} devices")
+        return NcclLibrary.of_torch()
+
+    ipc = try_together(
+        "ipc",
+        find_driver,
+        lambda driver: IpcComm.create(
+            driver,
+            over.rank,
+            n,
+            swap_over(over),
+            name=name,
+            timeout=timeout,
+            watch=board,
+            members=nodes.members,
+        ),
+        swap,
+        closing,
+    )
+    nccl = try_together(
+        "nccl",
+        find_nccl,
+        lambda library: NcclComm.create(
+            over.rank,
+            n,
+            lambda payload: swap(payload or b"")[0],
+            device=device,
+            name=name,
+            timeout=timeout,
+            watch=board,
+            members=nodes.members,
+            library=library,
+        ),
+        swap,
+        closing,
+    )
+    candidates = [ipc, nccl]
+    if ipc.comm is None and nccl.comm is None:
+        candidates.append(Candidate("torch", fallback()))
+    able = [each.name for each in candidates if each.comm is not None]
+    cache = TableCache(cache_folder(os.environ))
+    return select(candidates, _key(device, n, devices, nodes, able), cache, swap)
+
+
+def _identity(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _key(device: torch.device, n: int, devices: int, nodes: Nodes, able: list[str]) -> Key:
+    """What a table that is measured here is good for."""
+    libraries = f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {_nccl_version()}"
+    return Key(
+        device=torch.cuda.get_device_name(device),
+        driver=_driver_version(),
+        libraries=libraries,
+        world_size=n,
+        topology=f"{n} ranks on {devices} devices of {len(nodes.all())} hosts",
+        candidates=" ".join(able),
+    )
+
+
+def _nccl_version() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def _driver_version() -> str:
+    try:
+        return _DRIVER.read_text().partition("\n")[0]
+    except OSError:
+        return "unknown"
