@@ -42,12 +42,19 @@ def shares_memory(a: Tensor, b: Tensor) -> bool:
 
 def resized(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
     """``shape`` with ``rows`` in dimension ``dim``."""
-    return (*shape[:dim], rows, *shape[dim + 1 :])
+    sizes = list(shape)
+    sizes[dim] = rows
+    return tuple(sizes)
+
+
+def rows_before(shape: Sequence[int], dim: int) -> int:
+    """How many outer rows there are: the product of the dimensions before ``dim``."""
+    return math.prod(tuple(shape)[:dim]) if dim else 1  # a slice of torch.Size is slow
 
 
 def pieces_first(x: Tensor, dim: int, count: int) -> Tensor:
     """``x`` with its ``count`` pieces along ``dim`` one after the other, contiguous."""
-    outer = math.prod(x.shape[:dim])
+    outer = rows_before(x.shape, dim)
     if outer == 1 or x.numel() == 0:
         return plain(x)
     return plain(x.reshape(outer, count, x.numel() // (outer * count)).transpose(0, 1))
@@ -75,7 +82,7 @@ def landing(
     if out is None:
         return empty(shape, like), None
     given = out
-    target = out.detach()
+    target = out.detach() if out.requires_grad else out
     apart = in_place or source is None or not shares_memory(target, source)
     if apart and is_plain(target):
         return target, lambda: given
@@ -98,9 +105,11 @@ def landing_pieces(
     source: Tensor,
 ) -> Landing:
     """A landing for ``count`` pieces, one after the other, of a result of ``shape``."""
-    outer = math.prod(shape[:dim])
+    outer = rows_before(shape, dim)
+    if outer == 1:
+        return landing(empty, out, shape, like, source)
     numel = math.prod(shape)
-    if outer == 1 or numel == 0:
+    if numel == 0:
         return landing(empty, out, shape, like, source)
     rest = numel // (outer * count)
     buffer = empty((count, outer, rest), like)

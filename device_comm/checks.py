@@ -21,12 +21,14 @@ def check_tensor(label: str, x: object, device: torch.device) -> None:
         raise ValueError(f"{label} is on {x.device}; this communicator moves tensors on {device}")
 
 
-def check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+def check_out(
+    out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
     """Require that a result of ``shape`` and ``dtype`` fits ``out`` exactly."""
     check_tensor("out", out, device)
     if out.dtype != dtype:
         raise TypeError(f"out is {out.dtype}; the result is {dtype}")
-    if tuple(out.shape) != tuple(shape):
+    if out.shape != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}; the result has {tuple(shape)}")
 
 
@@ -34,9 +36,10 @@ def check_dim(dim: int, x: Tensor) -> int:
     """Return ``dim`` counted from the front; tensors without dimensions have none."""
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim must be an int, not {dim!r}")
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim {dim} is out of range for a tensor of {x.dim()} dimensions")
-    return dim % x.dim()
+    count = x.dim()
+    if not -count <= dim < count:
+        raise ValueError(f"dim {dim} is out of range for a tensor of {count} dimensions")
+    return dim % count
 
 
 def check_rank(label: str, rank: int, world_size: int) -> None:
@@ -49,13 +52,14 @@ def check_rank(label: str, rank: int, world_size: int) -> None:
 
 def check_sizes(label: str, sizes: object, world_size: int) -> tuple[int, ...]:
     """Require one size of 0 or more for each rank."""
-    if not isinstance(sizes, Sequence) or any(
-        isinstance(size, bool) or not isinstance(size, int) for size in sizes
-    ):
+    if not isinstance(sizes, (tuple, list, Sequence)):
         raise TypeError(f"{label} must be a sequence of ints, not {sizes!r}")
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{label} must be a sequence of ints, not {sizes!r}")
     if len(sizes) != world_size:
         raise ValueError(f"{label} has {len(sizes)} entries for a group of {world_size}")
-    if any(size < 0 for size in sizes):
+    if min(sizes) < 0:
         raise ValueError(f"{label} must not be negative: {list(sizes)}")
     return tuple(sizes)
 

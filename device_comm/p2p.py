@@ -142,8 +142,8 @@ class PointToPointVerbs(Backend):
                 raise ValueError("recv needs size and dtype, or out")
             buffer, finish = torch.empty(tuple(size), dtype=dtype, device=self.device), None
         else:
-            wanted = (tuple(size or ()) if size is not None else out.shape, dtype or out.dtype)
-            check_out(out, *wanted, self.device)
+            shape = out.shape if size is None else tuple(size)
+            check_out(out, shape, out.dtype if dtype is None else dtype, self.device)
             buffer, finish = landing(self._empty, out, out.shape, out, None)
         if buffer.numel() == 0:
             return self._skip("recv", buffer if out is None else out, async_op)

@@ -247,7 +247,7 @@ def _match_outputs(
 
 def _row(shape: Sequence[int], dim: int) -> int:
     """Elements of one row along ``dim``."""
-    return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+    return math.prod(resized(shape, dim, 1))
 
 
 def _elements(rows: Sequence[int], row: int) -> tuple[int, ...]:

@@ -69,8 +69,10 @@ class Planner:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._n = world_size
-        self._everyone = bytes(other != rank for other in range(world_size))
+        everyone = range(world_size)
+        self._everyone = bytes(other != rank for other in everyone)
         self._nobody = bytes(world_size)
+        self._only_rank = [bytes(other == root for other in everyone) for root in everyone]
 
     def barrier(self) -> Plan:
         """Meet, and move nothing."""
@@ -80,7 +82,7 @@ class Planner:
         """Reduce all ``source``; those of up to ``whole_bytes`` in one step."""
         signature = sign("all_reduce", source.dtype, source.shape, op)
         kind = REDUCE if source.nbytes <= whole_bytes else ALL_REDUCE
-        return self._reduce(signature, output, source, op)._replace(kind=kind)
+        return self._reduce(signature, output, source, op, (_span(source),), kind=kind)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Plan:
         """Put all ``source`` of one size in a row."""
@@ -91,14 +93,7 @@ class Planner:
         self, signature: bytes, output: Tensor, source: Tensor, sizes: Sequence[int]
     ) -> Plan:
         """Put all ``source``, of which rank r's has ``sizes[r]``, in a row."""
-        return self._move(
-            signature,
-            self._everyone,
-            max(sizes) * source.itemsize,
-            gives=(_span(source),),
-            takes=_parts(output, sizes),
-            own=source.data_ptr(),
-        )
+        return self._gather(signature, output, source, sizes, (_span(source),))
 
     def reduce_scatter(self, output: Tensor, source: Tensor, op: ReduceOp) -> Plan:
         """Reduce this rank's part of all ``source``, of equal parts."""
@@ -111,9 +106,13 @@ class Planner:
     ) -> Plan:
         """Reduce this rank's part of all ``source``, whose part r has ``sizes[r]``."""
         gives = _parts(source, sizes)
-        return self._reduce(signature, output, source, op)._replace(
+        return self._reduce(
+            signature,
+            output,
+            source,
+            op,
+            gives,
             length=max(sizes) * source.itemsize,
-            gives=gives,
             addressed=True,
             own=gives[self._rank].address,
         )
@@ -145,14 +144,14 @@ class Planner:
         if root == self._rank:
             return self._move(signature, self._nobody, buffer.nbytes, gives=(_span(buffer),))
         takes = self._only(root, buffer)
-        return self._move(signature, self._await(root), buffer.nbytes, takes=takes)
+        return self._move(signature, self._only_rank[root], buffer.nbytes, takes=takes)
 
     def reduce(self, output: Tensor | None, source: Tensor, root: int, op: ReduceOp) -> Plan:
         """Reduce into the root's ``output``."""
         signature = sign("reduce", source.dtype, source.shape, op, root)
         if output is None:
             return self._move(signature, self._nobody, source.nbytes, gives=(_span(source),))
-        return self._reduce(signature, output, source, op)._replace(gives=())
+        return self._reduce(signature, output, source, op, ())
 
     def gather(self, output: Tensor | None, source: Tensor, root: int) -> Plan:
         """Put all ``source`` in a row in the root's ``output``."""
@@ -160,15 +159,15 @@ class Planner:
         if output is None:
             return self._move(signature, self._nobody, source.nbytes, gives=(_span(source),))
         sizes = (source.numel(),) * self._n
-        return self.gather_parts(signature, output, source, sizes)._replace(gives=())
+        return self._gather(signature, output, source, sizes, ())
 
     def scatter(self, output: Tensor, source: Tensor | None, root: int) -> Plan:
         """Fill ``output`` with this rank's part of the root's ``source``."""
         signature = sign("scatter", output.dtype, output.shape, root=root)
         takes = self._only(root, output)
         if source is None:
-            plan = self._move(signature, self._await(root), output.nbytes, takes=takes)
-            return plan._replace(addressed=True)
+            awaits = self._only_rank[root]
+            return self._move(signature, awaits, output.nbytes, takes=takes, addressed=True)
         gives = _parts(source, (output.numel(),) * self._n)
         return self._move(
             signature,
@@ -200,25 +199,51 @@ class Planner:
     ) -> Plan:
         return Plan(MOVE, signature, awaits, 0, NO_OP, length, gives, takes, addressed, own)
 
-    def _reduce(self, signature: bytes, output: Tensor, source: Tensor, op: ReduceOp) -> Plan:
+    def _gather(
+        self,
+        signature: bytes,
+        output: Tensor,
+        source: Tensor,
+        sizes: Sequence[int],
+        gives: tuple[Span, ...],
+    ) -> Plan:
+        return self._move(
+            signature,
+            self._everyone,
+            max(sizes) * source.itemsize,
+            gives=gives,
+            takes=_parts(output, sizes),
+            own=source.data_ptr(),
+        )
+
+    def _reduce(
+        self,
+        signature: bytes,
+        output: Tensor,
+        source: Tensor,
+        op: ReduceOp,
+        gives: tuple[Span, ...],
+        *,
+        kind: int = REDUCE,
+        length: int | None = None,
+        addressed: bool = False,
+        own: int | None = None,
+    ) -> Plan:
         return Plan(
-            REDUCE,
+            kind,
             signature,
             self._everyone,
             DTYPE_CODES[source.dtype],
             op,
-            source.nbytes,
-            (_span(source),),
+            source.nbytes if length is None else length,
+            gives,
             (_span(output),),
-            False,
-            source.data_ptr(),
+            addressed,
+            source.data_ptr() if own is None else own,
         )
 
-    def _await(self, root: int) -> bytes:
-        return bytes(rank == root for rank in range(self._n))
-
     def _only(self, root: int, buffer: Tensor) -> tuple[Span, ...]:
-        return tuple(_span(buffer) if rank == root else NOTHING for rank in range(self._n))
+        return (*(NOTHING,) * root, _span(buffer), *(NOTHING,) * (self._n - root - 1))
 
 
 def _span(tensor: Tensor) -> Span:

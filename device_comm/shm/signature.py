@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import TYPE_CHECKING, Final
+from functools import lru_cache
+from typing import Final
 
 import torch
 
 from device_comm.reduce_op import ReduceOp
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SIGNATURE: Final = struct.Struct("<BBBBI5QII")
 COMPARED: Final = 48
@@ -71,15 +69,16 @@ DTYPE_CODES: Final = {getattr(torch, name): code for code, name in enumerate(_DT
 """The dtypes that signatures tell apart. All others count as one; their sizes still differ."""
 
 
+@lru_cache(maxsize=1024)
 def sign(
     verb: str,
     dtype: torch.dtype | None = None,
-    shape: Sequence[int] = (),
+    shape: tuple[int, ...] = (),
     op: ReduceOp | None = None,
     root: int = 0,
 ) -> bytes:
     """The signature of one collective; chunk 0."""
-    dims = tuple(shape)
+    dims = tuple(shape)  # of a torch.Size as well
     if len(dims) > SHAPE_DIMS:
         cut = len(dims) - SHAPE_DIMS + 1
         dims = (math.prod(dims[:cut]), *dims[cut:])
