@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from device_comm import Call, Pending, ReduceOp
-    from device_comm.choice import Choice
+    from device_comm.choice import Explanation
 
 _BYTES = 160
 """How much of what a member issues is compared."""
@@ -69,9 +69,9 @@ class CheckedComm(DeviceCommunicator):
             if text != ours:
                 raise DivergenceError(rank, ours.decode(), text.decode())
 
-    def choices(self) -> list[Choice]:
-        """Those of what it wraps. Collective: no."""
-        return self._inner.choices()
+    def explain(self) -> Explanation:
+        """As what it wraps. Collective: no."""
+        return self._inner.explain()
 
     @contextmanager
     def graph_capture(self) -> Iterator[None]:

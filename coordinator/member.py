@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from coordinator import compile_ops
+from coordinator.explain import explain
 from coordinator.tensor_mail import TensorMail
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from coordinator.link import Link
     from device_comm import DeviceCommunicator
+    from device_comm.choice import Explanation
     from shm_broadcast import Board, MemberStatus, MessageQueue
 
 LINGER = 5.0
@@ -115,6 +117,13 @@ class Member:
             return []
         members = self._link.nodes.members
         return [self._link.nodes.board.member_status(member) for member in members]
+
+    def explain(self) -> Explanation:
+        """What carries out each verb, by size, and why not what else could; print it.
+
+        Collective: no.
+        """
+        return explain(self._link)
 
     def abort(self, error: BaseException | str) -> None:
         """Make every waiting and every later call raise `GroupAbortedError`. Collective: no.

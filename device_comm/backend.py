@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from device_comm.choice import Choice
+from device_comm.choice import Choice, Explanation
 from device_comm.primitives import Call, Capabilities, Primitives
 from device_comm.watch import LoneWatch, Watch
 from device_comm.work import Work
@@ -108,10 +108,11 @@ class Backend(Primitives):
         self.watch.abort(error, None if culprit is None else self.members[culprit])
         self._discard()
 
-    def choices(self) -> list[Choice]:
+    def explain(self) -> Explanation:
         """What carries out each verb, by size, and why. Collective: no."""
         only = self.capabilities.backend
-        return [Choice(verb, -1, None, only) for verb in sorted(self.capabilities.verbs)]
+        choices = [Choice(verb, -1, None, only) for verb in sorted(self.capabilities.verbs)]
+        return Explanation(self.name, tuple(choices))
 
     @contextmanager
     def graph_capture(self) -> Iterator[None]:

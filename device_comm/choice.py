@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
@@ -47,17 +43,12 @@ class Explanation:
     Attributes:
         group: its name.
         choices: by verb, then by size.
-        refused: what is used for none of them, with the reason.
+        refused: what is used for none of them, or not in full, with the reason.
     """
 
     group: str
     choices: tuple[Choice, ...]
     refused: tuple[tuple[str, str], ...] = ()
-
-    @classmethod
-    def of(cls, group: str, choices: Iterable[Choice], refused: Mapping[str, str]) -> Explanation:
-        """Explain ``choices``; what ``refused`` says of each of them is said once."""
-        return cls(group, tuple(choices), tuple(refused.items()))
 
     def backend(self, verb: str, size: int) -> str:
         """What carries out ``verb`` on a tensor of ``size`` bytes.

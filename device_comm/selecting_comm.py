@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from device_comm.base import Capabilities, DeviceCommunicator
+from device_comm.choice import Explanation
 from shm_broadcast.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from device_comm.base import Call
-    from device_comm.choice import Choice
     from device_comm.reduce_op import ReduceOp
     from device_comm.select import Selection
     from device_comm.work import Pending
@@ -74,9 +74,14 @@ class SelectingComm(DeviceCommunicator):
         )
         self.selection = selection
 
-    def choices(self) -> list[Choice]:
-        """What does each verb and size, and why. Collective: no."""
-        return self.selection.choices()
+    def explain(self) -> Explanation:
+        """What does each verb and size, and why; also what was refused. Collective: no."""
+        refused = [
+            (each.name, each.refused) for each in self.selection.candidates if each.comm is None
+        ]
+        for comm in self._comms:
+            refused += comm.explain().refused
+        return Explanation(self.name, tuple(self.selection.choices()), tuple(refused))
 
     @contextmanager
     def graph_capture(self) -> Iterator[None]:

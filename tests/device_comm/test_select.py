@@ -127,7 +127,7 @@ def test_choices_say_why() -> None:
     assert (small.reason, small.refused) == ("1.0 us at 1 KiB", (("nccl", "slower"),))
     assert (large.above, large.up_to, large.backend) == (4 * KIB, None, "nccl")
     assert (send.reason, send.refused) == ("the only one", (("ipc", "has no send"),))
-    explained = Explanation.of("tp:0", selection.choices(), {"multimem": "no multicast"})
+    explained = Explanation("tp:0", tuple(selection.choices()), (("multimem", "no multicast"),))
     assert explained.backend("all_reduce", 4 * KIB) == "ipc"
     assert explained.backend("all_reduce", 4 * KIB + 1) == "nccl"
     with pytest.raises(KeyError, match="no barrier"):

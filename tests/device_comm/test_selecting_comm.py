@@ -107,7 +107,14 @@ def test_what_cannot_be_selected_from() -> None:
         SelectingComm(Selection([Candidate("a", one), Candidate("b", other)]))
 
 
+def test_refused_candidates_are_explained() -> None:
+    refused = Candidate("ipc", None, "rank 1: no peer access")
+    comm = SelectingComm(Selection([refused, Candidate("loopback", LoopbackComm("cpu"))]))
+    assert comm.explain().refused == (("ipc", "rank 1: no peer access"),)
+    assert comm.explain().backend("all_reduce", 1) == "loopback"
+
+
 def test_a_backend_explains_itself() -> None:
-    choices = LoopbackComm("cpu").choices()
+    choices = LoopbackComm("cpu").explain().choices
     assert {choice.backend for choice in choices} == {"loopback"}
     assert {choice.sizes for choice in choices} == {"any size"}

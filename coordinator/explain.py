@@ -1,0 +1,34 @@
+"""What carries out a group's collectives, and why not what else could."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from coordinator.link import Link
+    from device_comm.choice import Explanation
+
+_QUICKER = "all members share a host: shared memory is quicker than sockets"
+
+
+def explain(link: Link) -> Explanation:
+    """The choices of the group that ``link`` is one member's end of. Collective: no."""
+    told = link.device.explain()
+    refused = dict(told.refused)
+    if len(link.ranks) == 1:
+        why = "a group of one: every verb is the identity"
+    elif link.settings.torch_only:
+        why = "told to use torch's process groups"
+        refused["ipc" if link.device.device.type == "cuda" else "shm"] = why
+    elif link.device.device.type == "cuda":
+        why = ""
+    elif link.device.capabilities.backend == "shm":
+        why, refused["gloo"] = "all members share a host", _QUICKER
+    else:
+        hosts = 0 if link.nodes is None else len(link.nodes.all())
+        why = refused["shm"] = f"the members are on {hosts} hosts"
+    choices = tuple(replace(each, reason=each.reason or why) for each in told.choices)
+    members = f"{len(link.ranks)} member{'s' if len(link.ranks) > 1 else ''}"
+    title = f"{link.name}: {members} on {link.device.device.type}"
+    return replace(told, group=title, choices=choices, refused=tuple(refused.items()))
