@@ -41,6 +41,7 @@ class World:
         self,
         layout: abi.RegionLayout,
         *,
+        memory: Tensor | None = None,
         path: Path | None = None,
         fresh: bool = True,
         start: int = NEAR_WRAP,
@@ -49,12 +50,14 @@ class World:
     ) -> None:
         """Map the memory; ``fresh``: as it is before the first launch."""
         self.layout, self.limits, self.timeout = layout, limits, timeout
-        self._stride = -(-(layout.size + abi.CONTROL_BYTES) // 64) * 64
-        size = self._stride * layout.world_size
-        if path is None:
-            self.memory = torch.zeros(size, dtype=torch.uint8)
-        else:
+        size = self.size(layout)
+        self._stride = size // layout.world_size
+        if memory is not None:
+            self.memory = memory
+        elif path is not None:
             self.memory = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        else:
+            self.memory = torch.zeros(size, dtype=torch.uint8)
         if not fresh:
             return
         for rank in range(layout.world_size):
@@ -62,6 +65,10 @@ class World:
             for word in (abi.REGION_EPOCH, abi.REGION_PACKET_EPOCH):
                 region[word : word + 8].view(torch.int64).fill_(start)
             region[abi.REGION_CHANNELS : abi.REGION_STAGING].view(torch.int64).fill_(start)
+
+    @staticmethod
+    def size(layout: abi.RegionLayout) -> int:
+        return -(-(layout.size + abi.CONTROL_BYTES) // 64) * 64 * layout.world_size
 
     def region(self, rank: int) -> Tensor:
         return self._piece(rank)[: self.layout.size]

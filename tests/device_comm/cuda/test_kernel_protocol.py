@@ -143,26 +143,6 @@ def test_every_launch_counts_once(emulation: Emulation, start: int) -> None:
         assert world.epoch(rank, abi.REGION_PACKET_EPOCH) == start + 6
 
 
-def test_no_packet_lives_to_see_its_epoch_again(emulation: Emulation) -> None:
-    """Cells that are not used are wiped in turn, here 2 areas of 4 cells by 8 launches."""
-    world = World(small_layout(2, packet_bytes=64))
-    layout = world.layout
-    for rank in range(2):
-        world.region(rank)[layout.packets : layout.channels].fill_(0x55)
-
-    def body(rank: Rank) -> None:
-        for _ in range(8):
-            number = torch.ones(1)
-            pointers = number.data_ptr(), number.data_ptr()
-            rank.run(rank.plan.all_reduce(*pointers, 4, torch.float32, ReduceOp.SUM))
-            assert number.item() == 2.0
-
-    run_threads(world, emulation, body)
-    for rank in range(2):
-        cells = world.region(rank)[layout.packets : layout.channels].view(2, 2, 4, 32)
-        assert not cells[:, :, 1:].any()
-
-
 def test_ranks_that_are_late_or_ahead(emulation: Emulation) -> None:
     """Stagings are used again and again; ranks come at different times, and rest in between."""
 

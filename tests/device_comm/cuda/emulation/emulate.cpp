@@ -15,7 +15,7 @@ extern "C" int emulate(const char *kernel, u32 grid, u32 block, const void *job)
     for (u32 b = 0; b < grid; b++) blocks.push_back(std::make_unique<emulation::Block>(block));
     std::vector<std::jthread> threads;
     auto run = [&](u32 index) {
-        emulation::here = {index % block, index / block, grid, blocks[index / block].get()};
+        emulation::here = {index % block, index / block, grid, blocks[index / block].get(), 0};
         found->second(job);
     };
     try {

@@ -3,7 +3,6 @@
 #define GC_EMULATED_PLATFORM_CUH
 
 #include <atomic>
-#include <barrier>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -12,6 +11,8 @@
 #include <random>
 #include <string>
 #include <thread>
+
+#include <pthread.h>
 
 #include <cuda/atomic>
 
@@ -32,16 +33,31 @@ using Shared = cuda::atomic_ref<Word, cuda::thread_scope_system>;
 
 namespace emulation {
 
-/* A block of threads that meet, and count their votes when they do. */
+struct Here {
+    u32 thread = 0, block = 0, blocks = 0;
+    class Block *owner = nullptr;
+    u32 votes = 0;
+};
+
+inline thread_local Here here;
+
+/* A block of threads that meet, and count their votes when they do. Not by std::barrier, through
+ * which ThreadSanitizer sees all blocks of all ranks synchronised. */
 class Block {
   public:
-    explicit Block(u32 threads) : threads_(threads), barrier_(threads, Count{this}) {}
+    explicit Block(u32 threads) : threads_(threads) {
+        pthread_barrier_init(&barrier_, nullptr, threads);
+    }
+    ~Block() { pthread_barrier_destroy(&barrier_); }
 
-    /* How many say yes, once all have come. */
+    /* How many say yes, once all have come. All have read the count before the last one when the
+     * first begins the next one. */
     u32 votes(bool yes) {
-        votes_.fetch_add(yes, std::memory_order_relaxed);
-        barrier_.arrive_and_wait();
-        return counted_;
+        u32 turn = here.votes++;
+        counts_[(turn + 1) % 3].store(0, std::memory_order_relaxed);
+        counts_[turn % 3].fetch_add(yes, std::memory_order_relaxed);
+        pthread_barrier_wait(&barrier_);
+        return counts_[turn % 3].load(std::memory_order_relaxed);
     }
 
     u32 threads() const { return threads_; }
@@ -49,26 +65,11 @@ class Block {
     static constexpr std::size_t SHARED_BYTES = 1024;
 
   private:
-    struct Count {
-        Block *block;
-        void operator()() noexcept {
-            block->counted_ = block->votes_.exchange(0, std::memory_order_relaxed);
-        }
-    };
-
     u32 threads_;
-    std::atomic<u32> votes_{0};
-    u32 counted_ = 0;
-    std::barrier<Count> barrier_;
+    std::atomic<u32> counts_[3] = {};
+    pthread_barrier_t barrier_;
     alignas(64) char shared_[SHARED_BYTES];
 };
-
-struct Here {
-    u32 thread = 0, block = 0, blocks = 0;
-    Block *owner = nullptr;
-};
-
-inline thread_local Here here;
 
 /* The kernels, by name. `Kernel` takes the address of its parameter. */
 using Kernel = void (*)(const void *);

@@ -1,0 +1,123 @@
+"""No data race, as ThreadSanitizer sees it; and it does see the order of memory being weakened."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from device_comm import ReduceOp
+from device_comm.cuda.launch import Protocol
+from tests.device_comm.cuda.emulated_world import small_layout
+from tests.device_comm.cuda.emulator import KERNELS, build, why_not
+from tests.device_comm.cuda.recording import Recording
+from tests.device_comm.oracle import reduced, values
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TSAN = ("-O1", "-fsanitize=thread")
+RACES = 66
+"""The exit status of a program in which ThreadSanitizer has found some."""
+MISUSED = 2
+"""The exit status of the program without arguments."""
+COUNT = 77
+
+
+def record(n: int, turns: int, *, timeout: float = 30.0) -> Recording:
+    """All kinds of collectives one after the other, and messages beside them."""
+    recording = Recording(small_layout(n, staging_bytes=512, packet_bytes=320), timeout=timeout)
+    for turn in range(turns):
+        parts = [values(rank, (COUNT,), torch.float32, turn) for rank in range(n)]
+        sources = [recording.put(part) for part in parts]
+        table = recording.table(sources)
+        for rank in range(n):
+            record_collectives(recording, rank, turn, parts, sources, table)
+            record_messages(recording, rank, parts, sources)
+    return recording
+
+
+def record_collectives(
+    recording: Recording,
+    rank: int,
+    turn: int,
+    parts: list[torch.Tensor],
+    sources: list[int],
+    table: int,
+) -> None:
+    plan, n, size = recording.plans[rank], recording.n, parts[0].nbytes
+    root, total = turn % n, reduced(parts, ReduceOp.SUM)
+    for protocol in Protocol:
+        for where in (0, table) if protocol is not Protocol.PACKETS else (0,):
+            output = recording.put(torch.zeros(COUNT))
+            arguments = output, sources[rank], size, torch.float32, ReduceOp.SUM
+            launches = plan.all_reduce(*arguments, protocol=protocol, table=where)
+            recording.launch(rank, launches)
+            recording.expect(output, total)
+    row = recording.put(torch.zeros(n * COUNT))
+    recording.launch(rank, plan.all_gather(row, sources[rank], (size,) * n))
+    recording.expect(row, torch.cat(parts))
+    buffer = recording.put(parts[rank])
+    recording.launch(rank, plan.broadcast(buffer, size, root))
+    recording.expect(buffer, parts[root])
+    swapped = recording.put(torch.zeros(n * COUNT))
+    recording.launch(rank, plan.all_to_all(swapped, row, (size,) * n, (size,) * n))
+    recording.expect(swapped, parts[rank].repeat(n))
+
+
+def record_messages(
+    recording: Recording, rank: int, parts: list[torch.Tensor], sources: list[int]
+) -> None:
+    """A ring on streams of its own; the slots hold less than is sent."""
+    plan, n, size = recording.plans[rank], recording.n, parts[0].nbytes
+    after, before = (rank + 1) % n, (rank - 1) % n
+    recording.launch((rank, "send"), plan.send(sources[rank], size, after))
+    output = recording.put(torch.zeros(COUNT))
+    recording.launch((rank, "recv"), plan.recv(output, size, before))
+    recording.expect(output, parts[before])
+
+
+def sanitized(folder: Path, kernels: Path = KERNELS) -> list[str]:
+    """Build the program that replays, with ThreadSanitizer in it; the command that runs it."""
+    if why_not():
+        pytest.skip(why_not())
+    program = str(build("replay.cpp", folder / "replay", TSAN, kernels))
+    for command in ([program], ["setarch", "-R", program]):
+        if shutil.which(command[0]) and subprocess.run(command, check=False).returncode == MISUSED:
+            return command
+    pytest.skip("ThreadSanitizer does not get the addresses that it wants")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return sanitized(tmp_path_factory.mktemp("races"))
+
+
+@pytest.mark.parametrize(("n", "turns"), [(2, 3), (4, 2), (8, 1)])
+def test_there_are_no_races(program: list[str], tmp_path: Path, n: int, turns: int) -> None:
+    status, said, wrong = record(n, turns).replay(program, tmp_path)
+    assert (status, wrong) == (0, 0), said[-6000:]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("store(number, memory_order_release)", "store(number, memory_order_relaxed)"),
+        ("theirs.load(memory_order_acquire)", "theirs.load(memory_order_relaxed)"),
+        ("if (!all_of_block(begins_)) return false;", "if (!begins_) return false;"),
+    ],
+    ids=["release", "acquire", "sync"],
+)
+def test_weaker_meetings_are_races(tmp_path: Path, old: str, new: str) -> None:
+    kernels = tmp_path / "kernels"
+    shutil.copytree(KERNELS, kernels)
+    meeting = kernels / "meeting.cuh"
+    text = meeting.read_text()
+    assert text.count(old) == 1
+    meeting.write_text(text.replace(old, new))
+    program = sanitized(tmp_path, kernels)
+    replays = (record(2, 4).replay(program, tmp_path) for _ in range(3))
+    assert any(status == RACES and "data race" in said for status, said, _ in replays)
