@@ -10,20 +10,16 @@ initialised, and after it is destroyed, the getters raise `RuntimeError`.
 from __future__ import annotations
 
 import gc
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from coordinator.bootstrap import DEFAULT_TIMEOUT, Launch
-from coordinator.default_group import meet_with_default_group
+from coordinator.default_topology import DefaultTopology, require
 from coordinator.graph_capture import GraphCaptureContext, capture_on_side_stream
 from coordinator.group import GroupCoordinator
-from coordinator.groups import ParallelGroups
-from coordinator.link import Settings
-from coordinator.rank_grid import RankGrid
 from shm_broadcast import Deadline
 from shm_broadcast.rendezvous import as_object_group, ranks_beside
 
@@ -31,27 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from datetime import timedelta
 
-    from coordinator.topology import Topology
+    from coordinator.groups import ParallelGroups
     from shm_broadcast.rendezvous import ObjectGroup
 
-T = TypeVar("T")
-
-
-class _State:
-    """The default topology: what vLLM keeps in module globals."""
-
-    def __init__(self) -> None:
-        self.topology: Topology | None = None
-        self.world: GroupCoordinator | None = None
-        self.groups: ParallelGroups | None = None
-        self.inner_dp_world: GroupCoordinator | None = None
-        self.eplb: GroupCoordinator | None = None
-        self.environment = ExitStack()
-        self.model = ExitStack()
-        self.device_communicators = True
-
-
-_state = _State()
+_state = DefaultTopology()
 """The one instance that the functions below speak of."""
 
 
@@ -87,14 +66,7 @@ def init_distributed_environment(
             raise ValueError(f"the world has {_state.world.world_size} ranks, not {world_size}")
         return
     deadline = Deadline.after(DEFAULT_TIMEOUT if timeout is None else timeout.total_seconds())
-    with ExitStack() as undo:
-        topology = meet_with_default_group(
-            world_size, rank, distributed_init_method, local_rank, backend, deadline, undo
-        )
-        world = topology.group("world", list(range(topology.world_size)), deadline)
-        undo.enter_context(world)
-        _state.topology, _state.world = topology, world
-        _state.environment = undo.pop_all()
+    _state.meet(world_size, rank, distributed_init_method, local_rank, backend, deadline)
 
 
 def is_initialized() -> bool:
@@ -104,7 +76,7 @@ def is_initialized() -> bool:
 
 def get_world_group() -> GroupCoordinator:
     """The group of all ranks."""
-    return _require(_state.world, "the distributed environment")
+    return require(_state.world, "the distributed environment")
 
 
 def get_node_count() -> int:
@@ -147,7 +119,7 @@ def new_group(ranks: Sequence[int], group_name: str = "group") -> GroupCoordinat
 
     Collective: yes, every one of ``ranks``; the others may call it.
     """
-    topology = _require(_state.topology, "the distributed environment")
+    topology = require(_state.topology, "the distributed environment")
     members = sorted(ranks)
     return topology.group(group_name, members) if topology.rank in members else None
 
@@ -216,43 +188,13 @@ def initialize_model_parallel(
         RuntimeError: there is no environment, or the groups exist already.
         ValueError: the sizes do not divide the world.
     """
-    topology = _require(_state.topology, "the distributed environment")
-    if _state.groups is not None:
-        raise RuntimeError("the model-parallel groups are initialised already")
-    old = topology.settings
-    settings = Settings.of(
-        backend or old.backend,
-        old.local_rank,
-        old.sockets,
-        torch_only=not _state.device_communicators,
-    )
-    topology = replace(topology, settings=settings)
-    model = RankGrid.of(
-        {
-            "dp": data_parallel_size,
-            "pp": pipeline_model_parallel_size,
-            "pcp": prefill_context_model_parallel_size,
-            "tp": tensor_model_parallel_size,
-        }
-    )
-    external = RankGrid.of({"external": max(topology.world_size // model.size, 1)})
-    grid = RankGrid((*external.axes, *model.axes))
-    dcp = decode_context_model_parallel_size or 1
-    with ExitStack() as undo:
-        groups = undo.enter_context(
-            ParallelGroups.build(topology, grid, ExitStack(), dcp=dcp, world=_state.world)
-        )
-        if groups.tp.world_size > 1:
-            groups.tp.mq_broadcaster = groups.tp.create_mq_broadcaster()
-        replica = grid.group_of(topology.rank, "pp", "pcp", "tp")
-        if len(replica) < topology.world_size:
-            inner = undo.enter_context(topology.group("inner_dp_world", replica))
-        else:
-            inner = get_world_group()
-        if enable_eplb:
-            _state.eplb = undo.enter_context(topology.group("eplb", groups.ep.ranks))
-        _state.groups, _state.inner_dp_world = groups, inner
-        _state.model = undo.pop_all()
+    sizes = {
+        "dp": data_parallel_size,
+        "pp": pipeline_model_parallel_size,
+        "pcp": prefill_context_model_parallel_size,
+        "tp": tensor_model_parallel_size,
+    }
+    _state.build(sizes, decode_context_model_parallel_size or 1, backend, enable_eplb)
 
 
 def ensure_model_parallel_initialized(
@@ -316,7 +258,7 @@ def get_ep_group() -> GroupCoordinator:
 
 def get_eplb_group() -> GroupCoordinator:
     """The ranks of `get_ep_group`, in a group of their own."""
-    return _require(_state.eplb, "the expert-balancing group")
+    return require(_state.eplb, "the expert-balancing group")
 
 
 def get_dcp_group() -> GroupCoordinator:
@@ -331,7 +273,7 @@ def get_pcp_group() -> GroupCoordinator:
 
 def get_inner_dp_world_group() -> GroupCoordinator:
     """All ranks of this one's replica."""
-    return _require(_state.inner_dp_world, "model parallelism")
+    return require(_state.inner_dp_world, "model parallelism")
 
 
 def get_tensor_model_parallel_world_size() -> int:
@@ -369,16 +311,12 @@ def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
 
 def destroy_model_parallel() -> None:
     """Close the groups of the model; the second time does nothing. Collective: no."""
-    _state.groups = _state.inner_dp_world = _state.eplb = None
-    _state.model.close()
+    _state.close_model()
 
 
 def destroy_distributed_environment() -> None:
     """Close the world group, and torch's default group. Collective: no."""
-    _state.topology = _state.world = None
-    _state.environment.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    _state.close_environment()
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
@@ -399,10 +337,4 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 
 def _groups() -> ParallelGroups:
-    return _require(_state.groups, "model parallelism")
-
-
-def _require(value: T | None, what: str) -> T:
-    if value is None:
-        raise RuntimeError(f"{what} is not initialised")
-    return value
+    return require(_state.groups, "model parallelism")
