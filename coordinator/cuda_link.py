@@ -2,14 +2,18 @@
 
 Candidates, in order of preference where nothing was measured:
 
-    ipc     kernels that reach into the memory of peers on this host; ranks may share a device
-    nccl    NCCL on torch's current stream
-    torch   the device's torch process group; only if the others were refused
+    ipc       kernels that reach into the memory of peers on this host; ranks may share a device.
+              Its protocols are candidates of their own for all-reduce.
+    nccl      NCCL on torch's current stream
+    multimem  torch's symmetric memory: all-reduce in the switch between the devices
+    torch     the device's torch process group; only if ipc and nccl were refused
+    host      by way of the host; only if ranks share devices and ipc was refused
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,14 +24,19 @@ from device_comm.cuda.abi import MAX_RANKS
 from device_comm.cuda.agree import swap_over
 from device_comm.cuda.errors import DeviceError
 from device_comm.cuda.ipc_comm import IpcComm
+from device_comm.cuda.ipc_way import ways
 from device_comm.cuda.nccl_comm import NcclComm
 from device_comm.cuda.nccl_library import NcclLibrary, NcclUnavailableError
+from device_comm.cuda.symmetric_comm import SymmetricComm
+from device_comm.host_comm import HostComm
 from device_comm.select import Candidate
 from device_comm.select_cache import Key, TableCache, cache_folder
+from device_comm.torch_comm import TorchComm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import ExitStack
+
+    from torch.distributed import ProcessGroup
 
     from coordinator.nodes import Nodes
     from device_comm import DeviceCommunicator
@@ -41,7 +50,7 @@ def cuda_comm(
     device: torch.device,
     nodes: Nodes,
     over: DeviceCommunicator,
-    fallback: Callable[[], DeviceCommunicator],
+    group: ProcessGroup,
     deadline: Deadline,
     closing: ExitStack,
 ) -> DeviceCommunicator:
@@ -51,7 +60,7 @@ def cuda_comm(
         device: this member's, with an index.
         nodes: who shares a host.
         over: of the same members, on the CPU; its name and timeout are the result's too.
-        fallback: wraps the device's torch process group.
+        group: the device's torch process group.
         deadline: of set-up.
         closing: what is built is closed with it.
 
@@ -79,8 +88,13 @@ def cuda_comm(
 
     def find_nccl() -> NcclLibrary:
         if devices < n:
-            raise NcclUnavailableError(f"{n} members share {devices} devices")
+            raise NcclUnavailableError(f"{n} members share {_several(devices, 'device')}")
         return NcclLibrary.of_torch()
+
+    def find_switch() -> None:
+        if len(nodes.all()) > 1 or devices < n:
+            raise DeviceError("multimem", "the members are not on devices of their own on one host")
+        SymmetricComm.check(device)
 
     ipc = try_together(
         "ipc",
@@ -115,9 +129,26 @@ def cuda_comm(
         swap,
         closing,
     )
-    candidates = [ipc, nccl]
+    multimem = try_together(
+        "multimem",
+        find_switch,
+        lambda _: SymmetricComm(
+            group, device, name=name, timeout=timeout, watch=board, members=nodes.members
+        ),
+        swap,
+        closing,
+    )
+    candidates = [ipc, nccl, multimem]
+    if isinstance(ipc.comm, IpcComm):
+        candidates[1:1] = ways(ipc.comm)
+    if isinstance(multimem.comm, SymmetricComm):
+        candidates[-1] = replace(multimem, up_to=multimem.comm.limit)
     if ipc.comm is None and nccl.comm is None:
-        candidates.append(Candidate("torch", fallback()))
+        if devices < n:
+            candidates.append(Candidate("host", HostComm(over, device)))
+        else:
+            comm = TorchComm(group, device, board, nodes.members, name, timeout)
+            candidates.append(Candidate("torch", comm))
     able = [each.name for each in candidates if each.comm is not None]
     cache = TableCache(cache_folder(os.environ))
     return select(candidates, _key(device, n, devices, nodes, able), cache, swap)
@@ -129,13 +160,14 @@ def _identity(device: torch.device) -> str:
 
 def _key(device: torch.device, n: int, devices: int, nodes: Nodes, able: list[str]) -> Key:
     """What a table that is measured here is good for."""
+    places = f"{_several(devices, 'device')} of {_several(len(nodes.all()), 'host')}"
     libraries = f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {_nccl_version()}"
     return Key(
         device=torch.cuda.get_device_name(device),
         driver=_driver_version(),
         libraries=libraries,
         world_size=n,
-        topology=f"{n} ranks on {devices} devices of {len(nodes.all())} hosts",
+        topology=f"{_several(n, 'rank')} on {places}",
         candidates=" ".join(able),
     )
 
@@ -149,3 +181,7 @@ def _driver_version() -> str:
         return _DRIVER.read_text().partition("\n")[0]
     except OSError:
         return "unknown"
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

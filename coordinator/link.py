@@ -272,15 +272,10 @@ class _Builder:
 
     def cuda(self, group: ProcessGroup, over: DeviceCommunicator) -> DeviceCommunicator:
         """The best there is on CUDA devices, or what ``group`` is, if told so."""
-
-        def wrap() -> TorchComm:
-            return self.torch(group, self.settings.device)
-
+        device, deadline = self.settings.device, self.exchange.deadline
         if self.settings.torch_only:
-            return wrap()
-        deadline = self.exchange.deadline
-        comm = cuda_comm(self.settings.device, self.nodes, over, wrap, deadline, self.undo)
-        return self._keep(comm)
+            return self.torch(group, device)
+        return self._keep(cuda_comm(device, self.nodes, over, group, deadline, self.undo))
 
     def checked(self, comm: DeviceCommunicator, over: DeviceCommunicator) -> DeviceCommunicator:
         """``comm``, in the debug mode if that is wanted."""

@@ -60,7 +60,12 @@ class IpcVerbs(DeviceCommunicator):
             self._all_gather(parts, source, call)
             reduce_in_rank_order(parts.unbind(), op, output)
             return None
-        protocol = self._protocol(source.nbytes)
+        return self._all_reduce_by(self._protocol(source.nbytes), output, source, op, call)
+
+    def _all_reduce_by(
+        self, protocol: Protocol, output: Tensor, source: Tensor, op: ReduceOp, call: Call
+    ) -> Pending | None:
+        """As `_all_reduce`, for reductions that have kernels; packets take a limited size."""
         in_place = output.data_ptr() == source.data_ptr()
         from_table = protocol is Protocol.TWO_SHOT or (
             protocol is Protocol.ONE_SHOT and not in_place

@@ -1,0 +1,63 @@
+"""Each protocol of an all-reduce by itself, and a table that chooses among them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from device_comm import ReduceOp
+from device_comm.cuda.ipc_way import ways
+from device_comm.select import Candidate, Measured, Selection, Table
+from device_comm.select_measure import measure
+from device_comm.selecting_comm import SelectingComm
+from shm_broadcast import Board, BoardHandle
+from tests.device_comm.cuda.ipc_ranks import make_ipc
+from tests.ranks import run_ranks
+
+NAMES = ["ipc packets", "ipc one-shot", "ipc two-shot"]
+
+
+def reduced(rank: int, n: int, library: str, path: str, board: BoardHandle) -> list[str]:
+    with make_ipc(rank, n, library, path, board) as ipc:
+        candidates = [*ways(ipc), Candidate("ipc", ipc)]
+        assert [each.name for each in candidates[:3]] == NAMES
+        limit = candidates[0].up_to
+        assert limit == ipc.packet_bytes
+        for each in candidates[:3]:
+            assert each.comm is not None
+            for count in (1, 37, limit // 4):
+                x = torch.arange(count, dtype=torch.float32) + rank
+                expected = 2 * torch.arange(count, dtype=torch.float32) + 1
+                assert torch.equal(each.comm.all_reduce(x), expected)
+            with pytest.raises(NotImplementedError, match=r"no kernel for SUM of torch\.int64"):
+                each.comm.all_reduce(torch.ones(2, dtype=torch.int64))
+        sizes = {"all_reduce": (64, 2 * limit), "barrier": (0,)}
+        found = measure(candidates, {}, sizes).verbs
+        assert list(found) == ["all_reduce"]
+        assert [sorted(row.seconds) for row in found["all_reduce"]] == [
+            sorted([*NAMES, "ipc"]),
+            sorted([*NAMES[1:], "ipc"]),
+        ]
+        rows = [
+            Measured(size, {name: 1.0 + (name != best) for name in [*NAMES, "ipc"]})
+            for size, best in zip((16, 256, 4096), NAMES, strict=True)
+        ]
+        selection = Selection(candidates, Table({}, {"all_reduce": rows}))
+        comm = SelectingComm(selection)
+        used = []
+        for count in (4, 64, 1024):
+            x = torch.full((count,), rank + 1.0)
+            used.append(selection.reducer("all_reduce", x.nbytes, ReduceOp.SUM, x.dtype).name)
+            assert comm.all_reduce(x).unique().tolist() == [3.0]
+        whole = comm.all_reduce(torch.tensor([rank + 5]), op=ReduceOp.PRODUCT)
+        assert whole.tolist() == [30]
+        assert comm.all_gather(torch.tensor([rank])).tolist() == [0, 1]
+        assert comm.capabilities.backend == "ipc"
+        comm.close()
+        return used
+
+
+def test_ways(emulation_library: str, store_path: str) -> None:
+    with Board.create(2, None) as board:
+        found = run_ranks(2, reduced, str(emulation_library), store_path, board.handle())
+    assert found == [NAMES, NAMES]
