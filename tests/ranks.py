@@ -46,7 +46,10 @@ _GRACE = 10.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["numpy", "torch", "torch.distributed", "torch.testing", "pytest", "hypothesis", "msgspec"]
+    [
+        *("numpy", "torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"),
+        *("torch.testing", "pytest", "hypothesis", "msgspec"),
+    ]
 )
 
 

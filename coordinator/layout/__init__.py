@@ -19,6 +19,7 @@ from coordinator.layout.errors import (
 )
 from coordinator.layout.hooks import ParamOpHook, use_param_hooks
 from coordinator.layout.load import load_sharded
+from coordinator.layout.measure import MeasuredPlan, measure
 from coordinator.layout.mesh import Mesh
 from coordinator.layout.parameters import named_parameters
 from coordinator.layout.placement import (
@@ -48,6 +49,7 @@ __all__ = [
     "CommSpec",
     "Extent",
     "Layout",
+    "MeasuredPlan",
     "Mesh",
     "MeshCosts",
     "MissingTensorError",
@@ -67,6 +69,7 @@ __all__ = [
     "calibrate_mesh",
     "convert_dim_partition_dict",
     "load_sharded",
+    "measure",
     "merge_same_dim_mesh_list",
     "named_parameters",
     "plan",

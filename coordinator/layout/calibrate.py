@@ -70,10 +70,10 @@ def calibrate(
         whole = torch.zeros(size, dtype=torch.uint8, device=group.device).view(torch.float32)
         moved += [(n - 1) / n * size, 2 * (n - 1) / n * size]
         times += [
-            _median(partial(group.all_gather, part, 0), group, repeats),
-            _median(partial(group.all_reduce, whole), group, repeats),
+            median_time(partial(group.all_gather, part, 0), group, repeats),
+            median_time(partial(group.all_reduce, whole), group, repeats),
         ]
-    return _fit(moved, _slowest(times, [group]))
+    return _fit(moved, slowest(times, [group]))
 
 
 def calibrate_mesh(
@@ -90,7 +90,7 @@ def calibrate_mesh(
         ValueError: as `calibrate`.
     """
     found = [calibrate(axis, sizes, repeats) for axis in axes]
-    costliest = _slowest([each.alpha for each in found] + [each.beta for each in found], axes)
+    costliest = slowest([each.alpha for each in found] + [each.beta for each in found], axes)
     return MeshCosts(
         tuple(axis.world_size for axis in axes),
         tuple(costliest[: len(axes)]),
@@ -98,7 +98,7 @@ def calibrate_mesh(
     )
 
 
-def _median(verb: Callable[[], object], group: GroupCoordinator, repeats: int) -> float:
+def median_time(verb: Callable[[], object], group: GroupCoordinator, repeats: int) -> float:
     """Microseconds of one call, after one that does not count."""
     taken = []
     for _ in range(repeats + 1):
@@ -111,7 +111,7 @@ def _median(verb: Callable[[], object], group: GroupCoordinator, repeats: int) -
     return statistics.median(taken[1:])
 
 
-def _slowest(values: Sequence[float], groups: Sequence[GroupCoordinator]) -> list[float]:
+def slowest(values: Sequence[float], groups: Sequence[GroupCoordinator]) -> list[float]:
     """The largest of each value over all ranks of the mesh of these groups."""
     found = torch.tensor(values, dtype=torch.float64)
     for group in groups:

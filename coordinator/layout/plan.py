@@ -87,9 +87,13 @@ class Plan:
         """Microseconds, as the model has it."""
         return sum(step.cost for step in self.steps)
 
+    @property
+    def head(self) -> str:
+        """The first line of what is printed."""
+        return f"{list(self.shape)} on a mesh of {list(self.mesh)}: {self.cost:.3f} µs"
+
     def __str__(self) -> str:
-        head = f"{list(self.shape)} on a mesh of {list(self.mesh)}: {self.cost:.3f} µs"
-        return "\n".join([head, *(f"  {step}" for step in self.steps)])
+        return "\n".join([self.head, *(f"  {step}" for step in self.steps)])
 
 
 def plan(

@@ -79,8 +79,13 @@ def follow(steps: Plan, x: Tensor, axes: Sequence[GroupCoordinator]) -> Tensor:
     Collective: yes, every member of the groups along ``axes``; backward too.
     """
     for step in steps.steps:
-        x = _Move(steps, step, axes).take(x)
+        x = take(steps, step, x, axes)
     return x
+
+
+def take(steps: Plan, step: Step, x: Tensor, axes: Sequence[GroupCoordinator]) -> Tensor:
+    """Take one of the steps of a plan. Collective: as `follow`, along the axis of the step."""
+    return _Move(steps, step, axes).take(x)
 
 
 def strip(x: Tensor, extents: Sequence[Extent]) -> Tensor:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 
 import pytest
 import torch
 
 from coordinator.layout import Layout, MeshCosts, Partial, Plan, Replicate, Shard, plan
-from coordinator.layout.arrangement import Arrangement
 from device_comm import ReduceOp
+from tests.coordinator.layout.dtensor_paths import compare
 from tests.ranks import run_ranks
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -126,67 +125,25 @@ COSTS = ((20.0, 0.0005), (0.01, 1.0))
 
 def never_dearer(rank: int, n: int) -> tuple[int, int]:
     import torch.distributed as dist
-    import torch.distributed.tensor as dt
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import _redistribute
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    warnings.simplefilter("ignore")
-    kinds = {R: dt.Replicate(), S0: dt.Shard(0), S1: dt.Shard(1), P: dt.Partial()}
-    ours = {theirs: each for each, theirs in kinds.items()}
     compared = cheaper = 0
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     for mesh in MESHES:
         device_mesh = DeviceMesh("cpu", torch.arange(math.prod(mesh)).reshape(mesh))
-        layouts = list(itertools.product(kinds, repeat=len(mesh)))
+        layouts = list(itertools.product((R, S0, S1, P), repeat=len(mesh)))
         if len(mesh) == 3:
-            layouts = [(S0, P, last) for last in kinds]
-        for shape, (source, target) in itertools.product(
-            SHAPES, itertools.product(layouts, layouts)
-        ):
-            if any(b == P and a != P for a, b in zip(source, target, strict=True)):
-                continue  # DTensor does not redistribute to partial
-            meta = TensorMeta(torch.Size(shape), (shape[1], 1), torch.float32)
-            specs = [
-                DTensorSpec(device_mesh, tuple(kinds[each] for each in layout), tensor_meta=meta)
-                for layout in (source, target)
-            ]
-            for use_graph in (False, True):
-                infos = _redistribute._gen_transform_infos_non_cached(*specs, use_graph)
-                for alpha, beta in COSTS:
-                    costs = MeshCosts.uniform(mesh, alpha, beta)
-                    theirs = 0.0
-                    here = Arrangement.of(Layout(source), 2, (9,) * len(mesh))
-                    for info in infos:
-                        axis, (_, wanted) = info.mesh_dim, info.src_dst_placements
-                        after = here.without(axis).then(axis, ours[wanted])
-                        theirs += cost_of(costs, axis, here, after, shape)
-                        here = after
-                    mine = plan(Layout(source), Layout(target), shape, costs).cost
-                    assert mine <= theirs + 1e-9, (mesh, shape, source, target, use_graph)
+            layouts = [(S0, P, last) for last in (R, S0, S1, P)]
+        for alpha, beta in COSTS:
+            costs = MeshCosts.uniform(mesh, alpha, beta)
+            for pair in itertools.product(layouts, layouts):
+                for ours, theirs in compare(device_mesh, SHAPES, *pair, costs):
+                    assert ours <= theirs + 1e-9, (mesh, pair, costs)
                     compared += 1
-                    cheaper += mine < theirs - 1e-9
+                    cheaper += ours < theirs - 1e-9
     dist.destroy_process_group()
     return compared, cheaper
-
-
-def cost_of(
-    costs: MeshCosts, axis: int, before: Arrangement, after: Arrangement, shape: tuple[int, int]
-) -> float:
-    """A step of DTensor's, by the model; it skips axes of one rank."""
-    if costs.shape[axis] == 1:
-        return 0.0
-    was, becomes = before.at(axis), after.at(axis)
-    size, gathered = (math.prod(each.largest(shape, costs.shape)) * 4 for each in (before, after))
-    if isinstance(becomes, Partial) or isinstance(was, Replicate):
-        return 0.0
-    if isinstance(was, Partial):
-        reduce = costs.reduce_scatter if isinstance(becomes, Shard) else costs.all_reduce
-        return reduce(size, axis)
-    if isinstance(becomes, Shard):
-        return costs.all_to_all(size, axis)
-    return costs.all_gather(gathered, axis)
 
 
 def test_a_plan_never_costs_more_than_dtensors() -> None:

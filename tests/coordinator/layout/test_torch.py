@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import ExitStack
 
 import pytest
@@ -27,11 +28,13 @@ from coordinator.layout import (
     calibrate,
     calibrate_mesh,
     differentiable,
+    measure,
     named_parameters,
     plan,
     redistribute,
 )
 from coordinator.layout.dtensor import from_dtensor, set_process_group, to_dtensor
+from tests.coordinator.layout.dtensor_paths import THEIRS, compare
 from tests.coordinator.layout.meshes import open_mesh
 from tests.ranks import init_gloo, run_ranks
 
@@ -106,6 +109,43 @@ def calibration(mesh: Mesh) -> None:
     redistribute(x, whole, cut, mesh.axes, costs=costs)
     with pytest.raises(ValueError, match="fit"):
         calibrate(mesh.axes[0], sizes=(1024,))
+    never_dearer_than_dtensor(mesh, costs)
+    measured_plans(mesh, costs)
+
+
+def never_dearer_than_dtensor(mesh: Mesh, costs: MeshCosts) -> None:
+    """By what was measured here, as by numbers that were made up (`test_plan`)."""
+    device_mesh = init_device_mesh("cpu", mesh.shape)
+    layouts = list(itertools.product(THEIRS, repeat=len(mesh.shape)))
+    compared = [
+        each
+        for pair in itertools.product(layouts, layouts)
+        for each in compare(device_mesh, [(64, 64), (1024, 512)], *pair, costs)
+    ]
+    assert len(compared) >= 4 * len(layouts)
+    assert all(ours <= theirs * (1 + 1e-12) for ours, theirs in compared)
+
+
+def measured_plans(mesh: Mesh, costs: MeshCosts) -> None:
+    """Every step is timed, the same is said everywhere, and printed beside the model."""
+    axes = len(mesh.axes)
+    cut, whole = Layout((Shard(0),) * axes), Layout((Replicate(),) * axes)
+    terms = Layout((Partial(),) * axes)
+    for source, target in ((cut, whole), (terms, cut), (whole, cut), (cut, cut)):
+        steps = plan(source, target, (50, 8), costs)
+        found = measure(steps, mesh.axes, repeats=2)
+        assert found.plan is steps
+        assert len(found.times) == len(steps.steps)
+        assert all(time > 0 for time in found.times)
+        assert found.time == sum(found.times)
+        assert mesh.flat is not None
+        assert mesh.flat.all_gather_object(found.times) == [found.times] * mesh.flat.world_size
+        lines = str(found).splitlines()
+        assert lines[0] == f"{str(steps).splitlines()[0]}, {found.time:.3f} µs measured"
+        for line, step, time in zip(lines[1:], steps.steps, found.times, strict=True):
+            assert line == f"  {step}  {time:.3f} µs measured"
+    with pytest.raises(ValueError, match="a plan for a mesh of"):
+        measure(plan(Shard(0), Shard(1), (9, 9), MeshCosts.uniform((9,))), mesh.axes)
 
 
 def tensor_parallel_matches_dense(rank: int, n: int) -> None:

@@ -1,0 +1,77 @@
+"""What the steps of a plan take for real, beside what the model says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from coordinator.layout.calibrate import REPEATS, median_time, slowest
+from coordinator.layout.redistribute import take
+
+if TYPE_CHECKING:
+    from coordinator.group import GroupCoordinator
+    from coordinator.layout.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPlan:
+    """A plan that was carried out; ``print`` it.
+
+    Attributes:
+        plan: its steps, with their costs by the model.
+        times: what each step took, in microseconds.
+    """
+
+    plan: Plan
+    times: tuple[float, ...]
+
+    @property
+    def time(self) -> float:
+        """Microseconds of all steps."""
+        return sum(self.times)
+
+    def __str__(self) -> str:
+        head = f"{self.plan.head}, {self.time:.3f} µs measured"
+        steps = zip(self.plan.steps, self.times, strict=True)
+        return "\n".join([head, *(f"  {step}  {time:.3f} µs measured" for step, time in steps)])
+
+
+def measure(
+    plan: Plan,
+    group: GroupCoordinator | Sequence[GroupCoordinator],
+    dtype: torch.dtype = torch.float32,
+    repeats: int = REPEATS,
+) -> MeasuredPlan:
+    """Carry out each step of a plan several times, on tensors of zeros.
+
+    Args:
+        plan: the same on all ranks.
+        group: the group along each axis of its mesh, outermost first; or the only one.
+        dtype: of the tensors; one of the size that was planned for.
+        repeats: of each step; the median counts.
+
+    Returns:
+        The same on every rank: the slowest rank's times count.
+
+    Collective: yes, every member of every group.
+
+    Raises:
+        ValueError: the groups make up another mesh, or there are no repeats.
+    """
+    axes = tuple(group) if isinstance(group, Sequence) else (group,)
+    mesh = tuple(axis.world_size for axis in axes)
+    if mesh != plan.mesh or repeats < 1:
+        raise ValueError(f"a plan for a mesh of {plan.mesh} on {mesh}, {repeats} times")
+    coordinates = [axis.rank_in_group for axis in axes]
+    times = []
+    for step in plan.steps:
+        extents = step.before.extents(plan.shape, mesh, coordinates)
+        held = torch.zeros(
+            [extent.size for extent in extents], dtype=dtype, device=axes[step.axis].device
+        )
+        times.append(median_time(partial(take, plan, step, held, axes), axes[step.axis], repeats))
+    return MeasuredPlan(plan, tuple(slowest(times, axes)))
