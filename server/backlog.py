@@ -53,7 +53,10 @@ class Backlog:
 
     def oldest_of(self, rank: int) -> PendingCall | None:
         """The call under way that ``rank`` has to answer next."""
-        return next((call for call in self._under_way.values() if rank in call.waiting), None)
+        for call in self._under_way.values():
+            if rank in call.waiting:
+                return call
+        return None
 
     def find(self, number: int) -> PendingCall | None:
         """The call of that number, if it is under way."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from server import demo_text
+from server import demo_text, devices
 from server.demo_pool import REQUEST_LINES, Embedded, embed
 from server.workers.minilm import ModelFolder, SentenceTokenizer, packaged_model
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 PACKAGES = ("safetensors", "sentence_transformers", "tokenizers", "tqdm")
-TOLERANCE = 1e-5
 NEIGHBOURS_OF = 5
 NEIGHBOURS = 2
 
@@ -38,10 +37,22 @@ class Plan:
     tp: int
     pp: int
     device: str
+    share_gpu: bool
+    dtype: str
     threads: int
     timeout: float
     out: Path | None
     json: bool
+
+    @property
+    def tolerance(self) -> float:
+        """How far the result may be from the reference's."""
+        return devices.DTYPES[self.dtype]
+
+    @property
+    def where(self) -> str:
+        """The device, and what it computes in."""
+        return self.device if self.dtype == "float32" else f"{self.device} in {self.dtype}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="FILE.npy", help="write the embeddings, float32 "
         "[sentences, hidden]")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
+    devices.add_arguments(parser)
     add("--threads", type=int, metavar="N", help="CPU threads of each worker (default: the "
         "cores this process may use, shared out among the workers)")  # fmt: skip
     add("--timeout", type=float, default=300.0, metavar="S", help="seconds for the pool to "
@@ -79,8 +90,7 @@ def prepare(args: argparse.Namespace) -> Plan:
         raise ValueError(f"--threads must be at least 1; got {args.threads}")
     if not args.timeout > 0:
         raise ValueError(f"--timeout must be more than 0 seconds; got {args.timeout}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device")
+    devices.check_arguments(args)
     if args.out is not None and (args.out.is_dir() or not args.out.parent.is_dir()):
         raise ValueError(f"--out {args.out}: not a file in an existing folder")
     return Plan(
@@ -89,6 +99,8 @@ def prepare(args: argparse.Namespace) -> Plan:
         tp=args.tp,
         pp=args.pp,
         device=args.device,
+        share_gpu=args.share_gpu,
+        dtype=args.dtype,
         threads=args.threads or max(1, len(os.sched_getaffinity(0)) // (args.tp * args.pp)),
         timeout=args.timeout,
         out=args.out,
@@ -104,7 +116,7 @@ def run(plan: Plan) -> int:
         OSError: the output cannot be written.
     """
     say: Callable[[str], None] = _quiet if plan.json else _print
-    say(demo_text.title(plan.folder, plan.tp, plan.pp, plan.device, plan.threads))
+    say(demo_text.title(plan.folder, plan.tp, plan.pp, plan.where, plan.threads))
     embedded = embed(plan, say)
     say(demo_text.speed(embedded.tokens, embedded.seconds))
     truncated = _truncated(plan, embedded.tokens)
@@ -117,10 +129,10 @@ def run(plan: Plan) -> int:
             np.save(file, embedded.vectors)
         say(f"embeddings written to {plan.out}: float32 {list(embedded.vectors.shape)}")
     difference = float(np.abs(embedded.vectors - reference(plan.folder, plan.lines)).max())
-    say(demo_text.verdict(difference, TOLERANCE))
+    say(demo_text.verdict(difference, plan.tolerance))
     if plan.json:
         _print(json.dumps(_report(plan, embedded, truncated, neighbours, difference)))
-    return 0 if difference <= TOLERANCE else 1
+    return 0 if difference <= plan.tolerance else 1
 
 
 def read_lines(path: Path) -> list[str]:
@@ -177,6 +189,7 @@ def _report(
         "tp": plan.tp,
         "pp": plan.pp,
         "device": plan.device,
+        "dtype": plan.dtype,
         "threads": plan.threads,
         "ranks": [asdict(place) for place in embedded.places],
         "sentences": len(plan.lines),
@@ -195,8 +208,8 @@ def _report(
         ],
         "out": None if plan.out is None else str(plan.out),
         "max_abs_diff": difference,
-        "tolerance": TOLERANCE,
-        "ok": difference <= TOLERANCE,
+        "tolerance": plan.tolerance,
+        "ok": difference <= plan.tolerance,
     }
 
 

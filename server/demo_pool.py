@@ -58,8 +58,11 @@ def embed(plan: Plan, say: Callable[[str], None]) -> Embedded:
         MiniLMWorker,
         tp=plan.tp,
         pp=plan.pp,
-        worker_kwargs={"model": str(plan.folder.path), "threads": plan.threads},
+        worker_kwargs={
+            "model": str(plan.folder.path), "threads": plan.threads, "dtype": plan.dtype,
+        },
         device=plan.device,
+        share_gpu=plan.share_gpu,
         start_timeout=plan.timeout,
         on_progress=_Loading(bar).report,
     ) as pool:  # fmt: skip

@@ -84,6 +84,13 @@ class Ledger:
         return self._calls.busy
 
     @property
+    def awaited(self) -> int | None:
+        """A rank that has to answer the oldest call; ``None`` if there is no such call."""
+        with self._lock:
+            oldest = self._calls.oldest
+            return None if oldest is None else min(oldest.waiting, default=None)
+
+    @property
     def ended(self) -> CoordinatorError | None:
         """What broke the pool, or that it was closed; ``None`` while it takes calls."""
         return self._end

@@ -73,7 +73,7 @@ class Links:
             tp=plan.tp,
             pp=plan.pp,
             dp=plan.dp,
-            device=plan.device,
+            device=plan.devices[rank],
             store_host=host,
             store_port=port,
             handles=pickle.dumps(handles),

@@ -51,7 +51,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         rank: its global rank; it is this member of the board.
         tp, pp, dp: the grid of ranks.
-        device: ``"cpu"``, ``"cuda"`` (one device per local rank) or a device such as ``"cuda:0"``.
+        device: ``"cpu"`` or one such as ``"cuda:0"``.
         store_host, store_port: where the ranks meet.
         handles: of the pool's board, the queue to read and the queue to write; pickled.
         worker: the worker's class as ``"package.module:Class"``.

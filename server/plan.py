@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from server.devices import assign
 from server.reference import main_of, name_of
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ class Plan:
         main: how workers load the driver's main module, where the class is defined in that.
         worker_kwargs: its keyword arguments, pickled.
         tp, pp, dp: the grid of ranks.
-        device: ``"cpu"``, ``"cuda"`` (one device per rank) or one device for all, as ``"cuda:0"``.
+        devices: of each rank.
         start_timeout: seconds for all workers to be ready; ``None``: for ever.
         on_progress: ``(rank, done, total, what)``.
         config: the rest.
@@ -37,7 +39,7 @@ class Plan:
     tp: int
     pp: int
     dp: int
-    device: str
+    devices: tuple[str, ...]
     start_timeout: float | None
     on_progress: Callable[[int, int, int, str], None]
     config: PoolConfig
@@ -49,6 +51,7 @@ class Plan:
         worker_kwargs: Mapping[str, Any] | None,
         grid: tuple[int, int, int],
         device: str,
+        share_gpu: bool,
         start_timeout: float | None,
         on_progress: Callable[[int, int, int, str], None] | None,
         config: PoolConfig,
@@ -64,17 +67,14 @@ class Plan:
                 raise ValueError(f"{name} must be 1 or more; got {size}")
         if start_timeout is not None and not start_timeout > 0:
             raise ValueError(f"start_timeout must be more than 0 seconds; got {start_timeout!r}")
-        try:
-            torch.device(device)
-        except RuntimeError as error:
-            raise ValueError(f"device: {error}") from error
+        devices = assign(device, math.prod(grid), torch.cuda.device_count(), share_gpu)
         name = name_of(worker)
         return cls(
             name,
             main_of(name),
             _pickled(worker_kwargs or {}),
             *grid,
-            device,
+            devices,
             start_timeout,
             on_progress or _ignore,
             config,

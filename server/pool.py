@@ -61,6 +61,7 @@ class WorkerPool:
         dp: int = 1,
         worker_kwargs: Mapping[str, Any] | None = None,
         device: str = "cpu",
+        share_gpu: bool = False,
         launcher: str = "local",
         start_timeout: float | None = 120.0,
         on_progress: Callable[[int, int, int, str], None] | None = None,
@@ -76,7 +77,8 @@ class WorkerPool:
             pp: stages of the pipeline.
             dp: replicas.
             worker_kwargs: picklable.
-            device: ``"cpu"``, ``"cuda"`` (one device per rank) or one device for all, ``"cuda:0"``.
+            device: ``"cpu"``, ``"cuda"`` (the GPUs in turn) or one GPU for all, ``"cuda:0"``.
+            share_gpu: let several ranks share one GPU.
             launcher: ``"local"``: processes of this host.
             start_timeout: seconds; ``None``: for ever.
             on_progress: called ``(rank, done, total, what)`` when a worker reports progress: by the
@@ -97,6 +99,7 @@ class WorkerPool:
             worker_kwargs,
             (tp, pp, dp),
             device,
+            share_gpu,
             start_timeout,
             on_progress,
             config or PoolConfig(),

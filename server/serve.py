@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from server import devices
 from server.openai_api import MAX_INPUTS
 from server.pool import WorkerPool
 from server.workers.minilm import MiniLMWorker, ModelFolder, packaged_model
@@ -36,6 +37,8 @@ class Plan:
     tp: int
     pp: int
     device: str
+    share_gpu: bool
+    dtype: str
     threads: int
     host: str
     port: int
@@ -58,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default 127.0.0.1:8000; port 0: any free one)")  # fmt: skip
     add("--api-key", metavar="KEY", help="what requests have to show; needed beyond loopback. "
         "@FILE: read it from there, so that no list of processes shows it")  # fmt: skip
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
+    devices.add_arguments(parser)
     add("--threads", type=int, metavar="N", help="CPU threads of each worker (default: the "
         "cores this process may use, shared out among the workers)")  # fmt: skip
     add("--max-batch", type=int, default=32, metavar="N", help="inputs computed at once (default "
@@ -92,12 +95,15 @@ def prepare(args: argparse.Namespace) -> Plan:
         raise ValueError(f"--timeout must be more than 0 seconds; got {args.timeout}")
     folder = ModelFolder.open(args.model or packaged_model())
     folder.bert.check_parallel(args.tp, args.pp)
+    devices.check_arguments(args)
     return Plan(
         folder=folder,
         name=args.served_name or (args.model.resolve().name if args.model else PACKAGED_NAME),
         tp=args.tp,
         pp=args.pp,
         device=args.device,
+        share_gpu=args.share_gpu,
+        dtype=args.dtype,
         threads=args.threads or max(1, len(os.sched_getaffinity(0)) // (args.tp * args.pp)),
         host=host,
         port=port,
@@ -171,9 +177,11 @@ def _start_pool(plan: Plan) -> WorkerPool:
         worker_kwargs={
             "model": str(plan.folder.path),
             "threads": plan.threads,
+            "dtype": plan.dtype,
             "batch_size": plan.max_batch,
         },
         device=plan.device,
+        share_gpu=plan.share_gpu,
         start_timeout=plan.timeout,
     )
 

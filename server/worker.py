@@ -98,8 +98,10 @@ class _Serving:
         self._board = Board.attach(board, start.rank)
         self._calls = MessageQueue.attach(calls, self._board)
         self._replies = MessageQueue.attach(replies, self._board)
-        self._last = 0
-        device = _device(start.device, start.rank)
+        self._last = self._resumed = 0
+        device = torch.device(start.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         deadline = Deadline.after(start.timeout)
         store = coordinator.connect_store(start.store_host, start.store_port, deadline)
         self._groups = coordinator.init(
@@ -108,7 +110,7 @@ class _Serving:
             dp=start.dp,
             rank=start.rank,
             world_size=start.tp * start.pp * start.dp,
-            local_rank=start.rank,
+            local_rank=start.rank if device.index is None else device.index,
             store=store,
             board=self._board,
             backend="gloo" if device.type == "cpu" else None,
@@ -163,15 +165,11 @@ class _Serving:
         self._channel.send(describe(error, self._last, operations))
         driver = self._board.n_members - 1
         self._board.wait(
-            self._told_to_go_on, NEVER, "failed call", lambda: (driver,), poll=_LOOK_SECONDS
+            self._may_go_on, NEVER, "failed call", lambda: (driver,), poll=_LOOK_SECONDS
         )
 
-    def _told_to_go_on(self) -> bool:
-        return self._channel.take() == Resume(self._last)
-
-
-def _device(name: str, local_rank: int) -> torch.device:
-    device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
+    def _may_go_on(self) -> bool:
+        told: Resume | None = self._channel.take()
+        if told is not None:
+            self._resumed = told.number
+        return self._resumed == self._last

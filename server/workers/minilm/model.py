@@ -39,7 +39,7 @@ _CHECKPOINT_NAMES = {
 
 
 class Embeddings(nn.Module):
-    """Token ids int64 [batch, length] → float32 [batch, length, hidden].
+    """Token ids int64 [batch, length] → [batch, length, hidden], of the parameters' dtype.
 
     Collective: yes, every member of ``tp``.
     """
@@ -120,7 +120,7 @@ class Stage(nn.Module):
             lengths: tokens of each row, int64 [batch]; what follows them is padding.
 
         Returns:
-            float32 [batch, length, hidden], the same on every rank of the stage.
+            [batch, length, hidden], the same on every rank of the stage.
 
         Collective: yes, every member of the tensor-parallel group.
         """
@@ -138,8 +138,9 @@ def load_stage(
     tp: GroupCoordinator,
     device: torch.device,
     report: Callable[[int, int, str], None] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Stage:
-    """Make a stage and read this rank's part of its parameters, as float32.
+    """Make a stage and read this rank's part of its parameters, as ``dtype``.
 
     Raises:
         CheckpointError: the weights are not those that the folder's config.json describes.
@@ -154,7 +155,7 @@ def load_stage(
         tp,
         source=lambda name: folder.prefix + checkpoint_name(name),
         shapes={name: parameter.shape for name, parameter in whole.items()},
-        dtype=torch.float32,
+        dtype=dtype,
         device=device,
         report=report,
     )

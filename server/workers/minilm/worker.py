@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from server.devices import DTYPES
 from server.errors import CallRefusedError
 from server.workers.minilm.config import ModelFolder
 from server.workers.minilm.model import load_stage, pool, stage_layers
@@ -59,7 +60,7 @@ class _Batch:
 
 
 class MiniLMWorker:
-    """Embeds texts with a BERT-type sentence-transformers model, as float32.
+    """Embeds texts with a BERT-type sentence-transformers model.
 
     Args:
         context: who this worker is; from the pool.
@@ -67,6 +68,7 @@ class MiniLMWorker:
         batch_size: inputs computed at once.
         threads: CPU threads of this process for tensor work; ``None`` leaves torch's choice,
             which takes every core for every worker.
+        dtype: of weights and activations: ``"float32"`` or ``"float16"``.
 
     Raises:
         FileNotFoundError, ModelFolderError, CheckpointError: the model cannot be run.
@@ -81,11 +83,14 @@ class MiniLMWorker:
         model: str | os.PathLike[str],
         batch_size: int = 32,
         threads: int | None = None,
+        dtype: str = "float32",
     ) -> None:
         if batch_size < 1 or (threads is not None and threads < 1):
             raise ValueError(
                 f"batch_size and threads must be 1 or more; got {batch_size} and {threads}"
             )
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
         if threads is not None:
             torch.set_num_threads(threads)
         self._groups = context.groups
@@ -98,7 +103,12 @@ class MiniLMWorker:
         self._tokenizer = SentenceTokenizer(self._folder) if pp.is_first_rank else None
         self._layers = stage_layers(config.num_hidden_layers, pp.rank_in_group, pp.world_size)
         self._stage = load_stage(
-            self._folder, self._layers, tp, self._device, context.report_progress
+            self._folder,
+            self._layers,
+            tp,
+            self._device,
+            context.report_progress,
+            getattr(torch, dtype),
         )
 
     def embed(self, inputs: Sequence[str | Sequence[int]]) -> np.ndarray | None:
@@ -150,7 +160,7 @@ class MiniLMWorker:
         )
 
     def _sentence_vectors(self, hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        vectors = pool(hidden, lengths, self._folder.pooling)
+        vectors = pool(hidden.float(), lengths, self._folder.pooling)
         return functional.normalize(vectors, dim=1) if self._folder.normalize else vectors
 
     def _batches(self, inputs: Sequence[str | Sequence[int]]) -> Iterator[_Batch]:
