@@ -143,7 +143,7 @@ def one_at_a_time(
     """One text at a time: over HTTP, and in this process."""
     text, expected = asked.texts[0], asked.vectors[:1]
     loop = asyncio.new_event_loop()
-    count = 50 if quick else 300
+    count = 50 if quick else 150
     with ExitStack() as closing:
         closing.callback(loop.close)
         alone = closing.enter_context(coordinator.init(rank=0, world_size=1))

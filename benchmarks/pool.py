@@ -1,0 +1,159 @@
+"""A call that does nothing, on all workers of a pool: python -m benchmarks.pool [--quick].
+
+Two workers; the driver calls them back to back, every 20 ms, and after 5 s of silence. vLLM's
+executor cannot be built without a model, so its loop is followed over its queue: one broadcast of
+``(method, args, kwargs, output_rank)``, one reply from each worker.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.harness import Report, machine, parser
+from benchmarks.message_queue import Remote
+from benchmarks.queue_base import require
+from server import WorkerPool
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Mapping
+    from multiprocessing.connection import Connection
+
+    from server import WorkerContext
+
+WORKERS = 2
+REQUEST = ["no_op", [], {}, None]
+"""What vLLM's executor sends for such a call."""
+
+
+class Nothing:
+    """A worker with a method that does nothing."""
+
+    def __init__(self, _: WorkerContext) -> None:
+        torch.set_num_threads(1)
+
+    def no_op(self) -> None:
+        """Do nothing."""
+
+
+class Pipes:
+    """The standard library's way: a pipe to each worker, written and read in turn."""
+
+    def __init__(self) -> None:
+        spawn = mp.get_context("spawn")
+        pairs = [spawn.Pipe() for _ in range(WORKERS)]
+        self._ends = [ours for ours, _ in pairs]
+        self._processes = [spawn.Process(target=obey, args=(theirs,)) for _, theirs in pairs]
+        for process in self._processes:
+            process.start()
+        self.call()
+
+    def call(self) -> list[Any]:
+        for end in self._ends:
+            end.send(REQUEST)
+        return [end.recv()[1] for end in self._ends]
+
+    def stop(self) -> None:
+        for end in self._ends:
+            end.send(None)
+        for process in self._processes:
+            process.join(30)
+
+
+def obey(end: Connection) -> None:
+    worker = Nothing.__new__(Nothing)
+    while (request := end.recv()) is not None:
+        method, args, kwargs, _ = request
+        end.send((True, getattr(worker, method)(*args, **kwargs)))
+
+
+def timed(call: Callable[[], list[Any]], idle: float, count: int) -> list[float]:
+    """Seconds of each of ``count`` calls, with ``idle`` seconds before each."""
+    samples = []
+    for _ in range(count):
+        if idle:
+            time.sleep(idle)
+        began = time.perf_counter()
+        replies = call()
+        samples.append(time.perf_counter() - began)
+        require(replies == [None] * WORKERS, f"the replies are {replies}")
+    return samples
+
+
+def peer(report: Report, options: argparse.Namespace) -> Remote | None:
+    """vLLM's queue, if it is there."""
+    report.left_out["Ray"] = "not measured here"
+    if not options.peers:
+        report.left_out["vLLM's executor loop"] = "give --peers DIR"
+        return None
+    found = Remote("vLLM", options.peers, WORKERS)
+    try:
+        found.wait_started()
+    except (OSError, RuntimeError) as error:
+        report.left_out["vLLM's executor loop"] = str(error)
+        return None
+    return found
+
+
+def run(report: Report, options: argparse.Namespace) -> None:
+    """All rhythms, all systems in turn."""
+    quick = options.quick
+    remote = peer(report, options)
+    pipes = Pipes()
+    try:
+        with WorkerPool(Nothing, tp=WORKERS) as pool:
+            calls: Mapping[str, Callable[[], list[Any]]] = {
+                "ours": lambda: pool.collective_rpc("no_op"),
+                "multiprocessing's pipes": pipes.call,
+            }
+            for params, idle, count in (
+                ("back to back", 0.0, 300 if quick else 3000),
+                ("every 20 ms", 0.02, 50 if quick else 100),
+                ("after idling", 0.5 if quick else 5.0, 1 if quick else 2),
+            ):
+                if options.only in params:
+                    measure(report, params, idle, count, calls, remote, 2 if quick else 5)
+    finally:
+        pipes.stop()
+        if remote is not None:
+            remote.stop()
+
+
+def measure(
+    report: Report,
+    params: str,
+    idle: float,
+    count: int,
+    calls: Mapping[str, Callable[[], list[Any]]],
+    remote: Remote | None,
+    repeats: int,
+) -> None:
+    """One rhythm."""
+
+    def asking(call: Callable[[], list[Any]]) -> Callable[[], list[float]]:
+        return lambda: timed(call, idle, count)
+
+    systems = {name: asking(call) for name, call in calls.items()}
+    if remote is not None:
+        work = ("wake", None, REQUEST, idle, count) if idle else ("echo", None, REQUEST, count)
+        systems["vLLM's executor loop"] = lambda: remote.ask(*work)
+    report.measure("no-op collective_rpc", params, systems, repeats=repeats)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parser(__doc__ or "").parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    report = Report(machine())
+    run(report, options)
+    report.finish(options)
+
+
+if __name__ == "__main__":
+    main()
