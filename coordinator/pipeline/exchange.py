@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coordinator.boxes import Together
 from coordinator.pipeline.lanes import Lanes
-from coordinator.pipeline.message import NEXT, PREV, to_dict
+from coordinator.pipeline.message import NEXT, PREV, to_dict, way_of
 from coordinator.tensor_dict import WHOLE
 from device_comm import Joined, Work
 from device_comm.checks import check_rank
@@ -55,7 +55,10 @@ class PipelineEnd:
                 each tensor that divides they send a slice each, and the next stage's gather them.
             once: whatever is sent to a peer looks the same every time: nesting, shapes, dtypes,
                 values that are not tensors. Only the first message then says so, and the others
-                are tensors alone. The sender checks it. All stages choose the same.
+                are tensors alone. The sender checks it. All stages choose the same. Not for a
+                ring of two stages in which one sends both ways: to each, the next stage is the
+                previous one, and tensors alone do not say whether they are activations or
+                gradients.
         """
         self.pp = pp
         self.tp = tp
@@ -174,10 +177,7 @@ class PipelineEnd:
             header, parts = self._mail.pack(to_dict(tree, way), slicing)
             known = promised.setdefault(dst, header) if self._once else None
             if known is not None and known != header:
-                raise ValueError(
-                    f"rank {dst} was promised messages that look like the first (once=True), "
-                    "and go one way; this one is different"
-                )
+                raise _broken_promise(dst, known, header)
             is_first = dst not in self._promised and all(each.dst != dst for each in messages)
             messages.append(_Message(dst, header if not self._once or is_first else None, parts))
         self._promised = promised
@@ -204,3 +204,15 @@ class PipelineEnd:
         check_rank("the peer's rank", rank, self.pp.world_size)
         if rank == self.pp.rank_in_group:
             raise ValueError(f"rank {rank} is this stage itself")
+
+
+def _broken_promise(dst: int, known: Header, header: Header) -> ValueError:
+    if way_of(known) != way_of(header):
+        return ValueError(
+            f"once=True sends rank {dst} tensors alone, which do not say whether they go to the "
+            f"next stage or to the previous one: the first went to the {way_of(known)} one, so "
+            "all must; between two stages that send both ways leave once=True out"
+        )
+    return ValueError(
+        f"rank {dst} was promised messages that look like the first (once=True); this one differs"
+    )

@@ -1,6 +1,6 @@
 """A tree of tensors and values as a tensor dict, and back: pure functions.
 
-    "way"     which way the message goes: "next" or "prev"
+    "way"     which way the message goes: "next" or "previous"
     "tree"    the nesting, pickled, as text
     "0" …     the leaves, in order
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from coordinator.tensor_dict import Header
     from coordinator.tree import Structure
 
-NEXT, PREV = "next", "prev"
+NEXT, PREV = "next", "previous"
 """Which way a message goes: to the next stage (activations) or to the previous one (gradients)."""
 
 

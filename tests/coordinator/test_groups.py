@@ -18,12 +18,21 @@ from coordinator import ParallelGroups, host_store
 from shm_broadcast import Board, GroupTimeoutError
 from tests.ranks import run_ranks
 
-SUM_OF_RANKS = """
-import torch, coordinator
-with coordinator.init(tp=2) as groups:
-    total = groups.world.all_reduce(torch.tensor([groups.rank + 1]))
-    text = f"rank {groups.rank} of {groups.world.ranks} tp {groups.tp.ranks} {total.tolist()}"
-    print(text + "\\n", end="", flush=True)
+AGENT = """
+import os, torch, coordinator
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+def sum_of_ranks():
+    with coordinator.init(tp=2) as groups:
+        total = groups.world.all_reduce(torch.tensor([groups.rank + 1]))
+        return groups.rank, groups.world.ranks, groups.tp.ranks, total.tolist()
+
+for hosted in ("1", "0"):
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = hosted
+    config = LaunchConfig(
+        1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", start_method="fork"
+    )
+    print(sorted(elastic_launch(config, sum_of_ranks)().values()))
 """
 
 
@@ -224,15 +233,10 @@ def test_wrong_sizes(arguments: dict[str, Any], message: str) -> None:
         coordinator.init(**{"rank": 0, **arguments})
 
 
-@pytest.mark.parametrize("hosted", [True, False])
-def test_torchrun(hosted: bool, tmp_path: Path) -> None:
-    """From torchrun's environment alone; its agent hosts the store, or rank 0 does."""
-    script = tmp_path / "script.py"
-    script.write_text(SUM_OF_RANKS)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"] if hosted else ["--standalone"]
+def test_torchrun() -> None:
+    """From torchrun's environment alone; rank 0 hosts the store, or torchrun's agent does."""
     ran = subprocess.run(
-        [*launcher, *where, str(script)],
+        [sys.executable, "-c", AGENT],
         capture_output=True,
         text=True,
         timeout=100,
@@ -240,11 +244,7 @@ def test_torchrun(hosted: bool, tmp_path: Path) -> None:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(Path(coordinator.__file__).parents[1]),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0" if hosted else "1",
         },
     )
     assert ran.returncode == 0, ran.stderr
-    assert sorted(ran.stdout.splitlines()) == [
-        "rank 0 of [0, 1] tp [0, 1] [3]",
-        "rank 1 of [0, 1] tp [0, 1] [3]",
-    ]
+    assert ran.stdout.splitlines() == ["[(0, [0, 1], [0, 1], [3]), (1, [0, 1], [0, 1], [3])]"] * 2

@@ -14,6 +14,7 @@ import coordinator
 from coordinator import ParallelGroups
 from coordinator.pipeline import Exchanged, Stage
 from shm_broadcast import GroupAbortedError, GroupTimeoutError, MessageDecodeError
+from tests.coordinator.test_messages import counting
 from tests.ranks import run_ranks
 
 
@@ -244,7 +245,7 @@ def once(pp: Any) -> None:
         for tree in ({"x": torch.ones(3), "name": "same"}, {"x": torch.ones(2), "name": "other"}):
             with pytest.raises(ValueError, match="promised"):
                 stage.send_forward(tree)
-        with pytest.raises(ValueError, match="one way"):
+        with pytest.raises(ValueError, match="the first went to the next one, so all must"):
             stage.exchange(send_prev={"x": torch.ones(2), "name": "same"})
     pp.barrier()
 
@@ -343,12 +344,32 @@ def slices(rank: int, n: int, path: str) -> None:
 
 
 def six_elements_for_four(rank: int, n: int, path: str) -> None:
-    """TP=4 with 6 elements: whole. Shown on the sender alone; the receiver follows the header."""
+    """PP=2, TP=4: 8 elements travel in quarters, 6 whole; all receivers hold all of them."""
+    with ExitStack() as stack:
+        groups = open_groups(stack, rank, path, pp=2, tp=4)
+        stage = Stage(groups.pp, groups.tp)
+        comm: Any = groups.pp.device_communicator
+        sent: list[int] = []
+        comm.send = counting(comm.send, sent)
+        for count, travel in ((8, 2), (6, 6)):
+            x = torch.arange(count)
+            if stage.is_first:
+                stage.send_forward(x)
+                assert sent == [travel]
+                sent.clear()
+                assert same(stage.recv_backward(), x * 2)
+            else:
+                found = stage.recv_forward()
+                assert same(found, x)
+                stage.send_backward(found * 2)
+        groups.world.barrier(timeout=120)
+
+
+def one_stage(rank: int, n: int, path: str) -> None:
+    """It is the first and the last."""
     with ExitStack() as stack:
         groups = open_groups(stack, rank, path, pp=1, tp=4)
-        header, parts = groups.pp._mail.pack({"x": torch.arange(6)}, groups.tp._mail.slicing(None))
-        assert (header.tensors["x"].slices, parts[0].numel()) == (0, 6)
-        stage = Stage(groups.pp, groups.tp)  # one stage: first and last
+        stage = Stage(groups.pp, groups.tp)
         assert stage.send_forward_recv_backward(torch.ones(1)) is None
         assert stage.exchange() == Exchanged(None, None)
 
@@ -359,8 +380,12 @@ def test_a_ring_of_three(store_path: str) -> None:
 
 def four_ranks(rank: int, n: int, path: str) -> None:
     slices(rank, n, path)
-    six_elements_for_four(rank, n, path + "-six")
+    one_stage(rank, n, path + "-one")
 
 
 def test_slices(store_path: str) -> None:
     run_ranks(4, four_ranks, store_path, timeout=120)
+
+
+def test_what_four_cannot_divide_goes_whole(store_path: str) -> None:
+    run_ranks(8, six_elements_for_four, store_path, timeout=120)
