@@ -129,6 +129,12 @@ def test_half_precision_weights_are_computed_in_float32(tmp_path: Path) -> None:
     assert np.abs(vectors - model.encode(SENTENCES)).max() <= 1e-5
 
 
+def test_half_precision(expected: np.ndarray) -> None:
+    vectors, _ = embed(REAL, 2, 2, LINES, batch_size=8, dtype="float16")
+    assert vectors.dtype == np.float32
+    assert 1e-5 < np.abs(vectors - expected).max() <= 1e-3
+
+
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (3, 2)])
 def test_token_ids_are_taken_as_they_are(tmp_path: Path, tp: int, pp: int) -> None:
     folder = make_model(tmp_path / "model")
@@ -220,6 +226,11 @@ def test_a_pool_that_does_not_fit(tmp_path: Path, tp: int, pp: int, message: str
     folder = make_model(tmp_path / "model")
     with pytest.raises(ValueError, match=message):
         embed(folder, tp, pp, ["x"])
+
+
+def test_a_dtype_that_it_does_not_compute_in(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dtype must be one of float32, float16; got 'int8'"):
+        embed(make_model(tmp_path / "model"), 1, 1, ["x"], dtype="int8")
 
 
 @pytest.mark.parametrize("arguments", [{"batch_size": 0}, {"threads": 0}])
