@@ -207,9 +207,13 @@ class TensorMail(ObjectMail):
         return self.pack(values, WHOLE)
 
     def _broadcast_all(self, parts: Sequence[Tensor], src: int, deadline: Deadline) -> None:
-        works = [
-            self._comm(part.device.type).broadcast_(part, src=src, async_op=True) for part in parts
-        ]
+        works: list[Work[Tensor]] = []
+        for part in parts:
+            comm = self._comm(part.device.type)
+            if comm.capabilities.overlaps:
+                works.append(comm.broadcast_(part, src=src, async_op=True))
+            else:
+                comm.broadcast_(part, src=src, timeout=deadline)
         for work in works:
             work.wait(deadline)
 

@@ -82,6 +82,7 @@ class Capabilities:
     detects_divergence: bool = False
     detects_loss: bool = False
     sends_ahead: bool = False
+    overlaps: bool = True
     reductions: frozenset[tuple[ReduceOp, torch.dtype]] | None = None
 
     def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:

@@ -82,7 +82,7 @@ class ShmComm(DirectVerbs):
             world_size=size,
             device="cpu",
             capabilities=Capabilities(
-                "shm", detects_divergence=True, detects_loss=True, sends_ahead=True
+                "shm", detects_divergence=True, detects_loss=True, sends_ahead=True, overlaps=False
             ),
             name=name,
             timeout=timeout,
@@ -276,13 +276,16 @@ class ShmComm(DirectVerbs):
             self.abort(error)
             raise
 
-    def _short_way(self) -> Comm | None:
-        return None if self._lane.busy else self._direct
+    def _short_way(self, timeout: float | Deadline | None) -> Comm | None:
+        if self._lane.busy:
+            return None
+        plain = timeout is None or isinstance(timeout, Deadline)  # a number might be no duration
+        return self._direct if plain else None
 
-    def _finish(self, direct: Comm, verb: str) -> Any:
+    def _finish(self, direct: Comm, verb: str, timeout: float | Deadline | None) -> Any:
         operation = self._operations[verb]
         task = Collective(direct, self.members, operation, iter(()), begun=True)
-        call = Call(verb, operation, self.timeout, False)
+        call = Call(verb, operation, self.timeout if timeout is None else timeout, False)
         try:
             self._perform(self._lane, task, call)
         except CoordinatorError as error:

@@ -65,11 +65,26 @@ class Doorbell:
             ready: the predicate; cheap, called many times.
             deadline: when to give up.
             slice_seconds: how long to sleep at most between two looks.
-            spin_seconds: how long to look without sleeping, first.
+            spin_seconds: how long to look without sleeping, first and after each ring.
             between_slices: called before every sleep; raises to end the wait.
         """
-        if _spin(ready, deadline.remaining(spin_seconds)):
-            return True
+        while not _spin(ready, deadline.remaining(spin_seconds)):
+            if not self._sleep(ready, deadline, slice_seconds, between_slices):
+                return False
+        return True
+
+    def _sleep(
+        self,
+        ready: Callable[[], bool],
+        deadline: Deadline,
+        slice_seconds: float,
+        between_slices: Callable[[], None],
+    ) -> bool:
+        """Sleep until it rings, or ``ready()``; whether that was before the deadline.
+
+        Who rings while somebody sleeps makes a system call, so a waiter that looks on again after
+        a ring does not count as asleep.
+        """
         words, sleepers = self._words, self.offset + DOORBELL_SLEEPERS
         words.add32(sleepers, 1)
         try:
@@ -81,6 +96,8 @@ class Doorbell:
                 if deadline.expired:
                     return False
                 words.sleep_on(self.offset, seen, deadline.remaining(slice_seconds))
+                if words.load32(self.offset) != seen:
+                    return True
         finally:
             words.add32(sleepers, -1)
 

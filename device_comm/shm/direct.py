@@ -33,10 +33,10 @@ class DirectVerbs(DeviceCommunicator):
         timeout: float | Deadline | None = None,
     ) -> Any:
         """As `SymmetricVerbs.all_reduce`. Collective: yes, every member."""
-        if timeout is None and not async_op and (direct := self._short_way()) is not None:
+        if not async_op and (direct := self._short_way(timeout)) is not None:
             result = direct.all_reduce(x, op, out)
             if result is not NotImplemented:
-                return self._finish(direct, "all_reduce") if result is None else result
+                return self._finish(direct, "all_reduce", timeout) if result is None else result
         return super().all_reduce(x, op=op, out=out, async_op=async_op, timeout=timeout)
 
     def all_gather(
@@ -49,10 +49,10 @@ class DirectVerbs(DeviceCommunicator):
         timeout: float | Deadline | None = None,
     ) -> Any:
         """As `SymmetricVerbs.all_gather`. Collective: yes, every member."""
-        if timeout is None and not async_op and (direct := self._short_way()) is not None:
+        if not async_op and (direct := self._short_way(timeout)) is not None:
             result = direct.all_gather(x, dim, out)
             if result is not NotImplemented:
-                return self._finish(direct, "all_gather") if result is None else result
+                return self._finish(direct, "all_gather", timeout) if result is None else result
         return super().all_gather(x, dim=dim, out=out, async_op=async_op, timeout=timeout)
 
     def reduce_scatter(
@@ -66,10 +66,10 @@ class DirectVerbs(DeviceCommunicator):
         timeout: float | Deadline | None = None,
     ) -> Any:
         """As `SymmetricVerbs.reduce_scatter`. Collective: yes, every member."""
-        if timeout is None and not async_op and (direct := self._short_way()) is not None:
+        if not async_op and (direct := self._short_way(timeout)) is not None:
             result = direct.reduce_scatter(x, dim, op, out)
             if result is not NotImplemented:
-                return self._finish(direct, "reduce_scatter") if result is None else result
+                return self._finish(direct, "reduce_scatter", timeout) if result is None else result
         return super().reduce_scatter(
             x, dim=dim, op=op, out=out, async_op=async_op, timeout=timeout
         )
@@ -84,28 +84,28 @@ class DirectVerbs(DeviceCommunicator):
         timeout: float | Deadline | None = None,
     ) -> Any:
         """As `RootedVerbs.broadcast`. Collective: yes, every member."""
-        if timeout is None and not async_op and (direct := self._short_way()) is not None:
+        if not async_op and (direct := self._short_way(timeout)) is not None:
             result = direct.broadcast(x, src, out)
             if result is not NotImplemented:
-                return self._finish(direct, "broadcast") if result is None else result
+                return self._finish(direct, "broadcast", timeout) if result is None else result
         return super().broadcast(x, src=src, out=out, async_op=async_op, timeout=timeout)
 
     def barrier(
         self, *, async_op: bool = False, timeout: float | Deadline | None = None
     ) -> Work[None] | None:
         """As `PointToPointVerbs.barrier`. Collective: yes, every member."""
-        if timeout is None and not async_op and (direct := self._short_way()) is not None:
+        if not async_op and (direct := self._short_way(timeout)) is not None:
             result = direct.barrier()
             if result is not NotImplemented:
                 if result is None:
-                    self._finish(direct, "barrier")
+                    self._finish(direct, "barrier", timeout)
                 return None
         return super().barrier(async_op=async_op, timeout=timeout)
 
-    def _short_way(self) -> Comm | None:
-        """The extension, if a call may go through it now."""
+    def _short_way(self, timeout: float | Deadline | None) -> Comm | None:
+        """The extension, if a call with such a ``timeout`` may go through it now."""
         raise NotImplementedError
 
-    def _finish(self, direct: Comm, verb: str) -> Any:
+    def _finish(self, direct: Comm, verb: str, timeout: float | Deadline | None) -> Any:
         """Wait for the call that is blocked in the extension, and return its result."""
         raise NotImplementedError

@@ -147,7 +147,7 @@ static PyObject *spin64(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 
 /* What is written in pieces of this size is a block, which its readers see only when all of it is
  * there: by then this core's caches would have lost it. */
-#define STREAMED_WRITE (1 << 20)
+#define STREAMED_WRITE (8 << 20)
 
 static PyObject *copy(PyObject *self, PyObject *const *args, Py_ssize_t n, bool into_segment) {
     size_t offset;
