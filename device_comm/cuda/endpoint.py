@@ -33,8 +33,11 @@ if TYPE_CHECKING:
     from device_comm.cuda.driver import Driver
     from device_comm.watch import Watch
 
-LINGER = 5.0
+LINGER = 2.0
 """Seconds that peers have to unmap a region before it is left to the end of the process."""
+
+PROBE_SECONDS = 10.0
+"""How long the first collectives wait for a peer."""
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -84,6 +87,7 @@ def meet(
     timeout: float | None,
     layout: abi.RegionLayout | None = None,
     limits: Limits | None = None,
+    probe_seconds: float = PROBE_SECONDS,
 ) -> Endpoint:
     """Set up a group. Collective: yes, every member. `IpcComm.create` says what is what.
 
@@ -117,7 +121,7 @@ def meet(
         agree(swap, take)
         nanoseconds = 0 if timeout is None else int(timeout * 1e9)
         group = abi.Group(loan.regions, control.pointer, rank, layout, nanoseconds)
-        agree(swap, lambda: probe(driver, group, chosen, health))
+        agree(swap, lambda: probe(driver, group, chosen, health, probe_seconds))
         return Endpoint(driver, group, limits, loan.mappings, health, swap, undo.pop_all())
 
 
@@ -176,4 +180,4 @@ class _Loan:
             self._driver.free(region)
 
 
-__all__ = ["LINGER", "Endpoint", "meet"]
+__all__ = ["PROBE_SECONDS", "Endpoint", "meet"]

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from device_comm.base import Capabilities
 from device_comm.cuda.arrival import POLL, Arrival, Transfer
-from device_comm.cuda.endpoint import LINGER, meet
+from device_comm.cuda.endpoint import PROBE_SECONDS, meet
 from device_comm.cuda.graph import Registry
 from device_comm.cuda.ipc_verbs import IpcVerbs
 from device_comm.cuda.order import SideStreams, StreamOrder
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from device_comm.base import Call
+    from device_comm.choice import Explanation
     from device_comm.cuda.abi import RegionLayout
     from device_comm.cuda.agree import Swap
     from device_comm.cuda.driver import Driver, Mark
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
     from device_comm.cuda.order import Place
     from device_comm.watch import Watch
     from device_comm.work import Pending
+
+_FINISH = 5.0
+"""Seconds that what was issued has to end when the communicator is closed."""
 
 
 class IpcComm(IpcVerbs):
@@ -106,6 +111,7 @@ class IpcComm(IpcVerbs):
         members: Sequence[int] | None = None,
         layout: RegionLayout | None = None,
         limits: Limits | None = None,
+        probe_seconds: float = PROBE_SECONDS,
     ) -> Self:
         """Set up a group of ranks on one host, and try it out. Collective: yes, every member.
 
@@ -121,6 +127,8 @@ class IpcComm(IpcVerbs):
             members: the board's member number of each rank; None: the rank itself.
             layout: sizes of the memory that ranks lend, the same on all; None: the default.
             limits: how launches are sized, the same on all; None: the default.
+            probe_seconds: how long the first collectives, which try the way to the peers out,
+                wait for these.
 
         Raises:
             IpcUnavailableError: some rank cannot use the memory of another one; all ranks raise
@@ -141,13 +149,24 @@ class IpcComm(IpcVerbs):
             timeout=timeout,
             layout=layout,
             limits=limits,
+            probe_seconds=probe_seconds,
         )
         return cls(endpoint, name=name, timeout=timeout, watch=watch, members=members)
+
+    @property
+    def packet_bytes(self) -> int:
+        """The largest all-reduce that can be done in packets."""
+        return self._endpoint.group.layout.packet_bytes
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why captured collectives had to be staged, if some were."""
         return tuple(self._registry.reasons)
+
+    def explain(self) -> Explanation:
+        """Also why captured collectives had to be staged. Collective: no."""
+        refused = tuple(("ipc without staging in graphs", reason) for reason in self.reasons)
+        return replace(super().explain(), refused=refused)
 
     @contextmanager
     def graph_capture(self) -> Iterator[None]:
@@ -264,8 +283,8 @@ def _nanoseconds(deadline: Deadline) -> int:
 
 
 def _pass(marks: Sequence[Mark]) -> bool:
-    """Whether the device gets there within `LINGER`."""
-    deadline = Deadline.after(LINGER)
+    """Whether the device gets there in time."""
+    deadline = Deadline.after(_FINISH)
     while not all(mark.passed() for mark in marks):
         if deadline.expired:
             return False

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from device_comm.cuda.health import Health
     from device_comm.cuda.launch import Limits
 
-PROBE_SECONDS = 10.0
-"""How long a kernel of the probe waits for a peer."""
-
 _NUMBERS = 512
 _MARGIN = 5.0
 """Seconds that the device has on top, to give up."""
@@ -35,14 +32,23 @@ _MARGIN = 5.0
 _NAP = 0.0005
 
 
-def probe(driver: Driver, group: abi.Group, limits: Limits, health: Health) -> bytes:
+def probe(
+    driver: Driver, group: abi.Group, limits: Limits, health: Health, seconds: float
+) -> bytes:
     """Try ``group`` out; returns nothing. Collective: yes, every member.
+
+    Args:
+        driver: of the device.
+        group: all mapped, all kernels loaded.
+        limits: how launches are sized.
+        health: of this rank's kernels.
+        seconds: that a kernel waits for a peer.
 
     Raises:
         CoordinatorError: it does not work; says why.
     """
     n = group.layout.world_size
-    planner = Planner(group.with_timeout(int(PROBE_SECONDS * 1e9)), limits)
+    planner = Planner(group.with_timeout(int(seconds * 1e9)), limits)
     numbers = np.arange(1, 1 + min(_NUMBERS, group.layout.packet_bytes // 4), dtype=np.float32)
     gives = [numbers * (rank + 1) for rank in range(n)]
     total = numbers * (n * (n + 1) // 2)
@@ -58,19 +64,19 @@ def probe(driver: Driver, group: abi.Group, limits: Limits, health: Health) -> b
     stream = driver.make_stream()
     for launch in launches:
         driver.launch(*launch, stream)
-    _wait(driver, stream, health)
+    _wait(driver, stream, health, seconds + _MARGIN)
     results = np.frombuffer(driver.read(reduced[0], size * (len(Protocol) + n)), np.float32)
     driver.free_stream(stream)
     driver.free(source)
-    health.check("probe", PROBE_SECONDS)
+    health.check("probe", seconds)
     if not np.array_equal(results, np.concatenate([*[total] * len(Protocol), *gives])):
         raise DeviceError("probe", "what ranks wrote into each other's memory is not there")
     return b""
 
 
-def _wait(driver: Driver, stream: int, health: Health) -> None:
+def _wait(driver: Driver, stream: int, health: Health, seconds: float) -> None:
     mark = driver.mark(stream)
-    deadline = Deadline.after(PROBE_SECONDS + _MARGIN)
+    deadline = Deadline.after(seconds)
     while not mark.passed():
         if deadline.expired:
             health.abort()
@@ -78,4 +84,4 @@ def _wait(driver: Driver, stream: int, health: Health) -> None:
         time.sleep(_NAP)
 
 
-__all__ = ["PROBE_SECONDS", "probe"]
+__all__ = ["probe"]

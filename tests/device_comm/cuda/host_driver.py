@@ -95,6 +95,7 @@ class HostDriver:
     Attributes:
         pool_reason: why memory of torch's cannot be shared, as with expandable segments.
         refuse_to_map: behave as a device without a way to the others.
+        drop_writes: behave as one whose way to the others loses what is written.
         launched: the names of all kernels, in order.
     """
 
@@ -103,11 +104,12 @@ class HostDriver:
         self.identity = identity
         self.pool_reason = ""
         self.refuse_to_map = False
+        self.drop_writes = False
         self.launched: list[str] = []
         self.reached: list[str] = []
         self._emulation = Emulation(library)  # type: ignore[arg-type]
         self._allocations: dict[int, Segment] = {}
-        self._mapped: dict[int, Segment] = {}
+        self._mapped: dict[int, tuple[Segment, memoryview]] = {}
         self._host: dict[int, Any] = {}
         self._streams: dict[int, HostStream] = {}
         self._current = 0
@@ -116,7 +118,8 @@ class HostDriver:
     @property
     def held(self) -> int:
         """How many things were not given back."""
-        return sum(map(len, (self._allocations, self._mapped, self._host, self._streams)))
+        memory = len(self._allocations) + len(self._mapped) + len(self._host)
+        return memory + len(self._streams)
 
     # --- what tests use ------------------------------------------------------------------
 
@@ -153,7 +156,7 @@ class HostDriver:
             segment = Segment.create(_BEGIN + nbytes, "device-memory")
         except SharedMemoryError as error:
             raise DeviceError("allocate", str(error)) from error
-        pointer = _address(segment)
+        pointer = _address(segment.memory)
         self._allocations[pointer] = segment
         return pointer
 
@@ -186,12 +189,15 @@ class HostDriver:
             segment = Segment.attach(msgspec.msgpack.decode(handle, type=SegmentHandle))
         except SharedMemoryError as error:
             raise DeviceError("map", str(error)) from error
-        base = _address(segment)
-        self._mapped[base] = segment
+        memory = segment.memory
+        if self.drop_writes:
+            memory = memoryview(mmap.mmap(segment.handle().fd, segment.size, mmap.MAP_PRIVATE))
+        base = _address(memory)
+        self._mapped[base] = (segment, memory)
         return base
 
     def unmap(self, base: int) -> None:
-        self._mapped.pop(base).close()
+        self._mapped.pop(base)[0].close()
 
     def reach(self, identity: str) -> None:
         self.reached.append(identity)
@@ -262,5 +268,5 @@ class HostDriver:
         return 0
 
 
-def _address(segment: Segment) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(segment.memory)) + _BEGIN
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) + _BEGIN

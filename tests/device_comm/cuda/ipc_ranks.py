@@ -26,6 +26,7 @@ def make_ipc(
     *,
     timeout: float = 20.0,
     limits: Limits = LIMITS,
+    probe_seconds: float = 10.0,
 ) -> IpcComm:
     """This rank's end of a group of all members of ``board``."""
     mine = board if isinstance(board, Board) else Board.attach(board, rank)
@@ -40,4 +41,5 @@ def make_ipc(
         watch=mine,
         layout=small_layout(n),
         limits=limits,
+        probe_seconds=probe_seconds,
     )

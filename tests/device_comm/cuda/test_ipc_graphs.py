@@ -1,0 +1,144 @@
+"""Captured collectives: recorded launches, replayed, with the input changed in between."""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from device_comm.cuda.abi import GROUP_BYTES
+from shm_broadcast import Board, BoardHandle, DivergenceError
+from tests.device_comm.cuda.host_driver import HostDriver, HostGraph
+from tests.device_comm.cuda.ipc_ranks import make_ipc
+from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from device_comm.cuda.ipc_comm import IpcComm
+
+SIZES = [1, 100, 700, 5_000, 40_001]
+"""Numbers: in packets, in one shot, in two, and more than the staging holds."""
+
+WITH_TABLES = 5 + 5 + 3 + 3
+"""All gathers and scatters, and the reductions neither in packets nor in place in one shot."""
+
+
+class Captured:
+    """A graph of an all-reduce, an all-gather and a reduce-scatter of one size."""
+
+    def __init__(self, comm: IpcComm, driver: HostDriver, numel: int) -> None:
+        self.comm = comm
+        n = comm.world_size
+        self.x = driver.tensor((numel,), torch.float32)
+        self.wide = driver.tensor((n * numel,), torch.float32)
+        with driver.capture() as graph:
+            self.sum = comm.all_reduce(self.x)
+            self.all = comm.all_gather(self.x, dim=0)
+            self.part = comm.reduce_scatter(self.wide, dim=0)
+            comm.all_reduce_(self.wide)
+        self.graph: HostGraph = graph
+        self.tables = {struct.unpack_from("<Q", job, GROUP_BYTES)[0] for *_, job in graph.launches}
+
+    def replay(self, turn: int) -> None:
+        """With new input; check the results."""
+        n, rank, numel = self.comm.world_size, self.comm.rank, self.x.numel()
+        numbers = torch.arange(numel, dtype=torch.float32) % 97 + turn
+        self.x.copy_(numbers * (rank + 1))
+        blocks = torch.arange(n, dtype=torch.float32).repeat_interleave(numel)
+        self.wide.copy_(blocks + rank + turn)
+        for result in (self.sum, self.all, self.part):
+            result.zero_()
+        self.graph.replay()
+        assert torch.equal(self.sum, numbers * (n * (n + 1) // 2))
+        assert torch.equal(self.all, torch.cat([numbers * (r + 1) for r in range(n)]))
+        total = n * blocks + n * (n - 1) // 2 + n * turn
+        assert torch.equal(self.part, total[rank * numel : (rank + 1) * numel])
+        assert torch.equal(self.wide, total)
+
+
+def capture_and_replay(
+    rank: int, n: int, library: str, path: str, board: BoardHandle, pool_reason: str
+) -> tuple[str, ...]:
+    driver = HostDriver(library)
+    driver.pool_reason = pool_reason if rank == 0 else ""
+    with make_ipc(rank, n, library, path, board, driver) as comm:
+        eager = torch.full((3000,), float(rank))
+        with comm.graph_capture():
+            graphs = [Captured(comm, driver, numel) for numel in SIZES[::2]]
+        with comm.graph_capture():
+            graphs += [Captured(comm, driver, numel) for numel in SIZES[1::2]]
+        for turn in range(4):
+            for captured in graphs[turn % 2 :: 2] if turn < 2 else graphs:
+                captured.replay(turn)
+                assert comm.all_reduce(eager)[0] == n * (n - 1) // 2
+        comm.flush()
+        tables = set().union(*(each.tables for each in graphs)) - {0}
+        assert len(tables) == (0 if pool_reason else WITH_TABLES)
+        return comm.reasons
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_many_graphs_of_many_sizes_among_eager_calls(
+    n: int, emulation_library: str, store_path: str
+) -> None:
+    with Board.create(n, None) as board:
+        reasons = run_ranks(
+            n, capture_and_replay, str(emulation_library), store_path, board.handle(), ""
+        )
+    assert reasons == [()] * n
+
+
+def test_what_cannot_be_shared_is_staged_on_all_ranks(
+    emulation_library: str, store_path: str
+) -> None:
+    with Board.create(2, None) as board:
+        reasons = run_ranks(
+            2,
+            capture_and_replay,
+            str(emulation_library),
+            store_path,
+            board.handle(),
+            "expandable segments",
+        )
+    assert reasons == [("rank 0: expandable segments",)] * 2
+
+
+def differ(rank: int, n: int, library: str, path: str, board: BoardHandle, how: str) -> str:
+    driver = HostDriver(library)
+    with make_ipc(rank, n, library, path, board, driver) as comm:
+        x = driver.tensor((1000,), torch.float32)
+        if how == "memory" and rank == 1:
+            x = torch.zeros(1000)
+        calls = 2 if how == "count" and rank == 1 else 1
+        try:
+            with comm.graph_capture():
+                with driver.capture():
+                    for _ in range(calls):
+                        comm.all_reduce(x)
+                if how == "error" and rank == 1:
+                    raise KeyError("of mine")
+        except (DivergenceError, KeyError) as error:
+            said = f"{type(error).__name__}: {error}"
+        comm.all_reduce(torch.ones(3))
+        with comm.graph_capture():
+            Captured(comm, driver, 500)
+        return said
+
+
+@pytest.mark.parametrize(
+    ("how", "ours", "theirs"),
+    [
+        ("memory", "rank 1 issued .*, staged where", "rank 0 issued .* where .*, staged"),
+        ("count", "rank 1 issued all_reduce of 4000 bytes", "issued nothing where"),
+        ("error", "rank 1 issued ended its capture by an error", "KeyError: 'of mine'"),
+    ],
+)
+def test_different_captures_are_refused_at_their_end(
+    how: str, ours: str, theirs: str, emulation_library: str, store_path: str
+) -> None:
+    with Board.create(2, None) as board:
+        said = run_ranks(2, differ, str(emulation_library), store_path, board.handle(), how)
+    assert re.search(ours, said[0]), said
+    assert re.search(theirs, said[1]), said
