@@ -1,0 +1,72 @@
+"""What README.md shows of the server works as it stands there, but for the port."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.http_served import Served
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+SHOWN_AT = "127.0.0.1:8000"
+
+
+def block(text: str) -> str:
+    """The one code block that contains ``text``."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (found,) = [code for code in re.findall(r"```\w*\n(.*?)```", readme, re.S) if text in code]
+    return str(found)
+
+
+def output(*command: str) -> str:
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, check=True, text=True, timeout=120
+    ).stdout
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """What the first line of the block starts."""
+    command, _, _ = block("group-coordinator serve").partition("\n")
+    options = shlex.split(command)
+    assert options[:2] == [".venv/bin/group-coordinator", "serve"]
+    at = options.index("--http")
+    assert options[at + 1] == SHOWN_AT
+    with Served(*options[2:at], *options[at + 2 :]) as served:
+        served.wait_until_ready()
+        yield served
+
+
+def at_its_port(code: str, served: Served) -> str:
+    assert SHOWN_AT in code
+    return code.replace(SHOWN_AT, served.url.removeprefix("http://"))
+
+
+def test_the_curl_line(served: Served) -> None:
+    _, _, curl = block("group-coordinator serve").partition("\n")
+    answer = json.loads(output("bash", "-c", at_its_port(curl, served)))
+    assert [len(entry["embedding"]) for entry in answer["data"]] == [384, 384]
+
+
+def test_the_official_client(served: Served) -> None:
+    code = block("from openai import")
+    (expected,) = re.findall(r"# (\[.*\])", code)
+    assert output(sys.executable, "-c", at_its_port(code, served)).strip() == expected
+
+
+def test_the_pool(tmp_path: Path) -> None:
+    script = tmp_path / "readme.py"
+    script.write_text(block("with WorkerPool("))
+    first, second = output(sys.executable, str(script)).splitlines()
+    assert first == "tensor([30., 30., 30.])"
+    assert second == "[tensor([30.]), tensor([30., 30.])]"
