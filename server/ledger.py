@@ -16,9 +16,7 @@ Guarantees
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -26,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from server.backlog import Backlog
 from server.errors import PoolClosedError, WorkerError, again
 from server.failures import rebuild
+from server.settling import SettleClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,14 +66,12 @@ class Ledger:
     """
 
     def __init__(self, in_flight: int, settle_seconds: float, hooks: LedgerHooks) -> None:
-        self._settle_seconds = settle_seconds
         self._hooks = hooks
         self._lock = threading.Lock()
         self._to_send = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
         self._calls = Backlog(in_flight)
-        self._settling: PendingCall | None = None
-        self._settle_by = math.inf
+        self._settling = SettleClock(settle_seconds)
         self._end: CoordinatorError | None = None
         self._ended = threading.Event()
 
@@ -235,9 +232,9 @@ class Ledger:
         """Break the pool if a failed call is overdue; in how many seconds the next one will be."""
         actions: Actions = []
         with self._lock:
-            left = self._settle_by - time.monotonic()
-            if left <= 0 and self._settling is not None:
-                actions = self._break_with(self._settling)
+            left = self._settling.left()
+            if left <= 0 and self._settling.call is not None:
+                actions = self._break_with(self._settling.call)
         _run(actions)
         return max(left, 0.0)
 
@@ -277,16 +274,7 @@ class Ledger:
 
     def _clock(self) -> Actions:
         """Wait for the oldest call from now on, if a rank has failed it."""
-        oldest = self._calls.oldest
-        failed = oldest if oldest is not None and oldest.failed else None
-        if failed is self._settling:
-            return []
-        self._settling = failed
-        self._settle_by = math.inf
-        if failed is None:
-            return []
-        self._settle_by = time.monotonic() + self._settle_seconds
-        return [self._hooks.clock]
+        return [self._hooks.clock] if self._settling.watch(self._calls.oldest) else []
 
     def _break_with(self, call: PendingCall) -> Actions:
         return [] if call.failure is None else self._break(call.failure)
