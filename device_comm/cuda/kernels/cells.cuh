@@ -28,9 +28,15 @@ DEVICE bool fits(u64 address, u64 size) { return address % size == 0; }
 
 DEVICE u64 address_of(const void *pointer) { return reinterpret_cast<u64>(pointer); }
 
+struct Copy {
+    char *to;
+    const char *from;
+    u64 size;
+};
+
 template <typename Unit>
 DEVICE void copy_units(char *to, const char *from, u64 size) {
-    for (u64 at = 0; at < size; at += sizeof(Unit))
+    ROLLED for (u64 at = 0; at < size; at += sizeof(Unit))
         *reinterpret_cast<Unit *>(to + at) = *reinterpret_cast<const Unit *>(from + at);
 }
 
@@ -49,20 +55,49 @@ DEVICE void copy_cell(char *to, const char *from, u64 size) {
         copy_units<char>(to, from, size);
 }
 
+DEVICE bool is_aligned(const Copy &c) { return fits(address_of(c.to) | address_of(c.from), CELL); }
+
+DEVICE bool has_whole_cell(const Copy &c, u64 at) { return is_aligned(c) && at + CELL <= c.size; }
+
 /* Several accesses are under way at a time: those of other devices take long. */
-DEVICE void copy(char *to, const char *from, u64 size, Share share) {
+DEVICE void copy(const Copy &c, Share share) {
     constexpr u32 BATCH = 4;
-    bool aligned = fits(address_of(to) | address_of(from), CELL);
-    u64 whole = aligned ? size / CELL : 0, i = share.first;
+    u64 whole = is_aligned(c) ? c.size / CELL : 0, i = share.first;
     for (; i + (BATCH - 1) * share.step < whole; i += BATCH * share.step) {
         Vector cells[BATCH];
         UNROLL for (u32 k = 0; k < BATCH; k++)
-            cells[k] = reinterpret_cast<const Vector *>(from)[i + k * share.step];
+            cells[k] = reinterpret_cast<const Vector *>(c.from)[i + k * share.step];
         UNROLL for (u32 k = 0; k < BATCH; k++)
-            reinterpret_cast<Vector *>(to)[i + k * share.step] = cells[k];
+            reinterpret_cast<Vector *>(c.to)[i + k * share.step] = cells[k];
     }
-    for (; i * CELL < size; i += share.step)
-        copy_cell(to + i * CELL, from + i * CELL, least(size - i * CELL, CELL));
+    ROLLED for (; i * CELL < c.size; i += share.step)
+        copy_cell(c.to + i * CELL, c.from + i * CELL, least(c.size - i * CELL, CELL));
+}
+
+/* Copies get(0), get(1), ... of the first `count` ranks, in this order; but where no thread has more than
+ * one cell of each, all at a time. */
+template <typename Get>
+DEVICE void copy_all(u32 count, Share share, Get get) {
+    u64 longest = 0;
+    ROLLED for (u32 k = 0; k < count; k++)
+        if (get(k).size > longest) longest = get(k).size;
+    if (longest > share.step * CELL) {
+        ROLLED for (u32 k = 0; k < count; k++) copy(get(k), share);
+        return;
+    }
+    const u64 at = share.first * CELL;
+    Vector cells[MAX_RANKS];
+    UNROLL for (u32 k = 0; k < MAX_RANKS; k++)
+        if (k < count && has_whole_cell(get(k), at))
+            cells[k] = *reinterpret_cast<const Vector *>(get(k).from + at);
+    UNROLL for (u32 k = 0; k < MAX_RANKS; k++)
+        if (k < count && has_whole_cell(get(k), at))
+            *reinterpret_cast<Vector *>(get(k).to + at) = cells[k];
+    ROLLED for (u32 k = 0; k < count; k++) {
+        const Copy c = get(k);
+        if (at < c.size && !has_whole_cell(c, at))
+            copy_cell(c.to + at, c.from + at, least(c.size - at, CELL));
+    }
 }
 
 #endif

@@ -22,26 +22,22 @@ struct BFloat16 {
     DEVICE static u16 narrow(float value) { return bfloat16_of_float(value); }
 };
 
-/* What is not a number stays so. */
-DEVICE float combine(u32 op, float a, float b) {
-    switch (op) {
-        case OP_PRODUCT: return a * b;
-        case OP_MIN: return b < a || b != b ? b : a;
-        case OP_MAX: return b > a || b != b ? b : a;
-        default: return a + b; /* also of averages */
-    }
-}
-
 /* The numbers of one cell. */
 template <typename Number>
 class Total {
   public:
-    DEVICE explicit Total(Vector cell) {
+    DEVICE void begin(Vector cell) {
         UNROLL for (u32 k = 0; k < COUNT; k++) values_[k] = item(cell, k);
     }
 
+    /* What is not a number stays so. */
     DEVICE void add(u32 op, Vector cell) {
-        UNROLL for (u32 k = 0; k < COUNT; k++) values_[k] = combine(op, values_[k], item(cell, k));
+        switch (op) {
+            case OP_PRODUCT: return fold(cell, [](float a, float b) { return a * b; });
+            case OP_MIN: return fold(cell, [](float a, float b) { return b < a || b != b ? b : a; });
+            case OP_MAX: return fold(cell, [](float a, float b) { return b > a || b != b ? b : a; });
+            default: return fold(cell, [](float a, float b) { return a + b; }); /* averages, too */
+        }
     }
 
     DEVICE Vector result(u32 op, u32 ranks) const {
@@ -58,6 +54,11 @@ class Total {
     using Bits = typename Number::Bits;
     static constexpr u32 COUNT = CELL / sizeof(Bits);
     float values_[COUNT];
+
+    template <typename Combine>
+    DEVICE void fold(Vector cell, Combine combine) {
+        UNROLL for (u32 k = 0; k < COUNT; k++) values_[k] = combine(values_[k], item(cell, k));
+    }
 
     DEVICE static u32 shift(u32 k) { return k % (COUNT / 2) * 8 * sizeof(Bits); }
 

@@ -46,13 +46,14 @@ class Packets {
     /* The epochs of one area wipe its cells in turn. */
     DEVICE void wipe(u64 used_bytes) const {
         if (block() != 0) return;
-        u64 cell = (epoch_ >> 1) % (group_.packet_bytes / CELL);
-        for (u32 r = thread(); r < group_.world_size; r += threads())
-            if (cell * CELL >= used_bytes) {
-                char *place = packed(group_.rank, r, cell);
-                store_relaxed(place, {0, 0});
-                store_relaxed(place + CELL, {0, 0});
-            }
+        for (u32 r = thread(); r < group_.world_size; r += threads()) {
+            u32 cells = static_cast<u32>(group_.packet_bytes / CELL);
+            u64 cell = static_cast<u32>(epoch_ >> 1) % cells;
+            if (cell * CELL < used_bytes) return;
+            char *place = packed(group_.rank, r, cell);
+            store_relaxed(place, {0, 0});
+            store_relaxed(place + CELL, {0, 0});
+        }
     }
 
     DEVICE void finish() const { finish_epoch(group_, REGION_PACKET_EPOCH, epoch_); }
@@ -102,8 +103,9 @@ DEVICE void all_reduce_packets(const Job &job) {
         u64 at = cell * CELL, size = least(from.size - at, CELL);
         Vector mine = load_cell<Number>(from.address + at, size), first = mine;
         if (group.rank != 0) whole = packets.pull(0, cell, first);
-        Total<Number> total(first);
-        for (u32 r = 1; whole && r < group.world_size; r++) {
+        Total<Number> total;
+        total.begin(first);
+        ROLLED for (u32 r = 1; whole && r < group.world_size; r++) {
             Vector theirs = mine;
             if (r != group.rank) whole = packets.pull(r, cell, theirs);
             total.add(job.op, theirs);

@@ -18,6 +18,7 @@ using cuda::memory_order_release;
 #define RARELY __device__ __noinline__
 #define SHARED(Type, name) __shared__ Type name /* of all threads of a block */
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
 
 /* A kernel: one parameter, which stays where it is; at most `threads` threads in a block. */
 #define KERNEL(name, Parameter, threads)                                                           \

@@ -18,9 +18,9 @@
 DEVICE void stage(const Job &job, const Meeting &meeting) {
     if (job.table || !meeting.begins()) return;
     char *staging = meeting.staging(job.group.rank);
-    for (u32 r = 0; r < MAX_RANKS; r++)
-        if (job.puts[r].size)
-            copy(staging + r * job.piece, job.puts[r].address, job.puts[r].size, share_of_grid());
+    copy_all(MAX_RANKS, share_of_grid(), [&](u32 r) -> Copy {
+        return {staging + r * job.piece, job.puts[r].address, job.puts[r].size};
+    });
 }
 
 DEVICE const char *source(const Job &job, const Meeting &meeting, u32 rank) {
@@ -34,23 +34,35 @@ DEVICE u32 rank_after(const Group &group, u32 k) {
 }
 
 /* Reduces into `to`, and for others into `shared` unless that is null. A cell may lie where it is
- * reduced to: each is read from all ranks before it is written. */
+ * reduced to: each is read from all ranks before it is written. Of whole cells, all are read at a
+ * time. */
 template <typename Number>
 DEVICE void reduce_cells(const Job &job, const Meeting &meeting, Span to, char *shared) {
     const u32 n = job.group.world_size;
+    const Share share = share_of_grid();
     const char *sources[MAX_RANKS];
-    UNROLL for (u32 r = 0; r < MAX_RANKS; r++)
-        if (r < n) sources[r] = source(job, meeting, r);
-    Share share = share_of_grid();
-    for (u64 at = share.first * CELL; at < to.size; at += share.step * CELL) {
-        u64 size = least(to.size - at, CELL);
-        Vector cells[MAX_RANKS];
-        UNROLL for (u32 r = 0; r < MAX_RANKS; r++)
-            if (r < n) cells[r] = load_cell<Number>(sources[r] + at, size);
-        Total<Number> total(cells[0]);
-        UNROLL for (u32 r = 1; r < MAX_RANKS; r++)
-            if (r < n) total.add(job.op, cells[r]);
-        Vector result = total.result(job.op, n);
+    u64 all = address_of(to.address);
+    UNROLL for (u32 r = 0; r < MAX_RANKS; r++) {
+        sources[r] = source(job, meeting, r < n ? r : 0);
+        all |= address_of(sources[r]);
+    }
+    const u64 whole = fits(all, CELL) ? to.size / CELL : 0;
+    for (u64 i = share.first; i * CELL < to.size; i += share.step) {
+        const u64 at = i * CELL, size = least(to.size - at, CELL);
+        Total<Number> total;
+        if (i < whole) {
+            Vector cells[MAX_RANKS];
+            UNROLL for (u32 r = 0; r < MAX_RANKS; r++)
+                if (r < n) cells[r] = *reinterpret_cast<const Vector *>(sources[r] + at);
+            total.begin(cells[0]);
+            UNROLL for (u32 r = 1; r < MAX_RANKS; r++)
+                if (r < n) total.add(job.op, cells[r]);
+        } else {
+            total.begin(load_cell<Number>(sources[0] + at, size));
+            ROLLED for (u32 r = 1; r < n; r++)
+                total.add(job.op, load_cell<Number>(source(job, meeting, r) + at, size));
+        }
+        const Vector result = total.result(job.op, n);
         store_cell<Number>(to.address + at, result, size);
         if (shared) store_cell<Number>(shared + at, result, size);
     }
@@ -61,12 +73,10 @@ DEVICE void move(const Job &job) {
     Meeting meeting(job.group);
     stage(job, meeting);
     if (meeting.meet(PHASE_START)) {
-        for (u32 k = 1; k <= job.group.world_size; k++) {
-            u32 r = rank_after(job.group, k);
-            if (job.takes[r].size)
-                copy(job.takes[r].address, source(job, meeting, r), job.takes[r].size,
-                     share_of_grid());
-        }
+        copy_all(job.group.world_size, share_of_grid(), [&](u32 k) -> Copy {
+            u32 r = rank_after(job.group, k + 1);
+            return {job.takes[r].address, source(job, meeting, r), job.takes[r].size};
+        });
         if (job.table) meeting.meet(PHASE_END);
     }
     meeting.finish();
@@ -96,11 +106,11 @@ DEVICE void all_reduce(const Job &job) {
         char *shared = meeting.staging(rank) + rank * job.piece;
         reduce_cells<Number>(job, meeting, job.takes[rank], shared);
         if (meeting.meet(PHASE_END))
-            for (u32 k = 1; k < job.group.world_size; k++) {
-                u32 r = rank_after(job.group, k);
-                copy(job.takes[r].address, meeting.staging(r) + r * job.piece, job.takes[r].size,
-                     share_of_grid());
-            }
+            copy_all(job.group.world_size - 1, share_of_grid(), [&](u32 k) -> Copy {
+                u32 r = rank_after(job.group, k + 1);
+                const char *part = meeting.staging(r) + r * job.piece;
+                return {job.takes[r].address, part, job.takes[r].size};
+            });
     }
     meeting.finish();
 }

@@ -24,19 +24,13 @@ constexpr u64 SLOTS = 2;
 
 enum ChannelWord : u32 { WORD_FILLED, WORD_DRAINED, WORD_PUT, WORD_TAKEN };
 
-/* What all threads of a block are to copy. */
-struct Copy {
-    char *to;
-    const char *from;
-    u64 size;
-};
-
 DEVICE u32 lanes_for(const Group &group, u64 size) {
     u32 lanes = 1;
     while (lanes < group.lanes && lanes * group.slot_bytes < size) lanes++;
     return lanes;
 }
 
+/* What all threads of a block are to copy. */
 struct Copies {
     Copy of[MAX_LINES];
 };
@@ -118,17 +112,15 @@ DEVICE void transfer(const Job &job) {
     if (is_idle(job.group)) return;
     SHARED(Copies, copies);
     const Span own = job.puts[job.group.rank];
-    if (own.size) copy(job.takes[job.group.rank].address, own.address, own.size, share_of_grid());
+    copy({job.takes[job.group.rank].address, own.address, own.size}, share_of_grid());
     Line line(job, thread());
     for (;;) {
         bool ready = line.pending() && line.ready();
         bool failed = line.pending() && !ready && !line.waits_on();
         if (thread() < MAX_LINES) copies.of[thread()] = ready ? line.chunk() : Copy{};
         if (any_of_block(failed) || !any_of_block(line.pending())) return;
-        for (u32 index = 0; index < MAX_LINES; index++) {
-            const Copy next = copies.of[index];
-            if (next.size) copy(next.to, next.from, next.size, share_of_block());
-        }
+        ROLLED for (u32 index = 0; index < MAX_LINES; index++)
+            copy(copies.of[index], share_of_block());
         sync_block();
         if (ready) line.advance();
     }

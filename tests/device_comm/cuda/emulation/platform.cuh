@@ -27,6 +27,7 @@ using cuda::memory_order_release;
 #define DEVICE inline
 #define RARELY inline
 #define UNROLL
+#define ROLLED
 
 template <typename Word>
 using Shared = cuda::atomic_ref<Word, cuda::thread_scope_system>;

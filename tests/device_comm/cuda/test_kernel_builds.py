@@ -1,0 +1,66 @@
+"""The kernels compile for the devices they are for, without any of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+from device_comm.cuda.kernel_source import kernel_source
+from device_comm.cuda.launch import KERNELS
+from tests.device_comm.cuda.emulator import KERNELS as FOLDER
+from tests.device_comm.cuda.emulator import cccl
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+MAX_REGISTERS = 128
+"""With which a block of 512 threads fits on a multiprocessor."""
+COMPILE_SECONDS = 400.0
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nvcc_compiles_them_without_spills(tmp_path: Path, architecture: str) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc")
+    source = tmp_path / "kernels.cu"
+    source.write_text(kernel_source())
+    command = ["nvcc", "-std=c++17", f"-arch={architecture}", "-cubin", "-Werror", "all-warnings"]
+    command += ["--ptxas-options=-v", "-o", str(tmp_path / "kernels.cubin"), str(source)]
+    done = subprocess.run(
+        command, capture_output=True, check=False, text=True, timeout=COMPILE_SECONDS
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    compiled = re.findall(r"Compiling entry function '(\w+)'", done.stderr)
+    assert sorted(compiled) == sorted(KERNELS)
+    used = [int(count) for count in re.findall(r"Used (\d+) registers", done.stderr)]
+    assert len(used) == len(KERNELS) and max(used) <= MAX_REGISTERS
+    spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    assert spilled and set(spilled) == {("0", "0")}
+
+
+def test_nvrtc_compiles_them() -> None:
+    """As `device_comm.cuda.cupy_driver` does it."""
+    if importlib.util.find_spec("cupy") is None:
+        pytest.skip("CuPy is not installed")
+    from cupy.cuda import compiler, nvrtc
+
+    try:
+        nvrtc.getVersion()
+    except (ImportError, OSError, RuntimeError) as error:
+        pytest.skip(f"no NVRTC: {error}")
+    options = ("-std=c++17", f"-I{cccl()}", "-arch=sm_80")
+    text, _ = compiler.compile_using_nvrtc(kernel_source(), options)
+    assert all(kernel.encode() in bytes(text) for kernel in KERNELS)
+
+
+def test_every_file_of_kernels_is_part_of_the_source() -> None:
+    source = kernel_source()
+    for file in FOLDER.iterdir():
+        guard = f"GC_{file.stem.upper()}_CUH"
+        assert file.name == "collectives.cu" or f"#define {guard}" in source, file.name
