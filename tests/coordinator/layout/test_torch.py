@@ -153,6 +153,9 @@ def tensor_parallel_matches_dense(rank: int, n: int) -> None:
     device_mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))
     model = parallelize_module(mlp(), device_mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     torch.testing.assert_close(model(batch()), mlp()(batch()))
+    column = ColwiseParallel(output_layouts=dt.Replicate())  # ColossalAI's output_replicate
+    gathered = parallelize_module(mlp(), device_mesh, {"0": column})
+    torch.testing.assert_close(gathered(batch()), mlp()(batch()))
     params = dict(named_parameters(model, "mlp"))
     assert list(params) == ["mlp.0.weight", "mlp.0.bias", "mlp.2.weight", "mlp.2.bias"]
     local, layout, shape = from_dtensor(params["mlp.2.weight"])  # type: ignore[arg-type]

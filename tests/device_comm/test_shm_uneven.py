@@ -1,0 +1,105 @@
+"""Shares of any sizes through shared memory: both ends in one process, against plain torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from device_comm import ReduceOp
+from device_comm.shm.collective import Agreement, Collective
+from device_comm.shm.plan import Planner
+from shm_broadcast import DivergenceError
+from tests.device_comm.test_shm_steps import Ends, N
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from device_comm.shm.plan import Plan
+
+sizes = st.lists(st.integers(0, 700), min_size=N, max_size=N).filter(any)
+kinds = st.sampled_from([(True, True), (False, False), (True, False)])
+
+
+def run(native: tuple[bool, bool], plans: Callable[[Agreement, int], Iterator[Plan]]) -> None:
+    """Carry out what each rank plans, one small step at a time."""
+    ends = Ends(native)
+    tasks = [
+        Collective(
+            ends.steps[rank], range(N), "test", plans(Agreement(Planner(rank, N), rank, N), rank)
+        )
+        for rank in range(N)
+    ]
+    done = [False] * N
+    for _ in range(1000):
+        for rank in range(N):
+            done[rank] = done[rank] or tasks[rank].advance(0)
+        if all(done):
+            return
+    raise AssertionError("they do not end")
+
+
+def numbers(count: int, rank: int) -> Tensor:
+    return torch.arange(count, dtype=torch.float32) + 1000 * rank
+
+
+@given(sizes, kinds)
+@settings(deadline=None, max_examples=60)
+def test_all_gatherv_of_any_sizes(parts: Sequence[int], native: tuple[bool, bool]) -> None:
+    inputs = [numbers(size, rank) for rank, size in enumerate(parts)]
+    outputs = [torch.zeros(sum(parts)) for _ in range(N)]
+    run(native, lambda agree, rank: agree.all_gatherv(outputs[rank], inputs[rank], parts))
+    for output in outputs:
+        assert torch.equal(output, torch.cat(inputs))
+
+
+@given(sizes, kinds)
+@settings(deadline=None, max_examples=60)
+def test_reduce_scatterv_of_any_sizes(parts: Sequence[int], native: tuple[bool, bool]) -> None:
+    inputs = [numbers(sum(parts), rank) for rank in range(N)]
+    outputs = [torch.zeros(size) for size in parts]
+    run(
+        native,
+        lambda agree, rank: agree.reduce_scatterv(outputs[rank], inputs[rank], parts, ReduceOp.SUM),
+    )
+    for output, expected in zip(outputs, (inputs[0] + inputs[1]).split(list(parts)), strict=True):
+        assert torch.equal(output, expected)
+
+
+@given(st.lists(sizes, min_size=N, max_size=N), kinds)
+@settings(deadline=None, max_examples=60)
+def test_all_to_all_of_any_sizes(table: list[list[int]], native: tuple[bool, bool]) -> None:
+    """``table[r][s]`` elements go from rank r to rank s."""
+    inputs = [numbers(sum(row), rank) for rank, row in enumerate(table)]
+    columns = [[row[rank] for row in table] for rank in range(N)]
+    outputs = [torch.zeros(sum(column)) for column in columns]
+    run(
+        native,
+        lambda agree, rank: agree.all_to_all(
+            outputs[rank], inputs[rank], columns[rank], table[rank]
+        ),
+    )
+    cut = [x.split(row) for x, row in zip(inputs, table, strict=True)]
+    for rank, output in enumerate(outputs):
+        assert torch.equal(output, torch.cat([parts[rank] for parts in cut]))
+
+
+@given(sizes, sizes)
+@settings(deadline=None, max_examples=30)
+def test_ranks_that_differ_about_any_sizes_use_no_data(ours: list[int], theirs: list[int]) -> None:
+    if ours == theirs:
+        return
+    outputs = [torch.full((sum(each),), -1.0) for each in (ours, theirs)]
+
+    def plans(agree: Agreement, rank: int) -> Iterator[Plan]:
+        each = (ours, theirs)[rank]
+        return agree.all_gatherv(outputs[rank], numbers(each[rank], rank), each)
+
+    with pytest.raises(DivergenceError, match="issued all_gatherv of"):
+        run((True, False), plans)
+    assert all(bool((output == -1).all()) for output in outputs)
