@@ -1,0 +1,77 @@
+"""The shared memory of a pool: how much, and none of it in /dev/shm."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from server.pool import WorkerPool
+from tests.server.workers import Worker
+
+MIB = 1 << 20
+ROOT = Path(__file__).parents[2]
+_MAPPING = re.compile(r"^(\w+)-(\w+) \S+ \w+ \S+ (\d+) +/memfd:", re.MULTILINE)
+
+
+def shared_bytes(pids: list[int]) -> int:
+    """The shared memory that the processes have mapped, each segment once."""
+    sizes: dict[int, int] = {}
+    for pid in pids:
+        for first, end, inode in _MAPPING.findall(Path(f"/proc/{pid}/maps").read_text()):
+            size = int(end, 16) - int(first, 16)
+            sizes[int(inode)] = max(size, sizes.get(int(inode), 0))
+    return sum(sizes.values())
+
+
+def test_all_groups_of_a_pool_of_four_share_at_most_64_mib() -> None:
+    with WorkerPool(Worker, tp=2, pp=2) as pool:
+        pool.collective_rpc("total", args=(1.0,))
+        workers = [status.pid for status in pool.status()]
+        shared = shared_bytes([os.getpid(), *workers])
+        assert 0 < shared <= 64 * MIB
+
+
+LARGE_CALLS = """
+import sys, torch
+from server.pool import WorkerPool
+from tests.server.workers import Worker
+
+if __name__ == "__main__":
+    with WorkerPool(Worker, tp=2, pp=2) as pool:
+        x = torch.arange(25 << 20, dtype=torch.int32)
+        for reply in pool.collective_rpc("echo", args=(x,)):
+            assert torch.equal(reply, x)
+        assert pool.collective_rpc("total", args=(1.0,)) == [4.0] * 4
+    print("served")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may mount a small /dev/shm")
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare (util-linux) is missing")
+def test_a_pool_works_beside_a_full_dev_shm(tmp_path: Path) -> None:
+    """A container's /dev/shm of 64 MiB, and not a byte of it free."""
+    script = tmp_path / "serve_large_calls.py"
+    script.write_text(LARGE_CALLS)
+    commands = (
+        "mount -t tmpfs -o size=64m tmpfs /dev/shm && "
+        "head -c 64M /dev/zero > /dev/shm/full && "
+        'exec "$0" "$1"'
+    )
+    ended = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", commands, sys.executable, str(script)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if "unshare failed" in ended.stderr or "mount:" in ended.stderr:
+        pytest.skip(f"no mount namespace: {ended.stderr.strip()}")
+    assert (ended.stdout, ended.stderr) == ("served\n", "")
