@@ -17,6 +17,7 @@ import mmap
 import queue
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,7 +32,6 @@ from tests.device_comm.cuda.emulator import Emulation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
 _BEGIN = mmap.PAGESIZE
 """Where device memory begins in a segment."""
@@ -80,13 +80,13 @@ class HostMark:
 class HostGraph:
     """Recorded launches."""
 
-    def __init__(self, emulation: Emulation) -> None:
-        self._emulation = emulation
+    def __init__(self, run: Callable[[str, int, int, bytes], None]) -> None:
+        self._run = run
         self.launches: list[tuple[str, int, int, bytes]] = []
 
     def replay(self) -> None:
         for launch in self.launches:
-            self._emulation.launch(*launch)
+            self._run(*launch)
 
 
 class HostDriver:
@@ -97,9 +97,12 @@ class HostDriver:
         refuse_to_map: behave as a device without a way to the others.
         drop_writes: behave as one whose way to the others loses what is written.
         launched: the names of all kernels, in order.
+        reached: other devices that were asked for.
+        orders: the streams that were ordered, before and after.
     """
 
-    def __init__(self, library: Path | str, identity: str = "host") -> None:
+    def __init__(self, library: Path | str | None, identity: str = "host") -> None:
+        """Without a library, nothing can be launched."""
         self.device = torch.device("cpu")
         self.identity = identity
         self.pool_reason = ""
@@ -107,13 +110,14 @@ class HostDriver:
         self.drop_writes = False
         self.launched: list[str] = []
         self.reached: list[str] = []
-        self._emulation = Emulation(library)  # type: ignore[arg-type]
+        self.orders: list[tuple[int, int]] = []
+        self._emulation = None if library is None else Emulation(Path(library))
         self._allocations: dict[int, Segment] = {}
         self._mapped: dict[int, tuple[Segment, memoryview]] = {}
         self._host: dict[int, Any] = {}
         self._streams: dict[int, HostStream] = {}
         self._current = 0
-        self._capturing: tuple[int, HostGraph] | None = None
+        self._capturing: dict[int, HostGraph] = {}
 
     @property
     def held(self) -> int:
@@ -142,12 +146,12 @@ class HostDriver:
     @contextmanager
     def capture(self) -> Iterator[HostGraph]:
         """Record what the current stream is given."""
-        graph = HostGraph(self._emulation)
-        self._capturing = (self._current, graph)
+        graph, stream = HostGraph(self._run), self._current
+        self._capturing[stream] = graph
         try:
             yield graph
         finally:
-            self._capturing = None
+            del self._capturing[stream]
 
     # --- memory --------------------------------------------------------------------------
 
@@ -221,12 +225,12 @@ class HostDriver:
     ) -> None:
         (job,) = args
         self.launched.append(kernel)
-        if self._capturing is not None and self._capturing[0] == stream:
-            self._capturing[1].launches.append((kernel, grid, block, job))
+        if stream in self._capturing:
+            self._capturing[stream].launches.append((kernel, grid, block, job))
         elif stream:
-            self._streams[stream].give(lambda: self._emulation.launch(kernel, grid, block, job))
+            self._streams[stream].give(lambda: self._run(kernel, grid, block, job))
         else:
-            self._emulation.launch(kernel, grid, block, job)
+            self._run(kernel, grid, block, job)
 
     # --- streams -------------------------------------------------------------------------
 
@@ -234,7 +238,7 @@ class HostDriver:
         return self._current
 
     def is_capturing(self, stream: int) -> bool:
-        return self._capturing is not None and self._capturing[0] == stream
+        return stream in self._capturing
 
     def make_stream(self) -> int:
         stream = HostStream()
@@ -245,6 +249,7 @@ class HostDriver:
         self._streams.pop(stream).close()
 
     def order(self, before: int, after: int) -> None:
+        self.orders.append((before, after))
         if not before:
             return
         mark = self._streams[before].mark()
@@ -259,6 +264,11 @@ class HostDriver:
         done = HostMark()
         done.event.set()
         return done
+
+    def _run(self, kernel: str, grid: int, block: int, job: bytes) -> None:
+        if self._emulation is None:
+            raise DeviceError(kernel, "there is no emulation")
+        self._emulation.launch(kernel, grid, block, job)
 
     def _find(self, pointer: int) -> int:
         """The allocation that an address is in, or 0."""

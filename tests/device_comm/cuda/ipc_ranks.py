@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
 from device_comm.cuda.agree import swap_over
 from device_comm.cuda.ipc_comm import IpcComm
@@ -12,8 +14,36 @@ from tests.device_comm.cuda.host_driver import HostDriver, small_layout
 from tests.device_comm.shm_ranks import make_comm
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from device_comm.cuda.launch import Limits
     from shm_broadcast import BoardHandle
+
+T = TypeVar("T")
+
+
+def local_swaps(n: int) -> list[Callable[[bytes], list[bytes]]]:
+    """Swaps for ``n`` ranks that are threads of this process."""
+    given: list[bytes] = [b""] * n
+    meeting = threading.Barrier(n, timeout=20)
+
+    def swap_of(rank: int) -> Callable[[bytes], list[bytes]]:
+        def swap(payload: bytes) -> list[bytes]:
+            given[rank] = payload
+            meeting.wait()
+            taken = list(given)
+            meeting.wait()
+            return taken
+
+        return swap
+
+    return [swap_of(rank) for rank in range(n)]
+
+
+def on_threads(n: int, body: Callable[[int], T]) -> list[T]:
+    """What ``body(rank)`` returns in ``n`` threads; raises what one of them raises."""
+    with ThreadPoolExecutor(n) as pool:
+        return list(pool.map(body, range(n), timeout=40))
 
 
 def make_ipc(

@@ -1,0 +1,103 @@
+"""Several streams and one communicator: ordered, or refused in a capture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from device_comm.cuda.order import Place, SideStreams, StreamOrder
+from shm_broadcast import Board, BoardHandle
+from tests.device_comm.cuda.host_driver import HostDriver
+from tests.device_comm.cuda.ipc_ranks import make_ipc
+from tests.ranks import run_ranks
+
+
+@pytest.fixture
+def driver() -> HostDriver:
+    return HostDriver(None)
+
+
+def test_another_stream_comes_behind_the_last_one(driver: HostDriver) -> None:
+    order = StreamOrder(driver, "tp")
+    assert not order.marks()
+    a, b = driver.make_stream(), driver.make_stream()
+    for stream in (0, 0, a, b, b, 0):
+        with driver.on(stream):
+            assert order.look() == order.place() == Place(stream, False)
+    assert driver.orders == [(0, a), (a, b), (b, 0)]
+    assert order.marks()[0].passed()
+    driver.free_stream(a)
+    driver.free_stream(b)
+
+
+def test_a_capture_has_one_stream(driver: HostDriver) -> None:
+    order = StreamOrder(driver, "tp")
+    order.place()
+    driver.orders.clear()
+    with driver.on(1), driver.capture():
+        assert order.place() == Place(1, True)
+        assert order.place() == Place(1, True)
+        with driver.on(2), driver.capture(), pytest.raises(ValueError, match="stream 0x1"):
+            order.place()
+    with driver.on(2), driver.capture():
+        assert order.place() == Place(2, True)
+        with driver.on(0):
+            assert order.place() == Place(0, False)
+    assert driver.orders == []
+
+
+def test_no_call_beside_a_capture_on_the_stream_of_the_last_one(driver: HostDriver) -> None:
+    order = StreamOrder(driver, "tp")
+    with driver.on(1):
+        order.place()
+        with driver.capture(), driver.on(0), pytest.raises(ValueError, match="under way on"):
+            order.place()
+        with driver.capture():
+            assert order.marks() == []
+
+
+def test_messages_of_one_way_share_a_stream(driver: HostDriver) -> None:
+    sides = SideStreams(driver)
+    first = sides.run(("send", 1), [], 0, "kept")
+    second = sides.run(("send", 1), [], 0, None)
+    other = sides.run(("recv", 1), [], 0, None)
+    assert driver.held == 2
+    ((_, one), (_, two), (_, three)) = driver.orders
+    assert one == two != three
+    for each in (first, second, other):
+        driver.order(one, 0)
+        driver.order(three, 0)
+        assert each.ready()
+    driver.orders.clear()
+    with driver.on(7):
+        other_stream = driver.make_stream()
+    with driver.on(other_stream):
+        first.wait(None)  # type: ignore[arg-type]
+    assert driver.orders == [(one, other_stream)]
+    driver.free_stream(other_stream)
+    sides.close()
+    assert driver.held == 0
+
+
+def use_streams(rank: int, n: int, library: str, path: str, board: BoardHandle) -> None:
+    driver = HostDriver(library)
+    a, b = driver.make_stream(), driver.make_stream()
+    with make_ipc(rank, n, library, path, board, driver) as comm:
+        for turn in range(20):
+            x = torch.full((700,), float(rank + turn))
+            with driver.on(a):
+                once = comm.all_reduce(x)
+            with driver.on(b):
+                twice = comm.all_reduce(once)
+            thrice = comm.all_reduce(twice)
+            assert thrice[-1] == n * n * (n * turn + n * (n - 1) / 2)
+            x = once = twice = thrice
+        comm.flush()
+    driver.free_stream(a)
+    driver.free_stream(b)
+    assert not driver.held
+
+
+def test_results_on_alternating_streams(emulation_library: str, store_path: str) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, use_streams, str(emulation_library), store_path, board.handle())
