@@ -1,0 +1,121 @@
+"""Ranks that are threads of one process, and letting go of each other's memory in order."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from device_comm.cuda import endpoint
+from device_comm.cuda.ipc import Departures
+from device_comm.cuda.ipc_comm import IpcComm
+from shm_broadcast import Board, BoardHandle, Deadline, GroupTimeoutError
+from shm_broadcast.liveness import ProcessId
+from tests.device_comm.cuda.emulator import LIMITS
+from tests.device_comm.cuda.host_driver import HostDriver, small_layout
+from tests.device_comm.cuda.ipc_ranks import local_swaps, make_ipc, on_threads
+from tests.ranks import run_ranks
+
+
+def make_local(library: str, n: int, board: Board | None) -> list[IpcComm]:
+    """One communicator for each of ``n`` threads, on devices of their own."""
+    swaps = local_swaps(n)
+
+    def make(rank: int) -> IpcComm:
+        return IpcComm.create(
+            HostDriver(library, f"device {rank}"),
+            rank,
+            n,
+            swaps[rank],
+            watch=None if board is None else Board.attach(board.handle(), rank),
+            timeout=10,
+            layout=small_layout(n),
+            limits=LIMITS,
+        )
+
+    return on_threads(n, make)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_ranks_as_threads(watched: bool, emulation_library: str) -> None:
+    n = 3
+    with Board.create(n, None) as board:
+        comms = make_local(str(emulation_library), n, board if watched else None)
+
+        def body(rank: int) -> None:
+            comm = comms[rank]
+            driver = comm._driver
+            assert isinstance(driver, HostDriver)
+            assert not driver._mapped
+            assert len(set(driver.reached)) == n - 1
+            for numel in (3, 999, 20_000):
+                x = torch.arange(numel, dtype=torch.float32) + rank
+                assert torch.equal(comm.all_reduce(x), x * n + n * (n - 1 - 2 * rank) / 2)
+            x = driver.tensor((5000,), torch.float32)
+            with comm.graph_capture(), driver.capture() as graph:
+                total = comm.all_reduce(x)
+            for turn in range(3):
+                x.fill_(rank + turn)
+                graph.replay()
+                assert total[-1] == n * turn + 3
+            assert comm.reasons == ()
+            comm.close()
+            if isinstance(comm.watch, Board):
+                comm.watch.close()
+
+        on_threads(n, body)
+
+
+def test_without_a_board_deadlines_name_the_rank(emulation_library: str) -> None:
+    comms = make_local(str(emulation_library), 2, None)
+    with pytest.raises(GroupTimeoutError, match="rank 0 waited for rank 1 to come") as caught:
+        comms[0].all_reduce(torch.ones(5000), timeout=0.2)
+    assert [each.rank for each in caught.value.waiting_for] == [1]
+    on_threads(2, lambda rank: comms[rank].close())
+
+
+def close_apart(rank: int, n: int, library: str, path: str, board: BoardHandle) -> float:
+    driver = HostDriver(library)
+    comm = make_ipc(rank, n, library, path, board, driver)
+    comm.all_reduce(torch.ones(5000))
+    if rank == 1:
+        time.sleep(0.6)
+    began = time.monotonic()
+    comm.close()
+    assert not driver.held
+    return time.monotonic() - began
+
+
+def test_memory_is_freed_once_peers_have_unmapped_it(
+    emulation_library: str, store_path: str
+) -> None:
+    with Board.create(2, None) as board:
+        early, late = run_ranks(2, close_apart, str(emulation_library), store_path, board.handle())
+    assert 0.4 < early < 2
+    assert late < 0.4
+
+
+def test_memory_that_a_peer_keeps_is_left(
+    emulation_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "LINGER", 0.1)
+    first, second = make_local(str(emulation_library), 2, None)
+    first.close()
+    driver = first._driver
+    assert isinstance(driver, HostDriver)
+    assert driver.held == 1
+    second.close()
+
+
+def test_departures() -> None:
+    me = ProcessId.current()
+    here = Departures.create(0)
+    there = Departures.attach(here.handle(), 1)
+    assert not here.wait([(1, me)], Deadline.after(0.02))
+    there.depart()
+    assert here.wait([(1, me)], Deadline.after(0))
+    assert not there.wait([(0, me), (1, me)], Deadline.after(0))
+    assert there.wait([(0, ProcessId(me.pid, me.start_time + 1))], Deadline.after(0))
+    here.close()
+    there.close()
