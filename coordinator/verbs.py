@@ -6,7 +6,7 @@ raised) and documents each in full. Here ``dim`` may be given by position, as vL
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 
@@ -23,6 +23,18 @@ if TYPE_CHECKING:
 
 Timeout = float | None
 """Seconds that a call may take; None: what the group allows."""
+
+
+class Options(TypedDict, total=False):
+    """What all verbs take besides their own.
+
+    Attributes:
+        async_op: return a `Work` at once.
+        timeout: seconds.
+    """
+
+    async_op: bool
+    timeout: Timeout
 
 
 class TensorVerbs(Member):
@@ -63,15 +75,10 @@ class TensorVerbs(Member):
         )
 
     def all_reduce_(
-        self,
-        x: Tensor,
-        *,
-        op: ReduceOp = ReduceOp.SUM,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        self, x: Tensor, *, op: ReduceOp = ReduceOp.SUM, **options: Unpack[Options]
     ) -> Any:
         """As `all_reduce`, into ``x``. Collective: yes, every member."""
-        return self.device_communicator.all_reduce_(x, op=op, async_op=async_op, timeout=timeout)
+        return self.device_communicator.all_reduce_(x, op=op, **options)
 
     def all_gather(
         self,
@@ -91,11 +98,9 @@ class TensorVerbs(Member):
             x, dim=dim, out=out, async_op=async_op, timeout=timeout
         )
 
-    def all_gather_(
-        self, x: Tensor, dim: int = -1, *, async_op: bool = False, timeout: Timeout = None
-    ) -> Any:
+    def all_gather_(self, x: Tensor, dim: int = -1, **options: Unpack[Options]) -> Any:
         """Fill ``x`` from each member's own part of it. Collective: yes, every member."""
-        return self.device_communicator.all_gather_(x, dim=dim, async_op=async_op, timeout=timeout)
+        return self.device_communicator.all_gather_(x, dim=dim, **options)
 
     def all_gatherv(
         self,
@@ -104,16 +109,13 @@ class TensorVerbs(Member):
         sizes: Sequence[int] | None = None,
         *,
         out: Any = None,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        **options: Unpack[Options],
     ) -> Any:
         """As `all_gather`, with ``sizes[r]`` rows from rank r; of a list, each tensor.
 
         Collective: yes, every member.
         """
-        return self.device_communicator.all_gatherv(
-            x, dim=dim, sizes=sizes, out=out, async_op=async_op, timeout=timeout
-        )
+        return self.device_communicator.all_gatherv(x, dim=dim, sizes=sizes, out=out, **options)
 
     def reduce_scatter(
         self,
@@ -135,18 +137,10 @@ class TensorVerbs(Member):
         )
 
     def reduce_scatter_(
-        self,
-        x: Tensor,
-        dim: int = -1,
-        *,
-        op: ReduceOp = ReduceOp.SUM,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        self, x: Tensor, dim: int = -1, *, op: ReduceOp = ReduceOp.SUM, **options: Unpack[Options]
     ) -> Any:
         """As `reduce_scatter`, into the first part of ``x``. Collective: yes, every member."""
-        return self.device_communicator.reduce_scatter_(
-            x, dim=dim, op=op, async_op=async_op, timeout=timeout
-        )
+        return self.device_communicator.reduce_scatter_(x, dim=dim, op=op, **options)
 
     def reduce_scatterv(
         self,
@@ -156,12 +150,11 @@ class TensorVerbs(Member):
         *,
         op: ReduceOp = ReduceOp.SUM,
         out: Tensor | None = None,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        **options: Unpack[Options],
     ) -> Any:
         """As `reduce_scatter`, with ``sizes[r]`` rows for rank r. Collective: yes, every member."""
         return self.device_communicator.reduce_scatterv(
-            x, dim=dim, sizes=sizes, op=op, out=out, async_op=async_op, timeout=timeout
+            x, dim=dim, sizes=sizes, op=op, out=out, **options
         )
 
     def reduce_scatterv_into_output(
@@ -172,13 +165,10 @@ class TensorVerbs(Member):
         sizes: Sequence[int] | None = None,
         *,
         op: ReduceOp = ReduceOp.SUM,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        **options: Unpack[Options],
     ) -> Any:
         """As `reduce_scatterv`, into ``output``, which is returned. Collective: yes."""
-        return self.reduce_scatterv(
-            x, dim, sizes, op=op, out=output, async_op=async_op, timeout=timeout
-        )
+        return self.reduce_scatterv(x, dim, sizes, op=op, out=output, **options)
 
     def all_to_all(
         self,
@@ -188,45 +178,26 @@ class TensorVerbs(Member):
         input_sizes: Sequence[int] | None = None,
         output_sizes: Sequence[int] | None = None,
         out: Tensor | None = None,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        **options: Unpack[Options],
     ) -> Any:
         """Part r of ``x`` goes to rank r. Collective: yes, every member."""
         return self.device_communicator.all_to_all(
-            x,
-            dim=dim,
-            input_sizes=input_sizes,
-            output_sizes=output_sizes,
-            out=out,
-            async_op=async_op,
-            timeout=timeout,
+            x, dim=dim, input_sizes=input_sizes, output_sizes=output_sizes, out=out, **options
         )
 
-    def all_to_all_(
-        self, x: Tensor, dim: int = 0, *, async_op: bool = False, timeout: Timeout = None
-    ) -> Any:
+    def all_to_all_(self, x: Tensor, dim: int = 0, **options: Unpack[Options]) -> Any:
         """As `all_to_all` of equal parts, into ``x``. Collective: yes, every member."""
-        return self.device_communicator.all_to_all_(x, dim=dim, async_op=async_op, timeout=timeout)
+        return self.device_communicator.all_to_all_(x, dim=dim, **options)
 
     def broadcast(
-        self,
-        x: Tensor,
-        src: int = 0,
-        *,
-        out: Tensor | None = None,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        self, x: Tensor, src: int = 0, *, out: Tensor | None = None, **options: Unpack[Options]
     ) -> Any:
         """The ``x`` of rank ``src``, in a tensor of its own. Collective: yes, every member."""
-        return self.device_communicator.broadcast(
-            x, src=src, out=out, async_op=async_op, timeout=timeout
-        )
+        return self.device_communicator.broadcast(x, src=src, out=out, **options)
 
-    def broadcast_(
-        self, x: Tensor, src: int = 0, *, async_op: bool = False, timeout: Timeout = None
-    ) -> Any:
+    def broadcast_(self, x: Tensor, src: int = 0, **options: Unpack[Options]) -> Any:
         """As `broadcast`, into ``x``. Collective: yes, every member."""
-        return self.device_communicator.broadcast_(x, src=src, async_op=async_op, timeout=timeout)
+        return self.device_communicator.broadcast_(x, src=src, **options)
 
     def reduce(
         self,
@@ -235,27 +206,16 @@ class TensorVerbs(Member):
         *,
         op: ReduceOp = ReduceOp.SUM,
         out: Tensor | None = None,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        **options: Unpack[Options],
     ) -> Any:
         """The reduction on rank ``dst``, None elsewhere. Collective: yes, every member."""
-        return self.device_communicator.reduce(
-            x, dst=dst, op=op, out=out, async_op=async_op, timeout=timeout
-        )
+        return self.device_communicator.reduce(x, dst=dst, op=op, out=out, **options)
 
     def reduce_(
-        self,
-        x: Tensor,
-        dst: int = 0,
-        *,
-        op: ReduceOp = ReduceOp.SUM,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        self, x: Tensor, dst: int = 0, *, op: ReduceOp = ReduceOp.SUM, **options: Unpack[Options]
     ) -> Any:
         """As `reduce`, into the ``x`` of ``dst``. Collective: yes, every member."""
-        return self.device_communicator.reduce_(
-            x, dst=dst, op=op, async_op=async_op, timeout=timeout
-        )
+        return self.device_communicator.reduce_(x, dst=dst, op=op, **options)
 
     def gather(
         self,
@@ -264,30 +224,17 @@ class TensorVerbs(Member):
         dim: int = -1,
         *,
         out: Tensor | None = None,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        **options: Unpack[Options],
     ) -> Any:
         """Every ``x``, concatenated, on rank ``dst``; None elsewhere.
 
         Collective: yes, every member.
         """
-        return self.device_communicator.gather(
-            x, dst=dst, dim=dim, out=out, async_op=async_op, timeout=timeout
-        )
+        return self.device_communicator.gather(x, dst=dst, dim=dim, out=out, **options)
 
-    def gather_(
-        self,
-        x: Tensor,
-        dst: int = 0,
-        dim: int = -1,
-        *,
-        async_op: bool = False,
-        timeout: Timeout = None,
-    ) -> Any:
+    def gather_(self, x: Tensor, dst: int = 0, dim: int = -1, **options: Unpack[Options]) -> Any:
         """As `gather`, into the ``x`` of ``dst``. Collective: yes, every member."""
-        return self.device_communicator.gather_(
-            x, dst=dst, dim=dim, async_op=async_op, timeout=timeout
-        )
+        return self.device_communicator.gather_(x, dst=dst, dim=dim, **options)
 
     def scatter(
         self,
@@ -296,30 +243,17 @@ class TensorVerbs(Member):
         dim: int = -1,
         *,
         out: Tensor | None = None,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        **options: Unpack[Options],
     ) -> Any:
         """Part r of the ``x`` of ``src``, on rank r; the others pass None, and ``out``.
 
         Collective: yes, every member.
         """
-        return self.device_communicator.scatter(
-            x, src=src, dim=dim, out=out, async_op=async_op, timeout=timeout
-        )
+        return self.device_communicator.scatter(x, src=src, dim=dim, out=out, **options)
 
-    def scatter_(
-        self,
-        x: Tensor,
-        src: int = 0,
-        dim: int = -1,
-        *,
-        async_op: bool = False,
-        timeout: Timeout = None,
-    ) -> Any:
+    def scatter_(self, x: Tensor, src: int = 0, dim: int = -1, **options: Unpack[Options]) -> Any:
         """As `scatter`, into ``x``. Collective: yes, every member."""
-        return self.device_communicator.scatter_(
-            x, src=src, dim=dim, async_op=async_op, timeout=timeout
-        )
+        return self.device_communicator.scatter_(x, src=src, dim=dim, **options)
 
     def _in_graph(self, out: Tensor | None, async_op: bool, timeout: Timeout) -> bool:
         """Whether `torch.compile` traces this call, which an op of its graph can express."""

@@ -112,37 +112,38 @@ class PipelineEnd:
             TypeError: something cannot be pickled, or is no dense tensor. Nothing was sent.
             GroupTimeoutError: it took too long; without ``async_op`` the group is aborted.
         """
-        to_next, to_prev = self.neighbour(next_rank, 1), self.neighbour(prev_rank, -1)
-        return self.run(
-            [(send_next, NEXT, to_next), (send_prev, PREV, to_prev)],
-            # what the previous stage sends goes to its next one
-            [(NEXT, to_prev) if recv_prev else None, (PREV, to_next) if recv_next else None],
+        return self._swap(
             lambda received: Exchanged(*received),
+            send_next,
+            send_prev,
+            recv_prev,
+            recv_next,
+            next_rank=next_rank,
+            prev_rank=prev_rank,
             scatter_gather_tensors=scatter_gather_tensors,
             async_op=async_op,
             timeout=timeout,
         )
 
-    def run(
+    def _swap(
         self,
-        sends: Sequence[tuple[Any, str, int]],
-        receives: Sequence[tuple[str, int] | None],
         pick: Callable[[list[Any]], Any],
+        send_next: Any = None,
+        send_prev: Any = None,
+        recv_prev: bool = False,
+        recv_next: bool = False,
         *,
-        scatter_gather_tensors: bool | None,
-        async_op: bool,
-        timeout: float | None,
+        next_rank: int | None = None,
+        prev_rank: int | None = None,
+        scatter_gather_tensors: bool | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> Any:
-        """`exchange` in general: what ``pick`` makes of what is received, or a `Work` of it.
-
-        Args:
-            sends: (tree, way, rank in ``pp``); a tree that is None is not sent.
-            receives: (way, rank in ``pp``); None receives None.
-            pick: is given one tree for each of ``receives``.
-            scatter_gather_tensors: as `exchange`.
-            async_op: as `exchange`.
-            timeout: as `exchange`.
-        """
+        """`exchange`, of which ``pick`` chooses the result: it is given both trees."""
+        to_next, to_prev = self._neighbour(next_rank, 1), self._neighbour(prev_rank, -1)
+        sends = [(send_next, NEXT, to_next), (send_prev, PREV, to_prev)]
+        # what the previous stage sends goes to its next one
+        receives = [(NEXT, to_prev) if recv_prev else None, (PREV, to_next) if recv_next else None]
         messages = self._prepare(sends, scatter_gather_tensors)
         lanes = [each and (each[0], self._lanes_of(each[1])) for each in receives]
         if not async_op and not any(lanes):
@@ -196,8 +197,8 @@ class PipelineEnd:
             self._lanes[src] = Lanes(self._mail, src, self._peers, once=self._once)
         return self._lanes[src]
 
-    def neighbour(self, rank: int | None, step: int) -> int:
-        """``rank`` itself, or the one ``step`` further, in a ring. Collective: no."""
+    def _neighbour(self, rank: int | None, step: int) -> int:
+        """``rank`` itself, or the one ``step`` further, in a ring."""
         return (self.pp.rank_in_group + step) % self.pp.world_size if rank is None else rank
 
     def _check_peer(self, rank: int) -> None:

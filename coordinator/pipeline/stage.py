@@ -14,16 +14,16 @@ All of them:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from coordinator.pipeline.exchange import PipelineEnd
 from coordinator.pipeline.expect import check
-from coordinator.pipeline.message import NEXT, PREV
 
 if TYPE_CHECKING:
     import torch
 
     from coordinator.pipeline.expect import Shapes
+    from coordinator.verbs import Options
 
 
 class Stage(PipelineEnd):
@@ -44,17 +44,14 @@ class Stage(PipelineEnd):
         input_tensor_shape: Shapes | None = None,
         prev_rank: int | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        async_op: bool = False,
-        timeout: float | None = None,
+        **options: Unpack[Options],
     ) -> Any:
         """The previous stage's output; None on the first. Collective: no, with that stage."""
         return self._do(
             recv_prev=not self.is_first,
             prev_rank=prev_rank,
             expected=(input_tensor_shape, None, dtype),
-            async_op=async_op,
-            timeout=timeout,
+            **options,
         )
 
     def recv_backward(
@@ -62,17 +59,14 @@ class Stage(PipelineEnd):
         output_grad_shape: Shapes | None = None,
         next_rank: int | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        async_op: bool = False,
-        timeout: float | None = None,
+        **options: Unpack[Options],
     ) -> Any:
         """The gradient of this stage's output; None on the last. Collective: no."""
         return self._do(
             recv_next=not self.is_last,
             next_rank=next_rank,
             expected=(None, output_grad_shape, dtype),
-            async_op=async_op,
-            timeout=timeout,
+            **options,
         )
 
     def send_forward(
@@ -80,9 +74,7 @@ class Stage(PipelineEnd):
         output_tensor: Any,
         next_rank: int | None = None,
         scatter_gather_tensors: bool | None = None,
-        *,
-        async_op: bool = False,
-        timeout: float | None = None,
+        **options: Unpack[Options],
     ) -> Any:
         """Send an output to the next stage; nothing on the last. Collective: no.
 
@@ -92,8 +84,7 @@ class Stage(PipelineEnd):
             send_next=None if self.is_last else output_tensor,
             next_rank=next_rank,
             scatter_gather_tensors=scatter_gather_tensors,
-            async_op=async_op,
-            timeout=timeout,
+            **options,
         )
 
     def send_backward(
@@ -101,9 +92,7 @@ class Stage(PipelineEnd):
         input_tensor_grad: Any,
         prev_rank: int | None = None,
         scatter_gather_tensors: bool | None = None,
-        *,
-        async_op: bool = False,
-        timeout: float | None = None,
+        **options: Unpack[Options],
     ) -> Any:
         """Send the gradient of an input to the previous stage; nothing on the first.
 
@@ -113,8 +102,7 @@ class Stage(PipelineEnd):
             send_prev=None if self.is_first else input_tensor_grad,
             prev_rank=prev_rank,
             scatter_gather_tensors=scatter_gather_tensors,
-            async_op=async_op,
-            timeout=timeout,
+            **options,
         )
 
     def send_forward_recv_backward(
@@ -125,9 +113,7 @@ class Stage(PipelineEnd):
         next_rank: int | None = None,
         dtype: torch.dtype | None = None,
         scatter_gather_tensors: bool | None = None,
-        *,
-        async_op: bool = False,
-        timeout: float | None = None,
+        **options: Unpack[Options],
     ) -> Any:
         """Send an output, receive the gradient of one; None on the last. Collective: no."""
         return self._do(
@@ -136,8 +122,7 @@ class Stage(PipelineEnd):
             next_rank=next_rank,
             expected=(None, output_grad_shape, dtype),
             scatter_gather_tensors=scatter_gather_tensors,
-            async_op=async_op,
-            timeout=timeout,
+            **options,
         )
 
     def send_backward_recv_forward(
@@ -148,9 +133,7 @@ class Stage(PipelineEnd):
         prev_rank: int | None = None,
         dtype: torch.dtype | None = None,
         scatter_gather_tensors: bool | None = None,
-        *,
-        async_op: bool = False,
-        timeout: float | None = None,
+        **options: Unpack[Options],
     ) -> Any:
         """Send the gradient of an input, receive an input; None on the first. Collective: no."""
         return self._do(
@@ -159,8 +142,7 @@ class Stage(PipelineEnd):
             prev_rank=prev_rank,
             expected=(input_tensor_shape, None, dtype),
             scatter_gather_tensors=scatter_gather_tensors,
-            async_op=async_op,
-            timeout=timeout,
+            **options,
         )
 
     def send_forward_recv_forward(
@@ -172,9 +154,7 @@ class Stage(PipelineEnd):
         next_rank: int | None = None,
         dtype: torch.dtype | None = None,
         scatter_gather_tensors: bool | None = None,
-        *,
-        async_op: bool = False,
-        timeout: float | None = None,
+        **options: Unpack[Options],
     ) -> Any:
         """Send an output to the next stage, receive one from the previous. Collective: no."""
         return self._do(
@@ -184,8 +164,7 @@ class Stage(PipelineEnd):
             next_rank=next_rank,
             expected=(input_tensor_shape, None, dtype),
             scatter_gather_tensors=scatter_gather_tensors,
-            async_op=async_op,
-            timeout=timeout,
+            **options,
         )
 
     def send_backward_recv_backward(
@@ -197,9 +176,7 @@ class Stage(PipelineEnd):
         next_rank: int | None = None,
         dtype: torch.dtype | None = None,
         scatter_gather_tensors: bool | None = None,
-        *,
-        async_op: bool = False,
-        timeout: float | None = None,
+        **options: Unpack[Options],
     ) -> Any:
         """Send a gradient to the previous stage, receive one from the next. Collective: no."""
         return self._do(
@@ -209,8 +186,7 @@ class Stage(PipelineEnd):
             next_rank=next_rank,
             expected=(None, output_grad_shape, dtype),
             scatter_gather_tensors=scatter_gather_tensors,
-            async_op=async_op,
-            timeout=timeout,
+            **options,
         )
 
     def send_forward_backward_recv_forward_backward(
@@ -225,9 +201,7 @@ class Stage(PipelineEnd):
         next_rank: int | None = None,
         dtype: torch.dtype | None = None,
         scatter_gather_tensors: bool | None = None,
-        *,
-        async_op: bool = False,
-        timeout: float | None = None,
+        **options: Unpack[Options],
     ) -> Any:
         """Send both ways and receive both ways: (input, gradient). Collective: no."""
         return self._do(
@@ -240,27 +214,19 @@ class Stage(PipelineEnd):
             expected=(input_tensor_shape, output_grad_shape, dtype),
             scatter_gather_tensors=scatter_gather_tensors,
             both=True,
-            async_op=async_op,
-            timeout=timeout,
+            **options,
         )
 
     def _do(
         self,
         *,
-        send_next: Any = None,
-        send_prev: Any = None,
         recv_prev: bool = False,
         recv_next: bool = False,
-        next_rank: int | None = None,
-        prev_rank: int | None = None,
         expected: tuple[Shapes | None, Shapes | None, torch.dtype | None] = (None, None, None),
-        scatter_gather_tensors: bool | None = None,
         both: bool = False,
-        async_op: bool,
-        timeout: float | None,
+        **others: Any,
     ) -> Any:
         """An exchange whose result is one tree, or with ``both`` two."""
-        to_next, to_prev = self.neighbour(next_rank, 1), self.neighbour(prev_rank, -1)
         inputs, grads, dtype = expected
 
         def pick(received: list[Any]) -> Any:
@@ -269,11 +235,4 @@ class Stage(PipelineEnd):
             check(from_next, grads, dtype)
             return (from_prev, from_next) if both else from_prev if recv_prev else from_next
 
-        return self.run(
-            [(send_next, NEXT, to_next), (send_prev, PREV, to_prev)],
-            [(NEXT, to_prev) if recv_prev else None, (PREV, to_next) if recv_next else None],
-            pick,
-            scatter_gather_tensors=scatter_gather_tensors,
-            async_op=async_op,
-            timeout=timeout,
-        )
+        return self._swap(pick, recv_prev=recv_prev, recv_next=recv_next, **others)
