@@ -85,6 +85,7 @@ def stress(
             queue.shutdown()
     if wrong:
         raise RuntimeError(f"{len(wrong)} of {readers} readers: {wrong}")
+    say(f"{readers} readers: {messages:,} messages, {payload_bytes:,} bytes right")
     return Stressed(readers, messages, payload_bytes, time.monotonic() - started)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,35 +13,52 @@ from tests.device_comm.shm_ranks import make_comm
 from tests.device_comm.soak import draw, run
 from tests.ranks import run_ranks
 
+if TYPE_CHECKING:
+    from device_comm.shm_comm import ShmComm
+
 GROUPS = {2: [[0, 1], [1, 0]], 4: [[0, 1, 2, 3], [0, 2], [3, 1], [2, 0, 3]]}
+
+
+def make_groups(
+    stack: ExitStack,
+    rank: int,
+    n: int,
+    watch: Board,
+    path: str,
+    progress: Progress,
+    *,
+    use_native: bool,
+) -> tuple[list[ShmComm | None], list[int]]:
+    """This rank's end of each group of `GROUPS`, None where it is no member; and their sizes."""
+    comms = [
+        stack.enter_context(
+            make_comm(
+                rank,
+                watch,
+                f"{path}{index}",
+                members=members,
+                name=f"group {index}",
+                timeout=60,
+                progress=progress,
+                use_native=use_native,
+            )
+        )
+        if rank in members
+        else None
+        for index, members in enumerate(GROUPS[n])
+    ]
+    return comms, [len(members) for members in GROUPS[n]]
 
 
 def soak(
     rank: int, n: int, path: str, board: BoardHandle, count: int, native: list[bool], seed: int
 ) -> int:
-    groups = GROUPS[n]
     with ExitStack() as stack:
         watch = stack.enter_context(Board.attach(board, rank))
         progress = Progress(watch)
         stack.callback(progress.close)
-        comms = [
-            stack.enter_context(
-                make_comm(
-                    rank,
-                    watch,
-                    f"{path}{index}",
-                    members=members,
-                    name=f"group {index}",
-                    timeout=60,
-                    progress=progress,
-                    use_native=native[rank],
-                )
-            )
-            if rank in members
-            else None
-            for index, members in enumerate(groups)
-        ]
-        done = run(draw(seed, count, [len(members) for members in groups]), comms)
+        comms, sizes = make_groups(stack, rank, n, watch, path, progress, use_native=native[rank])
+        done = run(draw(seed, count, sizes), comms)
         comms[0].barrier()  # nobody closes what somebody still reads
         return done
 
