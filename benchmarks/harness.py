@@ -55,6 +55,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     ratios: list[Ratio] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def measure(
         self,
