@@ -124,6 +124,9 @@ class Face:
 
     def _as_api_error(self, error: Exception) -> ApiError:
         match error:
+            case QueueFullError(asked=asked, limit=limit) if asked > limit:
+                message = f"input has {asked} items; this server takes at most {limit} at once"
+                return ApiError(400, message, param="input")
             case QueueFullError():
                 return ApiError(429, str(error), "rate_limit_error", code="queue_full")
             case NotReadyError():

@@ -81,11 +81,11 @@ class Ledger:
         return self._calls.busy
 
     @property
-    def awaited(self) -> int | None:
-        """A rank that has to answer the oldest call; ``None`` if there is no such call."""
+    def awaited(self) -> tuple[int, int]:
+        """The number of the oldest call and a rank that has to answer it; 0, 0: there is none."""
         with self._lock:
             oldest = self._calls.oldest
-            return None if oldest is None else min(oldest.waiting, default=None)
+            return (0, 0) if oldest is None else (oldest.number, min(oldest.waiting, default=0))
 
     @property
     def ended(self) -> CoordinatorError | None:

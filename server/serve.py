@@ -151,6 +151,7 @@ def run(plan: Plan) -> int:
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         lifespan="on",
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=math.ceil(plan.timeout),

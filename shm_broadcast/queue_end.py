@@ -124,9 +124,14 @@ class QueueEnd:
         """
         return self._reader("acquire_read").acquire_read(timeout)
 
-    def readable(self) -> bool:
-        """Whether a message is at least partly there; cheap, for waiting on several queues."""
-        return self._reader("readable").readable()
+    def readable(self, within: float = 0.0) -> bool:
+        """Whether a message is at least partly there; cheap, for waiting on several queues.
+
+        Args:
+            within: seconds to look for one without sleeping and without Python's lock, where it
+                comes from this host.
+        """
+        return self._reader("readable").readable(within)
 
     def behind(self) -> dict[int, int]:
         """For each reader on this host, as member of the board: the messages it has not read."""

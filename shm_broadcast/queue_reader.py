@@ -62,8 +62,8 @@ class QueueReader(ABC):
             yield view
 
     @abstractmethod
-    def readable(self) -> bool:
-        """Whether a message is at least partly there."""
+    def readable(self, within: float) -> bool:
+        """Whether a message is at least partly there, or comes ``within`` some seconds."""
 
     @abstractmethod
     def wait_until_ready(self, deadline: Deadline) -> None:
@@ -130,9 +130,9 @@ class LocalReader(QueueReader):
         with memoryview(main) as view:
             yield view
 
-    def readable(self) -> bool:
-        """Whether a record is there."""
-        return self._ring.readable
+    def readable(self, within: float) -> bool:
+        """Whether a record is there, or comes ``within`` some seconds."""
+        return self._ring.look(int(within * 1e9))
 
     def wait_until_ready(self, deadline: Deadline) -> None:
         """Wait until the writer has joined the board."""
@@ -210,7 +210,7 @@ class DistantReader(QueueReader):
         super().__init__(codec, watch)
         self._remote = remote
 
-    def readable(self) -> bool:
+    def readable(self, within: float) -> bool:  # noqa: ARG002 - the network is not looked at
         """Whether a message has come in whole."""
         return self._remote.readable()
 

@@ -90,6 +90,10 @@ class RingReader:
         """Whether a record is there."""
         return self._words.load64(layout.RING_PUBLISHED) != self._position()
 
+    def look(self, spin_ns: int) -> bool:
+        """Whether a record is there, or comes in ``spin_ns``; looks without Python's lock."""
+        return self._words.spin64(layout.RING_PUBLISHED, self._position(), spin_ns)
+
     @property
     def writer_closed(self) -> bool:
         """Whether the writer has said that nothing more will come."""

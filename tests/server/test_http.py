@@ -51,6 +51,29 @@ def test_a_full_queue_answers_429_at_once() -> None:
     run(test)
 
 
+def test_what_could_never_wait_is_not_asked_to_try_again() -> None:
+    async def test() -> None:
+        async with site() as here:
+            refused = await here.embed(["x"] * 5)
+            assert refused.status_code == 400
+            assert "at most 4 at once" in refused.json()["error"]["message"]
+
+    run(test)
+
+
+def test_a_route_that_is_not_there_answers_in_the_same_shape() -> None:
+    async def test() -> None:
+        async with site() as here:
+            missing = await here.client.get("/v1/models")
+            assert missing.status_code == 404
+            assert missing.json()["error"]["message"] == "no GET /v1/models here"
+            wrong = await here.client.get("/v1/embeddings")
+            assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+            assert wrong.json()["error"]["type"] == "invalid_request_error"
+
+    run(test)
+
+
 def test_a_dead_worker_answers_503_by_rank_and_is_not_ready() -> None:
     async def test() -> None:
         async with site() as here:
