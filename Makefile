@@ -5,7 +5,11 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export HF_HUB_OFFLINE = 1
 
-.PHONY: setup demo test mutants check format clean
+# PYTHON given on the command line has all that is needed already, as where there is no network.
+GIVEN      := $(filter command,$(firstword $(origin PYTHON)))
+GPU_PYTHON := $(if $(GIVEN),$(PYTHON),$(BIN)/python)
+
+.PHONY: setup demo test gpu-test mutants check format clean
 
 setup: $(STAMP)
 
@@ -20,6 +24,12 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# All tests that need a CUDA device: make gpu-test, or make gpu-test PYTHON=python3
+gpu-test: $(if $(GIVEN),,$(STAMP))
+	@$(GPU_PYTHON) -m benchmarks.gpu_world
+	$(if $(GIVEN),-$(PYTHON) -c 'from setuptools import setup; setup()' -q build_ext --inplace)
+	$(GPU_PYTHON) -m pytest -m gpu
 
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants

@@ -32,7 +32,6 @@ def test_table(n: int, store_path: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 def test_table_on_a_gpu(store_path: str) -> None:
     with Board.create(2, None) as board:
         check_table(run_ranks(2, table, store_path, board.handle(), "cuda:0"))

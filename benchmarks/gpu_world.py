@@ -1,0 +1,379 @@
+"""Ranks on CUDA devices for benchmarks: as processes, or as threads of one, on a stream each.
+
+As processes, ranks that share a device take turns on it, some milliseconds each, unless NVIDIA's
+MPS runs. As threads their kernels truly run side by side, which is what kernel timings need.
+
+    python -m benchmarks.gpu_world     say what is missing to run anything on a GPU, if it is
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from device_comm.cuda.agree import swap_over
+from device_comm.cuda.cupy_driver import CupyDriver
+from device_comm.cuda.ipc_comm import IpcComm
+from device_comm.cuda.nccl_comm import NcclComm
+from device_comm.cuda.symmetric_comm import SymmetricComm
+from device_comm.shm_comm import ShmComm
+from device_comm.torch_comm import TorchComm
+from shm_broadcast import Board, BoardHandle, CoordinatorError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from device_comm import DeviceCommunicator
+    from device_comm.cuda.agree import Swap
+
+Body = Callable[..., Any]
+WAYS = ("streams", "processes")
+OTHERS = ("NCCL", "torch's NCCL", "symmetric memory")
+_SET_UP = 60.0
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@dataclass
+class Rank:
+    """One rank of a world.
+
+    Attributes:
+        rank: its number.
+        n: how many there are.
+        comm: kernels that reach into the peers' memory.
+        stream: its own; the current one.
+        swap: gives bytes to all ranks, and returns those of all: also a barrier.
+        others: what else moves tensors of these ranks, by name.
+        left_out: what does not, with the reason.
+        turn: held while a graph is captured: one at a time in a process.
+    """
+
+    rank: int
+    n: int
+    comm: IpcComm
+    stream: torch.cuda.Stream
+    swap: Swap
+    others: dict[str, DeviceCommunicator] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    turn: threading.Lock = field(default_factory=threading.Lock)
+
+    def capture(self, call: Callable[[], object], times: int = 1) -> torch.cuda.CUDAGraph:
+        """A graph of ``call``, several times over. All ranks capture the same."""
+        graph = torch.cuda.CUDAGraph()
+        with self.comm.graph_capture(), self.turn:
+            self.stream.synchronize()
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                for _ in range(times):
+                    call()
+        return graph
+
+    def meet(self) -> None:
+        """Wait on the host until every rank is here and its stream is idle."""
+        self.stream.synchronize()
+        self.swap(b"")
+
+
+def require_gpu() -> str:
+    """What is missing to run anything on a GPU, in one line; ``""`` if nothing is."""
+    if not torch.cuda.is_available():
+        return "no GPU: torch sees no CUDA device"
+    try:
+        import cupy  # noqa: F401
+    except ImportError as error:
+        return f"no CuPy: {error}"
+    return ""
+
+
+def device_facts() -> dict[str, object]:
+    """The device, for reports."""
+    properties = torch.cuda.get_device_properties(0)
+    driver = Path("/proc/driver/nvidia/version")
+    return {
+        "device": properties.name,
+        "devices": torch.cuda.device_count(),
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "driver": driver.read_text().splitlines()[0].strip() if driver.exists() else "unknown",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+def run_world(way: str, n: int, body: Body, *args: Any, seconds: float = 600.0) -> list[Any]:
+    """``body(rank, *args)`` on n ranks; their results, by rank.
+
+    Args:
+        way: one of `WAYS`.
+        n: how many ranks, on as many devices as there are, in turn.
+        body: at the top level of its module; as the arguments and results, picklable.
+        args: for it.
+        seconds: for all of it.
+
+    Raises:
+        RuntimeError: a rank raised, or did not end in time; with the tracebacks.
+    """
+    run = _run_threads if way == "streams" else _run_processes
+    return run(n, body, args, seconds)
+
+
+# --- threads -----------------------------------------------------------------------------
+
+
+class _ThreadSwap:
+    def __init__(self, n: int) -> None:
+        self._rows = [b""] * n
+        self._barrier = threading.Barrier(n, timeout=_SET_UP)
+
+    def of(self, rank: int) -> Swap:
+        def swap(payload: bytes) -> list[bytes]:
+            self._rows[rank] = payload
+            self._barrier.wait()
+            rows = list(self._rows)
+            self._barrier.wait()
+            return rows
+
+        return swap
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+def _run_threads(n: int, body: Body, args: tuple[Any, ...], seconds: float) -> list[Any]:
+    swaps, turn = _ThreadSwap(n), threading.Lock()
+    results: list[Any] = [None] * n
+    failures: dict[int, str] = {}
+
+    def work(number: int) -> None:
+        try:
+            swap = swaps.of(number)
+            device = torch.device("cuda", number % torch.cuda.device_count())
+            with ExitStack() as closing, _own_stream(device) as stream:
+                driver = CupyDriver(device)
+                closing.callback(driver.close)
+                comm = closing.enter_context(
+                    IpcComm.create(driver, number, n, swap, name="bench", timeout=_SET_UP)
+                )
+                rank = Rank(number, n, comm, stream, swap, turn=turn)
+                rank.left_out = dict.fromkeys(OTHERS, "ranks are threads of one process")
+                results[number] = body(rank, *args)
+                rank.meet()
+        except BaseException:  # noqa: BLE001 - told by the caller
+            failures[number] = traceback.format_exc()
+            swaps.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if late or failures:
+        raise RuntimeError(_tell(failures, late))
+    return results
+
+
+# --- processes ---------------------------------------------------------------------------
+
+
+def _run_processes(n: int, body: Body, args: tuple[Any, ...], seconds: float) -> list[Any]:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, Board.create(n, None) as board:
+        pipes, processes = [], []
+        for rank in range(n):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_be_rank,
+                args=(rank, n, board.handle(), folder, theirs, body, args),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, seconds)
+        finally:
+            for process in processes:
+                process.join(10)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(pipes: Sequence[Connection], seconds: float) -> list[Any]:
+    results: list[Any] = []
+    failures: dict[int, str] = {}
+    late = []
+    for rank, pipe in enumerate(pipes):
+        if failures or late:
+            seconds = min(seconds, 15.0)
+        if not pipe.poll(seconds):
+            late.append(rank)
+            continue
+        try:
+            done, value = pipe.recv()
+        except EOFError:
+            done, value = False, "the process ended without a result"
+        if done:
+            results.append(value)
+        else:
+            failures[rank] = value
+    if late or failures:
+        raise RuntimeError(_tell(failures, late))
+    return results
+
+
+def _be_rank(
+    number: int,
+    n: int,
+    handle: BoardHandle,
+    folder: str,
+    pipe: Connection,
+    body: Body,
+    args: tuple[Any, ...],
+) -> None:
+    try:
+        device = torch.device("cuda", number % torch.cuda.device_count())
+        with ExitStack() as closing, _own_stream(device) as stream:
+            board = closing.enter_context(Board.attach(handle, number))
+            over = closing.enter_context(ShmComm.create(board, range(n), _share(folder)))
+            swap = swap_over(over)
+            driver = CupyDriver(device)
+            closing.callback(driver.close)
+            comm = closing.enter_context(
+                IpcComm.create(driver, number, n, swap, name="bench", timeout=_SET_UP, watch=board)
+            )
+            rank = Rank(number, n, comm, stream, swap)
+            _add_others(rank, board, folder, closing)
+            pipe.send((True, body(rank, *args)))
+            rank.meet()
+    except BaseException:  # noqa: BLE001 - told by the parent
+        pipe.send((False, traceback.format_exc()))
+
+
+def _add_others(rank: Rank, board: Board, folder: str, closing: ExitStack) -> None:
+    if torch.cuda.device_count() < rank.n:
+        why = f"{rank.n} ranks share {torch.cuda.device_count()} device(s)"
+        rank.left_out = dict.fromkeys(OTHERS, why)
+        return
+    device = rank.comm.device
+    store = dist.FileStore(f"{folder}/store", rank.n)
+    dist.init_process_group("nccl", store=store, rank=rank.rank, world_size=rank.n)
+    closing.callback(dist.destroy_process_group)
+    world = dist.distributed_c10d._get_default_group()
+
+    def connect() -> NcclComm:
+        return NcclComm.create(
+            rank.rank,
+            rank.n,
+            lambda payload: rank.swap(payload or b"")[0],
+            device=device,
+            name="bench",
+            timeout=_SET_UP,
+            watch=board,
+        )
+
+    makers: dict[str, Callable[[], DeviceCommunicator]] = {
+        "NCCL": connect,
+        "torch's NCCL": lambda: TorchComm(world, device, board, name="bench"),
+        "symmetric memory": lambda: SymmetricComm(world, device, name="bench", watch=board),
+    }
+    for name, make in makers.items():
+        try:
+            rank.others[name] = closing.enter_context(make())
+        except CoordinatorError as error:
+            rank.left_out[name] = str(error)
+
+
+def _share(folder: str) -> Callable[[bytes | None], bytes]:
+    def share(payload: bytes | None) -> bytes:
+        place, whole = Path(folder, "segment"), Path(folder, "whole")
+        if payload is not None:
+            place.write_bytes(payload)
+            whole.touch()
+            return payload
+        end = threading.Event()
+        while not whole.exists():
+            end.wait(0.002)
+        return place.read_bytes()
+
+    return share
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+def _tell(failures: dict[int, str], late: Sequence[int]) -> str:
+    told = [f"--- rank {rank} ---\n{text}" for rank, text in failures.items()]
+    told += [f"--- rank {rank} ---\nnot done in time" for rank in late]
+    return "\n".join(told)
+
+
+# --- MPS ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def mps() -> Iterator[str]:
+    """Run NVIDIA's MPS for the processes that are started inside; say what became of it."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None:
+        yield "time-sliced: nvidia-cuda-mps-control is not installed"
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        places = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        before = {name: os.environ.get(name) for name in places}
+        os.environ.update(places)
+        try:
+            started = subprocess.run(
+                [control, "-d"], capture_output=True, text=True, timeout=20, check=False
+            )
+            works = started.returncode == 0 and _device_works()
+            yield "MPS" if works else f"time-sliced: MPS does not start: {started.stderr.strip()}"
+        finally:
+            subprocess.run(
+                [control], input="quit\n", capture_output=True, text=True, timeout=20, check=False
+            )
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _device_works() -> bool:
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda').item()"],
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode == 0
+
+
+def main() -> int:
+    missing = require_gpu()
+    if missing:
+        print(missing, file=sys.stderr)
+    return 2 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""`NcclComm` on torch's own NCCL: as far as the devices allow."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from device_comm import Call, ReduceOp
+from device_comm.cuda.nccl_comm import NcclComm
+from device_comm.cuda.nccl_library import NcclError, NcclLibrary
+from shm_broadcast import Board, BoardHandle, GroupAbortedError, GroupTimeoutError
+from tests.device_comm.cases_move import move_cases
+from tests.device_comm.cases_named import named_cases
+from tests.device_comm.cases_reduce import reduce_cases
+from tests.device_comm.shm_ranks import share_through
+from tests.device_comm.suite import check_table, run_table
+from tests.gpus import own_device
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+
+def make(rank: int, n: int, board: BoardHandle, path: str, timeout: float = 60.0) -> NcclComm:
+    watch = Board.attach(board, rank)
+    share = share_through(path)
+    device = own_device(rank)
+    return NcclComm.create(rank, n, share, device=device, name="tp", timeout=timeout, watch=watch)
+
+
+def alone(rank: int, n: int, board: BoardHandle, path: str) -> tuple[int, ...]:
+    """A group of one does not get to NCCL by itself: its primitives are called."""
+    comm = make(rank, n, board, path)
+    with comm:
+        x = torch.arange(1000.0, device=comm.device)
+        y = torch.zeros_like(x)
+        call = Call("all_reduce", "tp all_reduce", 30.0, False)
+        comm._all_reduce(y, x, ReduceOp.SUM, call)
+        comm.flush()
+        assert torch.equal(x, y)
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            comm._all_reduce(y, x, ReduceOp.AVG, call)
+            comm._all_gather(y, x, call)
+        for turn in range(100):
+            x.fill_(turn)
+            graph.replay()
+        torch.cuda.synchronize()
+        assert y.unique().tolist() == [99]
+        del graph
+    return NcclLibrary.of_torch().version
+
+
+def test_a_group_of_one_and_a_graph(store_path: str) -> None:
+    with Board.create(1, None) as board:
+        (version,) = run_ranks(1, alone, board.handle(), store_path, timeout=120)
+    assert tuple(version) >= (2, 14, 0)
+
+
+def aborted(rank: int, n: int, board: BoardHandle, path: str) -> float:
+    comm = make(rank, n, board, path)
+    x = torch.ones(1000, device=comm.device)
+    comm._all_reduce(x, x, ReduceOp.SUM, Call("all_reduce", "tp all_reduce", 30.0, False))
+    began = time.monotonic()
+    comm.abort("enough")
+    with pytest.raises(GroupAbortedError, match="enough"):
+        comm.barrier() if n > 1 else comm._enter("barrier")
+    comm.close()
+    torch.cuda.synchronize()
+    assert float(torch.ones(5, device=comm.device).sum()) == 5
+    return time.monotonic() - began
+
+
+def test_abort(store_path: str) -> None:
+    with Board.create(1, None) as board:
+        (seconds,) = run_ranks(1, aborted, board.handle(), store_path, timeout=120)
+    assert seconds < 20
+
+
+def shared(rank: int, n: int, board: BoardHandle, path: str) -> str:
+    try:
+        comm = make(rank, n, board, path, timeout=25.0)
+    except (NcclError, GroupTimeoutError, GroupAbortedError) as error:
+        return f"{type(error).__name__}: {error}"
+    with comm:
+        total = comm.all_reduce(torch.ones(10, device=comm.device))
+        comm.flush()
+        return f"sums {total.unique().tolist()}"
+
+
+def test_two_ranks_on_one_device_work_or_are_refused_in_time(store_path: str) -> None:
+    if torch.cuda.device_count() > 1:
+        pytest.skip("there is a device for each rank")
+    with Board.create(2, None) as board:
+        told = run_ranks(2, shared, board.handle(), store_path, timeout=120)
+    print(told)  # noqa: T201 - for the report
+    assert told == ["sums [2.0]"] * 2 or all("sums" not in each for each in told)
+
+
+def table(rank: int, n: int, board: BoardHandle, path: str) -> dict[str, str]:
+    with make(rank, n, board, path) as comm:
+        failures = run_table(comm, reduce_cases)
+        failures |= run_table(comm, move_cases)
+        return failures | run_table(comm, named_cases)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a device for each rank")
+def test_table(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        check_table(run_ranks(2, table, board.handle(), store_path, timeout=240))
