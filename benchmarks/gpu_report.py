@@ -82,7 +82,7 @@ def steps(python: str, quick: bool) -> list[Step]:
     run = (python, "-m")
     soak = (*run, "benchmarks.gpu_soak", "--json", "{json}")
     pool = (*run, "benchmarks.gpu_pool", "--json", "{json}")
-    nccl = "tests/device_comm/cuda/test_gpu_nccl.py"
+    nccl = "tests/device_comm/cuda/test_nccl_gpu.py"
     figures = (*run, "benchmarks.gpu", "--json", "{json}", *(["--quick"] if quick else []))
     found = [
         Step(

@@ -16,7 +16,6 @@ from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.shm_ranks import share_through
 from tests.device_comm.suite import check_table, run_table
-from tests.gpus import own_device
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +24,8 @@ pytestmark = pytest.mark.gpu
 def make(rank: int, n: int, board: BoardHandle, path: str, timeout: float = 60.0) -> NcclComm:
     watch = Board.attach(board, rank)
     share = share_through(path)
-    device = own_device(rank)
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
     return NcclComm.create(rank, n, share, device=device, name="tp", timeout=timeout, watch=watch)
 
 
