@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from coordinator import GroupCoordinator
+from coordinator.member import LINGER
 from shm_broadcast import GroupAbortedError, GroupClosedError, GroupTimeoutError, MessageQueue
 from tests.ranks import init_gloo, run_ranks
 
@@ -246,7 +247,7 @@ def undelivered(rank: int, n: int, path: str) -> None:
     group.irecv_object(1 - rank)
     start = time.monotonic()
     group.close(linger=0.3)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < LINGER - 1, "0.3 s, and what a busy machine makes of it"
 
 
 def test_closing_does_not_wait_long_for_messages_nobody_takes(store_path: str) -> None:
