@@ -231,11 +231,13 @@ class CupyDriver:
 
     def order(self, before: int, after: int) -> None:
         """An event between two streams."""
-        self._event(before).wait(self._external(after))
+        with _torch("cudaStreamWaitEvent"):
+            self._event(before).wait(self._external(after))
 
     def mark(self, stream: int) -> CudaMark:
         """An event."""
-        return CudaMark(self._event(stream))
+        with _torch("cudaEventRecord"):
+            return CudaMark(self._event(stream))
 
     # --- common --------------------------------------------------------------------------
 
@@ -284,7 +286,17 @@ class CudaMark:
 
     def passed(self) -> bool:
         """Whether the device has got there."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        with _torch("cudaEventQuery"):
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _torch(call: str) -> Iterator[None]:
+    """Turn torch's errors into ours: an earlier kernel may have failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceError(call, str(error).partition("\n")[0]) from error
 
 
 __all__ = ["CudaMark", "CupyDriver"]

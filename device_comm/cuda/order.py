@@ -68,10 +68,11 @@ class StreamOrder:
         return Place(stream, self._driver.is_capturing(stream))
 
     def marks(self) -> list[Mark]:
-        """Behind everything that is under way."""
-        if self._eager is None or self._driver.is_capturing(self._eager):
-            return []
-        return [self._driver.mark(self._eager)]
+        """Behind what the last stream and the current one have been given, graphs included."""
+        streams = {self._driver.current_stream()}
+        if self._eager is not None:
+            streams.add(self._eager)
+        return [self._driver.mark(each) for each in streams if not self._driver.is_capturing(each)]
 
     def _refuse_beside(self, other: int | None, stream: int) -> None:
         if other is not None and other != stream and self._driver.is_capturing(other):

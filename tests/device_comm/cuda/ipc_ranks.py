@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def local_swaps(n: int) -> list[Callable[[bytes], list[bytes]]]:
+def local_swaps(n: int, timeout: float = 20) -> list[Callable[[bytes], list[bytes]]]:
     """Swaps for ``n`` ranks that are threads of this process."""
     given: list[bytes] = [b""] * n
-    meeting = threading.Barrier(n, timeout=20)
+    meeting = threading.Barrier(n, timeout=timeout)
 
     def swap_of(rank: int) -> Callable[[bytes], list[bytes]]:
         def swap(payload: bytes) -> list[bytes]:
@@ -40,10 +40,10 @@ def local_swaps(n: int) -> list[Callable[[bytes], list[bytes]]]:
     return [swap_of(rank) for rank in range(n)]
 
 
-def on_threads(n: int, body: Callable[[int], T]) -> list[T]:
+def on_threads(n: int, body: Callable[[int], T], timeout: float = 40) -> list[T]:
     """What ``body(rank)`` returns in ``n`` threads; raises what one of them raises."""
     with ThreadPoolExecutor(n) as pool:
-        return list(pool.map(body, range(n), timeout=40))
+        return list(pool.map(body, range(n), timeout=timeout))
 
 
 def make_ipc(

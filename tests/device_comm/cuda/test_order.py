@@ -19,13 +19,15 @@ def driver() -> HostDriver:
 
 def test_another_stream_comes_behind_the_last_one(driver: HostDriver) -> None:
     order = StreamOrder(driver, "tp")
-    assert not order.marks()
+    assert len(order.marks()) == 1
     a, b = driver.make_stream(), driver.make_stream()
     for stream in (0, 0, a, b, b, 0):
         with driver.on(stream):
             assert order.look() == order.place() == Place(stream, False)
     assert driver.orders == [(0, a), (a, b), (b, 0)]
     assert order.marks()[0].passed()
+    with driver.on(a):
+        assert len(order.marks()) == 2
     driver.free_stream(a)
     driver.free_stream(b)
 

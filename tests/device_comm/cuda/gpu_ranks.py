@@ -1,0 +1,52 @@
+"""How GPU tests make an `IpcComm`: ranks share the devices there are."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from device_comm.cuda.agree import swap_over
+from shm_broadcast import Board
+from tests.device_comm.shm_ranks import make_comm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from device_comm.cuda.ipc_comm import IpcComm
+    from shm_broadcast import BoardHandle
+
+
+def make_cuda(
+    rank: int,
+    n: int,
+    swap: Callable[[bytes], list[bytes]],
+    *,
+    index: int | None = None,
+    **options: Any,
+) -> IpcComm:
+    """This rank's end of a group on CUDA devices; ``index``: on this one."""
+    with warnings.catch_warnings():  # CuPy may say something of its own about the machine
+        warnings.simplefilter("ignore")
+        from device_comm.cuda.cupy_driver import CupyDriver
+        from device_comm.cuda.ipc_comm import IpcComm
+
+        device = rank % torch.cuda.device_count() if index is None else index
+        torch.cuda.set_device(device)
+        return IpcComm.create(CupyDriver(device), rank, n, swap, name="tp", **options)
+
+
+@contextmanager
+def cuda_comm(
+    rank: int, n: int, path: str, handle: BoardHandle, **options: Any
+) -> Iterator[IpcComm]:
+    """The same among processes that share a board."""
+    options = {"timeout": 60.0} | options
+    with (
+        Board.attach(handle, rank) as board,
+        make_comm(rank, board, path, timeout=60.0) as over,
+        make_cuda(rank, n, swap_over(over), watch=board, **options) as comm,
+    ):
+        yield comm
