@@ -69,8 +69,9 @@ class Doorbell:
             between_slices: called before every sleep; raises to end the wait.
         """
         while not _spin(ready, deadline.remaining(spin_seconds)):
-            if not self._sleep(ready, deadline, slice_seconds, between_slices):
-                return False
+            ended = self._sleep(ready, deadline, slice_seconds, between_slices)
+            if ended is not None:
+                return ended
         return True
 
     def _sleep(
@@ -79,8 +80,8 @@ class Doorbell:
         deadline: Deadline,
         slice_seconds: float,
         between_slices: Callable[[], None],
-    ) -> bool:
-        """Sleep until it rings, or ``ready()``; whether that was before the deadline.
+    ) -> bool | None:
+        """Sleep until it rings: None; if it is ``ready()`` before, True; at the deadline, False.
 
         Who rings while somebody sleeps makes a system call, so a waiter that looks on again after
         a ring does not count as asleep.
@@ -97,7 +98,7 @@ class Doorbell:
                     return False
                 words.sleep_on(self.offset, seen, deadline.remaining(slice_seconds))
                 if words.load32(self.offset) != seen:
-                    return True
+                    return None
         finally:
             words.add32(sleepers, -1)
 
