@@ -124,6 +124,7 @@ def cuda_comm(
             timeout=timeout,
             watch=board,
             members=nodes.members,
+            set_up=deadline,
             library=library,
         ),
         swap,

@@ -96,6 +96,7 @@ class NcclCore(DeviceCommunicator):
         timeout: float | None = 60.0,
         watch: Watch | None = None,
         members: Sequence[int] | None = None,
+        set_up: float | Deadline | None = None,
         library: NcclLibrary | None = None,
         streams: Streams | None = None,
     ) -> Self:
@@ -108,9 +109,10 @@ class NcclCore(DeviceCommunicator):
                 None, and it returns them to all. Called once.
             device: this rank's; ``"cuda"`` is the current one.
             name: for errors and status, the same on all ranks.
-            timeout: seconds for this, and for a call unless it says otherwise; None: for ever.
+            timeout: seconds that a call allows unless it says otherwise; None: for ever.
             watch: the group's board; None: deadlines only, peers are not seen.
             members: the board's member number of each rank; None: the rank itself.
+            set_up: seconds for this; None: as for a call.
             library: None: the one that torch has loaded.
             streams: None: torch's.
 
@@ -142,7 +144,9 @@ class NcclCore(DeviceCommunicator):
         operation = f"{name} nccl set-up"
         comm.watch.stamp(operation)
         try:
-            comm._settle(operation, Deadline.after(timeout), comm.peers)
+            comm._settle(
+                operation, Deadline.after(timeout if set_up is None else set_up), comm.peers
+            )
         except CoordinatorError:
             handle.abort()
             raise

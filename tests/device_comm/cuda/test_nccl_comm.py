@@ -80,7 +80,7 @@ def absent(rank: int, n: int, board: BoardHandle, library: str, path: str) -> st
         time.sleep(0.8)
         return ""
     with pytest.raises(GroupTimeoutError) as info:
-        make_nccl(rank, n, mine, library, path, timeout=0.5)
+        make_nccl(rank, n, mine, library, path, set_up=0.5)
     assert [each.rank for each in info.value.waiting_for] == [1]
     return str(info.value)
 
