@@ -84,7 +84,7 @@ class Planner:
                     f"{size} bytes do not go in packets; {self._layout.packet_bytes} do"
                 )
             job = Job((Span(source, size),), (Span(output, size),), op=op)
-            return [self._launch(f"ipc_packets_{number}", self._grid(size, 8), job)]
+            return [self._launch(f"ipc_packets_{number}", self._grid(size), job)]
         if protocol is Protocol.ONE_SHOT:
             if table and output == source:
                 raise ValueError("one shot from a table cannot be in place")
@@ -294,8 +294,8 @@ class Planner:
     def _launch(self, kernel: str, grid: int, job: Job) -> Launch:
         return Launch(kernel, grid, self._limits.threads, (job.pack(self._group),))
 
-    def _grid(self, size: int, per_thread: int = abi.ALIGN) -> int:
-        blocks = -(-size // (per_thread * self._limits.threads))
+    def _grid(self, size: int) -> int:
+        blocks = -(-size // (abi.ALIGN * self._limits.threads))
         return max(min(blocks, self._limits.max_blocks), 1)
 
     def _piece(self) -> int:

@@ -26,7 +26,7 @@ struct BFloat16 {
 template <typename Number>
 class Total {
   public:
-    DEVICE void begin(Vector cell) {
+    DEVICE explicit Total(Vector cell) {
         UNROLL for (u32 k = 0; k < COUNT; k++) values_[k] = item(cell, k);
     }
 
@@ -66,6 +66,14 @@ class Total {
         return Number::widen(static_cast<Bits>((k < COUNT / 2 ? cell.low : cell.high) >> shift(k)));
     }
 };
+
+template <typename Number>
+DEVICE Total<Number> total_of(u32 op, const Vector (&cells)[MAX_RANKS], u32 ranks) {
+    Total<Number> total(cells[0]);
+    UNROLL for (u32 r = 1; r < MAX_RANKS; r++)
+        if (r < ranks) total.add(op, cells[r]);
+    return total;
+}
 
 /* The `size` bytes there are of a cell, in whole numbers. */
 template <typename Number>

@@ -28,19 +28,28 @@ class Packets {
           tag_(static_cast<u32>(epoch_) ? static_cast<u32>(epoch_) : 1u << 31) {}
 
     DEVICE void push(u32 to, u64 cell, Vector data) const {
-        char *place = packed(to, group_.rank, cell);
-        store_relaxed(place, tagged(data.low));
-        store_relaxed(place + CELL, tagged(data.high));
+        store_relaxed(packed(to, group_.rank, cell), {tagged(data.low), tagged(data.high)});
     }
 
-    /* Waits for a cell; false: in vain. */
-    DEVICE bool pull(u32 from, u64 cell, Vector &data) const {
-        const char *place = packed(group_.rank, from, cell);
-        return wait_until(group_, {from, PHASE_PACKET, epoch_}, [&] {
-            Vector low = load_relaxed(place), high = load_relaxed(place + CELL);
-            data = {untagged(low), untagged(high)};
-            return is_tagged(low) && is_tagged(high);
-        });
+    /* Waits for a cell of every peer, all of which are looked at at a time, and puts `mine` among
+     * them; false: in vain. */
+    DEVICE bool pull(u64 cell, Vector mine, Vector (&data)[MAX_RANKS]) const {
+        Patience patience;
+        Pair pairs[MAX_RANKS];
+        for (;;) {
+            UNROLL for (u32 r = 0; r < MAX_RANKS; r++)
+                if (is_peer(r)) pairs[r] = load_relaxed(packed(group_.rank, r, cell));
+            u32 missing = MAX_RANKS;
+            UNROLL for (u32 r = 0; r < MAX_RANKS; r++)
+                if (is_peer(r) && !is_tagged(pairs[r])) missing = r;
+            if (missing == MAX_RANKS) break;
+            if (!patience.lasts(group_, {missing, PHASE_PACKET, epoch_})) return false;
+        }
+        UNROLL for (u32 r = 0; r < MAX_RANKS; r++) {
+            data[r].low = is_peer(r) ? untagged(pairs[r].first) : mine.low;
+            data[r].high = is_peer(r) ? untagged(pairs[r].second) : mine.high;
+        }
+        return true;
     }
 
     /* The epochs of one area wipe its cells in turn. */
@@ -50,9 +59,7 @@ class Packets {
             u32 cells = static_cast<u32>(group_.packet_bytes / CELL);
             u64 cell = static_cast<u32>(epoch_ >> 1) % cells;
             if (cell * CELL < used_bytes) return;
-            char *place = packed(group_.rank, r, cell);
-            store_relaxed(place, {0, 0});
-            store_relaxed(place + CELL, {0, 0});
+            store_relaxed(packed(group_.rank, r, cell), {});
         }
     }
 
@@ -62,6 +69,10 @@ class Packets {
     const Group &group_;
     u64 epoch_;
     u32 tag_;
+
+    DEVICE bool is_peer(u32 rank) const {
+        return rank < group_.world_size && rank != group_.rank;
+    }
 
     DEVICE char *packed(u32 at, u32 from, u64 cell) const {
         u64 area = (epoch_ & 1) * group_.world_size + from;
@@ -78,8 +89,9 @@ class Packets {
         return static_cast<u32>(words.low) | words.high << 32;
     }
 
-    DEVICE bool is_tagged(Vector words) const {
-        return words.low >> 32 == tag_ && words.high >> 32 == tag_;
+    DEVICE bool is_tagged(Pair pair) const {
+        return pair.first.low >> 32 == tag_ && pair.first.high >> 32 == tag_ &&
+               pair.second.low >> 32 == tag_ && pair.second.high >> 32 == tag_;
     }
 };
 
@@ -98,19 +110,12 @@ DEVICE void all_reduce_packets(const Job &job) {
             if (r != group.rank) packets.push(r, cell, mine);
     }
     packets.wipe(from.size);
-    bool whole = true;
-    for (u64 cell = share.first; whole && cell * CELL < from.size; cell += share.step) {
+    for (u64 cell = share.first; cell * CELL < from.size; cell += share.step) {
         u64 at = cell * CELL, size = least(from.size - at, CELL);
-        Vector mine = load_cell<Number>(from.address + at, size), first = mine;
-        if (group.rank != 0) whole = packets.pull(0, cell, first);
-        Total<Number> total;
-        total.begin(first);
-        ROLLED for (u32 r = 1; whole && r < group.world_size; r++) {
-            Vector theirs = mine;
-            if (r != group.rank) whole = packets.pull(r, cell, theirs);
-            total.add(job.op, theirs);
-        }
-        if (whole) store_cell<Number>(to.address + at, total.result(job.op, group.world_size), size);
+        Vector mine = load_cell<Number>(from.address + at, size), cells[MAX_RANKS];
+        if (!packets.pull(cell, mine, cells)) break;
+        Total<Number> total = total_of<Number>(job.op, cells, group.world_size);
+        store_cell<Number>(to.address + at, total.result(job.op, group.world_size), size);
     }
     packets.finish();
 }

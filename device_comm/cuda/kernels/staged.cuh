@@ -34,8 +34,7 @@ DEVICE u32 rank_after(const Group &group, u32 k) {
 }
 
 /* Reduces into `to`, and for others into `shared` unless that is null. A cell may lie where it is
- * reduced to: each is read from all ranks before it is written. Of whole cells, all are read at a
- * time. */
+ * reduced to: each is read from all ranks before it is written. */
 template <typename Number>
 DEVICE void reduce_cells(const Job &job, const Meeting &meeting, Span to, char *shared) {
     const u32 n = job.group.world_size;
@@ -47,21 +46,21 @@ DEVICE void reduce_cells(const Job &job, const Meeting &meeting, Span to, char *
         all |= address_of(sources[r]);
     }
     const u64 whole = fits(all, CELL) ? to.size / CELL : 0;
-    for (u64 i = share.first; i * CELL < to.size; i += share.step) {
+    u64 i = share.first;
+    for (; i < whole; i += share.step) {
+        const u64 at = i * CELL;
+        Vector cells[MAX_RANKS];
+        UNROLL for (u32 r = 0; r < MAX_RANKS; r++)
+            if (r < n) cells[r] = *reinterpret_cast<const Vector *>(sources[r] + at);
+        const Vector result = total_of<Number>(job.op, cells, n).result(job.op, n);
+        *reinterpret_cast<Vector *>(to.address + at) = result;
+        if (shared) *reinterpret_cast<Vector *>(shared + at) = result;
+    }
+    ROLLED for (; i * CELL < to.size; i += share.step) {
         const u64 at = i * CELL, size = least(to.size - at, CELL);
-        Total<Number> total;
-        if (i < whole) {
-            Vector cells[MAX_RANKS];
-            UNROLL for (u32 r = 0; r < MAX_RANKS; r++)
-                if (r < n) cells[r] = *reinterpret_cast<const Vector *>(sources[r] + at);
-            total.begin(cells[0]);
-            UNROLL for (u32 r = 1; r < MAX_RANKS; r++)
-                if (r < n) total.add(job.op, cells[r]);
-        } else {
-            total.begin(load_cell<Number>(sources[0] + at, size));
-            ROLLED for (u32 r = 1; r < n; r++)
-                total.add(job.op, load_cell<Number>(source(job, meeting, r) + at, size));
-        }
+        Total<Number> total(load_cell<Number>(sources[0] + at, size));
+        ROLLED for (u32 r = 1; r < n; r++)
+            total.add(job.op, load_cell<Number>(source(job, meeting, r) + at, size));
         const Vector result = total.result(job.op, n);
         store_cell<Number>(to.address + at, result, size);
         if (shared) store_cell<Number>(shared + at, result, size);
