@@ -244,7 +244,7 @@ def undelivered(rank: int, n: int, path: str) -> None:
     if rank == 0:
         group.isend_tensor_dict({"x": torch.ones(1 << 20)}, 1)
         group.send_object("x" * (1 << 20), 1)
-    group.irecv_object(1 - rank)
+    group.irecv_tensor_dict(1 - rank)
     start = time.monotonic()
     group.close(linger=0.3)
     assert time.monotonic() - start < LINGER - 1, "0.3 s, and what a busy machine makes of it"
