@@ -159,7 +159,7 @@ def copy_limit() -> float:
         target.copy_(source)
     end.record()
     end.synchronize()
-    return 2 * 10 * source.numel() / (start.elapsed_time(end) / 1e3)
+    return float(2 * 10 * source.numel() / (start.elapsed_time(end) / 1e3))
 
 
 def _label(work: Work) -> str:

@@ -216,7 +216,7 @@ def _run_processes(n: int, body: Body, args: tuple[Any, ...], seconds: float) ->
 def _collect(pipes: Sequence[Connection], seconds: float) -> list[Any]:
     results: list[Any] = []
     failures: dict[int, str] = {}
-    late = []
+    late: list[int] = []
     for rank, pipe in enumerate(pipes):
         if failures or late:
             seconds = min(seconds, 15.0)
@@ -270,7 +270,7 @@ def _add_others(rank: Rank, board: Board, folder: str, closing: ExitStack) -> No
         rank.left_out = dict.fromkeys(OTHERS, why)
         return
     device = rank.comm.device
-    store = dist.FileStore(f"{folder}/store", rank.n)
+    store = dist.FileStore(f"{folder}/store", rank.n)  # type: ignore[attr-defined]
     dist.init_process_group("nccl", store=store, rank=rank.rank, world_size=rank.n)
     closing.callback(dist.destroy_process_group)
     world = dist.distributed_c10d._get_default_group()
