@@ -23,7 +23,7 @@ DEVICE Share share_of_block() { return {thread(), threads()}; }
 
 DEVICE u64 least(u64 a, u64 b) { return a < b ? a : b; }
 
-/* Whether an access of `size` bytes at this address, or a sum of addresses and sizes, is possible. */
+/* Whether `size` bytes can be accessed at a time; of addresses that are or-ed, at all of them. */
 DEVICE bool fits(u64 address, u64 size) { return address % size == 0; }
 
 DEVICE u64 address_of(const void *pointer) { return reinterpret_cast<u64>(pointer); }
@@ -74,8 +74,8 @@ DEVICE void copy(const Copy &c, Share share) {
         copy_cell(c.to + i * CELL, c.from + i * CELL, least(c.size - i * CELL, CELL));
 }
 
-/* Copies get(0), get(1), ... of the first `count` ranks, in this order; but where no thread has more than
- * one cell of each, all at a time. */
+/* Copies get(0), get(1), ... in this order, `count` in all; but where no thread has more than one
+ * cell of each, all at a time. */
 template <typename Get>
 DEVICE void copy_all(u32 count, Share share, Get get) {
     u64 longest = 0;

@@ -57,7 +57,8 @@ class Meeting {
     /* Whoever is ahead has come, too: a flag only ever grows. */
     DEVICE bool await(u32 rank, u64 number, const Cause &cause) const {
         Shared<u64> theirs = flag(own_region(group_), rank);
-        return wait_until(group_, cause, [=] { return theirs.load(memory_order_acquire) >= number; });
+        return wait_until(group_, cause,
+                          [=] { return theirs.load(memory_order_acquire) >= number; });
     }
 };
 

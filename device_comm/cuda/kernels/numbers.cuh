@@ -34,8 +34,10 @@ class Total {
     DEVICE void add(u32 op, Vector cell) {
         switch (op) {
             case OP_PRODUCT: return fold(cell, [](float a, float b) { return a * b; });
-            case OP_MIN: return fold(cell, [](float a, float b) { return b < a || b != b ? b : a; });
-            case OP_MAX: return fold(cell, [](float a, float b) { return b > a || b != b ? b : a; });
+            case OP_MIN:
+                return fold(cell, [](float a, float b) { return b < a || b != b ? b : a; });
+            case OP_MAX:
+                return fold(cell, [](float a, float b) { return b > a || b != b ? b : a; });
             default: return fold(cell, [](float a, float b) { return a + b; }); /* averages, too */
         }
     }

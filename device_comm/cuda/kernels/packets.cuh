@@ -3,14 +3,14 @@
  *
  * Guarantees
  *   1. A word is written and read as a whole, so its number is of the epoch that it says.
- *   2. Epochs alternate between two areas. A rank writes that of epoch e after it has had the packets
+ *   2. Epochs alternate between two areas. A rank writes that of epoch e after it got the packets
  *      of epoch e - 1 of every rank, which had then been through its kernel of epoch e - 2, the
  *      last one to read this area.
  *   3. The epoch in a word is what fits of it. Words that a larger message has left would look new
  *      2^32 epochs later: each kernel wipes one cell that it does not use, so none stays that long.
  *
- * Kernels of one rank run one after the other: that orders the reading of a word before the writing of
- * what permits to overwrite it. */
+ * Kernels of one rank run one after the other: that orders the reading of a word before the writing
+ * of what permits to overwrite it. */
 #ifndef GC_PACKETS_CUH
 #define GC_PACKETS_CUH
 
@@ -18,6 +18,7 @@
 #include <patience.cuh>
 
 constexpr u64 PACKED_CELL = 2 * CELL;
+constexpr u32 AT_A_TIME = 4; /* more take more registers than there are */
 
 class Packets {
   public:
@@ -31,23 +32,24 @@ class Packets {
         store_relaxed(packed(to, group_.rank, cell), {tagged(data.low), tagged(data.high)});
     }
 
-    /* Waits for a cell of every peer, all of which are looked at at a time, and puts `mine` among
+    /* Waits for a cell of some ranks, all of which are looked at at a time, and puts `mine` among
      * them; false: in vain. */
-    DEVICE bool pull(u64 cell, Vector mine, Vector (&data)[MAX_RANKS]) const {
+    DEVICE bool pull(u64 cell, u32 first, Vector mine, Vector (&data)[AT_A_TIME]) const {
         Patience patience;
-        Pair pairs[MAX_RANKS];
+        Pair pairs[AT_A_TIME];
         for (;;) {
-            UNROLL for (u32 r = 0; r < MAX_RANKS; r++)
-                if (is_peer(r)) pairs[r] = load_relaxed(packed(group_.rank, r, cell));
+            UNROLL for (u32 k = 0; k < AT_A_TIME; k++)
+                if (is_peer(first + k))
+                    pairs[k] = load_relaxed(packed(group_.rank, first + k, cell));
             u32 missing = MAX_RANKS;
-            UNROLL for (u32 r = 0; r < MAX_RANKS; r++)
-                if (is_peer(r) && !is_tagged(pairs[r])) missing = r;
+            UNROLL for (u32 k = 0; k < AT_A_TIME; k++)
+                if (is_peer(first + k) && !is_tagged(pairs[k])) missing = first + k;
             if (missing == MAX_RANKS) break;
             if (!patience.lasts(group_, {missing, PHASE_PACKET, epoch_})) return false;
         }
-        UNROLL for (u32 r = 0; r < MAX_RANKS; r++) {
-            data[r].low = is_peer(r) ? untagged(pairs[r].first) : mine.low;
-            data[r].high = is_peer(r) ? untagged(pairs[r].second) : mine.high;
+        UNROLL for (u32 k = 0; k < AT_A_TIME; k++) {
+            data[k].low = is_peer(first + k) ? untagged(pairs[k].first) : mine.low;
+            data[k].high = is_peer(first + k) ? untagged(pairs[k].second) : mine.high;
         }
         return true;
     }
@@ -110,11 +112,23 @@ DEVICE void all_reduce_packets(const Job &job) {
             if (r != group.rank) packets.push(r, cell, mine);
     }
     packets.wipe(from.size);
+    bool whole = true;
     for (u64 cell = share.first; cell * CELL < from.size; cell += share.step) {
-        u64 at = cell * CELL, size = least(from.size - at, CELL);
-        Vector mine = load_cell<Number>(from.address + at, size), cells[MAX_RANKS];
-        if (!packets.pull(cell, mine, cells)) break;
-        Total<Number> total = total_of<Number>(job.op, cells, group.world_size);
+        const u64 at = cell * CELL, size = least(from.size - at, CELL);
+        const Vector mine = load_cell<Number>(from.address + at, size);
+        Total<Number> total(mine);
+        ROLLED for (u32 first = 0; first < group.world_size; first += AT_A_TIME) {
+            Vector cells[AT_A_TIME];
+            whole = packets.pull(cell, first, mine, cells);
+            if (!whole) break;
+            if (first == 0)
+                total = Total<Number>(cells[0]);
+            else
+                total.add(job.op, cells[0]);
+            UNROLL for (u32 k = 1; k < AT_A_TIME; k++)
+                if (first + k < group.world_size) total.add(job.op, cells[k]);
+        }
+        if (!whole) break;
         store_cell<Number>(to.address + at, total.result(job.op, group.world_size), size);
     }
     packets.finish();

@@ -1,8 +1,8 @@
 /* Waiting that ends: at the deadline, when a peer has given up, or when the host asks for it.
  *
- * Who gives up first writes the error record of its rank, and the abort word of everybody. The output
- * is undefined then. Every kernel of the group that has to wait ends soon, and none that meets
- * others begins: what a rank that is late finds in stagings stays what it was. */
+ * Who gives up first writes the error record of its rank, and the abort word of everybody. The
+ * output is undefined then. Every kernel of the group that has to wait ends soon, and none that
+ * meets others begins: what a rank that is late finds in stagings stays what it was. */
 #ifndef GC_PATIENCE_CUH
 #define GC_PATIENCE_CUH
 

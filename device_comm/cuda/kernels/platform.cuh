@@ -1,5 +1,5 @@
-/* What kernels ask of the device. The tests have another one, for host threads, with the same names:
- * every file includes <platform.cuh>, and the include path decides. */
+/* What kernels ask of the device. The tests have another one, for threads of the host, with the same
+ * names: all files include <platform.cuh>, and the include path decides. */
 #ifndef GC_PLATFORM_CUH
 #define GC_PLATFORM_CUH
 
@@ -22,7 +22,8 @@ using cuda::memory_order_release;
 
 /* A kernel: one parameter, which stays where it is; at most `threads` threads in a block. */
 #define KERNEL(name, Parameter, threads)                                                           \
-    extern "C" __global__ void __launch_bounds__(threads, 1) name(const __grid_constant__ Parameter job)
+    extern "C" __global__ void __launch_bounds__(threads, 1)                                       \
+        name(const __grid_constant__ Parameter job)
 
 /* A word that the ranks of all devices, and the host, access while others do. */
 template <typename Word>

@@ -5,8 +5,8 @@
  *
  *   move         takes[r] becomes what rank r has at `offset`.
  *   reduce       takes[0] becomes the reduction of what all ranks have at `offset`.
- *   all_reduce   puts[r] and takes[r] are part r of the whole. Each rank reduces its own, which is at
- *                `offset`, then all meet again and read the other parts.
+ *   all_reduce   puts[r] and takes[r] are part r of the whole. Each rank reduces its own, which is
+ *                at `offset`, then all meet again and read the other parts.
  *
  * In a staging, puts[r] is at r * piece. Ranks agree about sizes, where they are not 0. */
 #ifndef GC_STAGED_CUH

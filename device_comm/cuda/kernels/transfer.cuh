@@ -1,8 +1,8 @@
-/* Messages through channels: what a rank puts streams into slots of the other's region, from which that
- * one takes it.
+/* Messages through channels: what a rank puts streams into slots of the other's region, from which
+ * that one takes it.
  *
  * For each ordered pair of ranks there are lanes, each with two slots; chunk k of a message goes
- * through lane k % lanes, and block b serves lane b of all its messages at once, whichever can get on.
+ * through lane k % lanes, and block b serves lane b of all messages at once, whichever can get on.
  * Nobody else has to come, and what fits into the slots needs no taker.
  *
  * Guarantees. Chunks of a lane are counted, through all messages, at both ends.

@@ -1,4 +1,4 @@
-/* Runs the kernels on threads of the host: a shared library for `tests.device_comm.cuda.emulation`. */
+/* Runs the kernels on threads of the host; a library for tests/device_comm/cuda/emulator.py. */
 #include <collectives.cu>
 
 #include <memory>

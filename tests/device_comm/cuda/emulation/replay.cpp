@@ -2,8 +2,8 @@
  *
  *   replay RECORDING RESULT
  *
- * The file holds u64 numbers: where the memory was, its size, how many of its words are addresses, and
- * how many streams there are; the memory; where in it those addresses are; and for each stream the
+ * The file holds u64 numbers: where the memory was, its size, how many of its words are addresses,
+ * and how many streams there are; the memory; where in it those addresses are; and for each stream the
  * number of its launches, and these. The memory as the launches leave it is written to RESULT. */
 #include <cstdio>
 #include <cstdlib>
