@@ -4,7 +4,7 @@ Every rank lends a region of its device memory to the others; kernels of this pr
 through these regions, or, in graphs, straight from where it is. Ranks may be processes or threads,
 on a device each or several on one. Reductions are in rank order: all ranks hold the same bits.
 
-Device memory of each of n ranks, by default: ``16 MiB + 4.25 n MiB``, and 1 MiB once graphs are
+Device memory of each of n ranks, by default: ``16 MiB + 2.25 n MiB``, and 1 MiB once graphs are
 captured.
 """
 
