@@ -1,5 +1,5 @@
-/* What kernels ask of the device. The tests have another one, for threads of the host, with the same
- * names: all files include <platform.cuh>, and the include path decides. */
+/* What kernels ask of the device. The tests have another one, for threads of the host, with the
+ * same names: all files include <platform.cuh>, and the include path decides. */
 #ifndef GC_PLATFORM_CUH
 #define GC_PLATFORM_CUH
 

@@ -8,11 +8,11 @@
  * Guarantees. Chunks of a lane are counted, through all messages, at both ends.
  *   1. Chunk c is written into slot c % 2 when `drained`, in the putter's region, is c - 1 or more.
  *   2. It is read when `filled`, in the taker's region, is c + 1 or more.
- *   3. Each end stores the other's count with release after all of the block are done with the slot,
+ *   3. Each end stores the other's count with release when all of the block are done with the slot,
  *      and the block touches a slot after one of it has loaded its own count with acquire.
  *
- * Assumptions. Both ends of a message give the same size, and a rank's kernels that put to one rank,
- * or take from one rank, run one after the other. Blocks have a thread for each line. */
+ * Assumptions. Both ends of a message give the same size, and a rank's kernels that put to one
+ * rank, or take from one rank, run one after the other. Blocks have a thread for each line. */
 #ifndef GC_TRANSFER_CUH
 #define GC_TRANSFER_CUH
 
