@@ -94,7 +94,16 @@ class MpiRanks:
 
     def __init__(self, n: int) -> None:
         command = ["mpiexec", "-n", str(n), "--oversubscribe", "--allow-run-as-root"]
-        command += ["--mca", "btl", "self,vader", "--bind-to", "none", sys.executable, "-m", "benchmarks.collective_mpi"]
+        command += [
+            "--mca",
+            "btl",
+            "self,vader",
+            "--bind-to",
+            "none",
+            sys.executable,
+            "-m",
+            "benchmarks.collective_mpi",
+        ]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -130,7 +130,7 @@ def run(report: Report, options: argparse.Namespace, n_readers: int) -> None:
         *arguments: Any,
         label: str = "",
         unit: str = "us",
-        repeats: int = 1 if quick else 5,
+        repeats: int = 1 if quick else 3,
         warm_up: bool = True,
     ) -> None:
         params = f"{label or payload or ''}, {n_readers} reader{'s' * (n_readers > 1)}"
@@ -152,10 +152,10 @@ def run(report: Report, options: argparse.Namespace, n_readers: int) -> None:
         measure("echo", "ints", count)
         measure("flood", "dict", 2000 if quick else 20000)
         for size in LARGE[: 2 if quick else 4]:
-            measure("one_way", size, 3 if quick else 8, unit="ms")
+            measure("one_way", size, 3 if quick or size == "256MiB" else 8, unit="ms")
         if n_readers == 1:
             idle = 0.5 if quick else 5.0
-            measure("wake", "dict", idle, 1, label="after idling", repeats=1 if quick else 3)
+            measure("wake", "dict", idle, 3, label="after idling", repeats=1, warm_up=False)
             idle = 1.0 if quick else 20.0
             label = "share of a core"
             measure("idle_cpu", None, idle, label=label, unit="s", repeats=1, warm_up=False)
