@@ -169,7 +169,7 @@ def test_bad_input_raises_everywhere_and_the_worker_goes_on(tmp_path: Path) -> N
 
 
 def test_a_text_that_cannot_be_tokenized_is_refused_on_every_rank(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", layers=3)
+    folder = make_model(tmp_path / "model", layers=3, heads=2)
 
     def body(context: Any) -> Any:
         worker = MiniLMWorker(context, folder)
