@@ -187,9 +187,8 @@ def connect_store(
     deadline = Deadline.after(timeout)
     while True:
         try:
-            with socket.create_connection((address, port), deadline.remaining(5.0)) as probe:
-                host = probe.getpeername()[0]
-                break
+            host = _who_listens(address, port, deadline.remaining(5.0))
+            break
         except OSError as error:
             if deadline.expired:
                 raise GroupTimeoutError(
@@ -200,6 +199,19 @@ def connect_store(
                 ) from error
             time.sleep(deadline.remaining(at_most=0.05))
     return TCPStore(host, port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
+
+
+def _who_listens(address: str, port: int, seconds: float) -> str:
+    """The address where something accepts connections at ``port``.
+
+    Raises:
+        OSError: nothing does.
+    """
+    with socket.create_connection((address, port), seconds) as probe:
+        # Where nobody listens, TCP may connect a socket with itself, if it got that very port.
+        if probe.getsockname() == probe.getpeername():
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
+        return str(probe.getpeername()[0])
 
 
 def own_address(host: str, port: int) -> str:

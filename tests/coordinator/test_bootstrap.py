@@ -110,6 +110,20 @@ def test_no_host_answers() -> None:
     assert time.monotonic() - start < 3
 
 
+def test_a_socket_that_met_itself_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client whose own port happens to be the one it asks for gets through to itself."""
+
+    def meet_itself(*_: object) -> socket.socket:
+        lonely = socket.socket()
+        lonely.bind(("127.0.0.1", 0))
+        lonely.connect(lonely.getsockname())
+        return lonely
+
+    monkeypatch.setattr(socket, "create_connection", meet_itself)
+    with pytest.raises(GroupTimeoutError, match="nobody answers"):
+        connect_store("127.0.0.1", 1, timeout=0.1)
+
+
 def test_absent_ranks_are_listed() -> None:
     store = host_store()
     with pytest.raises(GroupTimeoutError, match="world rendezvous: timed out") as caught:
