@@ -148,7 +148,11 @@ def meet_on_one_port(rank: int, n: int, port: int) -> list[list[bytes]]:
         each.exchange.all_gather("who", f"{visit} {rank}".encode())
         for visit, each in enumerate(meetings)
     ]
-    meetings[0].exchange.all_gather("done")
+    store = meetings[0].exchange.store
+    if rank:
+        store.set("left", "")
+    else:
+        store.wait(["left"])  # the store ends with its host
     return found
 
 
