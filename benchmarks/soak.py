@@ -44,13 +44,13 @@ def main() -> int:
     report: dict[str, Any] = {"machine": machine(), "seed": arguments.seed}
     wrong: list[str] = []
     report["messages"] = _each(
-        (1, 3),
+        arguments.readers,
         arguments.messages // part,
         lambda readers, count: stress(context, readers, count, arguments.seed, say),
         wrong,
     )
     report["collectives"] = _each(
-        (2, 4),
+        arguments.ranks,
         arguments.collectives // part,
         lambda ranks, count: collect(ranks, count, arguments.seed, say),
         wrong,
@@ -84,6 +84,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--messages", type=int, default=MESSAGES, help="for each number of readers")
+    parser.add_argument("--readers", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument(
         "--collectives", type=int, default=COLLECTIVES, help="for each number of ranks"
     )
