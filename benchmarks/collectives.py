@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.collective_ranks import serve
 from benchmarks.harness import Report, machine, parser
+from benchmarks.rank_processes import RankProcesses
 from shm_broadcast import Board
 
 if TYPE_CHECKING:
@@ -50,43 +50,6 @@ VERBS = (
 QUICK_VERBS = ("all_reduce_", "all_reduce", "all_gather_", "broadcast_")
 QUICK_SIZES = ("1KiB", "128KiB", "1MiB")
 Samples = list[float]
-
-
-class Ranks:
-    """Processes with our ranks and gloo's."""
-
-    def __init__(self, n: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory()
-        self._board = Board.create(n, None)
-        self._pipes, self._processes = [], []
-        for rank in range(n):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=serve,
-                args=(rank, n, self._board.handle(), f"{self._folder.name}/s", theirs),
-                daemon=True,
-            )
-            process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
-
-    def ask(self, *request: Any) -> Samples | None:
-        for pipe in self._pipes:
-            pipe.send(request)
-        answers: list[Samples | None] = [pipe.recv() for pipe in self._pipes]
-        return answers[0]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pipe in self._pipes:
-            pipe.send(None)
-        for process in self._processes:
-            process.join(10)
-        self._board.close()
-        self._folder.cleanup()
 
 
 class MpiRanks:
@@ -126,7 +89,7 @@ class MpiRanks:
 def compare(
     report: Report,
     n: int,
-    ranks: Ranks,
+    ranks: RankProcesses,
     mpi: MpiRanks | None,
     works: Sequence[tuple[str, str, int]],
     seconds: float,
@@ -199,7 +162,11 @@ def main() -> None:
         report.left_out["MPI"] = missing
     for n in options.ranks[:1] if options.quick else options.ranks:
         mpi = None if missing else MpiRanks(n)
-        with Ranks(n) as ranks:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Board.create(n, None) as board,
+            RankProcesses(n, serve, n, board.handle(), f"{folder}/s") as ranks,
+        ):
             compare(report, n, ranks, mpi, works, 0.05 if options.quick else 0.3)
         if mpi is not None:
             mpi.close()

@@ -7,7 +7,6 @@ other rank included, is told for each.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import statistics
 import tempfile
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 import coordinator
 from benchmarks.harness import Report, machine, parser
+from benchmarks.rank_processes import RankProcesses
 from server.worker import WorkerContext
 from server.workers.minilm import MiniLMWorker
 from server.workers.minilm.packaged import packaged_model
@@ -101,7 +101,6 @@ def serve(rank: int, path: str, requests: Connection) -> None:
     found = [model.embed(batch(8)) for model in models.values()]
     if found[0] is not None:  # the rank that has the answer
         np.testing.assert_allclose(*found, atol=1e-5)
-    requests.send(None)
     while (request := requests.recv()) is not None:
         system, size, count = request
         requests.send(models[system].measure(batch(size), count))
@@ -118,25 +117,15 @@ def main() -> None:
     options = parser(__doc__ or "").parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     report = Report(machine())
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(2):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, f"{folder}/s", theirs), daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        for pipe in pipes:
-            pipe.recv()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RankProcesses(2, serve, f"{folder}/s") as ranks,
+    ):
 
         def ask(shares: list[float], *request: Any) -> list[float]:
-            for pipe in pipes:
-                pipe.send(request)
-            (samples, share), *_ = [pipe.recv() for pipe in pipes]
+            samples, share = ranks.ask(*request)
             shares.append(share)
-            return samples
+            return list(samples)
 
         for size in BATCHES:
             count = max((20 if options.quick else 100) // size, 3)
@@ -149,10 +138,6 @@ def main() -> None:
             told = {system: statistics.median(each) for system, each in shares.items()}
             print("  in all-reduces:", *(f"{name} {100 * x:.0f} %" for name, x in told.items()))
             report.notes[f"share of all-reduces, {params}"] = told
-        for pipe in pipes:
-            pipe.send(None)
-        for process in processes:
-            process.join(10)
     report.finish(options)
 
 

@@ -6,7 +6,6 @@ as a pickled object, then one message for each tensor.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 import coordinator
 from benchmarks.harness import Report, machine, parser
+from benchmarks.rank_processes import RankProcesses
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -159,30 +159,14 @@ def main() -> None:
     options = parser(__doc__ or "").parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     report = Report(machine())
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(2):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, f"{folder}/s", theirs), daemon=True)
-            process.start()
-            pipes.append(ours)
-            processes.append(process)
-
-        def ask(*request: Any) -> list[float]:
-            for pipe in pipes:
-                pipe.send(request)
-            answers: list[list[float]] = [pipe.recv() for pipe in pipes]
-            return answers[0]
-
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RankProcesses(2, serve, f"{folder}/s") as ranks,
+    ):
         count = 20 if options.quick else 100
         for work in [each for each in WORKS if options.only in each]:
-            asks = {system: partial(ask, system, work, count) for system in SYSTEMS}
+            asks = {system: partial(ranks.ask, system, work, count) for system in SYSTEMS}
             report.measure(f"tensor dict {work}", "4 MiB, 2 ranks", asks)
-        for pipe in pipes:
-            pipe.send(None)
-        for process in processes:
-            process.join(10)
     report.finish(options)
 
 
