@@ -224,6 +224,7 @@ class Board:
         poll: float | None = None,
         spin: float = DEFAULT_SPIN_SECONDS,
         detail: Callable[[], str] = str,
+        watch: Callable[[str], None] | None = None,
     ) -> None:
         """Wait until ``ready()``.
 
@@ -235,6 +236,7 @@ class Board:
             poll: look again every so many seconds, where what is waited for cannot ring.
             spin: seconds to look without sleeping, first.
             detail: what else a timeout should say.
+            watch: called with ``operation`` before each sleep; what it raises ends the wait.
 
         Raises:
             GroupTimeoutError: the deadline passed; names ``peers()``.
@@ -245,6 +247,8 @@ class Board:
 
         def look() -> None:
             self.check(operation)
+            if watch is not None:
+                watch(operation)
             gone = self._members.first_gone(peer for peer in peers() if peer != self.member)
             # A peer may have finished what is waited for just before it ended.
             if gone is not None and not ready():

@@ -160,22 +160,15 @@ class LocalReader(QueueReader):
                 return message
 
     def _wait(self, operation: str, deadline: Deadline) -> None:
-        ring, watch = self._ring, self._watch
-
-        def ready() -> bool:
-            if ring.readable or ring.writer_closed or self._closed:
-                return True
-            if watch is not None:
-                watch(operation)
-            return False
-
+        ring = self._ring
         started = time.monotonic_ns()
         self._board.wait(
-            ready,
+            lambda: ring.readable or ring.writer_closed or self._closed,
             deadline,
             operation,
             lambda: (self._writer,),
             spin=0,
+            watch=self._watch,
         )
         self._spin.observe(time.monotonic_ns() - started)
         self._check(operation)

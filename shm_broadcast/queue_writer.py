@@ -139,21 +139,13 @@ class QueueWriter:
         return placed
 
     def _wait_for_room(self, ring: RingWriter, need: int, deadline: Deadline) -> None:
-        watch = self._watch
-
-        def ready() -> bool:
-            if ring.has_room(need) or ring.deserted() or self._closed:
-                return True
-            if watch is not None:
-                watch("enqueue")
-            return False
-
         self._board.wait(
-            ready,
+            lambda: ring.has_room(need) or ring.deserted() or self._closed,
             deadline,
             "enqueue",
             lambda: ring.laggards(need),
             detail=lambda: _how_far(self._board, ring.behind()),
+            watch=self._watch,
         )
         self._check("enqueue")
         if ring.deserted():
