@@ -164,6 +164,12 @@ class Primitives:
         """
         raise NotImplementedError
 
+    def _all_to_all_equal(
+        self, output: Tensor, source: Tensor, sizes: Sequence[int], call: Call
+    ) -> Pending | None:
+        """Backend, if it gains from knowing: as `_all_to_all`; all of ``sizes`` are the same."""
+        return self._all_to_all(output, source, sizes, sizes, call)
+
     def _broadcast(self, buffer: Tensor, root: int, call: Call) -> Pending | None:
         """Backend: fill ``buffer`` with the root's, in place."""
         raise NotImplementedError

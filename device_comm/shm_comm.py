@@ -214,6 +214,12 @@ class ShmComm(DirectVerbs):
         plans = self._agreement.all_to_all(output, source, output_sizes, source_sizes)
         return self._collect(call, plans, output, source)
 
+    def _all_to_all_equal(
+        self, output: Tensor, source: Tensor, sizes: Sequence[int], call: Call
+    ) -> Pending | None:
+        plan = self._planner.all_to_all(output, source, sizes)
+        return self._collect(call, plan, output, source)
+
     def _broadcast(self, buffer: Tensor, root: int, call: Call) -> Pending | None:
         return self._collect(call, self._planner.broadcast(buffer, root), buffer)
 
@@ -317,8 +323,6 @@ class ShmComm(DirectVerbs):
             tuple(self._operations[verb] for verb in VERBS),
             torch.Tensor,
             ReduceOp,
-            torch.empty_like,
-            torch.Tensor.new_empty,
             self._results.empty,
         )
         return comm

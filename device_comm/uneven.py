@@ -160,7 +160,8 @@ class UnevenVerbs(Backend):
         Args:
             x: the same shape on all ranks but for the rows along ``dim``.
             dim: along which ``x`` is cut and the parts are concatenated.
-            input_sizes: rows that go to each rank; None: equal parts.
+            input_sizes: rows that go to each rank; None: equal parts. All ranks give sizes, or
+                none does.
             output_sizes: rows that come from each rank: rank r's ``input_sizes`` for this
                 rank. Given together with ``input_sizes``, or not at all.
             out: ``sum(output_sizes)`` rows.
@@ -195,12 +196,19 @@ class UnevenVerbs(Backend):
             return self._identity("all_to_all", x, out, async_op)
         source = pieces_first(x, dim, rows)
         buffer, finish = landing_pieces(self._empty, out, shape, dim, total, source, x)
+        if input_sizes is None and x.numel() == 0:
+            return self._skip("all_to_all", buffer if finish is None else finish(), async_op)
         row = _row(shape, dim)
+        taken, given = _elements(takes, row), _elements(gives, row)
+
+        def primitive(call: Call) -> Pending | None:
+            if input_sizes is None:
+                return self._all_to_all_equal(buffer, source, given, call)
+            return self._all_to_all(buffer, source, taken, given, call)
+
         return self._run(
             "all_to_all",
-            lambda call: self._all_to_all(
-                buffer, source, _elements(takes, row), _elements(gives, row), call
-            ),
+            primitive,
             buffer,
             finish,
             async_op=async_op,

@@ -137,8 +137,6 @@ static void comm_dealloc(PyObject *object) {
     PyMem_Free(self->steps.scratch);
     Py_XDECREF(self->tensor_type);
     Py_XDECREF(self->reduce_op_type);
-    Py_XDECREF(self->empty_like);
-    Py_XDECREF(self->new_empty);
     Py_XDECREF(self->allocate);
     Py_XDECREF(self->source);
     Py_XDECREF(self->result);
@@ -211,15 +209,14 @@ static int make_room(steps *s) {
     return all ? 0 : -1;
 }
 
-/* (group, board, rank, slot, doorbells, operations, tensor type, ReduceOp, empty_like, new_empty,
- * allocate) */
+/* (group, board, rank, slot, doorbells, operations, tensor type, ReduceOp, allocate) */
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *group, *board, *doorbells, *operations, *tensor_type, *reduce_op;
-    PyObject *empty_like, *new_empty, *allocate;
+    PyObject *allocate;
     Py_ssize_t rank, slot;
-    if (!PyArg_ParseTuple(args, "OOnnO!O!OOOOO", &group, &board, &rank, &slot, &PyTuple_Type,
+    if (!PyArg_ParseTuple(args, "OOnnO!O!OOO", &group, &board, &rank, &slot, &PyTuple_Type,
                           &doorbells, &PyTuple_Type, &operations, &tensor_type, &reduce_op,
-                          &empty_like, &new_empty, &allocate))
+                          &allocate))
         return NULL;
     allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Comm *self = (Comm *)make(type, 0);
@@ -227,8 +224,6 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     self->slot = (size_t)slot;
     self->tensor_type = Py_NewRef(tensor_type);
     self->reduce_op_type = Py_NewRef(reduce_op);
-    self->empty_like = Py_NewRef(empty_like);
-    self->new_empty = Py_NewRef(new_empty);
     self->allocate = Py_NewRef(allocate);
     if (PyObject_GetBuffer(group, &self->group, PyBUF_WRITABLE) < 0 ||
         PyObject_GetBuffer(board, &self->board, PyBUF_WRITABLE) < 0 ||
@@ -254,8 +249,12 @@ static PyMethodDef methods[] = {
     FAST("all_gather", direct_all_gather, "all_gather(x, dim, out) -> result; see direct.c."),
     FAST("reduce_scatter", direct_reduce_scatter,
          "reduce_scatter(x, dim, op, out) -> result; see direct.c."),
+    FAST("all_to_all", direct_all_to_all, "all_to_all(x, dim, out) -> result; see direct.c."),
     FAST("broadcast", direct_broadcast, "broadcast(x, src, out) -> result; see direct.c."),
-    FAST("barrier", direct_barrier, "barrier() -> True; see direct.c."),
+    FAST("reduce", direct_reduce, "reduce(x, dst, op, out) -> result or None; see direct.c."),
+    FAST("gather", direct_gather, "gather(x, dst, dim, out) -> result or None; see direct.c."),
+    FAST("scatter", direct_scatter, "scatter(x, src, dim, out) -> result; see direct.c."),
+    FAST("barrier", direct_barrier, "barrier() -> None; see direct.c."),
     {"finish", direct_finish, METH_NOARGS, "finish() -> the result of a call that was blocked."},
     {NULL, NULL, 0, NULL},
 };

@@ -19,7 +19,7 @@ typedef struct {
     size_t slot;                             /* of this rank's process on the board */
     char operations[VERBS][OPERATION_NAME];  /* what each verb is called there */
     PyObject *tensor_type, *reduce_op_type;
-    PyObject *empty_like, *new_empty, *allocate; /* give room for results */
+    PyObject *allocate;                      /* gives room for large results */
     const tensor_reader *reader;             /* NULL: no direct calls */
     PyObject *source, *result;               /* of a direct call that is blocked */
 } Comm;
@@ -30,11 +30,15 @@ PyObject *comm_type(PyObject *module);
 /* Goes on with the plan that was begun, which moves `bytes` here; lets the GIL go if it takes long. */
 steps_status comm_run(Comm *self, uint64_t bytes, uint64_t spin_ns);
 
-/* The verbs on tensors as they are, in direct.c. */
+/* The verbs on tensors as they are: see direct.c. */
 PyObject *direct_all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *direct_all_gather(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *direct_reduce_scatter(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *direct_all_to_all(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *direct_broadcast(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *direct_reduce(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *direct_gather(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *direct_scatter(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *direct_barrier(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *direct_finish(PyObject *self, PyObject *ignored);
 

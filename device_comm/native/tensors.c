@@ -2,6 +2,8 @@
 
 #include "reduce.h"
 
+#include <stdlib.h>
+
 /* The ABI of DLPack 1.x, as far as it is used here. */
 typedef struct {
     void *data;
@@ -17,12 +19,23 @@ typedef struct {
     uint64_t byte_offset;
 } dl_tensor;
 
+typedef struct dl_managed {
+    struct {
+        uint32_t major, minor;
+    } version;
+    void *context;
+    void (*release)(struct dl_managed *self);
+    uint64_t flags;
+    dl_tensor tensor;
+} dl_managed;
+
 struct tensor_reader {
     struct {
         uint32_t major, minor;
         struct tensor_reader *previous;
     } header;
-    void *allocate, *from_object, *to_object;
+    void *allocate, *from_object;
+    int (*to_object)(dl_managed *tensor, void **object);
     int (*view)(void *object, dl_tensor *view);
     void *current_stream;
 };
@@ -40,7 +53,7 @@ const tensor_reader *tensor_reader_of(PyObject *type) {
     Py_DECREF(capsule);
     while (reader != NULL && reader->header.major != 1) reader = reader->header.previous;
     PyErr_Clear();
-    return reader != NULL && reader->view != NULL ? reader : NULL;
+    return reader != NULL && reader->view != NULL && reader->to_object != NULL ? reader : NULL;
 }
 
 #define DL_DTYPE(code, bits) ((code) << 8 | (bits))
@@ -81,7 +94,7 @@ bool tensor_read(const tensor_reader *reader, PyObject *type, PyObject *object, 
         return false;
     }
     int dtype = dtype_of(&view);
-    if (view.device.type != DL_CPU || dtype == 0) return false;
+    if (view.device.type != DL_CPU || dtype == 0 || view.ndim > TENSOR_DIMS) return false;
     uint64_t numel = 1;
     for (int32_t dim = view.ndim - 1; dim >= 0; dim--) {
         bool strided = view.shape[dim] != 1 && view.strides != NULL;
@@ -92,9 +105,84 @@ bool tensor_read(const tensor_reader *reader, PyObject *type, PyObject *object, 
     if (numel == 1 && is_negated(object)) return false;
     *described = (tensor){.data = (char *)view.data + view.byte_offset,
                           .dtype = dtype,
+                          .code = view.dtype.code,
+                          .bits = view.dtype.bits,
                           .itemsize = reduce_itemsize(dtype),
                           .ndim = view.ndim,
                           .shape = view.shape,
                           .numel = numel};
     return numel > 0;
+}
+
+/* What lies before the data of a tensor that was made here. */
+typedef struct {
+    dl_managed managed;
+    int64_t shape[TENSOR_DIMS], strides[TENSOR_DIMS];
+} block;
+
+/* As torch aligns its own. */
+#define DATA_ALIGN 64
+
+/* Called by torch, on any thread, with or without the GIL. */
+static void release(dl_managed *managed) { free(managed->context); }
+
+PyObject *tensor_new(const tensor_reader *reader, shape wanted, char **data) {
+    const tensor *like = wanted.like;
+    block *made = malloc(sizeof(block) + DATA_ALIGN + shape_bytes(wanted));
+    if (made == NULL) return PyErr_NoMemory();
+    *data = (char *)(((uintptr_t)(made + 1) + DATA_ALIGN - 1) / DATA_ALIGN * DATA_ALIGN);
+    made->managed = (dl_managed){
+        .version = {1, 1},
+        .context = made,
+        .release = release,
+        .tensor = {.data = *data,
+                   .device = {.type = DL_CPU},
+                   .ndim = like->ndim,
+                   .dtype = {.code = like->code, .bits = like->bits, .lanes = 1},
+                   .shape = made->shape,
+                   .strides = made->strides},
+    };
+    int64_t stride = 1;
+    for (int i = like->ndim - 1; i >= 0; i--) {
+        made->shape[i] = (int64_t)shape_size(wanted, i);
+        made->strides[i] = stride;
+        stride *= made->shape[i];
+    }
+    void *object;
+    if (reader->to_object(&made->managed, &object) == 0) return object;
+    free(made);
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch could not make a tensor");
+    return NULL;
+}
+
+uint64_t tensor_bytes(const tensor *x) { return x->numel * x->itemsize; }
+
+bool tensor_overlaps(const tensor *a, const tensor *b) {
+    return a->data < b->data + tensor_bytes(b) && b->data < a->data + tensor_bytes(a);
+}
+
+int tensor_dim(PyObject *object, const tensor *x) {
+    long dim = PyLong_CheckExact(object) ? PyLong_AsLong(object) : x->ndim;
+    PyErr_Clear();
+    if (dim < 0) dim += x->ndim;
+    return dim < 0 || dim >= x->ndim ? -1 : (int)dim;
+}
+
+int tensor_leading_dim(PyObject *object, const tensor *x) {
+    int dim = tensor_dim(object, x);
+    for (int i = 0; i < dim; i++)
+        if (x->shape[i] != 1) return -1;
+    return dim;
+}
+
+shape shape_of(const tensor *x) { return (shape){.like = x, .dim = -1}; }
+
+uint64_t shape_size(shape s, int dim) {
+    return dim == s.dim ? s.rows : (uint64_t)s.like->shape[dim];
+}
+
+uint64_t shape_bytes(shape s) {
+    uint64_t bytes = s.like->itemsize;
+    for (int i = 0; i < s.like->ndim; i++) bytes *= shape_size(s, i);
+    return bytes;
 }

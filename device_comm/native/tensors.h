@@ -10,11 +10,22 @@
 typedef struct {
     char *data;
     int dtype; /* as in reduce.h */
+    uint8_t code, bits; /* the same, as DLPack says it */
     size_t itemsize;
     int ndim;
     const int64_t *shape;
     uint64_t numel;
 } tensor;
+
+/* The shape of `like`, but with `rows` in dimension `dim`, if that is not negative. */
+typedef struct {
+    const tensor *like;
+    int dim;
+    uint64_t rows;
+} shape;
+
+/* Tensors of more dimensions are not read. */
+#define TENSOR_DIMS 16
 
 typedef struct tensor_reader tensor_reader;
 
@@ -25,5 +36,22 @@ const tensor_reader *tensor_reader_of(PyObject *type);
  * letter, of a dtype that can be reduced, and not empty. Otherwise false, with no error set. The
  * description is valid while the object is not changed. */
 bool tensor_read(const tensor_reader *reader, PyObject *type, PyObject *object, tensor *described);
+
+/* A new tensor of a shape, of the dtype of its model; `data` is where it lies. Returns a new
+ * reference, or NULL with an error set. For small tensors: the memory comes from malloc. */
+PyObject *tensor_new(const tensor_reader *reader, shape wanted, char **data);
+
+uint64_t tensor_bytes(const tensor *x);
+bool tensor_overlaps(const tensor *a, const tensor *b);
+
+/* A dimension from Python, counted from the front; -1 if it is none. */
+int tensor_dim(PyObject *object, const tensor *x);
+
+/* As `tensor_dim`; -1 also if parts along it would not be contiguous. */
+int tensor_leading_dim(PyObject *object, const tensor *x);
+
+shape shape_of(const tensor *x);
+uint64_t shape_size(shape s, int dim);
+uint64_t shape_bytes(shape s);
 
 #endif

@@ -117,6 +117,11 @@ class Planner:
             own=gives[self._rank].address,
         )
 
+    def all_to_all(self, output: Tensor, source: Tensor, sizes: Sequence[int]) -> Plan:
+        """Give part r to rank r, put what rank r gives in part r; all parts are of one size."""
+        signature = sign("all_to_all", source.dtype, source.shape)
+        return self.exchange_parts(signature, output, source, sizes, sizes, sizes[0])
+
     def exchange_parts(
         self,
         signature: bytes,

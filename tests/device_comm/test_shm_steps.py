@@ -45,8 +45,6 @@ class Ends:
             VERBS,
             torch.Tensor,
             ReduceOp,
-            torch.empty_like,
-            torch.Tensor.new_empty,
             lambda shape, like: like.new_empty(shape),
         )
 

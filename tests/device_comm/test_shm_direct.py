@@ -1,0 +1,138 @@
+"""The short way through the C extension, against the long way of other ranks."""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shm_broadcast import Board, BoardHandle
+from shm_broadcast.errors import DivergenceError
+from tests.device_comm.oracle import same
+from tests.device_comm.shm_ranks import make_comm
+from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from device_comm.shm_comm import ShmComm
+
+N = 3
+ROOT = 1
+INPUTS = [torch.arange(1.0, 7.0).view(1, 6) * 10**rank for rank in range(N)]
+"""Rank r's: 1 to 6, times ten to the power of r; six columns to gather, or to cut in three."""
+
+TOTAL = torch.tensor([[111.0, 222.0, 333.0, 444.0, 555.0, 666.0]])
+ROW = torch.cat(INPUTS, 1)
+
+EXPECTED: dict[str, list[torch.Tensor | None]] = {
+    "all_reduce": [TOTAL] * N,
+    "all_gather": [ROW] * N,
+    "reduce_scatter": [TOTAL[:, 0:2], TOTAL[:, 2:4], TOTAL[:, 4:6]],
+    "all_to_all": [
+        torch.tensor([[1.0, 2.0, 10.0, 20.0, 100.0, 200.0]]),
+        torch.tensor([[3.0, 4.0, 30.0, 40.0, 300.0, 400.0]]),
+        torch.tensor([[5.0, 6.0, 50.0, 60.0, 500.0, 600.0]]),
+    ],
+    "broadcast": [INPUTS[ROOT]] * N,
+    "reduce": [None, TOTAL, None],
+    "gather": [None, ROW, None],
+    "scatter": [
+        torch.tensor([[10.0, 20.0]]),
+        torch.tensor([[30.0, 40.0]]),
+        torch.tensor([[50.0, 60.0]]),
+    ],
+    "barrier": [None] * N,
+}
+
+
+def calls(comm: ShmComm) -> dict[str, Callable[..., Any]]:
+    """Every verb with a short way, on this rank's input."""
+    x = INPUTS[comm.rank].clone()
+    root = comm.rank == ROOT
+    return {
+        "all_reduce": lambda **form: comm.all_reduce(x, **form),
+        "all_gather": lambda **form: comm.all_gather(x, **form),
+        "reduce_scatter": lambda **form: comm.reduce_scatter(x, **form),
+        "all_to_all": lambda **form: comm.all_to_all(x, dim=1, **form),
+        "broadcast": lambda **form: comm.broadcast(x, src=ROOT, **form),
+        "reduce": lambda **form: comm.reduce(x, dst=ROOT, **form),
+        "gather": lambda **form: comm.gather(x, dst=ROOT, **form),
+        "scatter": lambda **form: comm.scatter(
+            x if root else None, src=ROOT, **({} if root else {"out": torch.empty(1, 2)}) | form
+        ),
+        "barrier": lambda **form: comm.barrier(**form),
+    }
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise AssertionError("this call went the long way")
+
+
+def short_and_long(rank: int, n: int, path: str, board: BoardHandle, late: int) -> None:
+    """Ranks 0 and 1 go the short way, rank 2 the long one; ``late`` lets the others wait."""
+    with make_comm(rank, board, path) as comm:
+        if rank != 2:
+            comm._run = refuse  # type: ignore[method-assign]
+        for verb, call in calls(comm).items():
+            for into in (None, torch.empty):
+                if rank == late:
+                    time.sleep(0.005)
+                expected = EXPECTED[verb][rank]
+                form: dict[str, Any] = {}
+                if into is not None and expected is not None:
+                    form["out"] = torch.empty_like(expected)
+                answer = call(async_op=True, **form).wait() if rank == 2 else call(**form)
+                if expected is None:
+                    assert answer is None, verb
+                else:
+                    same(answer, expected)
+                    assert answer is form.get("out", answer), verb
+
+
+@pytest.mark.parametrize("late", range(N))
+def test_short_and_long_ways_meet(late: int, store_path: str) -> None:
+    with Board.create(N, None) as board:
+        run_ranks(N, short_and_long, store_path, board.handle(), late)
+
+
+def results(rank: int, n: int, path: str, board: BoardHandle) -> int:
+    """Keep some results and drop many; how much the process has grown by those, in KiB."""
+    with make_comm(rank, board, path) as comm:
+        comm._run = refuse  # type: ignore[method-assign]
+        kept = [comm.all_reduce(torch.full((5, 7), float(i))) for i in range(200)]
+        assert len({x.data_ptr() for x in kept}) == 200
+        for i, x in enumerate(kept):
+            same(x, torch.full((5, 7), 2.0 * i))
+            assert x.data_ptr() % 64 == 0
+        view = comm.all_reduce(torch.ones(4, 3))[1]
+        x = torch.ones(64 << 10, dtype=torch.bfloat16)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for _ in range(500):
+            comm.all_reduce(x)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        same(view, torch.full((3,), 2.0))
+        return grown
+
+
+def test_results_live_as_long_as_they_are_held(store_path: str) -> None:
+    """500 results of 128 KiB would be 64,000 KiB."""
+    with Board.create(2, None) as board:
+        assert max(run_ranks(2, results, store_path, board.handle())) < 8_000
+
+
+def one_gives_sizes(rank: int, n: int, path: str, board: BoardHandle) -> str:
+    with make_comm(rank, board, path) as comm:
+        sizes = [1, 1] if rank else None
+        with pytest.raises(DivergenceError) as caught:
+            comm.all_to_all(torch.ones(2, 3), input_sizes=sizes, output_sizes=sizes)
+        return str(caught.value)
+
+
+def test_all_ranks_give_sizes_or_none(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        messages = run_ranks(2, one_gives_sizes, store_path, board.handle())
+    assert any("all_to_all float32[2, 3]" in message for message in messages)
