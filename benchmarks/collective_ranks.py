@@ -50,13 +50,14 @@ class Ours:
         whole = x.new_empty(n * x.numel())
         part = x[: x.numel() // n].clone()
         first = whole if comm.rank == 0 else None
+        other = whole[: x.numel()]
         calls: dict[str, tuple[Callable[[], Any], Tensor | None]] = {
             "all_reduce": (lambda: comm.all_reduce(x), None),
             "all_reduce_": (lambda: comm.all_reduce_(x), x),
             "all_gather": (lambda: comm.all_gather(x), None),
             "all_gather_": (lambda: comm.all_gather(x, out=whole), whole),
             "reduce_scatter_": (lambda: comm.reduce_scatter(x, out=part), part),
-            "all_to_all_": (lambda: comm.all_to_all(x, out=whole[: x.numel()]), None),
+            "all_to_all_": (lambda: comm.all_to_all(x, out=other), None),
             "broadcast_": (lambda: comm.broadcast_(x), None),
             "reduce_": (lambda: comm.reduce(x), None),
             "gather_": (lambda: comm.gather(x, out=first), None),
@@ -100,10 +101,11 @@ class Gloo:
         part = x[: x.numel() // self._n].clone()
         root = self._rank == 0
         wholes, parts = list(whole.chunk(self._n)), list(x.chunk(self._n))
+        other = whole[: x.numel()]
         calls: dict[str, tuple[Callable[[], Any], Tensor | None]] = {
             "all_reduce_": (lambda: dist.all_reduce(x), x),
             "all_gather_": (lambda: dist.all_gather(wholes, x), whole),
-            "all_to_all_": (lambda: dist.all_to_all_single(whole[: x.numel()], x), None),
+            "all_to_all_": (lambda: dist.all_to_all_single(other, x), None),
             "broadcast_": (lambda: dist.broadcast(x, 0), None),
             "reduce_": (lambda: dist.reduce(x, 0), None),
             "gather_": (lambda: dist.gather(x, wholes if root else None), None),

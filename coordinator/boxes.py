@@ -20,15 +20,46 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from device_comm import Work
 from shm_broadcast import NEVER, Deadline, GroupTimeoutError
 
 if TYPE_CHECKING:
-    from device_comm import Work
+    from torch import Tensor
+
+    from device_comm import DeviceCommunicator
 
 T = TypeVar("T")
 
-Steps = Generator["Work[Any]", Any, tuple[Sequence["Work[Any]"], Callable[[], T]]]
+Ask = Callable[["DeviceCommunicator", "Tensor", int], Work[Any]]
+"""Asks for what a rank sends next over a communicator, into a tensor."""
+
+Steps = Generator[Work[Any], Any, tuple[Sequence[Work[Any]], Callable[[], T]]]
 """Yields what to wait for; returns what is still under way, and the last step."""
+
+
+def in_background(comm: DeviceCommunicator, out: Tensor, src: int) -> Work[Any]:
+    """An `Ask` that does not wait."""
+    return comm.irecv(out=out, src=src)
+
+
+def waiting(deadline: Deadline) -> Ask:
+    """An `Ask` that waits until ``deadline``: less work where nothing else is to be done."""
+    return lambda comm, out, src: Work(comm.recv(out=out, src=src, timeout=deadline))
+
+
+def carry_out(steps: Steps[T], deadline: Deadline) -> T:
+    """What a receive brings whose turn it is; whatever it yields is waited for."""
+    value = None
+    while True:
+        try:
+            needs = steps.send(value)
+        except StopIteration as end:
+            parts, last = end.value
+            break
+        value = needs.wait(deadline)
+    for part in parts:
+        part.wait(deadline)
+    return last()  # type: ignore[no-any-return]
 
 
 def in_turn(begin: Callable[[], Work[T]]) -> Steps[T]:

@@ -91,7 +91,7 @@ class MessageVerbs(TensorVerbs):
 
     def recv_object(self, src: int, *, timeout: Timeout = None) -> Any:
         """Receive an object. Collective: no, the two members."""
-        return self._mail.finish(self._mail.irecv_object(src, timeout))
+        return self._mail.recv_object(src, timeout)
 
     def irecv_object(self, src: int, *, timeout: Timeout = None) -> Work[Any]:
         """As `recv_object`, at once. Collective: no."""
@@ -208,7 +208,7 @@ class MessageVerbs(TensorVerbs):
         self,
         src: int | None = None,
         all_gather_group: MessageVerbs | None = None,
-        all_gather_tensors: Mapping[str, bool] | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,  # noqa: ARG002 - the header says it
         *,
         timeout: Timeout = None,
     ) -> dict[str, Any]:
@@ -229,9 +229,8 @@ class MessageVerbs(TensorVerbs):
             ValueError: a slice came and ``all_gather_group`` is not of the sender's size.
             MessageDecodeError: a value cannot be restored here.
         """
-        return self._mail.finish(
-            self.irecv_tensor_dict(src, all_gather_group, all_gather_tensors, timeout=timeout)
-        )
+        peers = all_gather_group._mail if all_gather_group else None
+        return self._mail.recv_dict(self._previous(src), peers, timeout)
 
     def irecv_tensor_dict(
         self,

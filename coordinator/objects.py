@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from coordinator.boxes import Inbox, Outbox, Together
+from coordinator.boxes import Inbox, Outbox, Together, carry_out, in_background, waiting
 from coordinator.messages import Kind, Message, broadcast_bytes
 from device_comm import Joined, Work
 from device_comm.checks import check_rank
@@ -40,7 +40,7 @@ from shm_broadcast import (
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
-    from coordinator.boxes import Receipt, Steps
+    from coordinator.boxes import Ask, Receipt, Steps
     from device_comm import DeviceCommunicator
 
 T = TypeVar("T")
@@ -96,6 +96,10 @@ class ObjectMail:
             for frame in Message(Kind.OBJECT, payload).frames():
                 deliver(self.cpu, frame, True)
 
+    def recv_object(self, src: int, timeout: float | None) -> Any:
+        """The next message of ``src``, an object. Collective: no."""
+        return self.receive(src, lambda ask: self._object_steps(Kind.OBJECT, src, ask), timeout)
+
     def irecv_object(self, src: int, timeout: float | None) -> Work[Any]:
         """Begin to receive the next message of ``src``, an object. Collective: no."""
         return self._receiving(src, self._object_steps(Kind.OBJECT, src), timeout)
@@ -147,6 +151,18 @@ class ObjectMail:
         """All ranks but this one's."""
         return [rank for rank in range(self.cpu.world_size) if rank != self.cpu.rank]
 
+    def receive(self, src: int, steps: Callable[[Ask], Steps[T]], timeout: float | None) -> T:
+        """Receive from ``src``, behind what was asked for before, and wait for it.
+
+        Raises:
+            GroupTimeoutError: it did not come in time; the group has been aborted.
+        """
+        if self.is_behind(src):
+            work: Work[T] = self._receiving(src, steps(in_background), timeout)
+            return self.finish(work)
+        deadline = self.deadline(timeout)
+        return carry_out(steps(waiting(deadline)), deadline)
+
     def finish(self, work: Work[T]) -> T:
         """The end of a blocking receive; what cannot be taken back ends the group.
 
@@ -197,10 +213,10 @@ class ObjectMail:
     def _isend_to_all(self, kind: Kind, payload: bytes, timeout: float | None) -> list[Work[None]]:
         return [self._isend_payload(kind, payload, dst, timeout) for dst in self.others]
 
-    def frame_steps(self, kind: Kind, src: int) -> Generator[Work[Any], Any, Message]:
+    def frame_steps(self, kind: Kind, src: int, ask: Ask) -> Generator[Work[Any], Any, Message]:
         """The first step of receiving a message of a kind: its frame."""
         message = Message(kind)
-        yield self.cpu.irecv(out=message.first, src=src)
+        yield ask(self.cpu, message.first, src)
         try:
             message.check(src)
         except DivergenceError as error:
@@ -208,10 +224,10 @@ class ObjectMail:
             raise
         return message
 
-    def _object_steps(self, kind: Kind, src: int) -> Steps[Any]:
-        message = yield from self.frame_steps(kind, src)
+    def _object_steps(self, kind: Kind, src: int, ask: Ask = in_background) -> Steps[Any]:
+        message = yield from self.frame_steps(kind, src, ask)
         rest = message.rest()
-        works = [] if rest is None else [self.cpu.irecv(out=rest, src=src)]
+        works = [] if rest is None else [ask(self.cpu, rest, src)]
         return works, lambda: load(message.payload)
 
     @contextmanager

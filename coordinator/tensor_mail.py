@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from coordinator.boxes import Together, in_turn
+from coordinator.boxes import Together, in_background, in_turn
 from coordinator.messages import Kind, Message, broadcast_bytes
 from coordinator.objects import ObjectMail
 from coordinator.tensor_dict import WHOLE, Slicing, decode, encode, pack, unpack
@@ -24,7 +24,7 @@ from shm_broadcast import CoordinatorError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from coordinator.boxes import Steps
+    from coordinator.boxes import Ask, Steps
     from coordinator.tensor_dict import Header, TensorMeta
     from device_comm import DeviceCommunicator
     from shm_broadcast import Deadline
@@ -81,6 +81,12 @@ class TensorMail(ObjectMail):
                 deliver(self.cpu, frame, True)
             for part in parts:
                 deliver(self._comm(part.device.type), part, False)
+
+    def recv_dict(
+        self, src: int, peers: TensorMail | None, timeout: float | None
+    ) -> dict[str, Any]:
+        """As `irecv_dict`, and wait for it."""
+        return self.receive(src, lambda ask: self.dict_steps(src, peers, ask=ask), timeout)
 
     def irecv_dict(
         self, src: int, peers: TensorMail | None, timeout: float | None
@@ -176,24 +182,25 @@ class TensorMail(ObjectMail):
         peers: TensorMail | None,
         seen: Callable[[Header], None] | None = None,
         kind: Kind = Kind.TENSOR_DICT,
+        ask: Ask = in_background,
     ) -> Steps[dict[str, Any]]:
         """The steps of receiving a dict; ``seen`` is told its header as soon as that is there."""
-        message = yield from self.frame_steps(kind, src)
+        message = yield from self.frame_steps(kind, src, ask)
         rest = message.rest()
         if rest is not None:
-            yield self.cpu.irecv(out=rest, src=src)
+            yield ask(self.cpu, rest, src)
         header = decode(message.payload)
         if seen is not None:
             seen(header)
-        return self.receive_parts(header, src, peers)
+        return self.receive_parts(header, src, peers, ask)
 
     def receive_parts(
-        self, header: Header, src: int, peers: TensorMail | None
+        self, header: Header, src: int, peers: TensorMail | None, ask: Ask = in_background
     ) -> tuple[Sequence[Work[Any]], Callable[[], dict[str, Any]]]:
         """Begin to receive the tensors of a header: the works, and the last step."""
         tensors = self._rooms(header)
         works = [
-            self._comm(room.device.type).irecv(out=room, src=src)
+            ask(self._comm(room.device.type), room, src)
             for room in tensors.values()
             if room.numel()
         ]
@@ -244,10 +251,10 @@ class TensorMail(ObjectMail):
         return {key: self._room(key, meta) for key, meta in header.tensors.items()}
 
     def _room(self, key: str, meta: TensorMeta) -> Tensor:
-        device = self._comm(meta.device).device
-        if device.type != meta.device:
-            raise ValueError(f"{key!r} comes from a {meta.device}; this group is on {device}")
-        return torch.empty(meta.numel_sent, dtype=meta.torch_dtype, device=device)
+        comm = self._comm(meta.device)
+        if comm.device.type != meta.device:
+            raise ValueError(f"{key!r} comes from a {meta.device}; this group is on {comm.device}")
+        return comm.empty((meta.numel_sent,), meta.torch_dtype)
 
     def _comm(self, device_type: str) -> DeviceCommunicator:
         return self.cpu if device_type == "cpu" else self.device

@@ -114,6 +114,14 @@ class Backend(Primitives):
         choices = [Choice(verb, -1, None, only) for verb in sorted(self.capabilities.verbs)]
         return Explanation(self.name, tuple(choices))
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A new contiguous tensor on ``device`` of any content, for something to be received.
+
+        Large ones may lie in memory that was used before, which is faster than fresh pages.
+        Collective: no.
+        """
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
     @contextmanager
     def graph_capture(self) -> Iterator[None]:
         """Capture CUDA graphs with operations of this communicator in this context.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from device_comm.arrange import landing, plain
 from device_comm.backend import Backend
 from device_comm.checks import check_out, check_rank, check_tensor
@@ -13,6 +11,7 @@ from device_comm.checks import check_out, check_rank, check_tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
     from device_comm.work import Work
@@ -140,7 +139,7 @@ class PointToPointVerbs(Backend):
         if out is None:
             if size is None or dtype is None:
                 raise ValueError("recv needs size and dtype, or out")
-            buffer, finish = torch.empty(tuple(size), dtype=dtype, device=self.device), None
+            buffer, finish = self.empty(size, dtype), None
         else:
             shape = out.shape if size is None else tuple(size)
             check_out(out, shape, out.dtype if dtype is None else dtype, self.device)

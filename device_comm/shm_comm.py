@@ -2,13 +2,15 @@
 
 Every group has one segment, with two slots for each rank, through which all collectives go in
 steps: `device_comm.shm.layout` draws it and states the protocol. Reductions are in rank order, so
-all ranks hold the same bits. Messages between two ranks go through a ring of their own, and large
-ones through memory of their own (`device_comm.shm.mail`). Nothing goes through a socket.
+all ranks hold the same bits. Messages between two ranks go through a ring of their own, and what
+nobody has received yet through memory of its own (`device_comm.shm.mail`). Nothing goes through a
+socket.
 
 Memory: for n ranks ``2 n (slot + 64) + 64 n (n + 1)`` bytes, in whole pages, where the slot is 128
 KiB, or less where n is more than 16: 0.5 MiB for two ranks, 1 MiB for four, never more than 4 MiB
-but for headers. Each ordered pair of ranks that exchanges messages adds a box of 68 KiB. Large
-messages take what they need while they wait to be received; each rank keeps at most 4 MiB of that.
+but for headers. Each ordered pair of ranks that exchanges messages adds a box of 256 KiB and a
+page. Messages that do not fit one take what they need while they wait to be received; each rank
+keeps at most 4 MiB of that.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from device_comm.shm.collective import Agreement, Collective
 from device_comm.shm.direct import DirectVerbs
 from device_comm.shm.layout import GroupLayout
 from device_comm.shm.mail import Mail
+from device_comm.shm.mailbox import PythonMover
 from device_comm.shm.plan import Plan, Planner
+from device_comm.shm.planned import PlannedVerbs
 from device_comm.shm.python_steps import PythonSteps
 from device_comm.shm.results import Results
 from device_comm.shm.signature import VERBS
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from device_comm._native import Comm
+    from device_comm.shm.mailbox import Mover
     from device_comm.shm.steps import Steps
     from device_comm.work import Pending
     from shm_broadcast.board import Board
@@ -55,7 +60,7 @@ except ImportError:
     native = None
 
 
-class ShmComm(DirectVerbs):
+class ShmComm(DirectVerbs, PlannedVerbs):
     """One rank's end of a group on one host. One thread at a time. Use `create`.
 
     Ranks that issue different operations get `DivergenceError` before data is used; one that has
@@ -95,7 +100,7 @@ class ShmComm(DirectVerbs):
         self._results = Results()
         self._planner = Planner(rank, size)
         self._agreement = Agreement(self._planner, rank, size)
-        self._mail = Mail(board, self.members, rank, segment, self._layout)
+        self._mail = Mail(board, self.members, rank, segment, self._layout, self._make_mover)
         self._progress = progress or Progress(board, f"{name} progress")
         self._owns_progress = progress is None
         self._lane = self._progress.lane(self._fail)
@@ -176,72 +181,6 @@ class ShmComm(DirectVerbs):
 
     # --- collectives ---------------------------------------------------------------------
 
-    def _all_reduce(
-        self, output: Tensor, source: Tensor, op: ReduceOp, call: Call
-    ) -> Pending | None:
-        plan = self._planner.all_reduce(output, source, op, self._layout.whole_bytes)
-        return self._collect(call, plan, output, source)
-
-    def _all_gather(self, output: Tensor, source: Tensor, call: Call) -> Pending | None:
-        return self._collect(call, self._planner.all_gather(output, source), output, source)
-
-    def _all_gatherv(
-        self, output: Tensor, source: Tensor, sizes: Sequence[int], call: Call
-    ) -> Pending | None:
-        plans = self._agreement.all_gatherv(output, source, sizes)
-        return self._collect(call, plans, output, source)
-
-    def _reduce_scatter(
-        self, output: Tensor, source: Tensor, op: ReduceOp, call: Call
-    ) -> Pending | None:
-        plan = self._planner.reduce_scatter(output, source, op)
-        return self._collect(call, plan, output, source)
-
-    def _reduce_scatterv(
-        self, output: Tensor, source: Tensor, sizes: Sequence[int], op: ReduceOp, call: Call
-    ) -> Pending | None:
-        plans = self._agreement.reduce_scatterv(output, source, sizes, op)
-        return self._collect(call, plans, output, source)
-
-    def _all_to_all(
-        self,
-        output: Tensor,
-        source: Tensor,
-        output_sizes: Sequence[int],
-        source_sizes: Sequence[int],
-        call: Call,
-    ) -> Pending | None:
-        plans = self._agreement.all_to_all(output, source, output_sizes, source_sizes)
-        return self._collect(call, plans, output, source)
-
-    def _all_to_all_equal(
-        self, output: Tensor, source: Tensor, sizes: Sequence[int], call: Call
-    ) -> Pending | None:
-        plan = self._planner.all_to_all(output, source, sizes)
-        return self._collect(call, plan, output, source)
-
-    def _broadcast(self, buffer: Tensor, root: int, call: Call) -> Pending | None:
-        return self._collect(call, self._planner.broadcast(buffer, root), buffer)
-
-    def _reduce(
-        self, output: Tensor | None, source: Tensor, root: int, op: ReduceOp, call: Call
-    ) -> Pending | None:
-        plan = self._planner.reduce(output, source, root, op)
-        return self._collect(call, plan, output, source)
-
-    def _gather(
-        self, output: Tensor | None, source: Tensor, root: int, call: Call
-    ) -> Pending | None:
-        return self._collect(call, self._planner.gather(output, source, root), output, source)
-
-    def _scatter(
-        self, output: Tensor, source: Tensor | None, root: int, call: Call
-    ) -> Pending | None:
-        return self._collect(call, self._planner.scatter(output, source, root), output, source)
-
-    def _barrier(self, call: Call) -> Pending | None:
-        return self._collect(call, self._planner.barrier())
-
     def _collect(
         self, call: Call, plans: Plan | Iterator[Plan], *keep: Tensor | None
     ) -> Pending | None:
@@ -259,6 +198,27 @@ class ShmComm(DirectVerbs):
     def _recv(self, output: Tensor, peer: int, call: Call) -> Pending | None:
         task = self._mail.receiving(output, peer, call.operation)
         return self._perform(self._mail_lane("recv", peer), task, call)
+
+    def _short_message(
+        self, verb: str, x: Tensor, peer: int, timeout: float | Deadline | None
+    ) -> Any:
+        lane = self._mail_lanes.get((verb, peer))
+        if lane is None or lane.busy or (direct := self._directly(timeout)) is None:
+            return NotImplemented
+        sends, mail = verb == "send", self._mail
+        if sends:
+            moved = direct.send(x, mail.outbox(peer).mover)
+        else:
+            moved = direct.recv(x, mail.inbox(peer).mover)
+        if type(moved) is not int:
+            return moved
+        begun = mail.sending if sends else mail.receiving
+        return self._run(
+            verb,
+            lambda call: self._perform(lane, begun(x, peer, call.operation, moved), call),
+            None,
+            timeout=timeout,
+        )
 
     def _mail_lane(self, direction: str, peer: int) -> Lane:
         lane = self._mail_lanes.get((direction, peer))
@@ -283,8 +243,9 @@ class ShmComm(DirectVerbs):
             raise
 
     def _short_way(self, timeout: float | Deadline | None) -> Comm | None:
-        if self._lane.busy:
-            return None
+        return None if self._lane.busy else self._directly(timeout)
+
+    def _directly(self, timeout: float | Deadline | None) -> Comm | None:
         plain = timeout is None or isinstance(timeout, Deadline)  # a number might be no duration
         return self._direct if plain else None
 
@@ -299,8 +260,12 @@ class ShmComm(DirectVerbs):
             raise
         return direct.finish()
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """As `Backend.empty`. Collective: no."""
+        return self._results.empty(shape, dtype)
+
     def _empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        return self._results.empty(shape, like)
+        return self._results.empty(shape, like.dtype)
 
     def _close(self) -> None:
         self._direct = None
@@ -320,12 +285,21 @@ class ShmComm(DirectVerbs):
             self.rank,
             self.board.slot_offset(self.members[self.rank]),
             tuple(self.board.doorbell_offset(member) for member in self.members),
-            tuple(self._operations[verb] for verb in VERBS),
+            tuple(self._operations[verb] for verb in (*VERBS, "send", "recv")),
             torch.Tensor,
             ReduceOp,
-            self._results.empty,
+            self._results.empty_like,
         )
         return comm
+
+    def _make_mover(self, box: Segment, peer: int) -> Mover:
+        member = self.members[peer]
+        if self._direct is None or native is None:
+            return PythonMover(box, lambda: self.board.ring(member))
+        mover: Mover = native.Mailbox(
+            box.memory, self.board.memory, self.board.doorbell_offset(member)
+        )
+        return mover
 
     def _ring_others(self) -> None:
         for peer in self.peers:

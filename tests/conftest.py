@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 def store_path(tmp_path: Path) -> str:
     """A file that does not exist yet, for `tests.ranks.init_gloo`."""
     return str(tmp_path / "store")
+
+
+def pytest_configure() -> None:
+    """Have interrupts interrupt, also where a shell started the tests in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

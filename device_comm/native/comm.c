@@ -137,6 +137,7 @@ static void comm_dealloc(PyObject *object) {
     PyMem_Free(self->steps.scratch);
     Py_XDECREF(self->tensor_type);
     Py_XDECREF(self->reduce_op_type);
+    Py_XDECREF(self->mailbox_type);
     Py_XDECREF(self->allocate);
     Py_XDECREF(self->source);
     Py_XDECREF(self->result);
@@ -184,12 +185,12 @@ static int read_doorbells(Comm *self, PyObject *offsets) {
 }
 
 static int read_operations(Comm *self, PyObject *names) {
-    for (int verb = 0; verb < VERBS; verb++) {
-        PyObject *name = PyTuple_GetItem(names, verb);
+    for (int i = 0; i < OPERATIONS; i++) {
+        PyObject *name = PyTuple_GetItem(names, i);
         Py_ssize_t size;
         const char *text = name ? PyUnicode_AsUTF8AndSize(name, &size) : NULL;
         if (text == NULL) return -1;
-        memcpy(self->operations[verb], text, (size_t)(size < OPERATION_NAME ? size : OPERATION_NAME));
+        memcpy(self->operations[i], text, (size_t)(size < OPERATION_NAME ? size : OPERATION_NAME));
     }
     return 0;
 }
@@ -225,7 +226,8 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     self->tensor_type = Py_NewRef(tensor_type);
     self->reduce_op_type = Py_NewRef(reduce_op);
     self->allocate = Py_NewRef(allocate);
-    if (PyObject_GetBuffer(group, &self->group, PyBUF_WRITABLE) < 0 ||
+    self->mailbox_type = PyObject_GetAttrString(PyType_GetModule(type), "Mailbox");
+    if (self->mailbox_type == NULL || PyObject_GetBuffer(group, &self->group, PyBUF_WRITABLE) < 0 ||
         PyObject_GetBuffer(board, &self->board, PyBUF_WRITABLE) < 0 ||
         read_group(self, (size_t)rank) < 0 || make_room(&self->steps) < 0 ||
         read_doorbells(self, doorbells) < 0 || read_operations(self, operations) < 0) {
@@ -254,6 +256,8 @@ static PyMethodDef methods[] = {
     FAST("reduce", direct_reduce, "reduce(x, dst, op, out) -> result or None; see direct.c."),
     FAST("gather", direct_gather, "gather(x, dst, dim, out) -> result or None; see direct.c."),
     FAST("scatter", direct_scatter, "scatter(x, src, dim, out) -> result; see direct.c."),
+    FAST("send", direct_send, "send(x, mailbox) -> None or bytes sent; see direct_messages.c."),
+    FAST("recv", direct_recv, "recv(out, mailbox) -> None or bytes received; see the same."),
     FAST("barrier", direct_barrier, "barrier() -> None; see direct.c."),
     {"finish", direct_finish, METH_NOARGS, "finish() -> the result of a call that was blocked."},
     {NULL, NULL, 0, NULL},

@@ -12,13 +12,16 @@
 /* From here on, results come from memory that is recycled: see shm_broadcast/recycling.py. */
 #define RECYCLED_BYTES (1 << 20)
 
+/* What is done beside collectives, which have the numbers of their verbs. */
+enum { OPERATION_SEND = VERBS, OPERATION_RECV, OPERATIONS };
+
 typedef struct {
     PyObject_HEAD
     Py_buffer group, board; /* keep the memory below alive */
     steps steps;
     size_t slot;                             /* of this rank's process on the board */
-    char operations[VERBS][OPERATION_NAME];  /* what each verb is called there */
-    PyObject *tensor_type, *reduce_op_type;
+    char operations[OPERATIONS][OPERATION_NAME]; /* what each is called there */
+    PyObject *tensor_type, *reduce_op_type, *mailbox_type;
     PyObject *allocate;                      /* gives room for large results */
     const tensor_reader *reader;             /* NULL: no direct calls */
     PyObject *source, *result;               /* of a direct call that is blocked */
@@ -40,6 +43,8 @@ PyObject *direct_reduce(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *direct_gather(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *direct_scatter(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *direct_barrier(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *direct_send(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *direct_recv(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *direct_finish(PyObject *self, PyObject *ignored);
 
 #endif

@@ -11,9 +11,6 @@
 
 #include "atomics.h"
 
-/* Nanoseconds to look for the others before the caller is told to sleep. */
-#define SPIN_NS 50000
-
 bool direct_callable(const Comm *self, Py_ssize_t given, Py_ssize_t wanted) {
     return given == wanted && self->reader != NULL && gc_load32(self->board.buf, BOARD_ABORT) == 0;
 }
@@ -56,11 +53,11 @@ bool direct_lands(const Comm *self, PyObject *out, PyObject *object, const tenso
     return out == object || direct_fits(self, out, x, shape_of(x), described);
 }
 
-/* Says on the board what begins here. The state shares a line with the doorbell, which the others
- * read: it is not touched unless the call turns out to be a long one. */
-static void stamp(Comm *self, int verb) {
+/* The state shares a line with the doorbell, which the others read: it is not touched unless the
+ * call turns out to be a long one. */
+void direct_stamp(Comm *self, int operation) {
     char *slot = (char *)self->board.buf + self->slot;
-    memcpy(slot + MEMBER_OPERATION, self->operations[verb], OPERATION_BYTES);
+    memcpy(slot + MEMBER_OPERATION, self->operations[operation], OPERATION_BYTES);
     gc_store64(slot, MEMBER_SEQUENCE, gc_load64(slot, MEMBER_SEQUENCE) + 1);
     gc_store64(slot, MEMBER_PROGRESS, gc_now_ns());
 }
@@ -158,7 +155,7 @@ static PyObject *make_result(Comm *self, PyObject *x, shape wanted, char **data)
 }
 
 void direct_start(Comm *self, int verb) {
-    stamp(self, verb);
+    direct_stamp(self, verb);
     steps_begin(&self->steps);
     steps_put_first(&self->steps);
 }

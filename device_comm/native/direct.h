@@ -5,6 +5,9 @@
 #include "comm.h"
 #include "reduce.h"
 
+/* Nanoseconds to look for the others before the caller is told to sleep. */
+#define SPIN_NS 50000
+
 /* Whether a verb with `given` of the `wanted` arguments may be carried out at all. */
 bool direct_callable(const Comm *self, Py_ssize_t given, Py_ssize_t wanted);
 
@@ -26,6 +29,9 @@ bool direct_fits(const Comm *self, PyObject *out, const tensor *x, shape wanted,
 /* As `direct_fits` for a result like `x`, but `out` may also be `object`, which is `x` itself. */
 bool direct_lands(const Comm *self, PyObject *out, PyObject *object, const tensor *x,
                   tensor *described);
+
+/* Says on the board what begins here: a verb, or an OPERATION. */
+void direct_stamp(Comm *self, int operation);
 
 /* A plan in which every rank needs every other, and nothing is put or taken yet. What the ranks
  * must agree on has the shape `agreed`, and the dtype of its model. */

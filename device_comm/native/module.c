@@ -3,6 +3,7 @@
 
 #include "comm.h"
 #include "group_layout.h"
+#include "mailbox_object.h"
 #include "reduce.h"
 
 #define CONSTANT(name) {#name, name}
@@ -28,14 +29,22 @@ static const struct {
     CONSTANT(DTYPE_INT16),        CONSTANT(DTYPE_INT32),       CONSTANT(DTYPE_INT64),
     CONSTANT(DTYPE_UINT16),       CONSTANT(DTYPE_UINT32),      CONSTANT(DTYPE_BOOL),
     CONSTANT(DTYPE_COMPLEX64),    CONSTANT(DTYPE_COMPLEX128),  CONSTANT(RECYCLED_BYTES),
+    CONSTANT(MAILBOX_POSTED),     CONSTANT(MAILBOX_TAKEN),     CONSTANT(MAILBOX_RING),
+    CONSTANT(MAILBOX_RING_BYTES), CONSTANT(MAILBOX_PIECE_BYTES), CONSTANT(MAILBOX_RESERVED_BYTES),
+    CONSTANT(MAILBOX_SMALL_BYTES), CONSTANT(MAILBOX_LETTER_BYTES), CONSTANT(MAILBOX_INSIDE),
 };
 
-static int execute(PyObject *module) {
-    PyObject *type = comm_type(module);
+static int add_type(PyObject *module, const char *name, PyObject *type) {
     if (type == NULL) return -1;
-    int added = PyModule_AddObjectRef(module, "Comm", type);
+    int added = PyModule_AddObjectRef(module, name, type);
     Py_DECREF(type);
-    if (added < 0) return -1;
+    return added;
+}
+
+static int execute(PyObject *module) {
+    if (add_type(module, "Comm", comm_type(module)) < 0 ||
+        add_type(module, "Mailbox", mailbox_type(module)) < 0)
+        return -1;
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) return -1;
     return 0;

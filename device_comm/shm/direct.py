@@ -16,6 +16,7 @@ from device_comm.reduce_op import ReduceOp
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
     from device_comm._native import Comm
@@ -182,6 +183,40 @@ class DirectVerbs(DeviceCommunicator):
                     self._finish(direct, "barrier", timeout)
                 return None
         return super().barrier(async_op=async_op, timeout=timeout)
+
+    def send(
+        self, x: Tensor, dst: int | None = None, *, timeout: float | Deadline | None = None
+    ) -> None:
+        """As `PointToPointVerbs.send`. Collective: no, the two ranks only."""
+        peer = (self.rank + 1) % self.world_size if dst is None else dst
+        if self._short_message("send", x, peer, timeout) is NotImplemented:
+            super().send(x, dst, timeout=timeout)
+
+    def recv(
+        self,
+        size: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        src: int | None = None,
+        *,
+        out: Tensor | None = None,
+        timeout: float | Deadline | None = None,
+    ) -> Tensor:
+        """As `PointToPointVerbs.recv`. Collective: no, the two ranks only."""
+        peer = (self.rank - 1) % self.world_size if src is None else src
+        buffer = out
+        if size is not None:
+            buffer = self.empty(size, dtype) if out is None and dtype is not None else None
+        if buffer is not None:
+            result = self._short_message("recv", buffer, peer, timeout)
+            if result is not NotImplemented:
+                return buffer
+        return super().recv(size, dtype, src, out=out, timeout=timeout)
+
+    def _short_message(
+        self, verb: str, x: Tensor, peer: int, timeout: float | Deadline | None
+    ) -> Any:
+        """Send or receive through the extension; NotImplemented: it cannot, and has not begun."""
+        raise NotImplementedError
 
     def _short_way(self, timeout: float | Deadline | None) -> Comm | None:
         """The extension, if a call with such a ``timeout`` may go through it now."""

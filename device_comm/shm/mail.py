@@ -1,17 +1,17 @@
 """Messages between two ranks, as tasks: sending and receiving one tensor.
 
-Small tensors travel in letters, others in parcels, filled and emptied piece by piece, so that both
-ends copy at the same time. A sender needs no receiver as long as its box has room for letters; a
-tensor takes a few of them.
+Tensors travel through the box between the two. A sender needs no receiver: where the box is full,
+and the receiver does not empty it, the rest of a tensor goes into parcels, as long as the box has
+room for letters about them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from device_comm.shm.mailbox import DATA_BYTES, INSIDE, PARCEL, Inbox, Letter, Outbox
+from device_comm.shm.mailbox import PARCEL, Inbox, Letter, Outbox
 from device_comm.shm.memory import copy
-from device_comm.shm.parcels import ParcelPool, ReceivedParcels
+from device_comm.shm.parcels import ParcelPool, ReceivedParcels, SentParcel
 from device_comm.shm.signature import DTYPE_CODES
 from shm_broadcast.errors import (
     DivergenceError,
@@ -26,8 +26,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from device_comm.shm.layout import GroupLayout
+    from device_comm.shm.mailbox import MakeMover
     from shm_broadcast.board import Board
     from shm_broadcast.segment import Segment
+
+
+Box = TypeVar("Box", Outbox, Inbox)
+
+PATIENCE_NS: Final = 300_000
+"""What a receiver that keeps up needs to empty a box, several times over."""
 
 
 class Mail:
@@ -38,40 +45,64 @@ class Mail:
     """
 
     def __init__(
-        self, board: Board, members: Sequence[int], rank: int, group: Segment, layout: GroupLayout
+        self,
+        board: Board,
+        members: Sequence[int],
+        rank: int,
+        group: Segment,
+        layout: GroupLayout,
+        make_mover: MakeMover,
     ) -> None:
         self._board = board
         self._members = members
         self._rank = rank
         self._group = group
         self._layout = layout
+        self._make_mover = make_mover
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
         self.parcels = ParcelPool()
         self._received: dict[int, ReceivedParcels] = {}
 
-    def sending(self, tensor: Tensor, peer: int, operation: str) -> Sending:
-        """A task that sends ``tensor``, contiguous, to rank ``peer``."""
+    def outbox(self, peer: int) -> Outbox:
+        """The box to rank ``peer``."""
         box = self._outboxes.get(peer)
-        if box is None:
-            member = self._members[peer]
-            box = self._outboxes[peer] = Outbox(
-                self._group, self._layout, self._rank, peer, lambda: self._board.ring(member)
-            )
-            self._board.ring(member)
-        return Sending(box, self.parcels, tensor, self._members[peer], operation)
+        return self._outboxes.setdefault(peer, self._box(Outbox, peer)) if box is None else box
 
-    def receiving(self, tensor: Tensor, peer: int, operation: str) -> Receiving:
-        """A task that fills ``tensor``, contiguous, with what rank ``peer`` sends next."""
+    def inbox(self, peer: int) -> Inbox:
+        """The box from rank ``peer``."""
         box = self._inboxes.get(peer)
-        if box is None:
-            member = self._members[peer]
-            box = self._inboxes[peer] = Inbox(
-                self._group, self._layout, self._rank, peer, lambda: self._board.ring(member)
-            )
-            self._received[peer] = ReceivedParcels()
+        return self._inboxes.setdefault(peer, self._box(Inbox, peer)) if box is None else box
+
+    def sending(self, tensor: Tensor, peer: int, operation: str, sent: int = 0) -> Sending:
+        """A task that sends ``tensor``, contiguous, to rank ``peer``, from byte ``sent`` on."""
+        member = self._members[peer]
+        return Sending(self.outbox(peer), self.parcels, tensor, member, operation, sent)
+
+    def receiving(self, tensor: Tensor, peer: int, operation: str, received: int = 0) -> Receiving:
+        """A task that fills ``tensor``, contiguous, with what rank ``peer`` sends next, from byte
+        ``received`` on.
+        """
         return Receiving(
-            self._board, box, self._received[peer], tensor, peer, self._members[peer], operation
+            self._board,
+            self.inbox(peer),
+            self._received.setdefault(peer, ReceivedParcels()),
+            tensor,
+            peer,
+            self._members[peer],
+            operation,
+            received,
+        )
+
+    def _box(self, kind: type[Box], peer: int) -> Box:
+        member = self._members[peer]
+        return kind(
+            self._group,
+            self._layout,
+            self._rank,
+            peer,
+            self._make_mover,
+            lambda: self._board.ring(member),
         )
 
     def undelivered(self) -> list[int]:
@@ -95,7 +126,13 @@ class Sending:
     """One tensor on its way out; a `shm_broadcast.progress.Task`."""
 
     def __init__(
-        self, box: Outbox, parcels: ParcelPool, tensor: Tensor, member: int, operation: str
+        self,
+        box: Outbox,
+        parcels: ParcelPool,
+        tensor: Tensor,
+        member: int,
+        operation: str,
+        sent: int,
     ) -> None:
         self.operation = operation
         self._box = box
@@ -105,31 +142,22 @@ class Sending:
         self._total = tensor.nbytes
         self._dtype = DTYPE_CODES.get(tensor.dtype, 0)
         self._member = member
-        self._sent = 0
+        self._sent = sent
 
-    def advance(self, spin_ns: int) -> bool:  # noqa: ARG002 - room comes late or at once
+    def advance(self, spin_ns: int) -> bool:  # noqa: ARG002 - parcels spare waiting for long
         """Send what there is room for; whether all is sent."""
-        spare = 0
-        while self._sent < self._total:
+        patience, spare = PATIENCE_NS, 0
+        while True:
+            self._sent = self._box.mover.push(
+                self._address, self._total, self._dtype, self._sent, patience
+            )
+            if self._sent == self._total:
+                return True
             if not self._box.has_room():
                 return False
-            left = self._total - self._sent
-            if left <= DATA_BYTES:
-                copy(self._box.data_address(), self._address + self._sent, left)
-                letter = self._letter(INSIDE, left)
-            else:
-                parcel = self._parcels.take(left, spare)
-                used = min(left, parcel.room)
-                copy(parcel.address, self._address + self._sent, used)
-                parcel.mark(taken=True)
-                handle = parcel.handle
-                letter = self._letter(PARCEL, used)._replace(
-                    kept=parcel.kept, fd=handle.fd, size=handle.size, nonce=handle.nonce
-                )
-                spare = spare if parcel.kept else 2 * used
-            self._box.post(letter)
-            self._sent += letter.used
-        return True
+            parcel = self._parcels.take(self._total - self._sent, spare)
+            self._post(parcel)
+            patience, spare = 0, 0 if parcel.kept else 2 * parcel.room
 
     def ready(self) -> bool:
         """Whether there is room."""
@@ -139,8 +167,16 @@ class Sending:
         """The receiver."""
         return (self._member,)
 
-    def _letter(self, kind: int, used: int) -> Letter:
-        return Letter(kind, self._dtype, False, 0, self._total, self._sent, used)
+    def _post(self, parcel: SentParcel) -> None:
+        """Send in ``parcel`` what goes into it."""
+        used = min(self._total - self._sent, parcel.room)
+        copy(parcel.address, self._address + self._sent, used)
+        parcel.mark(taken=True)
+        fd, size, nonce = parcel.handle.fd, parcel.handle.size, parcel.handle.nonce
+        self._box.post(
+            Letter(PARCEL, self._dtype, parcel.kept, fd, self._total, self._sent, used, size, nonce)
+        )
+        self._sent += used
 
 
 class Receiving:
@@ -155,6 +191,7 @@ class Receiving:
         peer: int,
         member: int,
         operation: str,
+        received: int,
     ) -> None:
         self.operation = operation
         self._board = board
@@ -163,11 +200,12 @@ class Receiving:
         self._tensor = tensor
         self._address = tensor.data_ptr()
         self._total = tensor.nbytes
+        self._dtype = DTYPE_CODES.get(tensor.dtype, 0)
         self._peer = peer
         self._member = member
-        self._received = 0
+        self._received = received
 
-    def advance(self, spin_ns: int) -> bool:  # noqa: ARG002 - senders wake whoever sleeps
+    def advance(self, spin_ns: int) -> bool:
         """Take what has come; whether that is all.
 
         Raises:
@@ -176,7 +214,7 @@ class Receiving:
             PeerLostError: the sender ended before its message could be found.
         """
         try:
-            while self._received < self._total:
+            while not self._pull(spin_ns):
                 letter = self._box.peek()
                 if letter is None:
                     if not self._box.ended:
@@ -184,9 +222,8 @@ class Receiving:
                     self._board.check(self.operation)  # why it has, if the group was aborted
                     raise GroupClosedError(f"{self.operation}: rank {self._peer} has closed")
                 self._check(letter)
-                self._open(letter)
-                self._box.take()
-                self._received += letter.used
+                if letter.kind == PARCEL:
+                    self._open(letter)
         except SharedMemoryError as error:
             raise PeerLostError(self.operation, self._board.member_status(self._member)) from error
         return True
@@ -202,9 +239,17 @@ class Receiving:
         """The sender."""
         return (self._member,)
 
+    def _pull(self, spin_ns: int) -> bool:
+        """Take what has come inside letters; whether that is all."""
+        mover = self._box.mover
+        if mover is not None:
+            self._received = mover.pull(
+                self._address, self._total, self._dtype, self._received, spin_ns
+            )
+        return self._received == self._total
+
     def _check(self, letter: Letter) -> None:
-        ours = (DTYPE_CODES.get(self._tensor.dtype, 0), self._total, self._received)
-        if (letter.dtype, letter.total, letter.offset) != ours:
+        if not letter.continues(self._total, self._dtype, self._received):
             names = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}
             raise DivergenceError(
                 self._peer,
@@ -213,12 +258,11 @@ class Receiving:
             )
 
     def _open(self, letter: Letter) -> None:
-        target = self._address + self._received
-        if letter.kind == INSIDE:
-            copy(target, self._box.data_address(), letter.used)
-            return
+        """Take a letter's parcel."""
         parcel = self._parcels.find(self._box.parcel(letter), letter.kept)
-        copy(target, parcel.address, letter.used)
+        copy(self._address + self._received, parcel.address, letter.used)
         parcel.mark(taken=False)
         if not letter.kept:
             parcel.segment.close()
+        self._box.take(letter)
+        self._received += letter.used

@@ -1,20 +1,21 @@
-"""One-way boxes of letters between two ranks.
+"""One-way boxes of letters between two ranks: a ring of bytes that one writes and the other reads.
 
 A box is a segment of its own, made by the sender at the first letter; the receiver finds it through
-the group's segment (see `device_comm.shm.layout`). It holds `LETTERS` letters of 256 bytes::
+the group's segment (see `device_comm.shm.layout`)::
 
-    64   | posted u64: letters written, by the sender         |
-    72   | closed u32: the sender will post no more           |
-    128  | taken u64: letters read, by the receiver           |
-    192  | letter 0, letter 1, ...                            |
+    64   | posted u64: bytes of letters written, by the sender | closed u32: no more will be |
+    128  | taken u64: bytes of letters read, by the receiver                                 |
+    192  | ring of RING_BYTES: letters in a row                                              |
 
-    Letter
+    Letter, at a multiple of 64; where the ring ends, its data goes on at the beginning
      0   | kind u8 | dtype u8 | kept u8 | - | fd u32 | total u64 | offset u64 | used u64 |
-     32  | parcel: size u64, nonce 16 bytes                                              |
-     64  | 192 bytes of data, unless they are in a parcel                                |
+     32  | parcel: size u64, nonce 16 bytes | -                                          |
+     64  | ``used`` bytes of data and what fills up 64, unless they are in a parcel      |
 
-A letter holds ``used`` bytes of a message of ``total`` bytes, from ``offset`` on: inside, or in a
-parcel (`device_comm.shm.parcels`).
+A letter brings ``used`` bytes of a message of ``total`` bytes, from ``offset`` on: inside, or in a
+parcel (`device_comm.shm.parcels`). Large messages are cut into letters of `PIECE_BYTES`, so that
+both ends copy at the same time. The last `RESERVED_BYTES` of room are for letters about parcels and
+for the ends of messages up to `SMALL_BYTES`: however large messages are, some never lack room.
 
 The sender writes a letter, then stores ``posted`` with release; the receiver loads it with acquire,
 reads the letter, and stores ``taken`` with release, which the sender loads with acquire before it
@@ -24,33 +25,40 @@ writes there again. Both then ring the other's doorbell.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from device_comm.shm.layout import MAILBOX_HANDLE, MAILBOX_OPEN, GroupLayout
-from device_comm.shm.memory import address_of
+from device_comm.shm.memory import address_of, copy
+from shm_broadcast.layout import align
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-LETTERS: Final = 256
-LETTER_BYTES: Final = 256
-DATA: Final = 64
-DATA_BYTES: Final = LETTER_BYTES - DATA
+    from shm_broadcast.atomics import WordsLike
+
+    MakeMover = Callable[[Segment, int], "Mover"]
+    """Makes what moves bytes through a box, from the box and the rank at the other end."""
+
+POSTED: Final = 64
+CLOSED: Final = 72
+TAKEN: Final = 128
+RING: Final = 192
+RING_BYTES: Final = 256 << 10
+PIECE_BYTES: Final = 64 << 10
+RESERVED_BYTES: Final = 16 << 10
+SMALL_BYTES: Final = 192
+LETTER_BYTES: Final = 64
 
 INSIDE: Final = 1
 PARCEL: Final = 2
 
-_POSTED = 64
-_CLOSED = 72
-_TAKEN = 128
-_LETTERS = 192
 _LETTER = struct.Struct("<BBBxIQQQQ16s")
 _HANDLE = struct.Struct("<IIxxxxQQ16s")
 
 
 class Letter(NamedTuple):
-    """One letter.
+    """What a letter says.
 
     Attributes:
         kind: `INSIDE` or `PARCEL`.
@@ -74,71 +82,189 @@ class Letter(NamedTuple):
     size: int = 0
     nonce: bytes = b""
 
+    def continues(self, total: int, dtype: int, offset: int) -> bool:
+        """Whether it brings what comes next of a message."""
+        return (self.total, self.dtype, self.offset) == (total, dtype, offset)
+
+
+class Mover(Protocol):
+    """What moves bytes through one box: the C extension's ``Mailbox``, or `PythonMover`."""
+
+    def push(self, address: int, total: int, dtype: int, sent: int, patience_ns: int, /) -> int:
+        """Sender: post what is at ``address`` of a message, from byte ``sent`` on.
+
+        Returns:
+            How many of ``total`` bytes are sent: all, or what there was room for; then the receiver
+            has taken nothing for ``patience_ns``.
+        """
+
+    def pull(self, address: int, total: int, dtype: int, received: int, spin_ns: int, /) -> int:
+        """Receiver: put what has come of a message to ``address``, from byte ``received`` on.
+
+        Returns:
+            How many of ``total`` bytes are received: all, or what came before nothing did for
+            ``spin_ns``, or before a letter of another message or about a parcel.
+        """
+
+
+class PythonMover:
+    """`Mover` in Python."""
+
+    def __init__(self, box: Segment, ring: Callable[[], None]) -> None:
+        """Work on ``box``; ``ring`` wakes the other end."""
+        self._box = box
+        self._words = box.words
+        self._data = address_of(box) + RING
+        self._ring = ring
+
+    def push(self, address: int, total: int, dtype: int, sent: int, patience_ns: int, /) -> int:
+        """As `Mover.push`."""
+        while sent < total:
+            posted, taken = self._words.load64(POSTED), self._words.load64(TAKEN)
+            used = min(total - sent, PIECE_BYTES)
+            reserved = 0 if total - sent <= SMALL_BYTES else RESERVED_BYTES
+            wanted = LETTER_BYTES + align(used, LETTER_BYTES)
+            if RING_BYTES - (posted - taken) < wanted + reserved:
+                if not self._words.spin64(TAKEN, taken, patience_ns):
+                    break
+                continue
+            for place, at, size in _stretches(posted + LETTER_BYTES, used):
+                copy(self._data + place, address + sent + at, size)
+            post(self._words, Letter(INSIDE, dtype, False, 0, total, sent, used), wanted)
+            self._ring()
+            sent += used
+        return sent
+
+    def pull(self, address: int, total: int, dtype: int, received: int, spin_ns: int, /) -> int:
+        """As `Mover.pull`."""
+        while received < total:
+            taken = self._words.load64(TAKEN)
+            letter = peek(self._box)
+            if letter is None:
+                if not self._words.spin64(POSTED, taken, spin_ns):
+                    break
+                continue
+            if letter.kind != INSIDE or not letter.continues(total, dtype, received):
+                break
+            for place, at, size in _stretches(taken + LETTER_BYTES, letter.used):
+                copy(address + received + at, self._data + place, size)
+            take(self._words, letter)
+            self._ring()
+            received += letter.used
+        return received
+
+
+def post(words: WordsLike, letter: Letter, size: int) -> None:
+    """Post a letter whose data, if any, is in place; ``size`` bytes with it. There is room."""
+    posted = words.load64(POSTED)
+    words.write(RING + posted % RING_BYTES, _LETTER.pack(*letter))
+    words.store64(POSTED, posted + size)
+
+
+def peek(box: Segment) -> Letter | None:
+    """The next letter, left in the box; None if there is none."""
+    taken = box.words.load64(TAKEN)
+    if box.words.load64(POSTED) == taken:
+        return None
+    return Letter(*_LETTER.unpack_from(box.memory, RING + taken % RING_BYTES))
+
+
+def take(words: WordsLike, letter: Letter) -> None:
+    """Give the room of the next letter back, which is ``letter``."""
+    inside = align(letter.used, LETTER_BYTES) if letter.kind == INSIDE else 0
+    words.store64(TAKEN, words.load64(TAKEN) + LETTER_BYTES + inside)
+
+
+def _stretches(begin: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """The one or two stretches of ``size`` bytes from byte ``begin`` on: place, offset, size."""
+    place = begin % RING_BYTES
+    first = min(size, RING_BYTES - place)
+    yield place, 0, first
+    if first < size:
+        yield 0, first, size - first
+
 
 class Outbox:
-    """The sender's end."""
+    """The sender's end.
+
+    Attributes:
+        mover: moves messages into it.
+    """
 
     def __init__(
-        self, group: Segment, layout: GroupLayout, rank: int, peer: int, ring: Callable[[], None]
+        self,
+        group: Segment,
+        layout: GroupLayout,
+        rank: int,
+        peer: int,
+        make_mover: MakeMover,
+        ring: Callable[[], None],
     ) -> None:
         """Make the box and tell where it is; ``ring`` wakes the receiver. Collective: no."""
-        self._box = Segment.create(_LETTERS + LETTERS * LETTER_BYTES, "group-mailbox")
-        self._address = address_of(self._box)
+        self._box = Segment.create(RING + RING_BYTES, "group-mailbox")
         self._words = self._box.words
         self._ring = ring
+        self.mover = make_mover(self._box, peer)
         handle, place = self._box.handle(), layout.mailbox(rank, peer)
         group.words.write(
             place + MAILBOX_HANDLE,
             _HANDLE.pack(handle.fd, handle.pid, handle.start_time, handle.size, handle.nonce),
         )
         group.words.store32(place + MAILBOX_OPEN, 1)
+        ring()
 
     def has_room(self) -> bool:
-        """Whether a letter can be posted."""
-        return self._posted() - self._words.load64(_TAKEN) < LETTERS
+        """Whether a letter about a parcel can be posted."""
+        return RING_BYTES - (self._words.load64(POSTED) - self._words.load64(TAKEN)) >= LETTER_BYTES
 
     @property
     def empty(self) -> bool:
         """Whether all letters have been taken."""
-        return self._posted() == self._words.load64(_TAKEN)
-
-    def data_address(self) -> int:
-        """Where the data of the next letter goes."""
-        return self._address + self._place(self._posted()) + DATA
+        return self._words.load64(POSTED) == self._words.load64(TAKEN)
 
     def post(self, letter: Letter) -> None:
-        """Post a letter whose data is in place. There is room."""
-        posted = self._posted()
-        self._words.write(self._place(posted), _LETTER.pack(*letter))
-        self._words.store64(_POSTED, posted + 1)
+        """Post a letter about a parcel. There is room."""
+        post(self._words, letter, LETTER_BYTES)
         self._ring()
 
     def close(self) -> None:
         """Post no more."""
-        self._words.store32(_CLOSED, 1)
+        self._words.store32(CLOSED, 1)
         self._ring()
         self._box.close()
-
-    def _posted(self) -> int:
-        return self._words.load64(_POSTED)
-
-    def _place(self, number: int) -> int:
-        return _LETTERS + number % LETTERS * LETTER_BYTES
 
 
 class Inbox:
     """The receiver's end."""
 
     def __init__(
-        self, group: Segment, layout: GroupLayout, rank: int, peer: int, ring: Callable[[], None]
+        self,
+        group: Segment,
+        layout: GroupLayout,
+        rank: int,
+        peer: int,
+        make_mover: MakeMover,
+        ring: Callable[[], None],
     ) -> None:
         """Look for the box when asked; ``ring`` wakes the sender. Collective: no."""
         self._group = group
         self._place = layout.mailbox(peer, rank)
+        self._peer = peer
+        self._make_mover = make_mover
         self._ring = ring
         self._box: Segment | None = None
-        self._address = 0
+        self._mover: Mover | None = None
         self._sender: SegmentHandle
+
+    @property
+    def mover(self) -> Mover | None:
+        """Moves messages out of the box; None before the sender has made it.
+
+        Raises:
+            SharedMemoryError: the sender had ended before the box was found.
+        """
+        self._open()
+        return self._mover
 
     def readable(self) -> bool:
         """Whether a letter is there, or will never be.
@@ -147,9 +273,7 @@ class Inbox:
             SharedMemoryError: the sender had ended before the box was found.
         """
         box = self._open()
-        if box is None:
-            return False
-        return box.words.load32(_CLOSED) != 0 or self._waiting(box)
+        return box is not None and (box.words.load32(CLOSED) != 0 or _waiting(box))
 
     def peek(self) -> Letter | None:
         """The next letter, left in the box; None if there is none.
@@ -158,26 +282,18 @@ class Inbox:
             SharedMemoryError: the sender had ended before the box was found.
         """
         box = self._open()
-        if box is None or not self._waiting(box):
-            return None
-        return Letter(*_LETTER.unpack_from(box.memory, self._letter(box.words.load64(_TAKEN))))
+        return None if box is None else peek(box)
 
     @property
     def ended(self) -> bool:
         """Whether nothing will come any more."""
         box = self._box
-        return box is not None and box.words.load32(_CLOSED) != 0 and not self._waiting(box)
+        return box is not None and box.words.load32(CLOSED) != 0 and not _waiting(box)
 
-    def data_address(self) -> int:
-        """Where the data of the next letter is."""
-        box = self._open()
-        taken = 0 if box is None else box.words.load64(_TAKEN)
-        return self._address + self._letter(taken) + DATA
-
-    def take(self) -> None:
-        """Give the next letter's place back."""
+    def take(self, letter: Letter) -> None:
+        """Give the room of the next letter back, which is ``letter``."""
         if self._box is not None:
-            self._box.words.store64(_TAKEN, self._box.words.load64(_TAKEN) + 1)
+            take(self._box.words, letter)
             self._ring()
 
     def parcel(self, letter: Letter) -> SegmentHandle:
@@ -197,11 +313,9 @@ class Inbox:
             )
             self._sender = SegmentHandle(pid, start, fd, nonce, size)
             self._box = Segment.attach(self._sender)
-            self._address = address_of(self._box)
+            self._mover = self._make_mover(self._box, self._peer)
         return self._box
 
-    def _waiting(self, box: Segment) -> bool:
-        return box.words.load64(_POSTED) != box.words.load64(_TAKEN)
 
-    def _letter(self, number: int) -> int:
-        return _LETTERS + number % LETTERS * LETTER_BYTES
+def _waiting(box: Segment) -> bool:
+    return box.words.load64(POSTED) != box.words.load64(TAKEN)

@@ -1,4 +1,4 @@
-"""Memory of its own for data that does not fit a letter, used again and again.
+"""Memory of its own for data that does not fit a box, used again and again.
 
 A parcel is a segment: its sender fills it and marks it as taken, posts a letter about it, and does
 not touch it before the receiver has copied it out and freed the mark::
@@ -7,15 +7,12 @@ not touch it before the receiver has copied it out and freed the mark::
     128  | data ...  |
 
 The pages of parcels that are used again are mapped already, in both processes, which is worth four
-times the copy. So a few parcels are kept, and a sender that has filled them waits for a moment
-whether the receiver frees one. Where nobody receives, a message takes parcels that are not kept, of
-twice the size each time, so that a few hold it.
+times the copy. So a few parcels are kept. Where these are all taken, a message takes parcels that
+are not kept, of twice the size each time, so that a few hold it.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from typing import TYPE_CHECKING, Final
 
 from device_comm.shm.memory import address_of
@@ -28,8 +25,6 @@ if TYPE_CHECKING:
 SMALLEST_ROOM: Final = 64 << 10
 KEPT_ROOM: Final = 1 << 20
 KEPT_BYTES: Final = 4 << 20
-PATIENCE_SECONDS: Final = 0.0003
-"""What a receiver that keeps up needs to empty a parcel, several times over."""
 
 _TAKEN = 64
 _DATA = 128
@@ -85,18 +80,16 @@ class ParcelPool:
 
         Args:
             wanted: bytes still to be sent.
-            spare: the most room of a parcel that is not kept; 0: rather wait for one that is.
+            spare: the least room of a parcel that is not kept, unless less is wanted.
 
         Raises:
             SharedMemoryError: too little memory is free.
         """
         self._forget()
-        room = min(max(align(wanted, SMALLEST_ROOM), SMALLEST_ROOM), KEPT_ROOM)
+        room = min(align(wanted, SMALLEST_ROOM), KEPT_ROOM)
         found = self._free(room)
         if found is None and self._kept() + room <= self._kept_limit:
             return self._make(room, kept=True)
-        if found is None and spare == 0:
-            found = self._wait(room)
         return found or self._make(min(wanted, max(spare, 2 * KEPT_ROOM)), kept=False)
 
     def close(self) -> None:
@@ -110,12 +103,6 @@ class ParcelPool:
             if parcel.kept and parcel.room >= room and not parcel.taken:
                 return parcel
         return None
-
-    def _wait(self, room: int) -> SentParcel | None:
-        end = time.monotonic() + PATIENCE_SECONDS
-        while (found := self._free(room)) is None and time.monotonic() < end:
-            os.sched_yield()
-        return found
 
     def _make(self, room: int, *, kept: bool) -> SentParcel:
         parcel = SentParcel(room, kept)

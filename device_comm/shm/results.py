@@ -21,10 +21,14 @@ class Results:
     def __init__(self) -> None:
         self._pool = RecyclingPool()
 
-    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """A new contiguous tensor of ``shape``, of the dtype of ``like``."""
-        size = math.prod(shape) * like.itemsize
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A new contiguous tensor of ``shape``."""
+        size = math.prod(shape) * dtype.itemsize
         if size < RECYCLED_BYTES:
-            return like.new_empty(shape)
-        flat = torch.frombuffer(self._pool.take(size), dtype=like.dtype)
+            return torch.empty(tuple(shape), dtype=dtype)
+        flat = torch.frombuffer(self._pool.take(size), dtype=dtype)
         return flat if len(shape) == 1 else flat.view(shape)
+
+    def empty_like(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """As `empty`, of the dtype of ``like``."""
+        return self.empty(shape, like.dtype)

@@ -99,6 +99,40 @@ def test_short_and_long_ways_meet(late: int, store_path: str) -> None:
         run_ranks(N, short_and_long, store_path, board.handle(), late)
 
 
+def messages(rank: int, n: int, path: str, board: BoardHandle) -> None:
+    """Rank 0 sends to rank 1. Who finds room, or all of a message, goes the short way."""
+    with make_comm(rank, board, path) as comm:
+        if rank == 0:
+            comm.send(torch.tensor([0.0]))
+        else:
+            assert comm.recv((1,), torch.float32) == 0
+        long_way = comm._run
+        for count in (1, 1_000, 16_000, 1_000_000):
+            for late in range(2):
+                x = torch.arange(count, dtype=torch.float32) + late
+                comm.barrier()
+                if count <= 16_000 and rank <= late:
+                    comm._run = refuse  # type: ignore[method-assign]
+                if rank == late:
+                    time.sleep(0.01)
+                if rank == 0:
+                    comm.send(x)
+                    x.zero_()
+                elif late:
+                    same(comm.recv(x.shape, torch.float32), x)
+                else:
+                    out = torch.zeros(count)
+                    assert comm.recv(out=out, src=0) is out
+                    same(out, x)
+                comm._run = long_way  # type: ignore[method-assign]
+        comm.barrier()
+
+
+def test_messages_of_every_size_whoever_comes_first(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, messages, store_path, board.handle())
+
+
 def results(rank: int, n: int, path: str, board: BoardHandle) -> int:
     """Keep some results and drop many; how much the process has grown by those, in KiB."""
     with make_comm(rank, board, path) as comm:

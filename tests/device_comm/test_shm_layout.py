@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device_comm import ReduceOp
-from device_comm.shm import layout, plan, signature
+from device_comm.shm import layout, mailbox, plan, signature
 from device_comm.shm.layout import GroupLayout
 from device_comm.shm.plan import NOTHING, Plan, Planner, Span
 from device_comm.shm.steps import Status
@@ -44,6 +44,10 @@ def test_the_extension_was_built_and_agrees() -> None:
     for status in Status:
         assert getattr(_native, f"STEPS_{status.name}") == status
     assert _native.RECYCLED_BYTES == RECYCLED_BYTES
+    for name in ("POSTED", "TAKEN", "RING", "INSIDE"):
+        assert getattr(_native, f"MAILBOX_{name}") == getattr(mailbox, name)
+    for name in ("RING", "PIECE", "RESERVED", "SMALL", "LETTER"):
+        assert getattr(_native, f"MAILBOX_{name}_BYTES") == getattr(mailbox, f"{name}_BYTES")
 
 
 @given(st.integers(1, 300))

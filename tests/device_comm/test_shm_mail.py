@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from device_comm import _native
 from device_comm.shm.layout import GroupLayout
 from device_comm.shm.mail import Mail
-from device_comm.shm.mailbox import LETTERS
+from device_comm.shm.mailbox import (
+    LETTER_BYTES,
+    PIECE_BYTES,
+    RESERVED_BYTES,
+    RING_BYTES,
+    PythonMover,
+)
 from device_comm.shm.parcels import KEPT_BYTES, KEPT_ROOM, ParcelPool
 from shm_broadcast import (
     Board,
@@ -24,20 +31,37 @@ from tests.ranks import run_ranks
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from device_comm.shm.mailbox import MakeMover, Mover
+
 N = 2
 
 
-@pytest.fixture
-def mails() -> Iterator[list[Mail]]:
+def mover(board: Board, native: bool) -> MakeMover:
+    def make(box: Segment, peer: int) -> Mover:
+        if native:
+            return _native.Mailbox(box.memory, board.memory, board.doorbell_offset(peer))
+        return PythonMover(box, lambda: board.ring(peer))
+
+    return make
+
+
+@pytest.fixture(params=[(True, True), (False, False), (True, False)], ids=["C", "Python", "mixed"])
+def mails(request: pytest.FixtureRequest) -> Iterator[list[Mail]]:
     group = GroupLayout.for_ranks(N)
     with Board.create(N, 0) as board, Segment.create(group.size, "test") as segment:
-        both = [Mail(board, range(N), rank, segment, group) for rank in range(N)]
+        both = [
+            Mail(board, range(N), rank, segment, group, mover(board, request.param[rank]))
+            for rank in range(N)
+        ]
         yield both
         for mail in both:
             mail.close()
 
 
-@pytest.mark.parametrize("size", [1, 192, 193, 65_000, KEPT_ROOM, KEPT_ROOM + 1, 5 << 20])
+@pytest.mark.parametrize(
+    "size",
+    [1, 63, 64, 65, PIECE_BYTES, PIECE_BYTES + 1, RING_BYTES, KEPT_ROOM, KEPT_ROOM + 1, 5 << 20],
+)
 def test_messages_of_every_size_arrive(mails: list[Mail], size: int) -> None:
     for turn in range(3):
         x = (torch.arange(size) + turn).to(torch.uint8)
@@ -52,20 +76,51 @@ def test_messages_of_every_size_arrive(mails: list[Mail], size: int) -> None:
         assert torch.equal(out, (torch.arange(size) + turn).to(torch.uint8))
 
 
+def test_messages_go_on_where_the_ring_ends(mails: list[Mail]) -> None:
+    """Letters of 64 and 5,056 bytes: the ring's 262,144 do not hold a whole number of them."""
+    for number in range(200):
+        x = torch.full((5_000,), number % 251, dtype=torch.uint8)
+        out = torch.zeros_like(x)
+        assert mails[0].sending(x, 1, "send").advance(0)
+        assert mails[1].receiving(out, 0, "recv").advance(0)
+        assert torch.equal(out, x), number
+
+
 def test_a_full_box_makes_the_sender_wait(mails: list[Mail]) -> None:
-    for number in range(LETTERS):
+    """A number takes a letter of 64 bytes and 64 bytes of data."""
+    count = RING_BYTES // (2 * LETTER_BYTES)
+    for number in range(count):
         assert mails[0].sending(torch.tensor([number]), 1, "send").advance(0)
-    last = mails[0].sending(torch.tensor([LETTERS]), 1, "send")
+    last = mails[0].sending(torch.tensor([count]), 1, "send")
     assert not last.advance(0)
     assert not last.ready()
     assert list(last.missing()) == [1]
-    for number in range(LETTERS + 1):
+    for number in range(count + 1):
         out = torch.zeros(1, dtype=torch.int64)
         assert mails[1].receiving(out, 0, "recv").advance(0)
         assert out.item() == number
         if number == 0:
             assert last.ready()
             assert last.advance(0)
+
+
+def test_large_messages_leave_room_for_others(mails: list[Mail]) -> None:
+    """256 of them need no receiver: what does not fit the box is in parcels, or waits for some."""
+    sent = [torch.full((60_000,), number, dtype=torch.uint8) for number in range(40)]
+    for x in sent:
+        assert mails[0].sending(x, 1, "send").advance(0)
+    small = torch.arange(20)
+    for number in small.tolist():
+        assert mails[0].sending(torch.tensor([number]), 1, "send").advance(0)
+    assert RESERVED_BYTES >= (40 + 2 * 20) * LETTER_BYTES
+    for x in sent:
+        out = torch.zeros_like(x)
+        assert mails[1].receiving(out, 0, "recv").advance(0)
+        assert torch.equal(out, x)
+    for number in small.tolist():
+        out = torch.zeros(1, dtype=torch.int64)
+        assert mails[1].receiving(out, 0, "recv").advance(0)
+        assert out.item() == number
 
 
 def test_a_message_of_another_dtype_or_size_is_refused(mails: list[Mail]) -> None:
@@ -139,8 +194,11 @@ def test_crossed_blocking_sends_complete(store_path: str) -> None:
         assert run_ranks(2, crossed, store_path, board.handle()) == [[2.0] * 3, [1.0] * 3]
 
 
+MORE_THAN_FIT = 2 * RING_BYTES // (2 * LETTER_BYTES) + 3
+
+
 def many_unreceived(rank: int, n: int, path: str, board: BoardHandle) -> int:
-    count = 2 * LETTERS + 3
+    count = MORE_THAN_FIT
     with make_comm(rank, board, path) as comm:
         if rank == 0:
             works = [comm.isend(torch.tensor([number]), 1) for number in range(count)]
@@ -156,5 +214,5 @@ def many_unreceived(rank: int, n: int, path: str, board: BoardHandle) -> int:
 
 def test_more_messages_than_a_box_holds_wait_in_the_background(store_path: str) -> None:
     with Board.create(2, None) as board:
-        count = 2 * LETTERS + 3
-        assert run_ranks(2, many_unreceived, store_path, board.handle()) == [count, count]
+        handle = board.handle()
+        assert run_ranks(2, many_unreceived, store_path, handle) == [MORE_THAN_FIT] * 2

@@ -42,7 +42,7 @@ class Ends:
             rank,
             self.board.slot_offset(rank),
             tuple(self.board.doorbell_offset(member) for member in range(N)),
-            VERBS,
+            (*VERBS, "send", "recv"),
             torch.Tensor,
             ReduceOp,
             lambda shape, like: like.new_empty(shape),

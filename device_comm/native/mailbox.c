@@ -1,0 +1,113 @@
+#include "mailbox.h"
+
+#include <string.h>
+
+#include "atomics.h"
+#include "stream.h"
+
+/* Messages from this size on do not fit the caches: see steps.c. */
+#define LARGE_BYTES (8 << 20)
+
+/* The beginning of a letter; what follows is about parcels. */
+typedef struct {
+    uint8_t kind, dtype, kept, unused;
+    uint32_t fd;
+    uint64_t total, offset, used;
+} letter;
+
+typedef void (*copier)(void *to, const void *from, size_t size);
+
+static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+static uint64_t size_of_letter(uint64_t used) {
+    uint64_t lines = (used + MAILBOX_LETTER_BYTES - 1) / MAILBOX_LETTER_BYTES;
+    return MAILBOX_LETTER_BYTES + lines * MAILBOX_LETTER_BYTES;
+}
+
+static char *at(const mailbox *m, uint64_t position) {
+    return m->box + MAILBOX_RING + position % MAILBOX_RING_BYTES;
+}
+
+/* Bytes from `position` on before the ring begins anew. */
+static uint64_t before_end(uint64_t position) {
+    return MAILBOX_RING_BYTES - position % MAILBOX_RING_BYTES;
+}
+
+static void ring(const mailbox *m) {
+    gc_fence();
+    gc_ring_after_fence(m->board, m->doorbell);
+}
+
+static void write_letter(const mailbox *m, uint64_t posted, const message *x, uint64_t sent,
+                         uint64_t used) {
+    letter said = {.kind = MAILBOX_INSIDE,
+                   .dtype = (uint8_t)x->dtype,
+                   .total = x->total,
+                   .offset = sent,
+                   .used = used};
+    uint64_t data = posted + MAILBOX_LETTER_BYTES, first = smaller(used, before_end(data));
+    memcpy(at(m, posted), &said, sizeof said);
+    stream_copy(at(m, data), x->data + sent, first);
+    stream_copy(at(m, data + first), x->data + sent + first, used - first);
+    stream_end();
+}
+
+uint64_t mailbox_push(const mailbox *m, message x, uint64_t sent, uint64_t patience_ns) {
+    uint64_t posted = gc_load64(m->box, MAILBOX_POSTED), taken = gc_load64(m->box, MAILBOX_TAKEN);
+    gc_spin spin = gc_spin_for(patience_ns);
+    while (sent < x.total) {
+        uint64_t left = x.total - sent, used = smaller(left, MAILBOX_PIECE_BYTES);
+        uint64_t reserved = left <= MAILBOX_SMALL_BYTES ? 0 : MAILBOX_RESERVED_BYTES;
+        if (MAILBOX_RING_BYTES - (posted - taken) < size_of_letter(used) + reserved) {
+            uint64_t before = taken;
+            taken = gc_load64(m->box, MAILBOX_TAKEN);
+            if (taken != before)
+                spin = gc_spin_for(patience_ns);
+            else if (!gc_spin_again(&spin))
+                break;
+            continue;
+        }
+        write_letter(m, posted, &x, sent, used);
+        posted += size_of_letter(used);
+        sent += used;
+        gc_store64(m->box, MAILBOX_POSTED, posted);
+        ring(m);
+    }
+    return sent;
+}
+
+/* Whether the letter at `taken` brings what comes next; how much that is. */
+static uint64_t read_letter(const mailbox *m, uint64_t taken, const message *x, uint64_t received) {
+    letter said;
+    memcpy(&said, at(m, taken), sizeof said);
+    bool next = said.kind == MAILBOX_INSIDE && said.dtype == x->dtype && said.total == x->total &&
+                said.offset == received && said.used <= x->total - received;
+    return next ? said.used : 0;
+}
+
+uint64_t mailbox_pull(const mailbox *m, message x, uint64_t received, uint64_t spin_ns) {
+    uint64_t taken = gc_load64(m->box, MAILBOX_TAKEN), posted = taken;
+    copier copy = x.total >= LARGE_BYTES ? stream_copy : (copier)memcpy;
+    gc_spin spin = gc_spin_for(spin_ns);
+    while (received < x.total) {
+        if (taken == posted) {
+            posted = gc_load64(m->box, MAILBOX_POSTED);
+            if (taken != posted)
+                spin = gc_spin_for(spin_ns);
+            else if (!gc_spin_again(&spin))
+                break;
+            continue;
+        }
+        uint64_t used = read_letter(m, taken, &x, received);
+        if (used == 0) break;
+        uint64_t data = taken + MAILBOX_LETTER_BYTES, first = smaller(used, before_end(data));
+        copy(x.data + received, at(m, data), first);
+        copy(x.data + received + first, at(m, data + first), used - first);
+        taken += size_of_letter(used);
+        received += used;
+        gc_store64(m->box, MAILBOX_TAKEN, taken);
+        ring(m);
+    }
+    stream_end();
+    return received;
+}
