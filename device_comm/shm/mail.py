@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from device_comm.shm.mailbox import PARCEL, Inbox, Letter, Outbox
+from device_comm.shm.mailbox import PARCEL, SMALL_BYTES, Inbox, Letter, Outbox
 from device_comm.shm.memory import copy
 from device_comm.shm.parcels import ParcelPool, ReceivedParcels, SentParcel
 from device_comm.shm.signature import DTYPE_CODES
@@ -153,23 +153,28 @@ class Sending:
             )
             if self._sent == self._total:
                 return True
-            if not self._box.has_room():
+            if not self.ready():
                 return False
-            parcel = self._parcels.take(self._total - self._sent, spare)
-            self._post(parcel)
-            patience, spare = 0, 0 if parcel.kept else 2 * parcel.room
+            if self._left > SMALL_BYTES:
+                parcel = self._parcels.take(self._left, spare)
+                self._post(parcel)
+                patience, spare = 0, 0 if parcel.kept else 2 * parcel.room
 
     def ready(self) -> bool:
-        """Whether there is room."""
-        return self._box.has_room()
+        """Whether there is room: for a letter about a parcel, unless that is not worth it."""
+        return self._box.has_room(self._left if self._left <= SMALL_BYTES else 0)
 
     def missing(self) -> tuple[int, ...]:
         """The receiver."""
         return (self._member,)
 
+    @property
+    def _left(self) -> int:
+        return self._total - self._sent
+
     def _post(self, parcel: SentParcel) -> None:
         """Send in ``parcel`` what goes into it."""
-        used = min(self._total - self._sent, parcel.room)
+        used = min(self._left, parcel.room)
         copy(parcel.address, self._address + self._sent, used)
         parcel.mark(taken=True)
         fd, size, nonce = parcel.handle.fd, parcel.handle.size, parcel.handle.nonce

@@ -213,9 +213,10 @@ class Outbox:
         group.words.store32(place + MAILBOX_OPEN, 1)
         ring()
 
-    def has_room(self) -> bool:
-        """Whether a letter about a parcel can be posted."""
-        return RING_BYTES - (self._words.load64(POSTED) - self._words.load64(TAKEN)) >= LETTER_BYTES
+    def has_room(self, inside: int) -> bool:
+        """Whether a letter can be posted with ``inside`` bytes in it, reserved room included."""
+        room = RING_BYTES - (self._words.load64(POSTED) - self._words.load64(TAKEN))
+        return room >= LETTER_BYTES + align(inside, LETTER_BYTES)
 
     @property
     def empty(self) -> bool:

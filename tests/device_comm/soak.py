@@ -11,6 +11,7 @@ import random
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +35,7 @@ DTYPES = [
 ]
 SIZES = [1, 2, 7, 64, 255, 1024, 5000, 20_000]
 LARGE = [70_000, 200_001]
+SALTS = 8
 UNDER_WAY = 6
 """How many asynchronous operations may wait to be waited for."""
 
@@ -91,7 +93,7 @@ def _draw(dice: random.Random, salt: int, group_sizes: Sequence[int]) -> Step:
         tuple(dice.randrange(200) for _ in range(n)),
         dice.random() < 0.3,
         dice.randrange(n) if dice.random() < 0.02 else -1,
-        salt % 97,
+        salt % SALTS,
     )
 
 
@@ -126,9 +128,15 @@ def run(steps: Sequence[Step], comms: Sequence[DeviceCommunicator | None]) -> in
     return done
 
 
+@lru_cache(maxsize=2_000)
+def _values(rank: int, count: int, dtype: torch.dtype, salt: int) -> Tensor:
+    """As `values`; nobody may change them."""
+    return values(rank, (count,), dtype, salt)
+
+
 def _inputs(comm: DeviceCommunicator, step: Step, parts: int = 1) -> list[Tensor]:
-    shape = (parts * step.count,)
-    return [values(rank, shape, step.dtype, step.salt) for rank in range(comm.world_size)]
+    count = parts * step.count
+    return [_values(rank, count, step.dtype, step.salt) for rank in range(comm.world_size)]
 
 
 def _check(step: Step, answer: object, expected: Tensor | None, x: Tensor) -> Callable[[], None]:
@@ -168,7 +176,7 @@ def _all_gather(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
 
 
 def _all_gatherv(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
-    inputs = [values(rank, (size,), step.dtype, step.salt) for rank, size in enumerate(step.sizes)]
+    inputs = [_values(rank, size, step.dtype, step.salt) for rank, size in enumerate(step.sizes)]
     x = inputs[comm.rank].clone()
     answer = comm.all_gatherv(x, sizes=step.sizes, async_op=step.later)
     return _check(step, answer, torch.cat(inputs), x)
@@ -183,7 +191,7 @@ def _reduce_scatter(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
 
 def _reduce_scatterv(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
     inputs = [
-        values(rank, (sum(step.sizes),), step.dtype, step.salt) for rank in range(comm.world_size)
+        _values(rank, sum(step.sizes), step.dtype, step.salt) for rank in range(comm.world_size)
     ]
     x = inputs[comm.rank].clone()
     expected = reduced(inputs, step.op).split(list(step.sizes))[comm.rank]
@@ -202,7 +210,7 @@ def _all_to_all_uneven(comm: DeviceCommunicator, step: Step) -> Callable[[], Non
     """Rank r gives ``sizes[r] % (j + 2)`` elements to rank j."""
     n = comm.world_size
     table = [[size % (j + 2) for j in range(n)] for size in step.sizes]
-    inputs = [values(r, (sum(table[r]),), step.dtype, step.salt) for r in range(n)]
+    inputs = [_values(r, sum(table[r]), step.dtype, step.salt) for r in range(n)]
     x = inputs[comm.rank].clone()
     takes = [table[r][comm.rank] for r in range(n)]
     expected = torch.cat([inputs[r].split(table[r])[comm.rank] for r in range(n)])
@@ -248,7 +256,7 @@ def _barrier(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
 
 
 def _message(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
-    x = values(step.root, (step.count,), step.dtype, step.salt)
+    x = _values(step.root, step.count, step.dtype, step.salt)
     if comm.rank == step.root:
         answer = comm.isend(x, step.receiver) if step.later else comm.send(x, step.receiver)
         return _check(step, answer, None, x)

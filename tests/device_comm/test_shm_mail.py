@@ -104,6 +104,27 @@ def test_a_full_box_makes_the_sender_wait(mails: list[Mail]) -> None:
             assert last.advance(0)
 
 
+def test_small_messages_take_no_parcel_when_room_comes_late(mails: list[Mail]) -> None:
+    """Between the look that finds no room and the next one, the receiver makes some."""
+    for number in range(RING_BYTES // (2 * LETTER_BYTES)):
+        assert mails[0].sending(torch.tensor([number]), 1, "send").advance(0)
+    last, outbox = mails[0].sending(torch.tensor([-1]), 1, "send"), mails[0].outbox(1)
+    mover, pushed = outbox.mover, []
+
+    class LateRoom:
+        def push(self, *given: int) -> int:
+            sent = mover.push(*given)
+            if not pushed:
+                mails[1].receiving(torch.zeros(1, dtype=torch.int64), 0, "recv").advance(0)
+            pushed.append(sent)
+            return sent
+
+    outbox.mover = LateRoom()  # type: ignore[assignment]
+    assert last.advance(0)
+    assert pushed == [0, 8]
+    assert mails[0].parcels.size == 0
+
+
 def test_large_messages_leave_room_for_others(mails: list[Mail]) -> None:
     """256 of them need no receiver: what does not fit the box is in parcels, or waits for some."""
     sent = [torch.full((60_000,), number, dtype=torch.uint8) for number in range(40)]
