@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from tests.mutants.catalogue import MUTANTS, Mutant
+from tests.mutants.kernels import KERNEL_MUTANTS
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 180.0
@@ -22,7 +23,7 @@ LIMIT = 180.0
 
 def main(wanted: list[str]) -> int:
     survived = 0
-    for mutant in MUTANTS:
+    for mutant in (*MUTANTS, *KERNEL_MUTANTS):
         if wanted and not mutant.promise.startswith(tuple(wanted)):
             continue
         verdict = judge(mutant)

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.catalogue import MUTANTS, Mutant
+from tests.mutants.kernels import KERNEL_MUTANTS
 
 ROOT = Path(__file__).parents[2]
+ALL = (*MUTANTS, *KERNEL_MUTANTS)
 PROMISES = {f"Q{number}" for number in range(1, 14)} | {f"N{number}" for number in range(1, 4)}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.promise)
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.promise)
 def test_a_mutant_applies(mutant: Mutant) -> None:
     assert (ROOT / mutant.file).read_text().count(mutant.old) == 1
     assert mutant.new != mutant.old
