@@ -33,19 +33,20 @@ class Total {
     /* What is not a number stays so. */
     DEVICE void add(u32 op, Vector cell) {
         switch (op) {
-            case OP_PRODUCT: return fold(cell, [](float a, float b) { return a * b; });
+            case OP_PRODUCT: return fold(cell, product_of);
             case OP_MIN:
-                return fold(cell, [](float a, float b) { return b < a || b != b ? b : a; });
+                return fold(cell, [](float a, float b) { return is_less(b, a) || b != b ? b : a; });
             case OP_MAX:
-                return fold(cell, [](float a, float b) { return b > a || b != b ? b : a; });
-            default: return fold(cell, [](float a, float b) { return a + b; }); /* averages, too */
+                return fold(cell, [](float a, float b) { return is_less(a, b) || b != b ? b : a; });
+            default: return fold(cell, sum_of); /* averages, too */
         }
     }
 
     DEVICE Vector result(u32 op, u32 ranks) const {
         Vector cell = {0, 0};
         UNROLL for (u32 k = 0; k < COUNT; k++) {
-            float value = op == OP_AVG ? values_[k] / static_cast<float>(ranks) : values_[k];
+            float value = values_[k];
+            if (op == OP_AVG) value = quotient_of(value, static_cast<float>(ranks));
             u64 bits = static_cast<u64>(Number::narrow(value)) << shift(k);
             (k < COUNT / 2 ? cell.low : cell.high) |= bits;
         }

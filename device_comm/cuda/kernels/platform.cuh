@@ -81,6 +81,33 @@ DEVICE Pair load_relaxed(const char *from) {
 DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 bits_of_float(float value) { return __float_as_uint(value); }
 
+/* Single precision with all its small numbers, which operators would make zeros: CuPy compiles with
+ * -ftz=true. */
+DEVICE float sum_of(float a, float b) {
+    float sum;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+    return sum;
+}
+
+DEVICE float product_of(float a, float b) {
+    float product;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+    return product;
+}
+
+DEVICE float quotient_of(float a, float b) {
+    float quotient;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
+    return quotient;
+}
+
+DEVICE bool is_less(float a, float b) {
+    u32 yes;
+    asm("{.reg .pred less; setp.lt.f32 less, %1, %2; selp.u32 %0, 1, 0, less;}"
+        : "=r"(yes) : "f"(a), "f"(b));
+    return yes;
+}
+
 /* Half precision, rounded to the nearest, ties to even. */
 DEVICE float float_of_float16(u16 bits) {
     float value;

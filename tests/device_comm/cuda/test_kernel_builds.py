@@ -32,6 +32,8 @@ def test_nvcc_compiles_them_without_spills(tmp_path: Path) -> None:
     command = ["nvcc", "-std=c++17", "-fatbin", "-Werror", "all-warnings", "--ptxas-options=-v"]
     command += [f"-gencode=arch=compute_{number},code=sm_{number}" for number in ARCHITECTURES]
     command += ["--threads=0", "-o", str(tmp_path / "kernels.fatbin"), str(source)]
+    # CuPy adds this one to our options, and nothing can be said against it.
+    command += ["-ftz=true", "--keep", f"--keep-dir={tmp_path}"]
     done = subprocess.run(
         command, capture_output=True, check=False, text=True, timeout=COMPILE_SECONDS
     )
@@ -43,6 +45,12 @@ def test_nvcc_compiles_them_without_spills(tmp_path: Path) -> None:
     assert len(used) == len(expected) and max(used) <= MAX_REGISTERS
     spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
     assert spilled and set(spilled) == {("0", "0")}
+    texts = [text.read_text() for text in tmp_path.glob("*.ptx")]
+    assert len(texts) == len(ARCHITECTURES)
+    for text in texts:
+        assert "div.rn.f32" in text
+        flushing = set(re.findall(r"(\S+)\.ftz\b", text))
+        assert flushing <= {"setp.nan"}, "small numbers become zeros"
 
 
 def test_nvrtc_compiles_them() -> None:

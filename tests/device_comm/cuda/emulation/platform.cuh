@@ -153,6 +153,11 @@ inline u32 bits_of_float(float value) {
     return bits;
 }
 
+inline float sum_of(float a, float b) { return a + b; }
+inline float product_of(float a, float b) { return a * b; }
+inline float quotient_of(float a, float b) { return a / b; }
+inline bool is_less(float a, float b) { return a < b; }
+
 inline float float_of_float16(u16 bits) {
     _Float16 half;
     std::memcpy(&half, &bits, sizeof half);
