@@ -176,7 +176,6 @@ class Sending:
         """Send in ``parcel`` what goes into it."""
         used = min(self._left, parcel.room)
         copy(parcel.address, self._address + self._sent, used)
-        parcel.mark(taken=True)
         fd, size, nonce = parcel.handle.fd, parcel.handle.size, parcel.handle.nonce
         self._box.post(
             Letter(PARCEL, self._dtype, parcel.kept, fd, self._total, self._sent, used, size, nonce)
@@ -246,7 +245,7 @@ class Receiving:
 
     def _pull(self, spin_ns: int) -> bool:
         """Take what has come inside letters; whether that is all."""
-        mover = self._box.mover
+        mover = self._box.find_mover()
         if mover is not None:
             self._received = mover.pull(
                 self._address, self._total, self._dtype, self._received, spin_ns

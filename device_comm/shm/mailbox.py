@@ -236,7 +236,11 @@ class Outbox:
 
 
 class Inbox:
-    """The receiver's end."""
+    """The receiver's end.
+
+    Attributes:
+        mover: moves messages out of the box; None before the box was found.
+    """
 
     def __init__(
         self,
@@ -254,18 +258,17 @@ class Inbox:
         self._make_mover = make_mover
         self._ring = ring
         self._box: Segment | None = None
-        self._mover: Mover | None = None
+        self.mover: Mover | None = None
         self._sender: SegmentHandle
 
-    @property
-    def mover(self) -> Mover | None:
-        """Moves messages out of the box; None before the sender has made it.
+    def find_mover(self) -> Mover | None:
+        """The mover; looks for the box. None before the sender has made it.
 
         Raises:
             SharedMemoryError: the sender had ended before the box was found.
         """
         self._open()
-        return self._mover
+        return self.mover
 
     def readable(self) -> bool:
         """Whether a letter is there, or will never be.
@@ -314,7 +317,7 @@ class Inbox:
             )
             self._sender = SegmentHandle(pid, start, fd, nonce, size)
             self._box = Segment.attach(self._sender)
-            self._mover = self._make_mover(self._box, self._peer)
+            self.mover = self._make_mover(self._box, self._peer)
         return self._box
 
 

@@ -1,6 +1,6 @@
 """Memory of its own for data that does not fit a box, used again and again.
 
-A parcel is a segment: its sender fills it and marks it as taken, posts a letter about it, and does
+A parcel is a segment: its sender marks it as taken and fills it, posts a letter about it, and does
 not touch it before the receiver has copied it out and freed the mark::
 
     64   | taken u32 |
@@ -13,6 +13,7 @@ are not kept, of twice the size each time, so that a few hold it.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Final
 
 from device_comm.shm.memory import address_of
@@ -58,25 +59,28 @@ class SentParcel(Parcel):
 
 
 class ParcelPool:
-    """The parcels that one rank sends."""
+    """The parcels that one rank sends. Thread-safe: lanes to several ranks go on at once."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         """Keep parcels with room for ``kept_bytes``."""
         self._kept_limit = kept_bytes
         self._parcels: list[SentParcel] = []
+        self._lock = threading.Lock()
 
     @property
     def size(self) -> int:
         """Bytes of all parcels, in use and kept."""
-        return sum(parcel.segment.size for parcel in self._parcels)
+        with self._lock:
+            return sum(parcel.segment.size for parcel in self._parcels)
 
     @property
     def waiting(self) -> bool:
         """Whether a parcel has not been emptied."""
-        return any(parcel.taken for parcel in self._parcels)
+        with self._lock:
+            return any(parcel.taken for parcel in self._parcels)
 
     def take(self, wanted: int, spare: int) -> SentParcel:
-        """A free parcel with room for ``wanted`` bytes, or for a good part of them.
+        """A parcel with room for ``wanted`` bytes, or for a good part of them, marked as taken.
 
         Args:
             wanted: bytes still to be sent.
@@ -85,18 +89,25 @@ class ParcelPool:
         Raises:
             SharedMemoryError: too little memory is free.
         """
-        self._forget()
+        with self._lock:
+            self._forget()
+            parcel = self._free_or_new(wanted, spare)
+            parcel.mark(taken=True)
+            return parcel
+
+    def close(self) -> None:
+        """Let go of all. What receivers have found already, they can still copy out."""
+        with self._lock:
+            for parcel in self._parcels:
+                parcel.segment.close()
+            self._parcels.clear()
+
+    def _free_or_new(self, wanted: int, spare: int) -> SentParcel:
         room = min(align(wanted, SMALLEST_ROOM), KEPT_ROOM)
         found = self._free(room)
         if found is None and self._kept() + room <= self._kept_limit:
             return self._make(room, kept=True)
         return found or self._make(min(wanted, max(spare, 2 * KEPT_ROOM)), kept=False)
-
-    def close(self) -> None:
-        """Let go of all. What receivers have found already, they can still copy out."""
-        for parcel in self._parcels:
-            parcel.segment.close()
-        self._parcels.clear()
 
     def _free(self, room: int) -> SentParcel | None:
         for parcel in self._parcels:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -109,7 +111,8 @@ def test_small_messages_take_no_parcel_when_room_comes_late(mails: list[Mail]) -
     for number in range(RING_BYTES // (2 * LETTER_BYTES)):
         assert mails[0].sending(torch.tensor([number]), 1, "send").advance(0)
     last, outbox = mails[0].sending(torch.tensor([-1]), 1, "send"), mails[0].outbox(1)
-    mover, pushed = outbox.mover, []
+    mover = outbox.mover
+    pushed: list[int] = []
 
     class LateRoom:
         def push(self, *given: int) -> int:
@@ -170,16 +173,11 @@ def test_a_sender_that_closes(mails: list[Mail]) -> None:
 def test_parcels_are_used_again_and_bounded() -> None:
     pool = ParcelPool()
     first = pool.take(KEPT_ROOM, 0)
-    first.mark(taken=True)
     second = pool.take(KEPT_ROOM, 0)
     assert second is not first
     first.mark(taken=False)
     assert pool.take(KEPT_ROOM, 0) is first
-    many = []
-    for _ in range(8):
-        parcel = pool.take(KEPT_ROOM, 0)
-        parcel.mark(taken=True)
-        many.append(parcel)
+    many = [first, second, *(pool.take(KEPT_ROOM, 0) for _ in range(6))]
     assert [parcel.kept for parcel in many] == [True] * 4 + [False] * 4
     for parcel in many:
         parcel.mark(taken=False)
@@ -188,6 +186,33 @@ def test_parcels_are_used_again_and_bounded() -> None:
     assert pool.size <= KEPT_BYTES + pages
     pool.close()
     assert pool.size == 0
+
+
+def test_threads_that_send_to_different_ranks_take_different_parcels() -> None:
+    """The caller sends to one rank while the progress thread goes on sending to another."""
+    pool = ParcelPool()
+    problems: list[str] = []
+
+    def send(mark: int) -> None:
+        try:
+            for turn in range(200):
+                parcel = pool.take(KEPT_ROOM // 2, 0)
+                memory = parcel.segment.memory[-parcel.room :]
+                memory[0] = mark
+                time.sleep(0)
+                if memory[0] != mark or parcel.segment.closed:
+                    problems.append(f"turn {turn}: another thread uses or forgets this parcel")
+                parcel.mark(taken=False)
+        except BaseException as error:  # noqa: BLE001 - shown below
+            problems.append(repr(error))
+
+    threads = [threading.Thread(target=send, args=(mark,)) for mark in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pool.close()
+    assert problems == []
 
 
 def test_a_message_that_nobody_receives_takes_few_parcels(mails: list[Mail]) -> None:
