@@ -202,7 +202,8 @@ class ShmComm(DirectVerbs, PlannedVerbs):
     def _short_message(
         self, verb: str, x: Tensor, peer: int, timeout: float | Deadline | None
     ) -> Any:
-        lane = self._mail_lanes.get((verb, peer))
+        # True and 1.0 would be found for 1.
+        lane = self._mail_lanes.get((verb, peer)) if type(peer) is int else None
         if lane is None or lane.busy or (direct := self._directly(timeout)) is None:
             return NotImplemented
         sends, mail = verb == "send", self._mail

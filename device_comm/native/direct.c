@@ -128,8 +128,8 @@ void direct_await_only(Comm *self, size_t root) {
     p->awaits[root] = root != self->steps.rank;
 }
 
-/* From memory that is recycled. */
-static PyObject *make_large(Comm *self, PyObject *x, shape wanted) {
+/* A new tensor of the dtype of `x` and of a shape, from memory that is recycled. */
+static PyObject *allocate(Comm *self, PyObject *x, shape wanted) {
     PyObject *sizes = PyTuple_New(wanted.like->ndim);
     for (int i = 0; sizes != NULL && i < wanted.like->ndim; i++) {
         PyObject *number = PyLong_FromUnsignedLongLong(shape_size(wanted, i));
@@ -141,11 +141,10 @@ static PyObject *make_large(Comm *self, PyObject *x, shape wanted) {
     return made;
 }
 
-/* A new tensor of the dtype of `x` and of a shape, and where it lies. */
-static PyObject *make_result(Comm *self, PyObject *x, shape wanted, char **data) {
-    if (shape_bytes(wanted) < RECYCLED_BYTES) return tensor_new(self->reader, wanted, data);
+/* The same, and where it lies. */
+static PyObject *make_large(Comm *self, PyObject *x, shape wanted, char **data) {
     tensor described;
-    PyObject *made = make_large(self, x, wanted);
+    PyObject *made = allocate(self, x, wanted);
     if (made != NULL && !direct_describe(self, made, &described)) {
         PyErr_SetString(PyExc_TypeError, "the result's memory is not plain");
         Py_CLEAR(made);
@@ -161,9 +160,15 @@ void direct_start(Comm *self, int verb) {
 }
 
 PyObject *direct_make(Comm *self, int verb, PyObject *x, PyObject *out, shape wanted,
-                                tensor *result) {
+                      tensor *result) {
+    if (out == Py_None && shape_bytes(wanted) >= RECYCLED_BYTES) {
+        /* Python may find no memory, or be interrupted: not when the others are in it already. */
+        PyObject *made = make_large(self, x, wanted, &result->data);
+        if (made != NULL) direct_start(self, verb);
+        return made;
+    }
     direct_start(self, verb);
-    return out != Py_None ? Py_NewRef(out) : make_result(self, x, wanted, &result->data);
+    return out != Py_None ? Py_NewRef(out) : tensor_new(self->reader, wanted, &result->data);
 }
 
 PyObject *direct_run(Comm *self, PyObject *source, PyObject *result, uint64_t bytes) {

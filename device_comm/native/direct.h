@@ -52,8 +52,9 @@ void direct_await_only(Comm *self, size_t root);
 /* Begins the plan. */
 void direct_start(Comm *self, int verb);
 
-/* Begins the plan, and finds room for the result while the others come. Returns a new reference
- * to the tensor that is to be filled, `out` if that is not None, and puts its data in `result`. */
+/* Begins the plan, and finds room for the result: for a small one while the others come. Returns a
+ * new reference to the tensor that is to be filled, `out` if that is not None, and puts its data in
+ * `result`; or NULL with an error set. */
 PyObject *direct_make(Comm *self, int verb, PyObject *x, PyObject *out, shape wanted,
                       tensor *result);
 

@@ -17,6 +17,8 @@ typedef struct {
 
 typedef void (*copier)(void *to, const void *from, size_t size);
 
+static void plain_copy(void *to, const void *from, size_t size) { memcpy(to, from, size); }
+
 static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 static uint64_t size_of_letter(uint64_t used) {
@@ -87,7 +89,7 @@ static uint64_t read_letter(const mailbox *m, uint64_t taken, const message *x, 
 
 uint64_t mailbox_pull(const mailbox *m, message x, uint64_t received, uint64_t spin_ns) {
     uint64_t taken = gc_load64(m->box, MAILBOX_TAKEN), posted = taken;
-    copier copy = x.total >= LARGE_BYTES ? stream_copy : (copier)memcpy;
+    copier copy = x.total >= LARGE_BYTES ? stream_copy : plain_copy;
     gc_spin spin = gc_spin_for(spin_ns);
     while (received < x.total) {
         if (taken == posted) {

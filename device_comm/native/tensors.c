@@ -162,10 +162,11 @@ bool tensor_overlaps(const tensor *a, const tensor *b) {
 }
 
 int tensor_dim(PyObject *object, const tensor *x) {
-    long dim = PyLong_CheckExact(object) ? PyLong_AsLong(object) : x->ndim;
-    PyErr_Clear();
+    if (!PyLong_CheckExact(object)) return -1;
+    int overflow;
+    long dim = PyLong_AsLongAndOverflow(object, &overflow);
     if (dim < 0) dim += x->ndim;
-    return dim < 0 || dim >= x->ndim ? -1 : (int)dim;
+    return overflow || dim < 0 || dim >= x->ndim ? -1 : (int)dim;
 }
 
 int tensor_leading_dim(PyObject *object, const tensor *x) {

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import resource
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from shm_broadcast import Board, BoardHandle
-from shm_broadcast.errors import DivergenceError
+from shm_broadcast.errors import DivergenceError, GroupAbortedError, PeerLostError
+from shm_broadcast.recycling import RECYCLED_BYTES
 from tests.device_comm.oracle import same
 from tests.device_comm.shm_ranks import make_comm
 from tests.ranks import run_ranks
@@ -156,6 +158,78 @@ def test_results_live_as_long_as_they_are_held(store_path: str) -> None:
     """500 results of 128 KiB would be 64,000 KiB."""
     with Board.create(2, None) as board:
         assert max(run_ranks(2, results, store_path, board.handle())) < 8_000
+
+
+def wrong_arguments(rank: int, n: int, path: str, board: BoardHandle) -> None:
+    """After a plain message, so that there is a short way to rank 1."""
+    with make_comm(rank, board, path) as comm:
+        x = torch.ones(1, 4)
+        comm.all_gather(x)
+        for dim in (2**63, -(2**70)):
+            for verb in (comm.all_gather, comm.reduce_scatter, comm.all_to_all, comm.gather):
+                with pytest.raises(ValueError, match="dim"):
+                    verb(x, dim=dim)
+        if rank == 1:
+            same(comm.recv(x.shape, x.dtype), x)
+            for src in (False, 0.0):
+                with pytest.raises(TypeError, match="src must be a rank"):
+                    comm.recv(x.shape, x.dtype, src)  # type: ignore[arg-type]
+        else:
+            comm.send(x)
+            for dst in (True, 1.0):
+                with pytest.raises(TypeError, match="dst must be a rank"):
+                    comm.send(x, dst)  # type: ignore[arg-type]
+        comm.barrier()
+
+
+def test_wrong_arguments_are_refused_the_short_way_too(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, wrong_arguments, store_path, board.handle())
+
+
+def no_memory(rank: int, n: int, path: str, board: BoardHandle) -> None:
+    """Rank 0 finds no memory for its results, and tries again; the other one waits meanwhile."""
+    with make_comm(rank, board, path, timeout=5.0) as comm:
+
+        def fail(*_: object) -> torch.Tensor:
+            raise MemoryError
+
+        x = torch.full((RECYCLED_BYTES // 4,), rank + 1.0)
+        for _ in range(2):
+            if rank == 0:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(comm._results, "empty", fail)
+                    for verb in (comm.all_reduce, comm.gather, comm.broadcast):
+                        with pytest.raises(MemoryError):
+                            verb(x)
+            same(comm.all_reduce(x), torch.full_like(x, 3.0))
+            row = comm.gather(x)
+            assert rank == 1 or torch.equal(row, torch.tensor([1.0, 2.0]).repeat_interleave(len(x)))
+
+
+def test_a_result_without_memory_has_not_begun(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, no_memory, store_path, board.handle())
+
+
+def box_never_found(rank: int, n: int, path: str, board: BoardHandle) -> None:
+    closed = Path(f"{path}.closed")
+    with make_comm(rank, board, path) as comm:
+        if rank == 1:
+            comm.send(torch.ones(1))
+            comm.close()
+            closed.touch()
+            return
+        while not closed.exists():
+            time.sleep(0.001)
+        for error in (PeerLostError, GroupAbortedError):
+            with pytest.raises(error):
+                comm.recv((1,), torch.float32)
+
+
+def test_after_a_box_was_not_found_the_group_is_aborted(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, box_never_found, store_path, board.handle())
 
 
 def one_gives_sizes(rank: int, n: int, path: str, board: BoardHandle) -> str:
