@@ -242,7 +242,8 @@ class CupyDriver:
     # --- common --------------------------------------------------------------------------
 
     def _external(self, stream: int) -> torch.cuda.Stream:
-        return torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
+        # not ExternalStream: of 0, the default stream, that makes a new one
+        return torch.cuda.get_stream_from_external(stream, self.device)
 
     def _event(self, stream: int) -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -6,9 +6,11 @@ import ast
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from device_comm.cuda import cupy_driver, kernel_source
 from device_comm.cuda.driver import Driver
@@ -80,6 +82,19 @@ def test_without_cupy_or_a_device_it_says_why(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cupy_driver, "_missing", "No module named 'cupy'")
     with pytest.raises(DeviceError, match="import cupy: No module named 'cupy'"):
         cupy_driver.CupyDriver(0)
+
+
+def test_the_default_stream_is_marked_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.cuda.ExternalStream(0)`` is a new stream (pytorch issue 182960)."""
+    recorded: list[object] = []
+    monkeypatch.setattr(torch.cuda, "get_stream_from_external", lambda *given: given)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=recorded.append))
+    driver = object.__new__(cupy_driver.CupyDriver)
+    driver.device = torch.device("cuda", 3)
+    for stream in (0, 0x5000):
+        driver.mark(stream)
+    assert recorded == [(0, driver.device), (0x5000, driver.device)]
 
 
 def test_the_kernels_as_one_text() -> None:
