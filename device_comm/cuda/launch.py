@@ -82,7 +82,8 @@ class Limits:
     def for_ranks(cls, world_size: int, *, ranks_on_device: int = 1) -> Self:
         """Sizes before anything was measured, with ``ranks_on_device`` ranks on the fullest."""
         one_shot = {2: 8 << 20, 3: 512 << 10, 4: 512 << 10}.get(world_size, 256 << 10)
-        return cls(max_blocks=max(36 // ranks_on_device, 1), one_shot_up_to=one_shot)
+        blocks = max(36 // ranks_on_device, abi.MAX_LANES)
+        return cls(max_blocks=blocks, one_shot_up_to=one_shot)
 
 
 class Launch(NamedTuple):

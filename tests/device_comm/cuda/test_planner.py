@@ -177,8 +177,16 @@ def test_limits_that_cannot_be() -> None:
         with pytest.raises(ValueError, match=f"{name} must be from"):
             Limits(**{name: wrong})
     with pytest.raises(ValueError, match="8 lanes do not fit into 4 blocks"):
-        planner(limits=Limits.for_ranks(4, ranks_on_device=8))
-    assert Limits.for_ranks(8, ranks_on_device=8).max_blocks == 4
+        planner(limits=Limits(max_blocks=4))
+
+
+@pytest.mark.parametrize("n", range(2, abi.MAX_RANKS + 1))
+def test_limits_for_ranks_that_share_a_device(n: int) -> None:
+    limits = Limits.for_ranks(n, ranks_on_device=n)
+    assert n * limits.max_blocks <= 64  # multiprocessors; larger devices have more than 100
+    layout = abi.RegionLayout(n)
+    Planner(abi.Group((0,) * n, 0, 0, layout, 0), limits)  # does not refuse
+    assert Limits.for_ranks(n).max_blocks == 36
 
 
 def test_every_kernel_is_warmed_up_for_nobody() -> None:
