@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
+
+_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED in cuda.h."""
 
 
 class Mark(Protocol):
@@ -80,7 +87,25 @@ class _CudaMark:
         self._device = stream.device
 
     def passed(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        with _beside_captures():
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def follow(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+@contextmanager
+def _beside_captures() -> Iterator[None]:
+    """Let this thread look at events while another one captures: else that ends the capture."""
+    exchange = _driver().cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
