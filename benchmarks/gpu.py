@@ -10,7 +10,6 @@ written once. With all ranks on one device, it is a share of the device's copy l
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu_world import (
-    CONNECTIONS,
     WAYS,
     Rank,
     device_facts,
     mps,
     require_gpu,
+    run_side_by_side,
     run_world,
 )
 from benchmarks.harness import Report, machine, parser, summarise
@@ -187,11 +186,11 @@ def main() -> int:
     options.add_argument("--ranks", default="2,4,8", help="how many, such as 2,4 (default 2,4,8)")
     options.add_argument("--ways", default=",".join(WAYS), help="streams, processes or both")
     arguments = options.parse_args()
+    run_side_by_side()
     missing = require_gpu()
     if missing:
         print(f"benchmarks.gpu: error: {missing}", file=sys.stderr)
         return 2
-    os.environ[CONNECTIONS] = "32"  # as many streams as that side by side, without a queue shared
     sizes = QUICK_SIZES if arguments.quick else SIZES
     verbs = [verb for verb in (QUICK_VERBS if arguments.quick else VERBS) if arguments.only in verb]
     works = [Work(verb, size) for verb in verbs if verb != "barrier" for size in sizes]

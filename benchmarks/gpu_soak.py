@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -17,7 +16,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.gpu_world import CONNECTIONS, WAYS, Rank, device_facts, require_gpu, run_world
+from benchmarks.gpu_world import (
+    WAYS,
+    Rank,
+    device_facts,
+    require_gpu,
+    run_side_by_side,
+    run_world,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,11 +97,11 @@ def main() -> int:
     options.add_argument("--profile", action="store_true", help="let a profiler see the replays")
     options.add_argument("--json", type=Path, help="write the report there")
     arguments = options.parse_args()
+    run_side_by_side()
     missing = require_gpu()
     if missing:
         print(f"benchmarks.gpu_soak: error: {missing}", file=sys.stderr)
         return 2
-    os.environ[CONNECTIONS] = "32"
     report: dict[str, object] = {**device_facts()}
     wrong = 0.0
     for way in arguments.ways.split(","):

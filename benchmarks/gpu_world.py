@@ -44,7 +44,8 @@ Body = Callable[..., Any]
 WAYS = ("streams", "processes")
 OTHERS = ("NCCL", "torch's NCCL", "symmetric memory")
 _SET_UP = 60.0
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_SIDE_BY_SIDE = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+"""As many streams as that without a queue shared; no kernel is loaded while others wait."""
 
 
 @dataclass
@@ -85,6 +86,15 @@ class Rank:
         """Wait on the host until every rank is here and its stream is idle."""
         self.stream.synchronize()
         self.swap(b"")
+
+
+def run_side_by_side() -> None:
+    """Let the kernels of ranks that are threads wait for each other. To be called first of all.
+
+    CUDA reads the environment when it starts. To load a kernel, it may wait for all that run.
+    """
+    for name, value in _SIDE_BY_SIDE.items():
+        os.environ.setdefault(name, value)
 
 
 def require_gpu() -> str:
