@@ -32,7 +32,13 @@ class SideStream(Protocol):
         """Let the current stream wait for all that this one has been given."""
 
     def mark(self) -> Callable[[], bool]:
-        """Whether the device has done all that this one has been given by now; never blocks."""
+        """Whether the device has done all that this one has been given by now; never blocks.
+
+        Neither this nor what it returns may be called while `captured`.
+        """
+
+    def captured(self) -> bool:
+        """Whether what the current stream is given goes into a graph."""
 
 
 class CudaSideStream:
@@ -57,6 +63,10 @@ class CudaSideStream:
         """As `SideStream.mark`."""
         event = self._stream.record_event()
         return event.query  # type: ignore[no-any-return]
+
+    def captured(self) -> bool:
+        """As `SideStream.captured`."""
+        return torch.cuda.is_current_stream_capturing()
 
 
 class OnStream(DeviceCommunicator):
@@ -109,7 +119,8 @@ class OnStream(DeviceCommunicator):
         return self._inner._empty(shape, like)
 
     def _launch(self, primitive: Callable[[Call], Pending | None], call: Call) -> Pending | None:
-        while self._under_way and self._under_way[0][0]():
+        captured = self._stream.captured()
+        while not captured and self._under_way and self._under_way[0][0]():
             self._under_way.popleft()
         with self._stream.entered():
             pending = self._inner._launch(primitive, call)
@@ -118,11 +129,16 @@ class OnStream(DeviceCommunicator):
         if not call.background:
             self._stream.follow()
             return None
-        done = self._stream.mark()
+        done = _captured if captured else self._stream.mark()
         # What is freed is given to the current stream again, which does not wait for this one:
         # until then the operation keeps its tensors, also if nobody keeps its handle.
         self._under_way.append((done, primitive))
         return _Behind(self._stream, done, pending)
+
+
+def _captured() -> bool:
+    """Of a captured operation, looked at when the capture is over: the graph keeps its memory."""
+    return True
 
 
 class _Behind:

@@ -27,7 +27,7 @@ class Log:
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.done = False
+        self.done = self.captures = False
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -39,7 +39,19 @@ class Log:
         self.said.append("follow")
 
     def mark(self) -> Callable[[], bool]:
-        return lambda: self.done
+        self._refuse_captures()
+        return self._is_done
+
+    def captured(self) -> bool:
+        return self.captures
+
+    def _is_done(self) -> bool:
+        self._refuse_captures()
+        return self.done
+
+    def _refuse_captures(self) -> None:
+        if self.captures:
+            raise RuntimeError("operation not permitted when stream is capturing")
 
 
 class Later:
@@ -108,6 +120,23 @@ def test_tensors_live_until_the_stream_has_passed() -> None:
     assert alive() is not None
     log.done = True
     comm.all_reduce(torch.ones(1))
+    gc.collect()
+    assert alive() is None
+
+
+def test_no_event_is_looked_at_in_a_capture() -> None:
+    log = Log()
+    comm = OnStream(Doubling(log), log)
+    comm.all_reduce(torch.ones(2), async_op=True)
+    log.captures, x = True, torch.ones(2)
+    alive = weakref.ref(x)
+    assert comm.all_reduce(x, async_op=True).wait().tolist() == [2, 2]
+    del x
+    assert comm.all_reduce(torch.ones(2)).tolist() == [2, 2]
+    gc.collect()
+    assert alive() is not None
+    log.captures, log.done = False, True
+    comm.all_reduce(torch.ones(2))
     gc.collect()
     assert alive() is None
 
