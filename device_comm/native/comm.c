@@ -83,6 +83,10 @@ static int read_plan(Comm *self, PyObject *object) {
 
 static PyObject *begin(PyObject *object, PyObject *plan) {
     Comm *self = (Comm *)object;
+    if (self->result != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "the call before was interrupted when it had begun");
+        return NULL;
+    }
     if (read_plan(self, plan) < 0) return NULL;
     steps_begin(&self->steps);
     Py_RETURN_NONE;

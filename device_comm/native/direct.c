@@ -2,9 +2,10 @@
  * calls that need none of its care.
  *
  * Each returns NotImplemented, and has done nothing, where anything is out of the ordinary: an
- * argument that is wrong or not plain, an aborted group. The caller then goes the long way, which
- * says what is wrong or copes with it. It returns Ellipsis when it has begun the operation and is
- * blocked; the caller waits, goes on with `advance`, and takes the result from `finish`. */
+ * argument that is wrong or not plain, an aborted group, a blocked call that nobody finished. The
+ * caller then goes the long way, which says what is wrong or copes with it. It returns Ellipsis when
+ * it has begun the operation and is blocked; the caller waits, goes on with `advance`, and takes the
+ * result from `finish`. */
 #include "direct.h"
 
 #include <string.h>
@@ -12,7 +13,8 @@
 #include "atomics.h"
 
 bool direct_callable(const Comm *self, Py_ssize_t given, Py_ssize_t wanted) {
-    return given == wanted && self->reader != NULL && gc_load32(self->board.buf, BOARD_ABORT) == 0;
+    return given == wanted && self->reader != NULL && self->result == NULL &&
+           gc_load32(self->board.buf, BOARD_ABORT) == 0;
 }
 
 bool direct_describe(const Comm *self, PyObject *object, tensor *described) {

@@ -212,6 +212,32 @@ def test_a_result_without_memory_has_not_begun(store_path: str) -> None:
         run_ranks(2, no_memory, store_path, board.handle())
 
 
+def interrupted(rank: int, n: int, path: str, board: BoardHandle) -> None:
+    """Rank 0 is interrupted when it has begun, and has not come to wait for rank 1 yet."""
+    with make_comm(rank, board, path) as comm:
+        x = torch.ones(5)
+        if rank == 0:
+
+            def interrupt(*_: object) -> None:
+                raise KeyboardInterrupt
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(comm, "_finish", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    comm.all_reduce(x)
+            with pytest.raises(RuntimeError, match="interrupted"):
+                comm.all_reduce(x)
+        while not comm.watch.aborted:
+            time.sleep(0.001)
+        with pytest.raises(GroupAbortedError, match="interrupted"):
+            comm.all_reduce(x)
+
+
+def test_whoever_goes_on_after_an_interruption_ends_the_group(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, interrupted, store_path, board.handle())
+
+
 def box_never_found(rank: int, n: int, path: str, board: BoardHandle) -> None:
     closed = Path(f"{path}.closed")
     with make_comm(rank, board, path) as comm:
