@@ -132,9 +132,9 @@ ROOTS = {
 @pytest.mark.parametrize("verb", ROOTS)
 def test_of_two_that_wait_for_nobody_the_second_finds_out(ends: Ends, verb: str) -> None:
     """Both think that they are the root of a broadcast, or that the other is that of a reduce."""
-    mine = [0, 1] if verb == "broadcast" else [1, 0]
+    mine, x = [0, 1] if verb == "broadcast" else [1, 0], torch.ones(3)
     for rank, (steps, planner) in enumerate(zip(ends.steps, ends.planners, strict=True)):
-        steps.begin(ROOTS[verb](planner, torch.ones(3), mine[rank]))
+        steps.begin(ROOTS[verb](planner, x, mine[rank]))
     assert ends.steps[0].advance(0) == Status.DONE
     assert ends.steps[1].advance(0) == Status.DIVERGED
     found = ends.steps[1].divergent()
