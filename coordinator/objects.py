@@ -5,7 +5,8 @@ Guarantees
       take effect in the order they were asked for, also those whose handles were dropped.
     - A handle owns all that its message needs, and may be dropped.
     - Blocking sends do not wait for their receives, so members that send to each other
-      first both go on. They wait once `OUTSTANDING_BYTES` to that peer are under way.
+      first both go on. They wait once `OUTSTANDING_BYTES` to that peer are under way, or,
+      through shared memory, some hundreds of frames and tensors.
     - A receive that meets a message of another kind ends the group with `DivergenceError`.
 
 A collective over objects is two collectives over tensors, of which the second depends on what
