@@ -59,7 +59,7 @@ class Ours:
             "reduce_scatter_": (lambda: comm.reduce_scatter(x, out=part), part),
             "all_to_all_": (lambda: comm.all_to_all(x, out=other), None),
             "broadcast_": (lambda: comm.broadcast_(x), None),
-            "reduce_": (lambda: comm.reduce(x), None),
+            "reduce_": (lambda: comm.reduce(x, out=other if comm.rank == 0 else None), None),
             "gather_": (lambda: comm.gather(x, out=first), None),
             "scatter_": (lambda: comm.scatter(x if comm.rank == 0 else None, out=part), None),
             "send/recv": (self._ping(x), None),

@@ -47,6 +47,7 @@ VERBS = (
     "scatter_",
     "send/recv",
 )
+COLOURS = {"ours": "tab:blue", "gloo": "tab:orange", "MPI": "tab:green"}
 QUICK_VERBS = ("all_reduce_", "all_reduce", "all_gather_", "broadcast_")
 QUICK_SIZES = ("1KiB", "128KiB", "1MiB")
 Samples = list[float]
@@ -103,12 +104,13 @@ def compare(
         }
         if mpi is not None:
             asks["MPI"] = mpi.ask
-        able = {name: ask for name, ask in asks.items() if ask(*request) is not None}
+        able = {name: ask for name, ask in asks.items() if ask(*request) is not None}  # warms up
         name = next((label for label, value in SIZES.items() if value == size), "")
         report.measure(
             verb,
             f"{dtype} {name} {n} ranks".strip(),
             {each: partial(_samples, ask, request) for each, ask in able.items()},
+            warm_up=False,
         )
 
 
@@ -124,23 +126,30 @@ def why_no_mpi() -> str:
 
 
 def draw(report: Report, path: str) -> None:
-    """One log-log panel for each verb and number of ranks: size against time."""
+    """A log-log panel for each verb, by rows, and number of ranks: bytes against microseconds."""
     import matplotlib as mpl
 
     mpl.use("svg")
     from matplotlib import pyplot
 
-    panels: dict[tuple[str, str], dict[str, list[tuple[int, float]]]] = {}
+    lines: dict[tuple[str, str], dict[str, list[tuple[int, float]]]] = {}
     for row in report.rows:
         dtype, size, *ranks = row.params.split(" ", 2)
         if size in SIZES:
-            lines = panels.setdefault((row.work, " ".join(ranks)), {})
-            lines.setdefault(f"{row.system} {dtype}", []).append((SIZES[size], row.median))
-    figure, axes = pyplot.subplots(len(panels), 1, figsize=(7, 4 * len(panels)), squeeze=False)
-    for axis, ((work, ranks), lines) in zip(axes[:, 0], panels.items(), strict=True):
-        for name, points in lines.items():
-            axis.loglog(*zip(*points, strict=True), marker="o", label=name)
+            panel = lines.setdefault((row.work, " ".join(ranks)), {})
+            panel.setdefault(f"{row.system} {dtype}", []).append((SIZES[size], row.median))
+    works, groups = (list(dict.fromkeys(each)) for each in zip(*lines, strict=True))
+    shape = {"nrows": len(works), "ncols": len(groups)}
+    size = (5.5 * len(groups), 3.2 * len(works))
+    figure, axes = pyplot.subplots(**shape, figsize=size, squeeze=False)
+    for (work, ranks), panel in lines.items():
+        axis = axes[works.index(work), groups.index(ranks)]
+        for name, points in sorted(panel.items()):
+            system, dtype = name.rsplit(" ", 1)
+            style = {"marker": "o", "markersize": 3, "linestyle": "-" if dtype == "fp32" else ":"}
+            axis.loglog(*zip(*points, strict=True), color=COLOURS[system], label=name, **style)
         axis.set(title=f"{work}, {ranks}", xlabel="bytes", ylabel="us")
+        axis.grid(visible=True, alpha=0.3)
         axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path)
@@ -148,11 +157,13 @@ def draw(report: Report, path: str) -> None:
 
 def main() -> None:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="how many ranks")
+    add = arguments.add_argument
+    add("--ranks", type=int, nargs="+", default=[2, 4], help="how many ranks")
+    add("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES), help="bytes of x")
     options = arguments.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     verbs = QUICK_VERBS if options.quick else VERBS
-    sizes = QUICK_SIZES if options.quick else tuple(SIZES)
+    sizes = QUICK_SIZES if options.quick else options.sizes
     dtypes = ("fp32",) if options.quick else ("fp32", "bf16")
     works = [(verb, dtype, SIZES[size]) for verb in verbs for dtype in dtypes for size in sizes]
     works = [work for work in [*works, ("barrier", "fp32", 0)] if options.only in work[0]]
