@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from device_comm.cuda import cupy_driver
 from device_comm.cuda.kernel_source import kernel_source
 from device_comm.cuda.launch import KERNELS
 from tests.device_comm.cuda.emulator import KERNELS as FOLDER
@@ -54,18 +55,23 @@ def test_nvcc_compiles_them_without_spills(tmp_path: Path) -> None:
 
 
 def test_nvrtc_compiles_them() -> None:
-    """As `device_comm.cuda.cupy_driver` does it."""
+    """With the options that CuPy makes of those of `device_comm.cuda.cupy_driver`."""
     if importlib.util.find_spec("cupy") is None:
         pytest.skip("CuPy is not installed")
-    from cupy.cuda import compiler, nvrtc
+    from cupy.cuda import nvrtc
 
     try:
         nvrtc.getVersion()
     except (ImportError, OSError, RuntimeError) as error:
         pytest.skip(f"no NVRTC: {error}")
-    options = ("-std=c++17", f"-I{cccl()}", "-arch=sm_80")
-    text, _ = compiler.compile_using_nvrtc(kernel_source(), options)
-    assert all(kernel.encode() in bytes(text) for kernel in KERNELS)
+    options = (*cupy_driver._OPTIONS, f"-I{cccl()}", "-arch=sm_80", "-ftz=true")
+    program = nvrtc.createProgram(kernel_source(), "kernels.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (*options, "--device-as-default-execution-space"))
+    except nvrtc.NVRTCError as error:
+        raise AssertionError(nvrtc.getProgramLog(program)) from error
+    code = bytes(nvrtc.getCUBIN(program))
+    assert all(kernel.encode() in code for kernel in KERNELS)
 
 
 def test_every_file_of_kernels_is_part_of_the_source() -> None:
