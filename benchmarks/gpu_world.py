@@ -44,7 +44,8 @@ Body = Callable[..., Any]
 WAYS = ("streams", "processes")
 OTHERS = ("NCCL", "torch's NCCL", "symmetric memory")
 _SET_UP = 60.0
-_SIDE_BY_SIDE = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_SIDE_BY_SIDE = {_CONNECTIONS: "32", "CUDA_MODULE_LOADING": "EAGER"}
 """As many streams as that without a queue shared; no kernel is loaded while others wait."""
 
 
@@ -348,9 +349,10 @@ def mps() -> Iterator[str]:
         yield "time-sliced: nvidia-cuda-mps-control is not installed"
         return
     with tempfile.TemporaryDirectory() as folder:
-        places = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        before = {name: os.environ.get(name) for name in places}
-        os.environ.update(places)
+        wanted = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        wanted[_CONNECTIONS] = "8"  # the server has about 120 for all clients
+        before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
         try:
             started = subprocess.run(
                 [control, "-d"], capture_output=True, text=True, timeout=20, check=False
