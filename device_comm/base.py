@@ -9,7 +9,8 @@ What all verbs share
       or `TypeError`, and the communicator can be used on.
     - Every dtype is moved; reductions are defined by `device_comm.reduce_op`.
     - ``out`` has exactly the shape and dtype of the result and may be non-contiguous.
-      Without it, results are new and contiguous. No autograd history is recorded.
+      Without it, results are new and contiguous, in memory that torch may be unable to resize.
+      No autograd history is recorded.
     - ``async_op=True`` returns a `Work` whose ``wait()`` returns what the call would have.
     - ``timeout`` is in seconds; None: the communicator's own.
 
