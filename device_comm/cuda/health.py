@@ -95,11 +95,12 @@ class Health:
         struct.pack_into("<I", self._control, abi.CONTROL_ABORT, 1)
 
     def close(self) -> None:
-        """End the thread. The control block is not used any more."""
+        """End the thread. The control block is not used any more; what it says is kept."""
         self._over = True
         if self._watch.member is not None:
             self._watch.ring(self._watch.member)
         self._thread.join(_JOIN)
+        self._control = memoryview(bytearray(self._control))
 
     def _explain(
         self, record: ErrorRecord, operation: str, timeout: float | None

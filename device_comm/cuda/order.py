@@ -16,7 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from device_comm.cuda.driver import Driver, Mark
     from device_comm.cuda.launch import Launch
@@ -112,7 +112,7 @@ class SideStreams:
             driver.launch(*launch, side)
         mark = driver.mark(side)
         self._under_way.append((mark, keep))
-        return Passage(driver, side, mark)
+        return Passage(driver, self._streams, way, mark)
 
     def marks(self) -> list[Mark]:
         """Behind everything that is under way."""
@@ -133,10 +133,17 @@ class SideStreams:
 class Passage:
     """Operations on a side stream; a `device_comm.work.Pending`."""
 
-    def __init__(self, driver: Driver, side: int, mark: Mark) -> None:
-        """Follow what ``side`` has been given until ``mark``."""
+    def __init__(
+        self,
+        driver: Driver,
+        streams: Mapping[tuple[str, int], int],
+        way: tuple[str, int],
+        mark: Mark,
+    ) -> None:
+        """Follow what the stream of ``way`` has been given until ``mark``."""
         self._driver = driver
-        self._side = side
+        self._streams = streams
+        self._way = way
         self._mark = mark
 
     def ready(self) -> bool:
@@ -144,8 +151,10 @@ class Passage:
         return self._mark.passed()
 
     def wait(self, deadline: Deadline) -> None:  # noqa: ARG002 - the host does not wait
-        """Let the current stream wait for it."""
-        self._driver.order(self._side, self._driver.current_stream())
+        """Let the current stream wait for it; after `SideStreams.close` it is done."""
+        side = self._streams.get(self._way)
+        if side is not None:
+            self._driver.order(side, self._driver.current_stream())
 
 
 __all__ = ["Passage", "Place", "SideStreams", "StreamOrder"]

@@ -75,6 +75,26 @@ def test_without_a_board_deadlines_name_the_rank(emulation_library: str) -> None
     on_threads(2, lambda rank: comms[rank].close())
 
 
+def test_what_is_done_can_be_waited_for_when_all_is_closed(emulation_library: str) -> None:
+    comms = make_local(str(emulation_library), 2, None)
+    given, taken = torch.arange(5000.0), torch.zeros(5000)
+
+    def body(rank: int) -> None:
+        comm = comms[rank]
+        work = comm.isend(given, 1) if rank == 0 else comm.irecv(out=taken, src=0)
+        comm.close()
+        driver, health = comm._driver, comm._health
+        assert isinstance(driver, HostDriver)
+        driver.orders.clear()
+        work.wait()
+        assert driver.orders == []
+        health.abort()  # touches nothing that was given back
+        health.check("later", None)
+
+    on_threads(2, body)
+    assert torch.equal(given, taken)
+
+
 def close_apart(rank: int, n: int, library: str, path: str, board: BoardHandle) -> float:
     driver = HostDriver(library)
     comm = make_ipc(rank, n, library, path, board, driver)

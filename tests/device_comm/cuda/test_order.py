@@ -79,6 +79,9 @@ def test_messages_of_one_way_share_a_stream(driver: HostDriver) -> None:
     driver.free_stream(other_stream)
     sides.close()
     assert driver.held == 0
+    driver.orders.clear()
+    first.wait(None)  # type: ignore[arg-type]
+    assert driver.orders == []
 
 
 def use_streams(rank: int, n: int, library: str, path: str, board: BoardHandle) -> None:
