@@ -19,13 +19,17 @@ from device_comm.reduce_op import ReduceOp, reduce_in_rank_order
 from device_comm.torch_wire import as_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from device_comm.base import Call
     from device_comm.cuda.nccl_library import NcclLibrary
+    from device_comm.cuda.nccl_wire import NcclWire
     from device_comm.work import Pending
+
+    Reduction = Callable[[NcclLibrary, int, int, int, int], bool]
+    """Enqueues one, from an address to another, of a communicator on a stream."""
 
 
 class NcclComm(NcclCore):
@@ -51,18 +55,16 @@ class NcclComm(NcclCore):
             self._all_gather(parts, source, call)
             reduce_in_rank_order(parts.unbind(), op, output)
             return self._after(call)
-        given = source if wire.wider is None else source.to(wire.wider)
-        taken = output if wire.wider is None else given
         count = source.numel() * wire.width
-        self._issue(
-            call,
-            lambda nccl, comm, stream: nccl.all_reduce(
-                given.data_ptr(), taken.data_ptr(), count, wire.dtype, wire.op, comm, stream
+        return self._reduce_by(
+            lambda nccl, given, taken, comm, stream: nccl.all_reduce(
+                given, taken, count, wire.dtype, wire.op, comm, stream
             ),
+            wire,
+            source,
+            output,
+            call,
         )
-        if taken is not output:
-            output.copy_(taken)
-        return self._after(call)
 
     def _all_gather(self, output: Tensor, source: Tensor, call: Call) -> Pending | None:
         self._issue(
@@ -86,18 +88,16 @@ class NcclComm(NcclCore):
         if wire is None:
             sizes = [output.numel()] * self.world_size
             return self._reduce_scatterv(output, source, sizes, op, call)
-        given = source if wire.wider is None else source.to(wire.wider)
-        taken = output if wire.wider is None else torch.empty_like(output, dtype=wire.wider)
         count = output.numel() * wire.width
-        self._issue(
-            call,
-            lambda nccl, comm, stream: nccl.reduce_scatter(
-                given.data_ptr(), taken.data_ptr(), count, wire.dtype, wire.op, comm, stream
+        return self._reduce_by(
+            lambda nccl, given, taken, comm, stream: nccl.reduce_scatter(
+                given, taken, count, wire.dtype, wire.op, comm, stream
             ),
+            wire,
+            source,
+            output,
+            call,
         )
-        if taken is not output:
-            output.copy_(taken)
-        return self._after(call)
 
     def _reduce_scatterv(
         self, output: Tensor, source: Tensor, sizes: Sequence[int], op: ReduceOp, call: Call
@@ -138,15 +138,35 @@ class NcclComm(NcclCore):
             if parts is not None and output is not None:
                 reduce_in_rank_order(parts.unbind(), op, output)
             return self._after(call)
-        given = source if wire.wider is None else source.to(wire.wider)
-        taken = given if wire.wider is not None and output is not None else output
         count = source.numel() * wire.width
-        to = None if taken is None else taken.data_ptr()
+        return self._reduce_by(
+            lambda nccl, given, taken, comm, stream: nccl.reduce(
+                given, taken, count, wire.dtype, wire.op, root, comm, stream
+            ),
+            wire,
+            source,
+            output,
+            call,
+        )
+
+    def _reduce_by(
+        self,
+        reduction: Reduction,
+        wire: NcclWire,
+        source: Tensor,
+        output: Tensor | None,
+        call: Call,
+    ) -> Pending | None:
+        """Issue a reduction into ``output``, where there is one, in what NCCL computes with."""
+        given = source if wire.wider is None else source.to(wire.wider)
+        taken = output
+        if output is not None and wire.wider is not None:
+            in_place = output.numel() == given.numel()
+            taken = given if in_place else torch.empty_like(output, dtype=wire.wider)
+        there = 0 if taken is None else taken.data_ptr()
         self._issue(
             call,
-            lambda nccl, comm, stream: nccl.reduce(
-                given.data_ptr(), to, count, wire.dtype, wire.op, root, comm, stream
-            ),
+            lambda nccl, comm, stream: reduction(nccl, given.data_ptr(), there, comm, stream),
         )
         if output is not None and taken is not None and taken is not output:
             output.copy_(taken)

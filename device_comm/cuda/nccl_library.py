@@ -262,7 +262,7 @@ class NcclLibrary:
     def reduce(
         self,
         source: int,
-        output: int | None,
+        output: int,
         count: int,
         dtype: int,
         op: int,
@@ -270,7 +270,7 @@ class NcclLibrary:
         comm: int,
         stream: int,
     ) -> bool:
-        """Reduce ``count`` elements into the root's ``output``; None elsewhere."""
+        """Reduce ``count`` elements into the root's ``output``; 0 elsewhere."""
         return self._call("ncclReduce", source, output, count, dtype, op, root, comm, stream)
 
     def reduce_scatter(
