@@ -52,6 +52,10 @@ class CheckedComm(DeviceCommunicator):
         self._inner = inner
         self._over = over
 
+    def goes_ahead(self, dst: int, size: int) -> bool:
+        """As that of ``inner``. Collective: no."""
+        return self._inner.goes_ahead(dst, size)
+
     def _agree(self, call: Call, *about: object) -> None:
         """Compare this operation with everyone's.
 

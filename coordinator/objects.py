@@ -5,8 +5,8 @@ Guarantees
       take effect in the order they were asked for, also those whose handles were dropped.
     - A handle owns all that its message needs, and may be dropped.
     - Blocking sends do not wait for their receives, so members that send to each other
-      first both go on. They wait once `OUTSTANDING_BYTES` to that peer are under way, or,
-      through shared memory, some hundreds of frames and tensors.
+      first both go on. They wait once `OUTSTANDING_BYTES` to that peer are under way, besides
+      what shared memory takes.
     - A receive that meets a message of another kind ends the group with `DivergenceError`.
 
 A collective over objects is two collectives over tensors, of which the second depends on what
@@ -238,7 +238,7 @@ class ObjectMail:
         outbox = self._outboxes.setdefault(dst, Outbox())
 
         def deliver(comm: DeviceCommunicator, x: Tensor, is_own: bool) -> None:
-            if comm.capabilities.sends_ahead or comm.capabilities.stream_ordered:
+            if comm.goes_ahead(dst, x.nbytes):
                 comm.send(x, dst, timeout=deadline)
             else:
                 outbox.add([comm.isend(x if is_own else x.clone(), dst)], x.nbytes)

@@ -50,6 +50,10 @@ class HostComm(DeviceCommunicator):
         """As that of the host's communicator. Collective: no."""
         self._inner.flush(timeout)
 
+    def goes_ahead(self, dst: int, size: int) -> bool:
+        """As that of the host's communicator. Collective: no."""
+        return self._inner.goes_ahead(dst, size)
+
     def _discard(self) -> None:
         self._inner._discard()
 

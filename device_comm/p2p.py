@@ -40,6 +40,13 @@ class PointToPointVerbs(Backend):
         """
         self._start_send(x, dst, async_op=False, timeout=timeout)
 
+    def goes_ahead(self, dst: int, size: int) -> bool:  # noqa: ARG002 - some depend on them
+        """Whether a `send` of ``size`` bytes to rank ``dst`` would now return without its `recv`.
+
+        Collective: no. Else it would wait; an `isend` never does.
+        """
+        return self.capabilities.sends_ahead or self.capabilities.stream_ordered
+
     def isend(
         self, x: Tensor, dst: int | None = None, *, timeout: float | Deadline | None = None
     ) -> Work[None]:

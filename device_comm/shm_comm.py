@@ -191,6 +191,11 @@ class ShmComm(DirectVerbs, PlannedVerbs):
 
     # --- messages ------------------------------------------------------------------------
 
+    def goes_ahead(self, dst: int, size: int) -> bool:
+        """As `PointToPointVerbs.goes_ahead`. Collective: no."""
+        lane = self._mail_lanes.get(("send", dst))
+        return (lane is None or not lane.busy) and self._mail.goes_ahead(dst, size)
+
     def _send(self, source: Tensor, peer: int, call: Call) -> Pending | None:
         task = self._mail.sending(source, peer, call.operation)
         return self._perform(self._mail_lane("send", peer), task, call)

@@ -2,14 +2,22 @@
 
 Tensors travel through the box between the two. A sender needs no receiver: where the box is full,
 and the receiver does not empty it, the rest of a tensor goes into parcels, as long as the box has
-room for letters about them.
+room for letters about them, and parcels of no more than `AHEAD_BYTES` wait to be received.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from device_comm.shm.mailbox import PARCEL, SMALL_BYTES, Inbox, Letter, Outbox
+from device_comm.shm.mailbox import (
+    LETTER_BYTES,
+    PARCEL,
+    PIECE_BYTES,
+    SMALL_BYTES,
+    Inbox,
+    Letter,
+    Outbox,
+)
 from device_comm.shm.memory import copy
 from device_comm.shm.parcels import ParcelPool, ReceivedParcels, SentParcel
 from device_comm.shm.signature import DTYPE_CODES
@@ -30,6 +38,9 @@ if TYPE_CHECKING:
     from shm_broadcast.board import Board
     from shm_broadcast.segment import Segment
 
+
+LETTERS_FOR_PARCELS: Final = 32
+"""More than any message takes: four kept ones, and then of twice the size each time."""
 
 Box = TypeVar("Box", Outbox, Inbox)
 
@@ -105,6 +116,14 @@ class Mail:
             lambda: self._board.ring(member),
         )
 
+    def goes_ahead(self, peer: int, size: int) -> bool:
+        """Whether a message of ``size`` bytes to rank ``peer`` can be sent now, if none waits."""
+        box = self._outboxes.get(peer)
+        if box is None or (size <= PIECE_BYTES and box.takes_inside(size)):
+            return True
+        parcels = size > SMALL_BYTES and box.room >= LETTERS_FOR_PARCELS * LETTER_BYTES
+        return parcels and self.parcels.allow(size)
+
     def undelivered(self) -> list[int]:
         """The ranks that have not received all that was sent to them."""
         if self.parcels.waiting:
@@ -143,26 +162,27 @@ class Sending:
         self._dtype = DTYPE_CODES.get(tensor.dtype, 0)
         self._member = member
         self._sent = sent
+        self._ahead = False
 
-    def advance(self, spin_ns: int) -> bool:  # noqa: ARG002 - parcels spare waiting for long
+    def advance(self, spin_ns: int) -> bool:
         """Send what there is room for; whether all is sent."""
-        patience, spare = PATIENCE_NS, 0
+        patience, spare = PATIENCE_NS if self._left > SMALL_BYTES else spin_ns, 0
         while True:
             self._sent = self._box.mover.push(
                 self._address, self._total, self._dtype, self._sent, patience
             )
             if self._sent == self._total:
                 return True
-            if not self.ready():
-                return False
-            if self._left > SMALL_BYTES:
+            if self._may_use_parcels():
                 parcel = self._parcels.take(self._left, spare)
                 self._post(parcel)
                 patience, spare = 0, 0 if parcel.kept else 2 * parcel.room
+            elif not self._box.takes_inside(self._left):
+                return False
 
     def ready(self) -> bool:
-        """Whether there is room: for a letter about a parcel, unless that is not worth it."""
-        return self._box.has_room(self._left if self._left <= SMALL_BYTES else 0)
+        """Whether there is room."""
+        return self._box.takes_inside(self._left) or self._may_use_parcels()
 
     def missing(self) -> tuple[int, ...]:
         """The receiver."""
@@ -171,6 +191,13 @@ class Sending:
     @property
     def _left(self) -> int:
         return self._total - self._sent
+
+    def _may_use_parcels(self) -> bool:
+        """Whether more may go into parcels: of a message, all or nothing."""
+        if self._left <= SMALL_BYTES or self._box.room < LETTER_BYTES:
+            return False
+        self._ahead = self._ahead or self._parcels.allow(self._left)
+        return self._ahead
 
     def _post(self, parcel: SentParcel) -> None:
         """Send in ``parcel`` what goes into it."""

@@ -82,6 +82,11 @@ class Letter(NamedTuple):
     size: int = 0
     nonce: bytes = b""
 
+    @property
+    def size_in_ring(self) -> int:
+        """Bytes that it takes in a box."""
+        return LETTER_BYTES + (align(self.used, LETTER_BYTES) if self.kind == INSIDE else 0)
+
     def continues(self, total: int, dtype: int, offset: int) -> bool:
         """Whether it brings what comes next of a message."""
         return (self.total, self.dtype, self.offset) == (total, dtype, offset)
@@ -122,15 +127,13 @@ class PythonMover:
         while sent < total:
             posted, taken = self._words.load64(POSTED), self._words.load64(TAKEN)
             used = min(total - sent, PIECE_BYTES)
-            reserved = 0 if total - sent <= SMALL_BYTES else RESERVED_BYTES
-            wanted = LETTER_BYTES + align(used, LETTER_BYTES)
-            if RING_BYTES - (posted - taken) < wanted + reserved:
+            if RING_BYTES - (posted - taken) < wanted_room(total - sent):
                 if not self._words.spin64(TAKEN, taken, patience_ns):
                     break
                 continue
             for place, at, size in _stretches(posted + LETTER_BYTES, used):
                 copy(self._data + place, address + sent + at, size)
-            post(self._words, Letter(INSIDE, dtype, False, 0, total, sent, used), wanted)
+            post(self._words, Letter(INSIDE, dtype, False, 0, total, sent, used))
             self._ring()
             sent += used
         return sent
@@ -154,11 +157,17 @@ class PythonMover:
         return received
 
 
-def post(words: WordsLike, letter: Letter, size: int) -> None:
-    """Post a letter whose data, if any, is in place; ``size`` bytes with it. There is room."""
+def wanted_room(left: int) -> int:
+    """The room that a letter needs with the next of ``left`` bytes in it, and leaves reserved."""
+    reserved = 0 if left <= SMALL_BYTES else RESERVED_BYTES
+    return LETTER_BYTES + align(min(left, PIECE_BYTES), LETTER_BYTES) + reserved
+
+
+def post(words: WordsLike, letter: Letter) -> None:
+    """Post a letter whose data, if any, is in place. There is room."""
     posted = words.load64(POSTED)
     words.write(RING + posted % RING_BYTES, _LETTER.pack(*letter))
-    words.store64(POSTED, posted + size)
+    words.store64(POSTED, posted + letter.size_in_ring)
 
 
 def peek(box: Segment) -> Letter | None:
@@ -171,8 +180,7 @@ def peek(box: Segment) -> Letter | None:
 
 def take(words: WordsLike, letter: Letter) -> None:
     """Give the room of the next letter back, which is ``letter``."""
-    inside = align(letter.used, LETTER_BYTES) if letter.kind == INSIDE else 0
-    words.store64(TAKEN, words.load64(TAKEN) + LETTER_BYTES + inside)
+    words.store64(TAKEN, words.load64(TAKEN) + letter.size_in_ring)
 
 
 def _stretches(begin: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -213,10 +221,14 @@ class Outbox:
         group.words.store32(place + MAILBOX_OPEN, 1)
         ring()
 
-    def has_room(self, inside: int) -> bool:
-        """Whether a letter can be posted with ``inside`` bytes in it, reserved room included."""
-        room = RING_BYTES - (self._words.load64(POSTED) - self._words.load64(TAKEN))
-        return room >= LETTER_BYTES + align(inside, LETTER_BYTES)
+    @property
+    def room(self) -> int:
+        """Bytes that are free, reserved ones included."""
+        return RING_BYTES - (self._words.load64(POSTED) - self._words.load64(TAKEN))
+
+    def takes_inside(self, left: int) -> bool:
+        """Whether a letter can be posted with the next of ``left`` bytes in it."""
+        return self.room >= wanted_room(left)
 
     @property
     def empty(self) -> bool:
@@ -225,7 +237,7 @@ class Outbox:
 
     def post(self, letter: Letter) -> None:
         """Post a letter about a parcel. There is room."""
-        post(self._words, letter, LETTER_BYTES)
+        post(self._words, letter)
         self._ring()
 
     def close(self) -> None:

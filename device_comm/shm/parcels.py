@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 SMALLEST_ROOM: Final = 64 << 10
 KEPT_ROOM: Final = 1 << 20
 KEPT_BYTES: Final = 4 << 20
+AHEAD_BYTES: Final = 64 << 20
+"""What may wait for its receivers in parcels, besides one message of any size."""
 
 _TAKEN = 64
 _DATA = 128
@@ -74,10 +76,15 @@ class ParcelPool:
             return sum(parcel.segment.size for parcel in self._parcels)
 
     @property
-    def waiting(self) -> bool:
-        """Whether a parcel has not been emptied."""
+    def waiting(self) -> int:
+        """Bytes of the parcels that have not been emptied."""
         with self._lock:
-            return any(parcel.taken for parcel in self._parcels)
+            return sum(parcel.room for parcel in self._parcels if parcel.taken)
+
+    def allow(self, wanted: int) -> bool:
+        """Whether ``wanted`` bytes of one more message may wait in parcels."""
+        waiting = self.waiting
+        return waiting == 0 or waiting + wanted <= AHEAD_BYTES
 
     def take(self, wanted: int, spare: int) -> SentParcel:
         """A parcel with room for ``wanted`` bytes, or for a good part of them, marked as taken.

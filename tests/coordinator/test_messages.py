@@ -16,6 +16,7 @@ import torch
 import coordinator
 from coordinator import GroupCoordinator, host_store
 from coordinator.objects import OUTSTANDING_BYTES
+from device_comm.shm.parcels import AHEAD_BYTES
 from shm_broadcast import (
     DivergenceError,
     GroupAbortedError,
@@ -105,9 +106,24 @@ def crossed_sends(group: GroupCoordinator, me: int, other: int) -> None:
     assert group.recv_object(other) == "behind"
 
 
+def many_crossed_sends(group: GroupCoordinator, me: int, other: int) -> None:
+    """D5: both send more messages first than a box in shared memory holds."""
+    for number in range(1500):
+        group.send_object(number, other)
+    for number in range(300):
+        group.send_tensor_dict({"x": torch.full((1250,), float(number))}, other)
+    for number in range(1500):
+        assert group.recv_object(other) == number
+    for number in range(300):
+        assert group.recv_tensor_dict(other)["x"].unique().tolist() == [number]
+
+
 def many_sends_ahead(group: GroupCoordinator, me: int, other: int) -> None:
     """The sender goes ahead up to the limit, then waits for its receiver."""
-    part = {"part": torch.zeros(OUTSTANDING_BYTES // 20)}  # a fifth of the limit each
+    limit = OUTSTANDING_BYTES
+    if group._mail.cpu.capabilities.sends_ahead:
+        limit += AHEAD_BYTES
+    part = {"part": torch.zeros(limit // 20)}  # a fifth of the limit each
     if me == 0:
         start = time.monotonic()
         for _ in range(4):
@@ -276,6 +292,8 @@ CASES = [
     objects,
     object_handles,
     crossed_sends,
+    many_crossed_sends,
+    many_sends_ahead,
     dicts,
     broadcast_dicts,
     collectives_in_the_background,
@@ -300,7 +318,7 @@ def run_cases(rank: int, n: int, port: int, torch_only: bool) -> None:
         torch_only=torch_only,
     ) as groups:
         group = groups.pp
-        for case in [*CASES, many_sends_ahead] if torch_only else CASES:
+        for case in CASES:
             if groups.tp.rank_in_group == groups.tp.world_size - 1:
                 case(group, group.rank_in_group, 1 - group.rank_in_group)
             groups.world.barrier()

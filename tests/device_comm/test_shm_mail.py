@@ -17,9 +17,10 @@ from device_comm.shm.mailbox import (
     PIECE_BYTES,
     RESERVED_BYTES,
     RING_BYTES,
+    SMALL_BYTES,
     PythonMover,
 )
-from device_comm.shm.parcels import KEPT_BYTES, KEPT_ROOM, ParcelPool
+from device_comm.shm.parcels import AHEAD_BYTES, KEPT_BYTES, KEPT_ROOM, ParcelPool
 from shm_broadcast import (
     Board,
     BoardHandle,
@@ -223,6 +224,25 @@ def test_a_message_that_nobody_receives_takes_few_parcels(mails: list[Mail]) -> 
     out = torch.empty_like(x)
     assert mails[1].receiving(out, 0, "recv").advance(0)
     assert torch.equal(out, x)
+
+
+def test_parcels_that_wait_are_bounded(mails: list[Mail]) -> None:
+    """Five of 16 MiB would be more than 64 MiB; one of any size may wait."""
+    large = torch.zeros(16 << 20, dtype=torch.uint8)
+    for _ in range(4):
+        assert mails[0].goes_ahead(1, large.nbytes)
+        assert mails[0].sending(large, 1, "send").advance(0)
+    assert not mails[0].goes_ahead(1, large.nbytes)
+    fifth = mails[0].sending(large, 1, "send")
+    assert not fifth.advance(0)
+    assert not fifth.ready()
+    assert mails[0].parcels.waiting <= AHEAD_BYTES
+    assert mails[0].goes_ahead(1, SMALL_BYTES), "small messages go on"
+    for _ in range(4):
+        assert mails[1].receiving(torch.empty_like(large), 0, "recv").advance(0)
+    assert fifth.ready()
+    assert fifth.advance(0)
+    assert mails[1].receiving(torch.empty_like(large), 0, "recv").advance(0)
 
 
 def crossed(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
