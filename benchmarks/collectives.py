@@ -178,7 +178,7 @@ def main() -> None:
             Board.create(n, None) as board,
             RankProcesses(n, serve, n, board.handle(), f"{folder}/s") as ranks,
         ):
-            compare(report, n, ranks, mpi, works, 0.05 if options.quick else 0.3)
+            compare(report, n, ranks, mpi, works, 0.05 if options.quick else 0.2)
         if mpi is not None:
             mpi.close()
     if options.plot:

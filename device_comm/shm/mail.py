@@ -9,15 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from device_comm.shm.mailbox import (
-    LETTER_BYTES,
-    PARCEL,
-    PIECE_BYTES,
-    SMALL_BYTES,
-    Inbox,
-    Letter,
-    Outbox,
-)
+from device_comm.shm.boxes import Inbox, Outbox
+from device_comm.shm.mailbox import LETTER_BYTES, PARCEL, PIECE_BYTES, SMALL_BYTES, Letter
 from device_comm.shm.memory import copy
 from device_comm.shm.parcels import ParcelPool, ReceivedParcels, SentParcel
 from device_comm.shm.signature import DTYPE_CODES
