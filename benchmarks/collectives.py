@@ -130,6 +130,7 @@ def draw(report: Report, path: str) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
+    mpl.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
 
     lines: dict[tuple[str, str], dict[str, list[tuple[int, float]]]] = {}
