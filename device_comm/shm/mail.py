@@ -10,7 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from device_comm.shm.boxes import Inbox, Outbox
-from device_comm.shm.mailbox import LETTER_BYTES, PARCEL, PIECE_BYTES, SMALL_BYTES, Letter
+from device_comm.shm.mailbox import (
+    LETTER_BYTES,
+    PARCEL,
+    PIECE_BYTES,
+    RING_BYTES,
+    SMALL_BYTES,
+    Letter,
+    wanted_room,
+)
 from device_comm.shm.memory import copy
 from device_comm.shm.parcels import ParcelPool, ReceivedParcels, SentParcel
 from device_comm.shm.signature import DTYPE_CODES
@@ -112,10 +120,11 @@ class Mail:
     def goes_ahead(self, peer: int, size: int) -> bool:
         """Whether a message of ``size`` bytes to rank ``peer`` can be sent now, if none waits."""
         box = self._outboxes.get(peer)
-        if box is None or (size <= PIECE_BYTES and box.takes_inside(size)):
+        room = RING_BYTES if box is None else box.room
+        if size <= PIECE_BYTES and room >= wanted_room(size):
             return True
-        parcels = size > SMALL_BYTES and box.room >= LETTERS_FOR_PARCELS * LETTER_BYTES
-        return parcels and self.parcels.allow(size)
+        letters = room >= LETTERS_FOR_PARCELS * LETTER_BYTES
+        return size > SMALL_BYTES and letters and self.parcels.allow(size)
 
     def undelivered(self) -> list[int]:
         """The ranks that have not received all that was sent to them."""

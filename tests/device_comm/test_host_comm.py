@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from device_comm.host_comm import HostComm
+from device_comm.shm.mailbox import LETTER_BYTES, RING_BYTES
 from shm_broadcast import Board, BoardHandle
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
@@ -29,6 +30,24 @@ def table(rank: int, n: int, path: str, board: BoardHandle, device: str) -> dict
 def test_table(n: int, store_path: str) -> None:
     with Board.create(n, None) as board:
         check_table(run_ranks(n, table, store_path, board.handle(), "cpu"))
+
+
+def goes_ahead_as_the_host(rank: int, n: int, path: str, board: BoardHandle) -> None:
+    with make_comm(rank, board, path) as inner, HostComm(inner, "cpu") as comm:
+        peer, x = 1 - rank, torch.ones(1)
+        sent = 0
+        while comm.goes_ahead(peer, x.nbytes):
+            comm.send(x, peer)
+            sent += 1
+        comm.barrier()
+        assert sent == RING_BYTES // (2 * LETTER_BYTES)
+        for _ in range(sent):
+            assert comm.recv((1,), torch.float32, peer) == 1
+
+
+def test_it_goes_ahead_as_far_as_the_host(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, goes_ahead_as_the_host, store_path, board.handle())
 
 
 @pytest.mark.gpu
