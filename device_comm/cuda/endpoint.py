@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from device_comm.cuda.agree import Swap
-    from device_comm.cuda.driver import Driver
+    from device_comm.cuda.driver import Driver, HostBlock
     from device_comm.watch import Watch
 
 LINGER = 2.0
@@ -98,14 +98,20 @@ def meet(
     with ExitStack() as undo:
         layout = layout or abi.RegionLayout(world_size)
         loan = _Loan(driver, rank, undo)
-        payloads = agree(swap, lambda: loan.offer(layout.size, f"{layout} {limits}"))
+        control: HostBlock
+
+        def offer() -> bytes:
+            nonlocal control
+            control = driver.host_allocate(abi.CONTROL_BYTES)
+            undo.callback(driver.host_free, control)
+            return loan.offer(layout.size, f"{layout} {limits}")
+
+        payloads = agree(swap, offer)
         offers = [msgspec.msgpack.decode(each, type=_Offer) for each in payloads]
         if limits is None:
             devices = [offer.region.device for offer in offers]
             crowd = max(devices.count(device) for device in devices)
             limits = Limits.for_ranks(world_size, ranks_on_device=crowd)
-        control = driver.host_allocate(abi.CONTROL_BYTES)
-        undo.callback(driver.host_free, control)
         health = Health(control.view, watch, rank, members, name)
         undo.callback(health.close)
         chosen = limits

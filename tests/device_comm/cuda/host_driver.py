@@ -94,6 +94,7 @@ class HostDriver:
 
     Attributes:
         pool_reason: why memory of torch's cannot be shared, as with expandable segments.
+        refuse_to_pin: behave as a host that has no more memory to pin.
         refuse_to_map: behave as a device without a way to the others.
         drop_writes: behave as one whose way to the others loses what is written.
         launched: the names of all kernels, in order.
@@ -106,6 +107,7 @@ class HostDriver:
         self.device = torch.device("cpu")
         self.identity = identity
         self.pool_reason = ""
+        self.refuse_to_pin = False
         self.refuse_to_map = False
         self.drop_writes = False
         self.launched: list[str] = []
@@ -207,6 +209,8 @@ class HostDriver:
         self.reached.append(identity)
 
     def host_allocate(self, nbytes: int) -> HostBlock:
+        if self.refuse_to_pin:
+            raise DeviceError("cudaHostAlloc", "no more memory to pin")
         buffer = ctypes.create_string_buffer(nbytes)
         pointer = ctypes.addressof(buffer)
         self._host[pointer] = buffer

@@ -138,6 +138,7 @@ def test_an_abort_reaches_kernels_that_wait(emulation_library: str, store_path: 
 
 def refuse(rank: int, n: int, library: str, path: str, board: BoardHandle, how: str) -> str:
     driver = HostDriver(library)
+    driver.refuse_to_pin = how == "pin" and rank == 1
     driver.refuse_to_map = how == "map" and rank == 1
     driver.drop_writes = how == "drop" and rank == 1
     limits = replace(LIMITS, max_blocks=1) if how == "terms" and rank == 2 else LIMITS
@@ -150,6 +151,7 @@ def refuse(rank: int, n: int, library: str, path: str, board: BoardHandle, how: 
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
+        ("pin", "rank 1 cannot use .* no more memory to pin"),
         ("map", "rank 1 cannot use .* no way to the peer's device"),
         ("drop", "probe: timed out after 0.5 s, waiting for rank"),
         ("terms", "rank 0 cannot use .* ranks differ"),
