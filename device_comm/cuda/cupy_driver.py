@@ -271,7 +271,7 @@ class CupyDriver:
             cupy.cuda.runtime.setDevice(self._index)
         try:
             yield
-        except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+        except RuntimeError as error:  # CUDA's errors; plain for a capture that is invalid
             raise DeviceError(call, str(error)) from error
         finally:
             if before != self._index:

@@ -97,6 +97,20 @@ def test_the_default_stream_is_marked_as_itself(monkeypatch: pytest.MonkeyPatch)
     assert recorded == [(0, driver.device), (0x5000, driver.device)]
 
 
+def test_an_invalid_capture_is_an_error_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy says so by a plain ``RuntimeError``, CUDA's other errors are subclasses of it."""
+
+    def invalid(_: int) -> bool:
+        raise RuntimeError("the capture sequence is invalid")
+
+    runtime = SimpleNamespace(getDevice=lambda: 3, streamIsCapturing=invalid)
+    monkeypatch.setattr(cupy_driver, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    driver = object.__new__(cupy_driver.CupyDriver)
+    driver._index = 3
+    with pytest.raises(DeviceError, match="cudaStreamIsCapturing: the capture sequence"):
+        driver.is_capturing(0)
+
+
 def test_the_kernels_as_one_text() -> None:
     text = kernel_source.kernel_source()
     left = re.findall(r"#include\s+(\S+)", text)
