@@ -271,7 +271,7 @@ class ShmComm(DirectVerbs, PlannedVerbs):
         return self._results.empty(shape, dtype)
 
     def _empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        return self._results.empty(shape, like.dtype)
+        return self._results.empty_like(shape, like)
 
     def _close(self) -> None:
         self._direct = None

@@ -176,8 +176,6 @@ PyObject *direct_make(Comm *self, int verb, PyObject *x, PyObject *out, shape wa
 PyObject *direct_run(Comm *self, PyObject *source, PyObject *result, uint64_t bytes) {
     if (comm_run(self, bytes, SPIN_NS) == STEPS_DONE) return result;
     stamp_state(self, STATE_BUSY);
-    Py_XDECREF(self->source);
-    Py_XDECREF(self->result);
     self->source = Py_NewRef(source);
     self->result = result;
     return Py_NewRef(Py_Ellipsis);

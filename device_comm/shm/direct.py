@@ -203,13 +203,12 @@ class DirectVerbs(DeviceCommunicator):
     ) -> Tensor:
         """As `PointToPointVerbs.recv`. Collective: no, the two ranks only."""
         peer = (self.rank - 1) % self.world_size if src is None else src
-        buffer = out
-        if size is not None:
-            buffer = self.empty(size, dtype) if out is None and dtype is not None else None
-        if buffer is not None:
-            result = self._short_message("recv", buffer, peer, timeout)
+        if out is None and size is not None and dtype is not None:
+            out, size, dtype = self.empty(size, dtype), None, None
+        if out is not None and size is None and dtype is None:
+            result = self._short_message("recv", out, peer, timeout)
             if result is not NotImplemented:
-                return buffer
+                return out
         return super().recv(size, dtype, src, out=out, timeout=timeout)
 
     def _short_message(

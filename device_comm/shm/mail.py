@@ -176,6 +176,7 @@ class Sending:
             if self._sent == self._total:
                 return True
             if self._may_use_parcels():
+                self._ahead = True
                 parcel = self._parcels.take(self._left, spare)
                 self._post(parcel)
                 patience, spare = 0, 0 if parcel.kept else 2 * parcel.room
@@ -198,8 +199,7 @@ class Sending:
         """Whether more may go into parcels: of a message, all or nothing."""
         if self._left <= SMALL_BYTES or self._box.room < LETTER_BYTES:
             return False
-        self._ahead = self._ahead or self._parcels.allow(self._left)
-        return self._ahead
+        return self._ahead or self._parcels.allow(self._left)
 
     def _post(self, parcel: SentParcel) -> None:
         """Send in ``parcel`` what goes into it."""

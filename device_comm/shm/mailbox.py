@@ -86,7 +86,8 @@ class Letter(NamedTuple):
 
     def continues(self, total: int, dtype: int, offset: int) -> bool:
         """Whether it brings what comes next of a message."""
-        return (self.total, self.dtype, self.offset) == (total, dtype, offset)
+        about = (self.total, self.dtype, self.offset)
+        return about == (total, dtype, offset) and 0 < self.used <= total - offset
 
 
 class Mover(Protocol):

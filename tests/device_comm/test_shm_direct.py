@@ -258,6 +258,29 @@ def test_after_a_box_was_not_found_the_group_is_aborted(store_path: str) -> None
         run_ranks(2, box_never_found, store_path, board.handle())
 
 
+def expect_wrongly(rank: int, n: int, path: str, board: BoardHandle) -> None:
+    """What is said beside ``out`` has to fit it, the short way too."""
+    with make_comm(rank, board, path) as comm:
+        if rank == 0:
+            for number in range(2):
+                comm.send(torch.tensor([float(number)]))
+        else:
+            out = torch.zeros(1)
+            assert comm.recv(out=out, src=0) == 0
+            with pytest.raises(TypeError, match="int64"):
+                comm.recv(dtype=torch.int64, out=out, src=0)
+            with pytest.raises(ValueError, match="2"):
+                comm.recv((2,), out=out, src=0)
+            assert comm.recv((1,), torch.float32, 0, out=out) is out
+            assert out == 1
+        comm.barrier()
+
+
+def test_out_is_checked_against_what_is_expected(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, expect_wrongly, store_path, board.handle())
+
+
 def one_gives_sizes(rank: int, n: int, path: str, board: BoardHandle) -> str:
     with make_comm(rank, board, path) as comm:
         sizes = [1, 1] if rank else None
