@@ -1,0 +1,79 @@
+"""Tensor dicts of which every rank sends a slice, and the receivers gather the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import coordinator
+from coordinator import host_store
+from tests.coordinator.alike import agree
+from tests.ranks import run_ranks
+
+
+def counting(send: Any, sent: list[int]) -> Any:
+    """``send``, with a note of how many elements of each tensor go over the link."""
+
+    def counted(x: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        if x.dtype != torch.uint8:
+            sent.append(x.numel())
+        return send(x, *rest, **options)
+
+    return counted
+
+
+def sliced(rank: int, n: int, port: int) -> None:
+    """Two stages of two: [0, 1] send to [2, 3]."""
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(tp=2, pp=2, rank=rank, store=store, timeout=30) as groups:
+        pp, tp = groups.pp, groups.tp
+        sent: list[int] = []
+        if pp.is_first_rank:
+            comm: Any = pp.device_communicator
+            comm.send, comm.isend = counting(comm.send, sent), counting(comm.isend, sent)
+        x = torch.arange(8).reshape(2, 4)
+        many = {
+            "x": x,
+            "odd": torch.arange(3.0),
+            "empty": torch.empty(0),
+            "t": x.t(),
+            "bf16": torch.ones(2, 2, dtype=torch.bfloat16),
+        }
+        residual = torch.full((4,), float(tp.rank_in_group))
+        for blocking in (True, False):
+            if pp.is_first_rank:
+                sent.clear()
+                values = {**many, "residual": residual}
+                if blocking:
+                    pp.send_tensor_dict(values, 1, tp, {"residual": False, "absent": True})
+                else:
+                    pp.isend_tensor_dict(values, 1, tp, {"residual": False}).wait()
+                assert sent == [4, 3, 4, 2, 4]
+                pp.send_tensor_dict({"x": x}, 1, tp, {"x": False})
+                assert sent[-1] == 8
+                pp.send_tensor_dict({"x": x}, 1, tp)
+            else:
+                found = (
+                    pp.recv_tensor_dict(0, tp) if blocking else pp.irecv_tensor_dict(0, tp).wait()
+                )
+                agree(found, {**many, "residual": residual})
+                for mismatched in (True, False):
+                    agree(pp.recv_tensor_dict(0, tp, {"x": mismatched}), {"x": x})
+        if pp.is_first_rank:
+            with pytest.raises(ValueError, match="'odd' has 3 elements, not divisible by 2"):
+                pp.send_tensor_dict({"x": x, "odd": torch.ones(3)}, 1, tp, {"odd": True})
+            pp.send_tensor_dict({"x": x}, 1, tp)
+            pp.send_tensor_dict({"after": x}, 1)
+        else:
+            with pytest.raises(ValueError, match=r"'x' came as slice \d of 2: receive it with"):
+                pp.recv_tensor_dict(0)
+            agree(pp.recv_tensor_dict(0), {"after": x})
+        groups.world.barrier()
+
+
+def test_slices_of_replicated_tensors() -> None:
+    """arange(8) over two: 4 elements per link; the sender alone decides what is cut."""
+    store = host_store()
+    run_ranks(4, sliced, store.port)
