@@ -23,7 +23,7 @@ from shm_broadcast import (
     GroupTimeoutError,
     MessageDecodeError,
 )
-from tests.coordinator.alike import agree
+from tests.coordinator.sent import agree
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import coordinator
 from coordinator import ParallelGroups
 from coordinator.pipeline import Exchanged, Stage
 from shm_broadcast import GroupAbortedError, GroupTimeoutError, MessageDecodeError
-from tests.coordinator.test_messages import counting
+from tests.coordinator.sent import counting
 from tests.ranks import run_ranks
 
 

@@ -9,19 +9,8 @@ import torch
 
 import coordinator
 from coordinator import host_store
-from tests.coordinator.alike import agree
+from tests.coordinator.sent import agree, counting
 from tests.ranks import run_ranks
-
-
-def counting(send: Any, sent: list[int]) -> Any:
-    """``send``, with a note of how many elements of each tensor go over the link."""
-
-    def counted(x: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        if x.dtype != torch.uint8:
-            sent.append(x.numel())
-        return send(x, *rest, **options)
-
-    return counted
 
 
 def sliced(rank: int, n: int, port: int) -> None:
