@@ -140,9 +140,12 @@ def draw(report: Report, path: str) -> None:
             panel = lines.setdefault((row.work, " ".join(ranks)), {})
             panel.setdefault(f"{row.system} {dtype}", []).append((SIZES[size], row.median))
     works, groups = (list(dict.fromkeys(each)) for each in zip(*lines, strict=True))
-    shape = {"nrows": len(works), "ncols": len(groups)}
-    size = (5.5 * len(groups), 3.2 * len(works))
-    figure, axes = pyplot.subplots(**shape, figsize=size, squeeze=False)
+    figure, axes = pyplot.subplots(
+        len(works),
+        len(groups),
+        figsize=(5.5 * len(groups), 3.2 * len(works)),
+        squeeze=False,
+    )
     for (work, ranks), panel in lines.items():
         axis = axes[works.index(work), groups.index(ranks)]
         for name, points in sorted(panel.items()):

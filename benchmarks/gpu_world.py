@@ -281,7 +281,7 @@ def _add_others(rank: Rank, board: Board, folder: str, closing: ExitStack) -> No
         rank.left_out = dict.fromkeys(OTHERS, why)
         return
     device = rank.comm.device
-    store = dist.FileStore(f"{folder}/store", rank.n)  # type: ignore[attr-defined]
+    store = dist.FileStore(f"{folder}/store", rank.n)
     dist.init_process_group("nccl", store=store, rank=rank.rank, world_size=rank.n)
     closing.callback(dist.destroy_process_group)
     world = dist.distributed_c10d._get_default_group()

@@ -126,7 +126,7 @@ def under_load(report: Report, asked: Questions, served: Served, grid: str, seco
     return held
 
 
-def timed(ask: Callable[[], np.ndarray], expected: np.ndarray, count: int) -> list[float]:
+def timed(ask: Callable[[], Any], expected: np.ndarray, count: int) -> list[float]:
     """Seconds of each of ``count`` calls, whose last result is checked."""
     samples = []
     for _ in range(count):
@@ -182,7 +182,7 @@ def run(report: Report, options: argparse.Namespace) -> list[Held]:
     from sentence_transformers import SentenceTransformer
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     seconds = 5.0 if options.quick else 60.0
     held: list[Held] = []
     with ExitStack() as running:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from server import WorkerContext
 
 WORKERS = 2
-REQUEST = ["no_op", [], {}, None]
+REQUEST: list[Any] = ["no_op", [], {}, None]
 """What vLLM's executor sends for such a call."""
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore
 
 from coordinator.exchange import Exchange
 from shm_broadcast.deadline import Deadline

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, HashStore, PrefixStore
 
 from coordinator import torch_groups
 from coordinator.bootstrap import Launch, open_store
@@ -18,7 +18,7 @@ from coordinator.topology import Topology
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store
 
     from shm_broadcast import Deadline
 

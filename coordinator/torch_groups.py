@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, distributed_c10d
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -198,4 +198,4 @@ def _register(
     world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(dist.Backend(backend)))
     world.pg_to_tag[group] = tag
     world.tags_to_pg.setdefault(tag, []).append(group)
-    distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type,attr-defined]
+    distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from server.messages import Start
 from shm_broadcast import DRIVER_RANK, Board, MessageQueue
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     from server.plan import Plan
 

@@ -114,7 +114,7 @@ def init_gloo(rank: int, n: int, path: str, timeout: float = 30.0) -> dist.Proce
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(path, n),  # type: ignore[attr-defined]
+        store=dist.FileStore(path, n),
         rank=rank,
         world_size=n,
         timeout=timedelta(seconds=timeout),
@@ -154,7 +154,7 @@ class _Function:
         found: Any = module
         for part in self.name.split("."):
             found = getattr(found, part)
-        return found  # type: ignore[no-any-return]
+        return found
 
 
 @dataclass

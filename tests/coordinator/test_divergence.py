@@ -87,8 +87,8 @@ def wrong_on_one(rank: int, n: int, port: int, torch_only: bool) -> None:
         if rank == 1:
             with pytest.raises(TypeError):
                 groups.tp.all_reduce(torch.ones(2), op=ReduceOp.BAND)
-            groups.board.wait(  # type: ignore[union-attr]
-                lambda: groups.board.aborted is not None,  # type: ignore[union-attr]
+            groups.board.wait(
+                lambda: groups.board.aborted is not None,
                 Deadline.after(60),
                 "until the other has given up",
                 list,

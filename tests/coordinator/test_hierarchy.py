@@ -19,10 +19,10 @@ def init_on_nodes(rank: int, n: int, port: int, node_of: tuple[int, ...]) -> Par
     found = find_nodes
 
     def pretended(*arguments: object) -> Nodes:
-        real = found(*arguments)  # type: ignore[arg-type]
+        real = found(*arguments)
         return replace(real, node_of=node_of)
 
-    coordinator.topology.find_nodes = pretended
+    coordinator.topology.find_nodes = pretended  # type: ignore[attr-defined]
     store = coordinator.connect_store("127.0.0.1", port)
     return coordinator.init(tp=n, rank=rank, store=store, timeout=30, operation_timeout=20)
 
@@ -107,7 +107,7 @@ def test_bagua_averages_twice_on_unequal_nodes() -> None:
 @pytest.mark.parametrize("body", [one_each, one_node])
 def test_other_shapes(body: object) -> None:
     store = host_store()
-    run_ranks(2, body, store.port)  # type: ignore[arg-type]
+    run_ranks(2, body, store.port)
 
 
 def test_alone() -> None:

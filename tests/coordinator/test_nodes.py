@@ -37,7 +37,7 @@ def test_hosts_that_cannot_see_each_other_are_nodes(monkeypatch: pytest.MonkeyPa
 
     class Isolated(Board):
         @classmethod
-        def create(cls, n_members, member=0, name="group"):  # type: ignore[no-untyped-def]
+        def create(cls, n_members, member=0, name="group"):  # type: ignore[no-untyped-def, override]
             board = Board.create(n_members, member, name)
             owners[board.handle().segment.nonce] = member
             return board

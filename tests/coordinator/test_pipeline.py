@@ -198,7 +198,7 @@ def wrong_calls_send_nothing(stage: Stage) -> None:
         ({"send_next": x, "send_prev": torch.ones(2, device="meta")}, ValueError),
     ):
         with pytest.raises(error):
-            stage.exchange(**options)  # type: ignore[arg-type]
+            stage.exchange(**options)
     found = stage.exchange(send_next=x, recv_prev=True)
     assert torch.equal(found.from_prev, x)
 

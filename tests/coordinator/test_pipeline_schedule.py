@@ -39,7 +39,7 @@ def dense(parts: int) -> tuple[list[nn.Module], list[torch.Tensor], list[torch.T
     losses = [
         nn.functional.mse_loss(out, target) for out, target in zip(outputs, targets, strict=True)
     ]
-    (sum(losses) / BATCHES).backward()  # type: ignore[union-attr]
+    (sum(losses) / BATCHES).backward()
     return layers, outputs, losses
 
 
@@ -118,7 +118,7 @@ def one_f_one_b_keeps_few(groups: coordinator.ParallelGroups) -> None:
             return grad * 2
 
     inputs = [torch.ones(2, requires_grad=True) for _ in range(BATCHES)]
-    Schedule(Stage(pp), Count.apply).train(inputs, BATCHES, lambda out, _: out.sum())  # type: ignore[arg-type]
+    Schedule(Stage(pp), Count.apply).train(inputs, BATCHES, lambda out, _: out.sum())
     assert (alive, most) == (0, pp.world_size - pp.rank_in_group)
 
 

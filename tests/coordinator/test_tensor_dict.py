@@ -41,7 +41,12 @@ def through(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_header_of_a_dict_by_hand() -> None:
-    values = {"a": torch.zeros(2, 3, dtype=torch.bfloat16), "n": 7, "x": [1, (2,)], "none": None}
+    values: dict[str, Any] = {
+        "a": torch.zeros(2, 3, dtype=torch.bfloat16),
+        "n": 7,
+        "x": [1, (2,)],
+        "none": None,
+    }
     header, parts = pack(values)
     assert header.keys == ["a", "n", "x", "none"]
     assert header.tensors == {"a": TensorMeta("torch.bfloat16", (2, 3), "cpu")}

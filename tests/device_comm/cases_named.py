@@ -235,8 +235,8 @@ def wrong_arguments_move_nothing(comm: DeviceCommunicator) -> None:
     whole = torch.zeros(3, dtype=torch.int64, device=device)
     meta = torch.zeros(3, device="meta")
     calls: list[tuple[type[Exception], Callable[[], object]]] = [
-        (TypeError, lambda: comm.all_reduce([1.0])),  # type: ignore[arg-type]
-        (TypeError, lambda: comm.all_reduce(x, op=0)),  # type: ignore[arg-type]
+        (TypeError, lambda: comm.all_reduce([1.0])),
+        (TypeError, lambda: comm.all_reduce(x, op=0)),
         (TypeError, lambda: comm.all_reduce(x, op=ReduceOp.BAND)),
         (TypeError, lambda: comm.all_reduce(whole, op=ReduceOp.AVG)),
         (TypeError, lambda: comm.all_reduce(x.to(torch.complex64), op=ReduceOp.MAX)),
@@ -249,12 +249,12 @@ def wrong_arguments_move_nothing(comm: DeviceCommunicator) -> None:
         (ValueError, lambda: comm.all_gather(x, dim=2)),
         (ValueError, lambda: comm.all_gather(x, dim=-3)),
         (TypeError, lambda: comm.all_gather(x, dim=True)),
-        (TypeError, lambda: comm.all_gather(x, dim=0.0)),  # type: ignore[arg-type]
+        (TypeError, lambda: comm.all_gather(x, dim=0.0)),
         (ValueError, lambda: comm.all_gather(x[0, 0])),
         (ValueError, lambda: comm.all_gather(x, dim=0, out=torch.zeros_like(x[1:]))),
         (ValueError, lambda: comm.all_gatherv(x, sizes=[n + 2] * n)),
         (ValueError, lambda: comm.all_gatherv(x, sizes=[n + 1] * (n + 1))),
-        (TypeError, lambda: comm.all_gatherv(x, sizes=n)),  # type: ignore[arg-type]
+        (TypeError, lambda: comm.all_gatherv(x, sizes=n)),
         (TypeError, lambda: comm.all_gatherv([x, x], out=x)),
         (ValueError, lambda: comm.reduce_scatterv(x, dim=0, sizes=[n] * n)) if n > 1 else _never(),
         (ValueError, lambda: comm.reduce_scatterv(x, dim=0, sizes=[n + 2] + [-1] * (n - 1)))
@@ -263,7 +263,7 @@ def wrong_arguments_move_nothing(comm: DeviceCommunicator) -> None:
         (ValueError, lambda: comm.all_to_all(x, input_sizes=[n + 1] + [0] * (n - 1))),
         (ValueError, lambda: comm.broadcast(x, src=-1)),
         (ValueError, lambda: comm.broadcast(x, src=n)),
-        (TypeError, lambda: comm.broadcast(x, src=None)),  # type: ignore[arg-type]
+        (TypeError, lambda: comm.broadcast(x, src=None)),
         (ValueError, lambda: comm.reduce(x, dst=n)),
         (ValueError, lambda: comm.gather(x, dst=-1)),
         (ValueError, lambda: comm.scatter(None, src=comm.rank)),

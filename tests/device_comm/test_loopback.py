@@ -16,7 +16,7 @@ from tests.device_comm.suite import check_table, run_table
 @pytest.mark.parametrize("cases", [reduce_cases, move_cases, named_cases])
 def test_table(cases: object) -> None:
     with LoopbackComm() as comm:
-        check_table([run_table(comm, cases, [torch.float32, torch.int64, torch.bool])])  # type: ignore[arg-type]
+        check_table([run_table(comm, cases, [torch.float32, torch.int64, torch.bool])])
 
 
 def test_results_are_the_input_itself() -> None:

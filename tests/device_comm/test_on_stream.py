@@ -149,7 +149,7 @@ def test_it_closes_what_it_wraps() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu() -> None:
-    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side: Any = torch.cuda.Stream()
     comm = OnStream(Doubling(None, "cuda"), CudaSideStream(side))
     for _ in range(50):
         x = torch.zeros(1 << 22, device="cuda")

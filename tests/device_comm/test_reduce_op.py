@@ -58,4 +58,4 @@ def test_some_dtypes_are_only_moved(dtype: torch.dtype) -> None:
 def test_a_number_is_not_an_operation() -> None:
     check_reduction(ReduceOp.SUM, torch.float32)
     with pytest.raises(TypeError, match="must be a ReduceOp"):
-        check_reduction(0, torch.float32)  # type: ignore[arg-type]
+        check_reduction(0, torch.float32)

@@ -78,7 +78,7 @@ def short_and_long(rank: int, n: int, path: str, board: BoardHandle, late: int) 
     """Ranks 0 and 1 go the short way, rank 2 the long one; ``late`` lets the others wait."""
     with make_comm(rank, board, path) as comm:
         if rank != 2:
-            comm._run = refuse  # type: ignore[method-assign]
+            comm._run = refuse
         for verb, call in calls(comm).items():
             for into in (None, torch.empty):
                 if rank == late:
@@ -114,7 +114,7 @@ def messages(rank: int, n: int, path: str, board: BoardHandle) -> None:
                 x = torch.arange(count, dtype=torch.float32) + late
                 comm.barrier()
                 if count <= 16_000 and rank <= late:
-                    comm._run = refuse  # type: ignore[method-assign]
+                    comm._run = refuse
                 if rank == late:
                     time.sleep(0.01)
                 if rank == 0:
@@ -126,7 +126,7 @@ def messages(rank: int, n: int, path: str, board: BoardHandle) -> None:
                     out = torch.zeros(count)
                     assert comm.recv(out=out, src=0) is out
                     same(out, x)
-                comm._run = long_way  # type: ignore[method-assign]
+                comm._run = long_way
         comm.barrier()
 
 
@@ -138,7 +138,7 @@ def test_messages_of_every_size_whoever_comes_first(store_path: str) -> None:
 def results(rank: int, n: int, path: str, board: BoardHandle) -> int:
     """Keep some results and drop many; how much the process has grown by those, in KiB."""
     with make_comm(rank, board, path) as comm:
-        comm._run = refuse  # type: ignore[method-assign]
+        comm._run = refuse
         kept = [comm.all_reduce(torch.full((5, 7), float(i))) for i in range(200)]
         assert len({x.data_ptr() for x in kept}) == 200
         for i, x in enumerate(kept):
@@ -173,12 +173,12 @@ def wrong_arguments(rank: int, n: int, path: str, board: BoardHandle) -> None:
             same(comm.recv(x.shape, x.dtype), x)
             for src in (False, 0.0):
                 with pytest.raises(TypeError, match="src must be a rank"):
-                    comm.recv(x.shape, x.dtype, src)  # type: ignore[arg-type]
+                    comm.recv(x.shape, x.dtype, src)
         else:
             comm.send(x)
             for dst in (True, 1.0):
                 with pytest.raises(TypeError, match="dst must be a rank"):
-                    comm.send(x, dst)  # type: ignore[arg-type]
+                    comm.send(x, dst)
         comm.barrier()
 
 

@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SIZES = [10, 3_000, 100_000, 2_000_000]
 
 
-def failure_of(call: Callable[[], object]) -> tuple[CoordinatorError, float]:
+def failure_of(call: Callable[[], object]) -> tuple[Any, float]:
     """The error that ``call`` raises, and when, on the clock that all processes share."""
     try:
         call()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -17,37 +20,37 @@ from shm_broadcast.recycling import RECYCLED_BYTES
 
 
 def test_the_extension_was_built_and_agrees() -> None:
-    from device_comm import _native
+    native: Any = importlib.import_module("device_comm._native")
 
     for name in ("GROUP_RANKS", "GROUP_SLOT_BYTES", "GROUP_WHOLE_BYTES", "GROUP_SLOTS"):
-        assert getattr(_native, name) == getattr(layout, name)
+        assert getattr(native, name) == getattr(layout, name)
     for name in ("RANK_LINES", "RANK_STRIDE", "RANK_DONE", "BUFFERS", "SLOT_HEADER"):
-        assert getattr(_native, name) == getattr(layout, name)
+        assert getattr(native, name) == getattr(layout, name)
     for name in ("SLOT_ARRIVED", "SLOT_SIGNATURE", "PIECE_ALIGN"):
-        assert getattr(_native, name) == getattr(layout, name)
-    assert signature.SIGNATURE.size == _native.SIGNATURE_BYTES
-    assert _native.SIGNATURE_COMPARED == _native.SIGNATURE_CHUNK == signature.COMPARED
-    assert (_native.SHAPE_DIMS, _native.NO_OP) == (signature.SHAPE_DIMS, signature.NO_OP)
-    assert (_native.STATE_IDLE, _native.STATE_BUSY) == (
+        assert getattr(native, name) == getattr(layout, name)
+    assert signature.SIGNATURE.size == native.SIGNATURE_BYTES
+    assert native.SIGNATURE_COMPARED == native.SIGNATURE_CHUNK == signature.COMPARED
+    assert (native.SHAPE_DIMS, native.NO_OP) == (signature.SHAPE_DIMS, signature.NO_OP)
+    assert (native.STATE_IDLE, native.STATE_BUSY) == (
         board_layout.STATE_IDLE,
         board_layout.STATE_BUSY,
     )
     for code, verb in enumerate(signature.VERBS):
-        assert getattr(_native, f"VERB_{verb.upper()}") == code
+        assert getattr(native, f"VERB_{verb.upper()}") == code
     for dtype, code in signature.DTYPE_CODES.items():
         name = str(dtype).removeprefix("torch.").upper()
         if dtype not in (torch.uint64, torch.complex32):
-            assert getattr(_native, f"DTYPE_{name}") == code
-    assert _native.KIND_MOVE == plan.MOVE
-    assert _native.KIND_REDUCE == plan.REDUCE
-    assert _native.KIND_ALL_REDUCE == plan.ALL_REDUCE
+            assert getattr(native, f"DTYPE_{name}") == code
+    assert native.KIND_MOVE == plan.MOVE
+    assert native.KIND_REDUCE == plan.REDUCE
+    assert native.KIND_ALL_REDUCE == plan.ALL_REDUCE
     for status in Status:
-        assert getattr(_native, f"STEPS_{status.name}") == status
-    assert _native.RECYCLED_BYTES == RECYCLED_BYTES
+        assert getattr(native, f"STEPS_{status.name}") == status
+    assert native.RECYCLED_BYTES == RECYCLED_BYTES
     for name in ("POSTED", "TAKEN", "RING", "INSIDE"):
-        assert getattr(_native, f"MAILBOX_{name}") == getattr(mailbox, name)
+        assert getattr(native, f"MAILBOX_{name}") == getattr(mailbox, name)
     for name in ("RING", "PIECE", "RESERVED", "SMALL", "LETTER"):
-        assert getattr(_native, f"MAILBOX_{name}_BYTES") == getattr(mailbox, f"{name}_BYTES")
+        assert getattr(native, f"MAILBOX_{name}_BYTES") == getattr(mailbox, f"{name}_BYTES")
 
 
 @given(st.integers(1, 300))

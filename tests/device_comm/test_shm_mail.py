@@ -123,7 +123,7 @@ def test_small_messages_take_no_parcel_when_room_comes_late(mails: list[Mail]) -
             pushed.append(sent)
             return sent
 
-    outbox.mover = LateRoom()  # type: ignore[assignment]
+    outbox.mover = LateRoom()
     assert last.advance(0)
     assert pushed == [0, 8]
     assert mails[0].parcels.size == 0

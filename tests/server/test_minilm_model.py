@@ -41,7 +41,7 @@ def embed(folder: Path, tp: int, pp: int, inputs: Any, **kwargs: Any) -> tuple[A
     results = run_threads(tp, pp, body)
     output = results[tp * (pp - 1)]
     assert [result for result in results if result is not None] == [output]
-    return output  # type: ignore[no-any-return]
+    return output
 
 
 def oracle(folder: Path, lines: list[str]) -> np.ndarray:

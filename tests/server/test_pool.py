@@ -119,7 +119,7 @@ def test_a_method_has_a_name_of_any_length_and_script(pool: WorkerPool) -> None:
         with pytest.raises(WorkerError, match="AttributeError"):
             pool.call(name)
     with pytest.raises(TypeError, match="method must be the name"):
-        pool.call(Worker.echo)  # type: ignore[arg-type]
+        pool.call(Worker.echo)
 
 
 def test_what_cannot_travel_fails_its_call_only(pool: WorkerPool) -> None:

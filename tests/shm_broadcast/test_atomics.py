@@ -23,7 +23,7 @@ SIZE = 256
 
 @pytest.fixture(params=[_native.Words, PythonWords], ids=["native", "twin"])
 def make(request: pytest.FixtureRequest) -> Callable[[bytearray], WordsLike]:
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_a_stamp_outside_is_refused(words: WordsLike) -> None:
 
 
 def test_fence(words: WordsLike) -> None:
-    assert words.fence() is None  # type: ignore[func-returns-value]
+    assert words.fence() is None
 
 
 def add(rank: int, n: int, folder: str, times: int) -> int:

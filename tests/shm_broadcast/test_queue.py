@@ -282,7 +282,7 @@ def test_a_handle_is_plain_data() -> None:
 def test_the_footprint_is_a_function_of_the_arguments(
     arguments: dict[str, int], capacity: int
 ) -> None:
-    with MessageQueue(2, 2, **arguments) as queue:  # type: ignore[arg-type]
+    with MessageQueue(2, 2, **arguments) as queue:
         handle = queue.export_handle()
         assert handle.ring is not None
         assert handle.ring.size == capacity + 4096  # 192 + 2 * 64, rounded up to a page

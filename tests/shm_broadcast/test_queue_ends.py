@@ -180,7 +180,7 @@ def test_readers_get_what_a_dead_writer_left() -> None:
 
 def test_a_message_that_a_dead_writer_did_not_finish_is_not_handed_out() -> None:
     with ends() as made:
-        ring: Any = made.writer._end._ring  # type: ignore[union-attr]
+        ring: Any = made.writer._end._ring
         ring._cancel = lambda: None  # as if it had been killed
         with pytest.raises(GroupTimeoutError):
             made.writer.enqueue(b"x" * (3 * CAPACITY), timeout=0.01)
@@ -279,8 +279,8 @@ def test_a_successor_of_a_writer_that_shut_down() -> None:
     with ends() as made:
         made.writer.enqueue(1)
         handle = made.writer.export_handle()
-        kept = segment.Segment.attach(handle.ring)  # type: ignore[arg-type]
-        made.writer._end.close()  # type: ignore[union-attr]
+        kept = segment.Segment.attach(handle.ring)
+        made.writer._end.close()
         made.boards[0].close()
         # The ring's creator still has it open; only the writing end has gone.
         with Board.attach(made.boards[1].handle(), 0) as board:

@@ -24,7 +24,7 @@ class StoreGroup:
     def __init__(self, rank: int, world_size: int, path: str) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._store: Any = dist.FileStore(path, world_size)  # type: ignore[attr-defined]
+        self._store: Any = dist.FileStore(path, world_size)
         self._turn = 0
 
     def broadcast_obj(self, obj: Any | None, src: int) -> Any:
@@ -117,7 +117,7 @@ def one_rank_cannot(rank: int, n: int, group: Any) -> None:
     free = segment_module._free_bytes
     for left in (1 << 16, 0):
         if rank == 1:
-            segment_module._free_bytes = lambda left=left: left  # type: ignore[assignment, misc]
+            segment_module._free_bytes = lambda *_, left=left: left
         try:
             with pytest.raises(SharedMemoryError, match="are free"):
                 MessageQueue.create_from_process_group(group, writer_rank=1)

@@ -200,7 +200,7 @@ def test_back_pressure_lets_go_as_soon_as_the_slowest_reader_reads() -> None:
 def test_acquire_read_keeps_one_deadline() -> None:
     """A record that is no whole message comes shortly before the deadline."""
     with ends() as made:
-        ring = made.writer._end._ring  # type: ignore[union-attr]
+        ring = made.writer._end._ring
         assert ring is not None
         began = time.monotonic()
         threading.Timer(0.4, ring._cancel).start()
@@ -282,7 +282,7 @@ def test_threads_that_write_one_end_keep_messages_whole() -> None:
 
 def test_the_predicate_sees_a_writer_s_sequence_in_its_segment() -> None:
     with ends() as made:
-        words = made.writer._ring.words  # type: ignore[union-attr]
+        words = made.writer._ring.words
         for number in range(1, 4):
             made.writer.enqueue(number)
             assert words.load64(layout.RING_SEQUENCE) == number

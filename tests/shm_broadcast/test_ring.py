@@ -240,10 +240,10 @@ def test_a_writer_that_died_amid_fragments_is_succeeded() -> None:
             raise SystemExit
 
         cancel: Callable[[], None] = made.writer._cancel
-        made.writer._cancel = lambda: None  # type: ignore[method-assign]
+        made.writer._cancel = lambda: None
         with pytest.raises(SystemExit):
             made.writer.write(CODEC, [body(2 * CAPACITY)], [], die)
-        made.writer._cancel = cancel  # type: ignore[method-assign]
+        made.writer._cancel = cancel
         assert made.read() is None
         made.writer = made.attach_writer()
         assert made.writer.try_write(CODEC, b"by the successor")

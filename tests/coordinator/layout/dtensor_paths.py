@@ -48,7 +48,7 @@ def compare(
         ]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            infos = _redistribute._gen_transform_infos_non_cached(*specs, use_graph)
+            infos = _redistribute._gen_transform_infos_non_cached(specs[0], specs[1], use_graph)
         theirs = 0.0
         here = Arrangement.of(Layout(tuple(source)), 2, (9,) * len(source))
         for info in infos:

@@ -152,7 +152,7 @@ def refused(world: GroupCoordinator) -> None:
         (x, {"shape": (8,), "source_mesh": SubMesh((0, 9)), "target_mesh": FOUR}, "rank 9"),
     ):
         with pytest.raises(ValueError, match=message):
-            redistribute_between(given, S0, S0, world, **options)  # type: ignore[arg-type]
+            redistribute_between(given, S0, S0, world, **options)
     with pytest.raises(NotImplementedError, match="MIN"):
         redistribute_between(
             torch.ones(8, requires_grad=True), Partial(ReduceOp.MIN), R, world, shape=(8,),

@@ -28,4 +28,4 @@ def test_nothing_is_negative() -> None:
 
 
 def test_times_that_are_all_the_same() -> None:
-    assert _fit([1.0, 2.0], [5.0, 5.0]) == AlphaBeta(pytest.approx(5.0), pytest.approx(0, abs=1e-9))  # type: ignore[arg-type]
+    assert _fit([1.0, 2.0], [5.0, 5.0]) == AlphaBeta(pytest.approx(5.0), pytest.approx(0, abs=1e-9))

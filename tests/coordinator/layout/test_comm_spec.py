@@ -44,7 +44,7 @@ class Numbers(Place):
 
 def spec_of(layout: Layout, shape: tuple[int, ...] = (16, 16)) -> ShardingSpec:
     axes: Any = (Numbers(0, 2), Numbers(0, 4))
-    return ShardingSpec(Mesh(axes, Numbers(0, 8), COSTS), shape, layout)  # type: ignore[arg-type]
+    return ShardingSpec(Mesh(axes, Numbers(0, 8), COSTS), shape, layout)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_results_and_gradients_are_the_same() -> None:
     found.square().sum().backward()
     assert torch.equal(found, expected)
     for a, b in zip(hooked.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+        assert torch.equal(a.grad, b.grad)
     assert hook.log == ALL[:2] * 3 + ALL[2:] * 3
 
 
@@ -170,8 +170,8 @@ def module() -> nn.Module:
     layer = nn.Linear(2, 2)
     weight = layer.weight.detach().requires_grad_()
     del layer.weight
-    layer.weight = weight  # type: ignore[assignment]
-    layer.cached = torch.ones(1)  # type: ignore[assignment]
+    layer.weight = weight
+    layer.cached = torch.ones(1)
     outer = nn.Module()
     outer.first, outer.again = layer, layer
     outer.scale = nn.Parameter(torch.ones(1))
@@ -185,4 +185,4 @@ def test_names_are_complete_prefixed_and_not_repeated() -> None:
         "model.scale", "model.first.bias", "model.first.weight"
     ]  # fmt: skip
     assert [name for name, _ in named_parameters(outer, "model", recurse=False)] == ["model.scale"]
-    assert dict(named_parameters(outer))["first.weight"] is outer.first.weight  # type: ignore[union-attr]
+    assert dict(named_parameters(outer))["first.weight"] is outer.first.weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def verbs(found: Plan) -> list[tuple[str, int]]:
 
 def test_formulas() -> None:
     costs = MeshCosts((2, 4), alpha=(1, 2), beta=(0.1, 0.01))
-    by_axis = [
+    by_axis: list[Any] = [
         [costs.all_gather, costs.all_reduce, costs.reduce_scatter, costs.all_to_all],
         [52.3, 103.41, 52.201, 26.601],
         [9.78, 17.37, 9.681, 5.841],

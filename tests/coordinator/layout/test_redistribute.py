@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from coordinator.layout import Mesh, Placement
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
-MESHES = {2: [(2,)], 4: [(4,), (2, 2), (1, 1, 4)]}
+MESHES: dict[int, list[tuple[int, ...]]] = {2: [(2,)], 4: [(4,), (2, 2), (1, 1, 4)]}
 
 
 def whole(shape: Sequence[int]) -> Tensor:

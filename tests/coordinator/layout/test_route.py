@@ -97,7 +97,7 @@ def test_any_layout_on_any_mesh_to_any_other(data: st.DataObject) -> None:
     def body(axes: list[ThreadGroup], flat: ThreadGroup) -> None:
         rank = flat.rank_in_group
         has, gets = rank in source_mesh.ranks, rank in target_mesh.ranks
-        move = Transfer(shape, source, source_mesh, target, target_mesh, flat)  # type: ignore[arg-type]
+        move = Transfer(shape, source, source_mesh, target, target_mesh, flat)
         held = None
         if has:
             held = hold(x, source, source_mesh.places(rank)).requires_grad_(backward)
@@ -108,7 +108,7 @@ def test_any_layout_on_any_mesh_to_any_other(data: st.DataObject) -> None:
             else [0]
         )
         assert list(found.shape) == kept
-        back = Transfer(shape, target, target_mesh, R, SubMesh((0,)), flat)(found.detach())  # type: ignore[arg-type]
+        back = Transfer(shape, target, target_mesh, R, SubMesh((0,)), flat)(found.detach())
         if rank == 0:
             torch.testing.assert_close(back, x)
         if not backward:

@@ -156,7 +156,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        write_checkpoint(file, header, fails())  # type: ignore[arg-type]
+        write_checkpoint(file, header, fails())
     assert [each.name for each in tmp_path.iterdir()] == ["x.safetensors"]
     assert load_file(file)["x"].tolist() == [1, 1]
 
@@ -169,4 +169,4 @@ def test_a_checkpoint_holds_no_terms(tmp_path: Path) -> None:
         rank_in_group, world_size = 0, 2
 
     with pytest.raises(ValueError, match="terms"):
-        load_sharded(file, {"x": Partial()}, Place())  # type: ignore[arg-type]
+        load_sharded(file, {"x": Partial()}, Place())

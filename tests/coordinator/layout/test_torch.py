@@ -158,7 +158,7 @@ def tensor_parallel_matches_dense(rank: int, n: int) -> None:
     torch.testing.assert_close(gathered(batch()), mlp()(batch()))
     params = dict(named_parameters(model, "mlp"))
     assert list(params) == ["mlp.0.weight", "mlp.0.bias", "mlp.2.weight", "mlp.2.bias"]
-    local, layout, shape = from_dtensor(params["mlp.2.weight"])  # type: ignore[arg-type]
+    local, layout, shape = from_dtensor(params["mlp.2.weight"])
     assert (layout, shape) == (Layout((Shard(1),)), (3, 8))
     ours = Mesh.from_device_mesh(device_mesh)
     whole = redistribute(local, layout, Replicate(), ours.axes, shape=shape)

@@ -34,7 +34,7 @@ SOME = [torch.float32, torch.bfloat16, torch.int64]
 
 
 def new_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream()
 
 
 def table(rank: int, n: int, path: str, board: BoardHandle, index: int | None) -> dict[str, str]:

@@ -109,8 +109,8 @@ def test_sources_read_where_they_are(emulation: Emulation, n: int) -> None:
             same_numbers(row, torch.cat(parts))
             counts = [count // n + (count % n if r == 0 else 0) for r in range(n)]
             piece = torch.zeros(counts[rank.rank])
-            arguments = piece.data_ptr(), mine.data_ptr(), [4 * c for c in counts], dtype
-            rank.run(rank.plan.reduce_scatter(*arguments, ReduceOp.SUM, table=where))
+            to, given, sizes = piece.data_ptr(), mine.data_ptr(), [4 * c for c in counts]
+            rank.run(rank.plan.reduce_scatter(to, given, sizes, dtype, ReduceOp.SUM, table=where))
             same_numbers(piece, expected.split(counts)[rank.rank])
             # Nobody reads it any more: it may be overwritten at once.
             mine.fill_(-1.0)

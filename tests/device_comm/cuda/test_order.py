@@ -74,13 +74,13 @@ def test_messages_of_one_way_share_a_stream(driver: HostDriver) -> None:
     with driver.on(7):
         other_stream = driver.make_stream()
     with driver.on(other_stream):
-        first.wait(None)  # type: ignore[arg-type]
+        first.wait(None)
     assert driver.orders == [(one, other_stream)]
     driver.free_stream(other_stream)
     sides.close()
     assert driver.held == 0
     driver.orders.clear()
-    first.wait(None)  # type: ignore[arg-type]
+    first.wait(None)
     assert driver.orders == []
 
 
