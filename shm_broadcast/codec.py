@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import copyreg
 import pickle
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, cast
 
 import msgspec
 import torch
 
 from shm_broadcast.errors import MessageDecodeError
-from shm_broadcast.recycling import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,13 +133,23 @@ def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     if not plain:
         reduced: tuple[Any, ...] = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
         return reduced
-    values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    memory = (
-        pickle.PickleBuffer(memory_of(values.view(torch.uint8).numpy())) if values.numel() else b""
+    device = None if tensor.is_cpu else str(tensor.device)
+    return _rebuild_tensor, (
+        _values(tensor),
+        tensor.dtype,
+        tuple(tensor.shape),
+        device,
+        tensor.requires_grad,
     )
-    device = None if tensor.device.type == "cpu" else str(tensor.device)
-    facts = (tensor.dtype, tuple(tensor.shape), device, tensor.requires_grad)
-    return _rebuild_tensor, (memory, *facts)
+
+
+def _values(tensor: torch.Tensor) -> pickle.PickleBuffer | bytes:
+    if tensor.numel() == 0:
+        return b""
+    values = tensor.detach() if tensor.requires_grad else tensor
+    if not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_conj() or tensor.is_neg():
+        values = values.resolve_conj().resolve_neg().cpu().contiguous()
+    return pickle.PickleBuffer(cast("Buffer", values.view(-1).view(torch.uint8).numpy()))
 
 
 def _reduce_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
@@ -154,12 +163,12 @@ def _rebuild_tensor(
     device: str | None,
     requires_grad: bool,
 ) -> torch.Tensor:
-    if memoryview(memory).nbytes:
-        writable = bytearray(memory) if memoryview(memory).readonly else memory
-        values = torch.frombuffer(writable, dtype=torch.uint8)
+    values = memoryview(memory)
+    if values.nbytes:
+        writable = bytearray(memory) if values.readonly else memory
+        tensor = torch.frombuffer(writable, dtype=dtype).view(shape)
     else:
-        values = torch.empty(0, dtype=torch.uint8)
-    tensor = values.view(dtype).view(shape)
+        tensor = torch.empty(0, dtype=torch.uint8).view(dtype).view(shape)
     if device is not None:
         tensor = tensor.to(device)
     return tensor.requires_grad_() if requires_grad else tensor

@@ -102,17 +102,15 @@ class QueueWriter:
     ) -> None:
         code = self._codec.code
 
-        def send_remote() -> None:
-            if self._remote is not None:
-                header = REMOTE_HEADER.pack(code, len(main))
-                self._remote.send(
-                    [header, *main, *buffers], deadline, lambda: self._check("enqueue")
-                )
+        def send_to(remote: RemoteWriter) -> None:
+            header = REMOTE_HEADER.pack(code, len(main))
+            remote.send([header, *main, *buffers], deadline, lambda: self._check("enqueue"))
 
-        if self._ring is None:
-            send_remote()
+        ring, remote = self._ring, self._remote
+        if ring is None:
+            if remote is not None:
+                send_to(remote)
             return
-        ring = self._ring
         placed = self._place(buffers)
         try:
             ring.write(
@@ -121,7 +119,7 @@ class QueueWriter:
                 [placed[i].descriptor if i in placed else each for i, each in enumerate(buffers)],
                 wait_for_room=lambda need: self._wait_for_room(ring, need, deadline),
                 placed=placed,
-                before_last=send_remote,
+                before_last=None if remote is None else lambda: send_to(remote),
             )
         except BaseException:
             for each in placed.values():

@@ -34,6 +34,7 @@ class RecyclingPool:
         self._kept_limit = kept_bytes
         self._kept = 0
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
+        self._lent: dict[int, _Loan] = {}
         self._returned: deque[NDArray[np.uint8]] = deque()
         self._lock = threading.Lock()
 
@@ -53,13 +54,15 @@ class RecyclingPool:
         if block is None:
             block = np.empty(capacity, dtype=np.uint8)
         # torch and numpy keep the array they were given alive, so its end is the block's release.
-        array = np.frombuffer(memory_of(block)[:size], dtype=np.uint8)
-        weakref.finalize(array, self._give_back, block).atexit = False
+        array = np.frombuffer(memoryview(cast("Buffer", block))[:size], dtype=np.uint8)
+        loan = _Loan(array, self._end)
+        loan.block = block
+        self._lent[id(loan)] = loan
         return array
 
-    def _give_back(self, block: NDArray[np.uint8]) -> None:
-        # A finaliser runs at any moment, even in the thread that holds the lock: it must not wait.
-        self._returned.append(block)
+    def _end(self, loan: _Loan) -> None:
+        # Called at any moment, even in the thread that holds the lock: it must not wait.
+        self._returned.append(self._lent.pop(id(loan)).block)
         if self._lock.acquire(blocking=False):
             try:
                 self._settle()
@@ -85,6 +88,13 @@ class RecyclingPool:
             del self._free[capacity]
         self._kept -= capacity
         return block
+
+
+class _Loan(weakref.ref["NDArray[np.uint8]"]):
+    """What was handed out, and the memory that comes back with it."""
+
+    __slots__ = ("block",)
+    block: NDArray[np.uint8]
 
 
 def size_class(size: int) -> int:

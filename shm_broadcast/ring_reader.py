@@ -121,8 +121,7 @@ class RingReader:
         elif not self._look(spin_ns, begins):
             return None
         while (record := self.peek()) is not None:
-            self._take(record)
-            self.advance(record)
+            self._take(record, spin_ns)
             if self._unfinished is not None and self._unfinished.complete:
                 finished, self._unfinished = self._unfinished, None
                 return finished.message()
@@ -180,13 +179,22 @@ class RingReader:
                 break
         words.store64(self._line + layout.READER_SEQUENCE, words.load64(layout.RING_SEQUENCE))
 
-    def _take(self, record: Record) -> None:
+    def _take(self, record: Record, spin_ns: int) -> None:
+        """Consume ``record``, and in one go what follows of the same message within ``spin_ns``."""
         if record.kind == layout.KIND_MESSAGE:
             self._unfinished = _Assembly(record, self._table(record), self._pool, self._blocks)
         elif record.kind == layout.KIND_CANCEL:
             self._unfinished = None
-        if self._unfinished is not None:
-            self._unfinished.fill(self._segment, record)
+        unfinished = self._unfinished
+        if unfinished is None or unfinished.complete:
+            self.advance(record)
+        elif self._fast is not None:
+            unfinished.received = self._fast.read_parts(
+                unfinished.targets, unfinished.received, spin_ns
+            )
+        else:
+            unfinished.fill(self._segment, record)
+            self.advance(record)
 
     def _table(self, record: Record) -> tuple[int, ...]:
         return struct.unpack_from(f"<{record.n_buffers}Q", self._segment.memory, record.data)
@@ -210,37 +218,33 @@ class _Assembly:
         pool: RecyclingPool,
         blocks: BlockReader,
     ) -> None:
-        table = 8 * len(entries)
         sizes = [entry & ~layout.PLACED for entry in entries]
         self._codec = first.codec
-        self._total = first.total
-        self._main = bytearray(first.total - table - sum(sizes))
+        self._total = first.total - 8 * len(entries)
+        self._main = pool.take(self._total - sum(sizes))
         self._buffers = [pool.take(size) for size in sizes]
         self._placed = [index for index, entry in enumerate(entries) if entry & layout.PLACED]
         self._blocks = blocks
-        self._targets = [memoryview(bytearray(table)), memoryview(self._main)]
-        self._targets += [memory_of(buffer) for buffer in self._buffers]
-        self._received = 0
+        self.targets = tuple(memory_of(each) for each in (self._main, *self._buffers))
+        self.received = 0
 
     @property
     def complete(self) -> bool:
-        return self._received == self._total
+        return self.received == self._total
 
     def fill(self, segment: Segment, record: Record) -> None:
-        source, size = record.data, record.size
-        self._received += size
-        while size:
-            target = self._targets[0]
-            run = min(size, target.nbytes)
-            segment.words.read_into(source, target[:run])
-            source += run
-            size -= run
-            if run == target.nbytes:
-                self._targets.pop(0)
-            else:
-                self._targets[0] = target[run:]
+        """Copy a record's payload, but for the table of sizes that the first one begins with."""
+        table = 8 * record.n_buffers if record.kind == layout.KIND_MESSAGE else 0
+        source, left, before = record.data + table, record.size - table, self.received
+        self.received += left
+        for target in self.targets:
+            part = target[before : before + left]
+            segment.words.read_into(source, part)
+            source += part.nbytes
+            left -= part.nbytes
+            before = max(before - target.nbytes, 0)
 
     def message(self) -> Message:
         for index in self._placed:
             self._buffers[index] = self._blocks.resolve(self._buffers[index].tobytes())
-        return self._codec, self._main, cast("list[Buffer]", self._buffers)
+        return self._codec, memory_of(self._main), cast("list[Buffer]", self._buffers)

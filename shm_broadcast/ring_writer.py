@@ -11,7 +11,7 @@ Assumes: one writing thread at a time.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shm_broadcast import layout
 from shm_broadcast.atomics import native
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 _RESERVED_FOR_CANCEL = layout.RECORD_ALIGN
 _RECORD = struct.Struct(layout.RECORD_FORMAT)
-_LARGEST_RECORD = 512 << 10
+_LARGEST_RECORD = 128 << 10
+_PATIENCE_NS = 50_000
+"""How long to look for room between two records before sleeping."""
 
 
 class Place(NamedTuple):
@@ -111,31 +113,20 @@ class RingWriter:
             for index, buffer in enumerate(buffers)
         )
         table = struct.pack(f"<{len(buffers)}Q", *sizes)
-        body = _Gather([memoryview(part) for part in (table, *main, *buffers)])
         if len(table) > self._largest_payload:
             raise ValueError(
                 f"{len(buffers)} buffers are too many for a ring of {self.capacity} bytes"
             )
-        splits = body.size > self._largest_payload
-        offset = 0
+        parts = (table, *main, *buffers)
+        total = sum(memoryview(part).nbytes for part in parts)
+        begun = self.sequence
         try:
-            while True:
-                first = 1 if offset else len(table)
-                place = self._place(body.size - offset, first, splits=splits)
-                if not self.has_room(place.need):
-                    wait_for_room(place.need)
-                if before_last is not None and offset + place.size == body.size:
-                    before_last()
-                if offset == 0:
-                    self._begin_message()
-                kind = layout.KIND_FRAGMENT if offset else layout.KIND_MESSAGE
-                pieces = body.take(place.size)
-                self._write_record(place, kind, codec, len(buffers), body.size, offset, pieces)
-                offset += place.size
-                if offset == body.size:
-                    return
+            if self._fast is not None and before_last is None and total > 0:
+                self._write_natively(self._fast, codec, parts, total, wait_for_room)
+            else:
+                self._write_records(codec, parts, wait_for_room, before_last)
         except BaseException:
-            if offset:
+            if self.sequence != begun:
                 self._cancel()
             raise
 
@@ -189,6 +180,47 @@ class RingWriter:
         """Tell the readers that nothing more will come."""
         self._words.store32(layout.RING_CLOSED, 1)
         self._ring_readers()
+
+    def _write_natively(
+        self,
+        fast: Any,
+        codec: int,
+        parts: tuple[Buffer, ...],
+        total: int,
+        wait_for_room: Callable[[int], None],
+    ) -> None:
+        largest = self._largest_payload
+        written = fast.write_parts(codec, largest, parts, 0, _PATIENCE_NS)
+        while written < total:
+            first = 1 if written else memoryview(parts[0]).nbytes
+            wait_for_room(self._place(total - written, first, splits=total > largest).need)
+            written = fast.write_parts(codec, largest, parts, written, _PATIENCE_NS)
+
+    def _write_records(
+        self,
+        codec: int,
+        parts: tuple[Buffer, ...],
+        wait_for_room: Callable[[int], None],
+        before_last: Callable[[], None] | None,
+    ) -> None:
+        table, body = memoryview(parts[0]), _Gather([memoryview(part) for part in parts])
+        splits = body.size > self._largest_payload
+        offset = 0
+        while True:
+            first = 1 if offset else table.nbytes
+            place = self._place(body.size - offset, first, splits=splits)
+            if not self.has_room(place.need):
+                wait_for_room(place.need)
+            if before_last is not None and offset + place.size == body.size:
+                before_last()
+            if offset == 0:
+                self._begin_message()
+            kind = layout.KIND_FRAGMENT if offset else layout.KIND_MESSAGE
+            pieces = body.take(place.size)
+            self._write_record(place, kind, codec, table.nbytes // 8, body.size, offset, pieces)
+            offset += place.size
+            if offset == body.size:
+                return
 
     def _slowest(self) -> int:
         return min(self._consumed(reader) for reader in range(len(self.readers)))

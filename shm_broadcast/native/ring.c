@@ -1,46 +1,14 @@
-/* The ring's fast path: whole messages without out-of-band buffers that fit in one record.
- * Everything else goes through ring_writer.py and ring_reader.py, which hold the complete logic.
- * All state lives in the ring itself, so that both paths may be mixed freely. */
+/* The ring's ends, and whole messages without out-of-band buffers that fit in one record. */
 #include "ring.h"
 
 #include <string.h>
 
 #include "atomics.h"
-#include "layout.h"
 #include "words.h"
-
-#define RESERVED_FOR_CANCEL RECORD_ALIGN
 
 static const char ENQUEUE[OPERATION_BYTES] = "enqueue", DEQUEUE[OPERATION_BYTES] = "dequeue";
 
-static inline uint64_t align_up(uint64_t size) {
-    return (size + RECORD_ALIGN - 1) & ~(uint64_t)(RECORD_ALIGN - 1);
-}
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *ring_words, *board_words; /* keep the memory below alive */
-    char *ring, *board, *data;
-    uint64_t capacity;
-    size_t slot;       /* offset of this member's slot, in the board */
-    size_t own_line;   /* reader only: its line in the ring */
-    size_t n_peers;    /* doorbells to ring: the readers', or the writer's one */
-    size_t *peers;
-} RingEnd;
-
-static void write_header(char *record, uint32_t size, uint8_t kind, uint8_t codec, uint64_t total,
-                         uint64_t sequence) {
-    uint64_t offset = 0;
-    memset(record, 0, RECORD_HEADER);
-    memcpy(record + RECORD_SIZE, &size, 4);
-    record[RECORD_KIND] = (char)kind;
-    record[RECORD_CODEC] = (char)codec;
-    memcpy(record + RECORD_TOTAL, &total, 8);
-    memcpy(record + RECORD_SEQUENCE, &sequence, 8);
-    memcpy(record + RECORD_OFFSET, &offset, 8);
-}
-
-static bool aborted(const RingEnd *self) { return gc_load32(self->board, BOARD_ABORT) != 0; }
+bool ring_aborted(const RingEnd *self) { return gc_load32(self->board, BOARD_ABORT) != 0; }
 
 static uint64_t smallest_consumed(const RingEnd *self) {
     uint64_t least = UINT64_MAX;
@@ -52,7 +20,7 @@ static uint64_t smallest_consumed(const RingEnd *self) {
     return least;
 }
 
-static bool has_room(RingEnd *self, uint64_t position, uint64_t need) {
+bool ring_has_room(RingEnd *self, uint64_t position, uint64_t need) {
     uint64_t gate = gc_load64(self->ring, RING_GATE);
     if (position + need - gate <= self->capacity) return true;
     gate = smallest_consumed(self);
@@ -64,7 +32,12 @@ static bool has_room(RingEnd *self, uint64_t position, uint64_t need) {
     return position + need - gate <= self->capacity;
 }
 
-static void ring_peers(RingEnd *self) {
+void ring_pad(RingEnd *self, uint64_t position, uint64_t padding) {
+    record_header header = {.size = (uint32_t)(padding - RECORD_HEADER), .kind = KIND_PADDING};
+    memcpy(ring_at(self, position), &header, sizeof header);
+}
+
+void ring_peers(RingEnd *self) {
     gc_fence();
     for (size_t peer = 0; peer < self->n_peers; peer++)
         gc_ring_after_fence(self->board, self->peers[peer]);
@@ -80,22 +53,23 @@ static PyObject *try_write(PyObject *object, PyObject *const *args, Py_ssize_t n
     }
     if (u32_argument(args[0], &codec) < 0 || PyObject_GetBuffer(args[1], &body, PyBUF_SIMPLE) < 0)
         return NULL;
-    uint64_t size = (uint64_t)body.len;
-    uint64_t stride = align_up(RECORD_HEADER + size);
+    uint64_t size = (uint64_t)body.len, stride = record_stride(size);
     uint64_t position = gc_load64(self->ring, RING_PUBLISHED);
     uint64_t to_end = self->capacity - position % self->capacity;
     uint64_t padding = stride > to_end ? to_end : 0;
-    bool written = size <= UINT32_MAX && 4 * stride <= self->capacity && !aborted(self) &&
-                   has_room(self, position, padding + stride + RESERVED_FOR_CANCEL);
+    bool written = size <= UINT32_MAX && 4 * stride <= self->capacity && !ring_aborted(self) &&
+                   ring_has_room(self, position, padding + stride + RESERVED_FOR_CANCEL);
     if (written) {
         uint64_t sequence = gc_load64(self->ring, RING_SEQUENCE) + 1;
-        if (padding) {
-            write_header(self->data + position % self->capacity, (uint32_t)(padding - RECORD_HEADER),
-                         KIND_PADDING, 0, 0, 0);
-            position += padding;
-        }
-        char *record = self->data + position % self->capacity;
-        write_header(record, (uint32_t)size, KIND_MESSAGE, (uint8_t)codec, size, sequence);
+        record_header header = {.size = (uint32_t)size,
+                                .kind = KIND_MESSAGE,
+                                .codec = (uint8_t)codec,
+                                .total = size,
+                                .sequence = sequence};
+        if (padding) ring_pad(self, position, padding);
+        position += padding;
+        char *record = ring_at(self, position);
+        memcpy(record, &header, sizeof header);
         memcpy(record + RECORD_HEADER, body.buf, size);
         gc_store64(self->ring, RING_SEQUENCE, sequence);
         gc_store64(self->ring, RING_PUBLISHED, position + stride);
@@ -142,32 +116,27 @@ static PyObject *try_read(PyObject *object, PyObject *const *args, Py_ssize_t n)
     }
     if (size_argument(args[0], &spin_ns) < 0 || size_argument(args[1], &begins) < 0) return NULL;
     if (begins) gc_stamp(self->board, self->slot, STATE_BUSY, DEQUEUE);
-    if (aborted(self)) Py_RETURN_NONE;
+    if (ring_aborted(self)) Py_RETURN_NONE;
     for (;;) {
         uint64_t position = gc_load64(self->ring, self->own_line + READER_CONSUMED);
         if (!spin_for_record(self, position, spin_ns)) Py_RETURN_NONE;
-        const char *record = self->data + position % self->capacity;
-        uint32_t size;
-        uint64_t total, sequence;
-        memcpy(&size, record + RECORD_SIZE, 4);
-        uint64_t next = position + align_up(RECORD_HEADER + (uint64_t)size);
-        if (record[RECORD_KIND] == KIND_PADDING) {
+        const char *record = ring_at(self, position);
+        record_header header;
+        memcpy(&header, record, sizeof header);
+        uint64_t next = position + record_stride(header.size);
+        if (header.kind == KIND_PADDING) {
             gc_store64(self->ring, self->own_line + READER_CONSUMED, next);
             continue;
         }
-        uint16_t buffers;
-        memcpy(&total, record + RECORD_TOTAL, 8);
-        memcpy(&sequence, record + RECORD_SEQUENCE, 8);
-        memcpy(&buffers, record + RECORD_BUFFERS, 2);
-        if (record[RECORD_KIND] != KIND_MESSAGE || total != size || buffers != 0) Py_RETURN_FALSE;
-        PyObject *body = PyBytes_FromStringAndSize(record + RECORD_HEADER, (Py_ssize_t)size);
+        if (header.kind != KIND_MESSAGE || header.total != header.size || header.buffers != 0)
+            Py_RETURN_FALSE;
+        PyObject *body = PyBytes_FromStringAndSize(record + RECORD_HEADER, (Py_ssize_t)header.size);
         if (body == NULL) return NULL;
-        long codec = (uint8_t)record[RECORD_CODEC];
-        gc_store64(self->ring, self->own_line + READER_SEQUENCE, sequence);
+        gc_store64(self->ring, self->own_line + READER_SEQUENCE, header.sequence);
         gc_store64(self->ring, self->own_line + READER_CONSUMED, next);
         gc_store64(self->board, self->slot + MEMBER_PROGRESS, gc_now_ns());
         ring_peers(self);
-        return make_message(PyLong_FromLong(codec), body, PyTuple_New(0));
+        return make_message(PyLong_FromLong(header.codec), body, PyTuple_New(0));
     }
 }
 
@@ -233,12 +202,18 @@ static void end_dealloc(PyObject *object) {
 static PyMethodDef writer_methods[] = {
     FAST("try_write", try_write,
          "try_write(codec, body) -> bool: publish a small message; False: no room, or not small."),
+    FAST("write_parts", write_parts,
+         "write_parts(codec, largest, parts, offset, patience_ns) -> int: publish records of a long "
+         "message while there is room; how much of it was published."),
     {NULL, NULL, 0, NULL},
 };
 
 static PyMethodDef reader_methods[] = {
     FAST("try_read", try_read,
          "try_read(spin_ns, begins) -> (codec, body, ()) | None | False: nothing there | not small."),
+    FAST("read_parts", read_parts,
+         "read_parts(targets, received, spin_ns) -> int: take records of a long message while there "
+         "are any; how much of it was received."),
     {NULL, NULL, 0, NULL},
 };
 

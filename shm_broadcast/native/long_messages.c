@@ -1,0 +1,216 @@
+/* Long messages: their records, copied while there is room for them or while they come, without
+ * Python's lock. What to do when neither is the case, ring_writer.py and ring_reader.py know. */
+#include <string.h>
+
+#include "atomics.h"
+#include "ring.h"
+#include "stream.h"
+#include "words.h"
+
+/* A message from here on does not fit a core's caches: its reader copies it past them. The ring does,
+ * so that its writer does not. */
+#define LARGE_BYTES (8 << 20)
+
+/* Buffers seen as one run of bytes, from the `within`-th of `parts[part]` on. */
+typedef struct {
+    Py_buffer *parts;
+    Py_ssize_t n_parts, part;
+    uint64_t within, total;
+} body;
+
+static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+/* Up to `most` bytes at the cursor, which moves behind them; NULL at the end. */
+static char *next_run(body *b, uint64_t most, uint64_t *size) {
+    while (b->part < b->n_parts && b->within == (uint64_t)b->parts[b->part].len) {
+        b->part++;
+        b->within = 0;
+    }
+    if (b->part == b->n_parts) return NULL;
+    char *run = (char *)b->parts[b->part].buf + b->within;
+    *size = smaller(most, (uint64_t)b->parts[b->part].len - b->within);
+    b->within += *size;
+    return run;
+}
+
+static void skip(body *b, uint64_t size) {
+    for (uint64_t run; size && next_run(b, size, &run); size -= run) {}
+}
+
+static void copy_out_of(body *b, char *to, uint64_t size) {
+    for (uint64_t run; size; to += run, size -= run) {
+        const char *from = next_run(b, size, &run);
+        memcpy(to, from, run);
+    }
+}
+
+static void copy_into(body *b, const char *from, uint64_t size) {
+    for (uint64_t run; size; from += run, size -= run) {
+        char *to = next_run(b, size, &run);
+        if (b->total >= LARGE_BYTES)
+            stream_copy(to, from, run);
+        else
+            memcpy(to, from, run);
+    }
+}
+
+static void release(body *b) {
+    while (b->n_parts) PyBuffer_Release(&b->parts[--b->n_parts]);
+    PyMem_Free(b->parts);
+}
+
+/* The buffers of a tuple, from byte `offset` on; -1 with an error set if that cannot be. */
+static int acquire(body *b, PyObject *buffers, int flags, uint64_t offset) {
+    *b = (body){0};
+    if (!PyTuple_Check(buffers)) {
+        PyErr_SetString(PyExc_TypeError, "expected a tuple of buffers");
+        return -1;
+    }
+    Py_ssize_t n = PyTuple_Size(buffers);
+    b->parts = PyMem_Malloc((size_t)(n ? n : 1) * sizeof *b->parts);
+    if (b->parts == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (; b->n_parts < n; b->n_parts++) {
+        Py_buffer *part = &b->parts[b->n_parts];
+        if (PyObject_GetBuffer(PyTuple_GetItem(buffers, b->n_parts), part, flags) < 0) {
+            release(b);
+            return -1;
+        }
+        b->total += (uint64_t)part->len;
+    }
+    if (offset > b->total) {
+        PyErr_SetString(PyExc_ValueError, "the offset lies behind the end");
+        release(b);
+        return -1;
+    }
+    skip(b, offset);
+    return 0;
+}
+
+static void made_progress(RingEnd *self) {
+    gc_store64(self->board, self->slot + MEMBER_PROGRESS, gc_now_ns());
+    ring_peers(self);
+}
+
+/* Where the next record goes; see RingWriter._place. */
+static record_header next_record(const RingEnd *self, const body *b, uint64_t position,
+                                 uint64_t offset, uint64_t largest, uint64_t *padding) {
+    bool splits = b->total > largest;
+    uint64_t left = b->total - offset, first = offset ? 1 : (uint64_t)b->parts[0].len;
+    uint64_t size = splits ? smaller(left, largest) : left;
+    uint64_t to_end = self->capacity - position % self->capacity;
+    *padding = 0;
+    if (record_stride(size) > to_end) {
+        if (splits && to_end - RECORD_HEADER >= first)
+            size = to_end - RECORD_HEADER;
+        else
+            *padding = to_end;
+    }
+    return (record_header){.size = (uint32_t)size,
+                           .kind = offset ? KIND_FRAGMENT : KIND_MESSAGE,
+                           .buffers = (uint16_t)(b->parts[0].len / 8),
+                           .total = b->total,
+                           .offset = offset};
+}
+
+static uint64_t push(RingEnd *self, body *b, uint8_t codec, uint64_t largest, uint64_t offset,
+                     uint64_t patience_ns) {
+    gc_spin spin = gc_spin_for(patience_ns);
+    while (offset < b->total && !ring_aborted(self)) {
+        uint64_t position = gc_load64(self->ring, RING_PUBLISHED), padding;
+        record_header header = next_record(self, b, position, offset, largest, &padding);
+        uint64_t stride = record_stride(header.size);
+        if (!ring_has_room(self, position, padding + stride + RESERVED_FOR_CANCEL)) {
+            if (!gc_spin_again(&spin)) break;
+            continue;
+        }
+        header.codec = codec;
+        header.sequence = gc_load64(self->ring, RING_SEQUENCE) + (offset == 0);
+        if (padding) ring_pad(self, position, padding);
+        position += padding;
+        char *record = ring_at(self, position);
+        memcpy(record, &header, sizeof header);
+        copy_out_of(b, record + RECORD_HEADER, header.size);
+        gc_store64(self->ring, RING_SEQUENCE, header.sequence);
+        gc_store64(self->ring, RING_PUBLISHED, position + stride);
+        made_progress(self);
+        offset += header.size;
+        spin = gc_spin_for(patience_ns);
+    }
+    return offset;
+}
+
+/* What was received, or UINT64_MAX if a record does not belong where it lies. */
+static uint64_t pull(RingEnd *self, body *b, uint64_t received, uint64_t spin_ns) {
+    gc_spin spin = gc_spin_for(spin_ns);
+    while (received < b->total) {
+        uint64_t position = gc_load64(self->ring, self->own_line + READER_CONSUMED);
+        if (gc_load64(self->ring, RING_PUBLISHED) == position) {
+            if (ring_aborted(self) || !gc_spin_again(&spin)) break;
+            continue;
+        }
+        const char *record = ring_at(self, position);
+        record_header header;
+        memcpy(&header, record, sizeof header);
+        bool begins = header.kind == KIND_MESSAGE;
+        if (header.kind == KIND_CANCEL || (begins && received)) break;
+        if (header.kind != KIND_PADDING) {
+            uint64_t table = begins ? 8 * (uint64_t)header.buffers : 0;
+            if (header.size < table || header.size - table > b->total - received)
+                return UINT64_MAX;
+            copy_into(b, record + RECORD_HEADER + table, header.size - table);
+            received += header.size - table;
+        }
+        if (begins) gc_store64(self->ring, self->own_line + READER_SEQUENCE, header.sequence);
+        gc_store64(self->ring, self->own_line + READER_CONSUMED,
+                   position + record_stride(header.size));
+        made_progress(self);
+        spin = gc_spin_for(spin_ns);
+    }
+    stream_end();
+    return received;
+}
+
+PyObject *write_parts(PyObject *writer, PyObject *const *args, Py_ssize_t n) {
+    uint32_t codec;
+    size_t largest, offset, patience_ns;
+    body b;
+    if (n != 5) {
+        PyErr_SetString(PyExc_TypeError, "write_parts(codec, largest, parts, offset, patience_ns)");
+        return NULL;
+    }
+    if (u32_argument(args[0], &codec) < 0 || size_argument(args[1], &largest) < 0 ||
+        size_argument(args[3], &offset) < 0 || size_argument(args[4], &patience_ns) < 0 ||
+        acquire(&b, args[2], PyBUF_SIMPLE, offset) < 0)
+        return NULL;
+    uint64_t published;
+    Py_BEGIN_ALLOW_THREADS
+    published = push((RingEnd *)writer, &b, (uint8_t)codec, largest, offset, patience_ns);
+    Py_END_ALLOW_THREADS
+    release(&b);
+    return PyLong_FromUnsignedLongLong(published);
+}
+
+PyObject *read_parts(PyObject *reader, PyObject *const *args, Py_ssize_t n) {
+    size_t received, spin_ns;
+    body b;
+    if (n != 3) {
+        PyErr_SetString(PyExc_TypeError, "read_parts(targets, received, spin_ns)");
+        return NULL;
+    }
+    if (size_argument(args[1], &received) < 0 || size_argument(args[2], &spin_ns) < 0 ||
+        acquire(&b, args[0], PyBUF_WRITABLE, received) < 0)
+        return NULL;
+    uint64_t now;
+    Py_BEGIN_ALLOW_THREADS
+    now = pull((RingEnd *)reader, &b, received, spin_ns);
+    Py_END_ALLOW_THREADS
+    release(&b);
+    if (now == UINT64_MAX) {
+        PyErr_SetString(PyExc_ValueError, "a record of another message lies in the ring");
+        return NULL;
+    }
+    return PyLong_FromUnsignedLongLong(now);
+}
