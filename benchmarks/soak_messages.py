@@ -10,16 +10,18 @@ from __future__ import annotations
 import random
 import time
 import zlib
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 
-from shm_broadcast import Board, MessageQueue
+from shm_broadcast import Board, MessageQueue, ring_reader, ring_writer
 from shm_broadcast.queue_handle import SMALLEST_CAPACITY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from multiprocessing.context import ForkServerContext
 
     from shm_broadcast import QueueHandle
@@ -55,20 +57,33 @@ def stress(
     messages: int,
     seed: int,
     say: Callable[[str], None],
+    *,
+    in_python: bool = False,
 ) -> Stressed:
     """Send ``messages`` to ``readers`` processes.
+
+    Args:
+        context: starts the readers.
+        readers: how many.
+        messages: how many to each of them.
+        seed: decides sizes, contents and pauses.
+        say: told of progress.
+        in_python: have both ends move records without the extension.
 
     Raises:
         RuntimeError: a reader found a message that is wrong, or failed.
     """
     started = time.monotonic()
     members = range(1, readers + 1)
-    with Board.create(readers + 1, member=0, name="soak") as board:
+    with (
+        Board.create(readers + 1, member=0, name="soak") as board,
+        _python_moves_records(in_python),
+    ):
         queue = MessageQueue.on_board(board, 0, members, SMALLEST_CAPACITY)
         processes, pipes = [], []
         for member in members:
             ours, theirs = context.Pipe()
-            arguments = (theirs, queue.export_handle(), member, messages, seed)
+            arguments = (theirs, queue.export_handle(), member, messages, seed, in_python)
             process = context.Process(target=_read, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -117,10 +132,12 @@ def _write(
     return total
 
 
-def _read(pipe: Any, handle: QueueHandle, member: int, messages: int, seed: int) -> None:
+def _read(
+    pipe: Any, handle: QueueHandle, member: int, messages: int, seed: int, in_python: bool
+) -> None:
     draw = random.Random(seed * 1000 + member)
     verdict: int | str = messages
-    with Board.attach(handle.board, member) as board:
+    with Board.attach(handle.board, member) as board, _python_moves_records(in_python):
         queue = MessageQueue.attach(handle, board)
         try:
             for wanted in range(messages):
@@ -132,6 +149,14 @@ def _read(pipe: Any, handle: QueueHandle, member: int, messages: int, seed: int)
             verdict = f"{type(error).__name__}: {error}"
         pipe.send(verdict)
         pipe.poll(LIMIT)  # the writer may still ring
+
+
+@contextmanager
+def _python_moves_records(does: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in (ring_reader, ring_writer) if does else ():
+            stack.enter_context(patch.object(module, "native", None))
+        yield
 
 
 def _random_bytes(seed: int) -> bytes:

@@ -143,13 +143,24 @@ def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
+_NUMPY_KNOWS: Final = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+"""A dtype of so many bytes; numpy has no bfloat16 and the like."""
+
+
 def _values(tensor: torch.Tensor) -> pickle.PickleBuffer | bytes:
     if tensor.numel() == 0:
         return b""
     values = tensor.detach() if tensor.requires_grad else tensor
     if not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_conj() or tensor.is_neg():
         values = values.resolve_conj().resolve_neg().cpu().contiguous()
-    return pickle.PickleBuffer(cast("Buffer", values.view(-1).view(torch.uint8).numpy()))
+    array = values.view(_NUMPY_KNOWS[values.itemsize]).numpy()
+    return pickle.PickleBuffer(cast("Buffer", array))
 
 
 def _reduce_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:

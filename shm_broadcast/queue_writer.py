@@ -112,11 +112,15 @@ class QueueWriter:
                 send_to(remote)
             return
         placed = self._place(buffers)
+        if placed:
+            buffers = [
+                placed[i].descriptor if i in placed else each for i, each in enumerate(buffers)
+            ]
         try:
             ring.write(
                 code,
                 main,
-                [placed[i].descriptor if i in placed else each for i, each in enumerate(buffers)],
+                buffers,
                 wait_for_room=lambda need: self._wait_for_room(ring, need, deadline),
                 placed=placed,
                 before_last=None if remote is None else lambda: send_to(remote),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 from shm_broadcast import layout
 from shm_broadcast.arena import BlockReader
 from shm_broadcast.atomics import native
-from shm_broadcast.recycling import RecyclingPool, memory_of
+from shm_broadcast.recycling import RECYCLED_BYTES, RecyclingPool, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -221,11 +221,14 @@ class _Assembly:
         sizes = [entry & ~layout.PLACED for entry in entries]
         self._codec = first.codec
         self._total = first.total - 8 * len(entries)
-        self._main = pool.take(self._total - sum(sizes))
+        main = self._total - sum(sizes)
+        self._main: Buffer = (
+            bytearray(main) if main < RECYCLED_BYTES else memory_of(pool.take(main))
+        )
         self._buffers = [pool.take(size) for size in sizes]
         self._placed = [index for index, entry in enumerate(entries) if entry & layout.PLACED]
         self._blocks = blocks
-        self.targets = tuple(memory_of(each) for each in (self._main, *self._buffers))
+        self.targets = cast("tuple[Buffer, ...]", (self._main, *self._buffers))
         self.received = 0
 
     @property
@@ -238,13 +241,14 @@ class _Assembly:
         source, left, before = record.data + table, record.size - table, self.received
         self.received += left
         for target in self.targets:
-            part = target[before : before + left]
-            segment.words.read_into(source, part)
-            source += part.nbytes
-            left -= part.nbytes
-            before = max(before - target.nbytes, 0)
+            with memoryview(target) as memory:
+                part = memory[before : before + left]
+                segment.words.read_into(source, part)
+                source += part.nbytes
+                left -= part.nbytes
+                before = max(before - memory.nbytes, 0)
 
     def message(self) -> Message:
         for index in self._placed:
             self._buffers[index] = self._blocks.resolve(self._buffers[index].tobytes())
-        return self._codec, memory_of(self._main), cast("list[Buffer]", self._buffers)
+        return self._codec, self._main, cast("list[Buffer]", self._buffers)

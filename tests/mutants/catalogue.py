@@ -99,8 +99,25 @@ MUTANTS = (
     Mutant(
         "Q4, rule 2: copied out before it is given back",
         "shm_broadcast/ring_reader.py",
-        "            self._take(record)\n            self.advance(record)\n",
-        "            self.advance(record)\n            self._take(record)\n",
+        "            unfinished.fill(self._segment, record)\n            self.advance(record)\n",
+        "            self.advance(record)\n            unfinished.fill(self._segment, record)\n",
+        (f"{_HERE}/test_queue_soak.py::test_checksummed_messages",),
+    ),
+    Mutant(
+        "Q4, rule 1: a long message's records, too",
+        "shm_broadcast/native/long_messages.c",
+        "        copy_out_of(b, record + RECORD_HEADER, header.size);\n",
+        "        gc_store64(self->ring, RING_PUBLISHED, position + stride);\n"
+        "        copy_out_of(b, record + RECORD_HEADER, header.size);\n",
+        (f"{_HERE}/test_queue_soak.py::test_checksummed_messages",),
+    ),
+    Mutant(
+        "Q4, rule 2: a long message's records, too",
+        "shm_broadcast/native/long_messages.c",
+        "            copy_into(b, record + RECORD_HEADER + table, header.size - table);\n",
+        "            gc_store64(self->ring, self->own_line + READER_CONSUMED,\n"
+        "                       position + record_stride(header.size));\n"
+        "            copy_into(b, record + RECORD_HEADER + table, header.size - table);\n",
         (f"{_HERE}/test_queue_soak.py::test_checksummed_messages",),
     ),
     Mutant(
