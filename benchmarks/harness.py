@@ -149,7 +149,12 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--quick", action="store_true", help="end within 45 s")
     options.add_argument("--json", metavar="FILE", help="write the report as JSON")
     options.add_argument("--plot", metavar="FILE.svg", help="draw the medians (needs matplotlib)")
-    options.add_argument("--peers", metavar="DIR", help="where vLLM and SGLang were installed")
+    options.add_argument(
+        "--peers",
+        metavar="DIR",
+        help="vLLM and SGLang: DIR/venv/bin/python imports vllm, DIR/sgl/sglang is the package of "
+        "SGLang, DIR/env.sh sets what they need",
+    )
     options.add_argument("--only", metavar="TEXT", default="", help="only work that contains TEXT")
     return options
 

@@ -82,7 +82,7 @@ def _each(
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
-    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--messages", type=int, default=MESSAGES, help="for each number of readers")
     parser.add_argument("--readers", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])

@@ -1,4 +1,4 @@
-"""What a verb costs besides moving data: python -m benchmarks.verb_cost.
+"""What a verb costs besides moving data: python -m benchmarks.verb_cost [--quick] [--json FILE].
 
     group          a `GroupCoordinator`'s verb, above its communicator's verb of that name
     communicator   that verb above what a backend does: checks, arranging, and room for the result
@@ -9,14 +9,18 @@ makes a batch slower is the machine's doing.
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import coordinator
+from benchmarks.harness import machine
 from device_comm.base import ALL_VERBS, Capabilities, DeviceCommunicator
 from shm_broadcast import Board
 
@@ -92,8 +96,21 @@ def measure(batches: int = 50) -> dict[str, Cost]:
     return found
 
 
-if __name__ == "__main__":
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--quick", action="store_true", help="end within 10 s")
+    options.add_argument("--json", metavar="FILE", type=Path, help="write the costs as JSON")
+    arguments = options.parse_args()
     torch.set_num_threads(1)
+    found = measure(50 if arguments.quick else 300)
     print(f"{'verb':<20}{'group':>8}{'communicator':>15}")
-    for name, cost in measure(300).items():
+    for name, cost in found.items():
         print(f"{name:<20}{cost.group:8.2f}{cost.communicator:15.2f}")
+    if arguments.json is not None:
+        costs = {name: asdict(cost) for name, cost in found.items()}
+        report = {"machine": machine(), "unit": "us", "costs": costs}
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -149,7 +149,7 @@ def host_store(address: str = "127.0.0.1", port: int = 0) -> TCPStore:
             port that another store of this process has is shared with it.
 
     Raises:
-        ValueError: the address stands for all of this host's.
+        ValueError: the address is a wildcard, 0.0.0.0 or ::.
         OSError: the port is in use, or the address cannot be resolved.
     """
     try:

@@ -140,7 +140,7 @@ class ExpertVerbs(MessageVerbs):
         device: torch.device | None = None,
         is_sequence_parallel: bool = False,
     ) -> Tensor:
-        """Memory for what goes into `combine`, not initialised. Collective: yes, every member.
+        """Memory for what goes into `combine`, not initialised. Collective: no.
 
         Args:
             shape: (all rows, ...), the same on all members.

@@ -90,7 +90,7 @@ class ParallelGroups:
             GroupTimeoutError: some ranks did not come in time; names them.
         """
         if grid.size != topology.world_size:
-            raise ValueError(f"{topology.world_size} ranks cannot make up {dict(grid.axes)}")
+            raise ValueError(f"{_needs(grid)}, not {topology.world_size}")
         rank, deadline = topology.rank, Deadline.after(timeout)
         runs = grid.split("tp", "dcp", dcp)
 
@@ -197,7 +197,7 @@ def init(
         rank: this process's global rank.
         world_size: how many processes; None: the product of the sizes.
         local_rank: this process's number on its node; chooses its GPU. None: its rank.
-        master_addr: the host whose rank 0 hosts the store.
+        master_addr: name or address of the host of rank 0, which keeps the store.
         master_port: the store's port.
         store: meet in this one instead: any torch store that all ranks reach.
         board: this node's board, made by a launcher, whose member i is rank i; it is not
@@ -226,10 +226,11 @@ def init(
         launch = Launch(rank, size, local, master_addr, master_port)
     if world_size not in (None, launch.world_size):
         raise ValueError(f"world_size={world_size}, but {launch.world_size} ranks run")
-    replicas = launch.world_size // model if dp is None else dp
+    replicas = max(launch.world_size // model, 1) if dp is None else dp
     grid = RankGrid((*outer.axes, *RankGrid.of({"dp": replicas}).axes, *inner.axes))
     if grid.size != launch.world_size:
-        raise ValueError(f"{launch.world_size} ranks cannot make up {dict(grid.axes)}")
+        alone = "; start them by torchrun, or give rank= and world_size=" * (launch.world_size == 1)
+        raise ValueError(f"{_needs(grid)}, not {launch.world_size}{alone}")
     deadline = Deadline.after(timeout)
     with ExitStack() as undo:
         topology = Topology.meet(
@@ -244,3 +245,8 @@ def init(
             checked=checked,
         )
         return ParallelGroups.build(topology, grid, undo, dcp=dcp, timeout=deadline)
+
+
+def _needs(grid: RankGrid) -> str:
+    sizes = " x ".join(f"{axis}={size}" for axis, size in grid.axes)
+    return f"{sizes} takes {grid.size} ranks"

@@ -22,7 +22,8 @@ class MessageVerbs(TensorVerbs):
 
     What one member sends to another arrives in the order sent, whatever its kind; the
     receiver asks for the same kinds in the same order. Sends do not wait for their
-    receives. Objects are pickled: members trust each other.
+    receives, until 64 MiB to one member are under way. Objects are pickled: members trust
+    each other.
     """
 
     # --- tensors -------------------------------------------------------------------------

@@ -51,10 +51,6 @@ class Nodes:
             for node in sorted(set(self.node_of))
         ]
 
-    def with_rank(self, rank: int) -> list[int]:
-        """The ranks of ``rank``'s node, itself among them."""
-        return [each for each, first in enumerate(self.node_of) if first == self.node_of[rank]]
-
     def sub(self, ranks: Sequence[int]) -> Nodes:
         """The nodes of some members, in a group of their own; the board stays the same."""
         first: dict[int, int] = {}

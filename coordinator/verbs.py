@@ -1,7 +1,9 @@
 """The verbs over tensors, as a group offers them: the device communicator's, by name.
 
-`device_comm.base` says what all verbs share (out of place, what is validated, what is
-raised) and documents each in full. Here ``dim`` may be given by position, as vLLM's users do.
+`device_comm.base` says what all verbs share: out of place, what is validated, what is raised,
+and that a deadline that passes ends the group. Each verb is documented in full where device
+communicators have it: `device_comm.symmetric`, ``rooted``, ``uneven``, ``in_place``, ``p2p``.
+Here ``dim`` may be given by position, as vLLM's users do.
 """
 
 from __future__ import annotations

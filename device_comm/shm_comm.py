@@ -15,6 +15,7 @@ keeps at most 4 MiB of that.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from device_comm._native import Comm
+    from device_comm.choice import Explanation
     from device_comm.shm.mailbox import Mover
     from device_comm.shm.steps import Steps
     from device_comm.work import Pending
@@ -80,7 +82,7 @@ class ShmComm(DirectVerbs, PlannedVerbs):
         progress: Progress | None = None,
         use_native: bool = True,
     ) -> None:
-        """Use `create`."""
+        """Use `create`, which makes the segment and says what the arguments are."""
         rank, size = _rank_of(board, members), len(members)
         super().__init__(
             rank=rank,
@@ -163,6 +165,14 @@ class ShmComm(DirectVerbs, PlannedVerbs):
     def uses_native(self) -> bool:
         """Whether the C extension does the work."""
         return self._direct is not None
+
+    def explain(self) -> Explanation:
+        """As every communicator's; says so if the C extension is missing. Collective: no."""
+        told = super().explain()
+        if self.uses_native or self.world_size == 1:
+            return told
+        why = "it was not built, or is not wanted: small calls take several times as long"
+        return replace(told, refused=(*told.refused, ("the C extension", why)))
 
     @property
     def shared_bytes(self) -> int:

@@ -70,10 +70,16 @@ class PickleCodec:
         self._pickler.dispatch_table = _REDUCERS
 
     def encode(self, message: Any) -> Encoded:
-        """Pickle ``message``; an object that cannot be pickled raises what pickle raises."""
+        """Pickle ``message``.
+
+        Raises:
+            TypeError: it cannot be pickled.
+        """
         try:
             self._pickler.dump(message)
             return tuple(self._main), tuple(self._buffers)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(f"cannot send a {type(message).__name__}: {error}") from error
         finally:
             self._pickler.clear_memo()
             self._main.clear()

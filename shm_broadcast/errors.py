@@ -1,4 +1,4 @@
-"""Everything that can go wrong, on one screen.
+"""What can go wrong between processes; `server.errors` and `coordinator.layout.errors` add to it.
 
     CoordinatorError
     ├── GroupTimeoutError (TimeoutError)      a deadline passed; names who is behind
@@ -53,13 +53,13 @@ class MemberStatus:
     def __str__(self) -> str:
         if self.state == "absent":
             return f"{name_of(self.rank)} (never joined)"
-        seen = (
-            f"last seen in {self.operation} #{self.sequence}" if self.operation else "no operation"
-        )
+        seen = "has begun no operation"
+        if self.operation:
+            ago = "" if self.age is None else f", {self.age:.1f} s ago"
+            seen = f"last seen in {self.operation} #{self.sequence}{ago}"
         if self.state in ("closed", "lost"):
             seen = f"{self.state}, {seen}"
-        ago = "" if self.age is None else f", {self.age:.1f} s ago"
-        return f"{name_of(self.rank)} (pid {self.pid}), {seen}{ago}"
+        return f"{name_of(self.rank)} (pid {self.pid}), {seen}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,10 @@ class CoordinatorError(Exception):
 
 
 class GroupTimeoutError(CoordinatorError, TimeoutError):
-    """A deadline passed. The group is intact: the call may be repeated.
+    """A deadline passed.
+
+    Of a queue or of `Work.wait`: nothing is lost, the call may be made again. Of a verb of a group:
+    what was begun cannot be taken back, so the group is aborted, for all its members.
 
     Attributes:
         operation: what was waited in.

@@ -1,4 +1,4 @@
-"""Every offset in shared memory, drawn once; writers and readers both import it.
+"""Every offset in this package's shared memory, drawn once; writers and readers both import it.
 
 All words are little-endian and naturally aligned. Lines of 64 bytes (one cache line) separate
 what different processes write.

@@ -199,7 +199,8 @@ class MessageQueue(QueueEnd):
                 handle, board, ring, type, spin_seconds, owns_board=True, watch=watch
             )
         if handle.remote is None or rank not in handle.remote.readers:
-            raise ValueError(f"rank {rank} is no reader of {handle}")
+            known = [*handle.reader_ranks, *(handle.remote.readers if handle.remote else ())]
+            raise ValueError(f"rank {rank} is no reader of this queue; its readers are {known}")
         if secret is None:
             raise ValueError(f"rank {rank} reads from another host: it needs the launcher's secret")
         remote = RemoteReader(handle.remote, rank, secret)

@@ -81,7 +81,9 @@ class QueueEnd:
             PeerLostError: a reader that room is waited for has ended.
             GroupAbortedError: a member aborted the board.
             GroupClosedError: this end was shut down, or every reader has left.
-            TypeError: this end reads.
+            PeerProtocolError: a reader on another host sent nonsense.
+            MessageTooLargeError: with readers on other hosts, more buffers than a header can list.
+            TypeError: this end reads, or ``message`` cannot be encoded.
         """
         self._writer("enqueue").enqueue(message, timeout)
 
@@ -97,7 +99,7 @@ class QueueEnd:
             memory, which stays theirs until the last reference goes. If the writer was made with
             ``zero_copy``, they lie in shared memory that the readers have in common: do not write
             to them, and do not keep more than needed, as they count towards the writer's limit of
-            `DEFAULT_BLOCK_BYTES`, beyond which messages are copied after all.
+            512 MiB, beyond which messages are copied after all.
 
         Raises:
             GroupTimeoutError: no message in time; nothing was consumed.

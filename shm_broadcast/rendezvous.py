@@ -96,7 +96,8 @@ def local_and_remote(
     fits = len(local) == n_local_reader and len(local) + len(remote) == n_reader > 0
     if not fits or len({*local, *remote}) != n_reader:
         raise ValueError(
-            f"{n_reader} readers, {n_local_reader} of them local, cannot be {local} and {remote}"
+            f"n_reader={n_reader} and n_local_reader={n_local_reader} do not fit the readers "
+            f"{local} on this host and {remote} on others"
         )
     return local, remote
 

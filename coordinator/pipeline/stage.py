@@ -78,7 +78,7 @@ class Stage(PipelineEnd):
     ) -> Any:
         """Send an output to the next stage; nothing on the last. Collective: no.
 
-        It may be changed afterwards, and does not wait for its receive.
+        It may be changed afterwards; its receive is not waited for, as `MessageVerbs` says.
         """
         return self._do(
             send_next=None if self.is_last else output_tensor,
@@ -96,7 +96,8 @@ class Stage(PipelineEnd):
     ) -> Any:
         """Send the gradient of an input to the previous stage; nothing on the first.
 
-        It may be changed afterwards, and does not wait for its receive. Collective: no.
+        It may be changed afterwards; its receive is not waited for, as `MessageVerbs` says.
+        Collective: no.
         """
         return self._do(
             send_prev=None if self.is_first else input_tensor_grad,

@@ -218,9 +218,10 @@ def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tp": 2, "pp": 2, "world_size": 6}, "6 ranks cannot make up"),
-        ({"tp": 2, "dp": 2, "world_size": 2}, "2 ranks cannot make up"),
-        ({"tp": 4, "world_size": 2}, "size of axis 'dp' must be at least 1"),
+        ({"tp": 2, "pp": 2, "world_size": 6}, "dp=1 x pp=2 x pcp=1 x tp=2 takes 4 ranks, not 6"),
+        ({"tp": 2, "dp": 2, "world_size": 2}, "takes 4 ranks, not 2"),
+        ({"tp": 4, "world_size": 2}, "dp=1 x pp=1 x pcp=1 x tp=4 takes 4 ranks, not 2"),
+        ({"tp": 2, "world_size": 1}, "takes 2 ranks, not 1; start them by torchrun"),
         ({"axes": {"tp": 1}}, "each a different one"),
         ({"tp": 1, "dcp": 2}, "cannot be cut into runs of 2"),
         ({"tp": 0, "world_size": 2}, "size of axis 'tp' must be at least 1"),

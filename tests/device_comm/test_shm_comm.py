@@ -19,6 +19,7 @@ NATIVE = {"native": [True] * 4, "python": [False] * 4, "mixed": [True, False, Tr
 def table(rank: int, n: int, path: str, board: BoardHandle, native: list[bool]) -> dict[str, str]:
     with make_comm(rank, board, path, use_native=native[rank]) as comm:
         assert comm.uses_native is (native[rank] and n > 1)
+        assert ("not used: the C extension" in str(comm.explain())) is not native[rank]
         failures = run_table(comm, reduce_cases)
         failures |= run_table(comm, move_cases)
         return failures | run_table(comm, named_cases)

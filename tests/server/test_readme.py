@@ -1,4 +1,4 @@
-"""What README.md shows of the server works as it stands there, but for the port."""
+"""What README.md shows works as it stands there, but for the port."""
 
 from __future__ import annotations
 
@@ -70,3 +70,20 @@ def test_the_pool(tmp_path: Path) -> None:
     first, second = output(sys.executable, str(script)).splitlines()
     assert first == "tensor([30., 30., 30.])"
     assert second == "[tensor([30.]), tensor([30., 30.])]"
+
+
+def test_groups_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "readme.py"
+    script.write_text(block("with coordinator.init(tp=2)"))
+    options = ("--standalone", "--nproc-per-node", "2")
+    assert " ".join(options) in (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = output(sys.executable, "-m", "torch.distributed.run", *options, str(script))
+    assert shown.count("tensor([1., 1., 1., 1.])") == 2
+
+
+def test_the_queue(tmp_path: Path) -> None:
+    script = tmp_path / "readme.py"
+    script.write_text(block("MessageQueue(n_reader=2"))
+    message = {"step": 1, "tokens": [1, 2, 3]}
+    found = sorted(output(sys.executable, str(script)).splitlines())
+    assert found == [f"{rank} {message}" for rank in (0, 1)]

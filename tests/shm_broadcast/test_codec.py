@@ -224,7 +224,7 @@ def test_an_object_that_cannot_be_pickled_leaves_the_codec_usable(bad: Any) -> N
         if bad is open:
             codec.encode(message)
             continue
-        with pytest.raises((KeyError, AttributeError, pickle.PicklingError)):
+        with pytest.raises(KeyError if isinstance(bad, Refuses) else TypeError):
             codec.encode(message)
         main, buffers = codec.encode(["good", b"x" * 100_000])
         assert list(map(bytes, main)) == list(map(bytes, fresh))
