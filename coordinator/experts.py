@@ -14,11 +14,12 @@ one, and with ``is_sequence_parallel`` within the whole group.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Unpack, runtime_checkable
 
 import torch
 
 from coordinator.message_verbs import MessageVerbs
+from shm_broadcast.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from coordinator.member import Member
+    from coordinator.verbs import Options
 
 
 @runtime_checkable
@@ -56,7 +58,7 @@ class ExpertVerbs(MessageVerbs):
         extra_tensors: Sequence[Tensor] | None = None,
         *,
         sizes: Sequence[int] | None = None,
-        async_op: bool = False,
+        **options: Unpack[Options],
     ) -> Any:
         """The rows of all members, in rank order. Collective: yes, every member.
 
@@ -67,13 +69,13 @@ class ExpertVerbs(MessageVerbs):
             is_sequence_parallel: members of a replica hold different rows.
             extra_tensors: more tensors of as many rows.
             sizes: rows of each member, the same on all; None: ask them, and wait for that.
-            async_op: return a `Work`.
+            options: ``async_op`` and ``timeout``, as every verb takes them.
 
         Returns:
             The three tensors with the rows of all members, and a list of the extra ones if given.
         """
         main = (hidden_states, topk_weights, topk_ids)
-        return self._gather_rows(main, extra_tensors, is_sequence_parallel, sizes, async_op)
+        return self._gather_rows(main, extra_tensors, is_sequence_parallel, sizes, options)
 
     def dispatch_router_logits(
         self,
@@ -83,11 +85,11 @@ class ExpertVerbs(MessageVerbs):
         extra_tensors: Sequence[Tensor] | None = None,
         *,
         sizes: Sequence[int] | None = None,
-        async_op: bool = False,
+        **options: Unpack[Options],
     ) -> Any:
         """As `dispatch`, before the experts are chosen. Collective: yes, every member."""
         main = (hidden_states, router_logits)
-        return self._gather_rows(main, extra_tensors, is_sequence_parallel, sizes, async_op)
+        return self._gather_rows(main, extra_tensors, is_sequence_parallel, sizes, options)
 
     def combine(
         self,
@@ -96,7 +98,7 @@ class ExpertVerbs(MessageVerbs):
         *,
         sizes: Sequence[int] | None = None,
         out: Tensor | None = None,
-        async_op: bool = False,
+        **options: Unpack[Options],
     ) -> Any:
         """The sum of all members' results, for this member's rows. Collective: yes, every member.
 
@@ -105,7 +107,7 @@ class ExpertVerbs(MessageVerbs):
             is_sequence_parallel: as for `dispatch`.
             sizes: rows of each member; None: those of the last `dispatch`.
             out: (this member's rows, ...).
-            async_op: return a `Work`.
+            options: ``async_op`` and ``timeout``, as every verb takes them.
 
         Returns:
             (this member's rows, ...).
@@ -117,7 +119,7 @@ class ExpertVerbs(MessageVerbs):
         sizes = self._dispatched if sizes is None else sizes
         if sizes is None:
             raise ValueError("combine needs sizes: nothing has been dispatched before")
-        return group.reduce_scatterv(hidden_states, 0, sizes, out=out, async_op=async_op)
+        return group.reduce_scatterv(hidden_states, 0, sizes, out=out, **options)
 
     def combine_into_output(
         self,
@@ -126,12 +128,10 @@ class ExpertVerbs(MessageVerbs):
         is_sequence_parallel: bool = False,
         *,
         sizes: Sequence[int] | None = None,
-        async_op: bool = False,
+        **options: Unpack[Options],
     ) -> Any:
         """As `combine`, into ``output``, which is returned. Collective: yes, every member."""
-        return self.combine(
-            hidden_states, is_sequence_parallel, sizes=sizes, out=output, async_op=async_op
-        )
+        return self.combine(hidden_states, is_sequence_parallel, sizes=sizes, out=output, **options)
 
     def allocate_combine_input(
         self,
@@ -166,17 +166,23 @@ class ExpertVerbs(MessageVerbs):
         extra: Sequence[Tensor] | None,
         is_sequence_parallel: bool,
         sizes: Sequence[int] | None,
-        async_op: bool,
+        options: Options,
     ) -> Any:
         group = self._rows_differ_in(is_sequence_parallel)
+        timeout: Any = options.get("timeout")
+        if timeout is not None:
+            timeout = Deadline.after(timeout)
         if sizes is None:
-            sizes = group.all_gather_object(len(main[0]))
+            sizes = group.all_gather_object(len(main[0]), timeout=timeout)
 
         def arrange(gathered: list[Tensor]) -> tuple[Any, ...]:
             first, rest = gathered[: len(main)], gathered[len(main) :]
             return tuple(first) if extra is None else (*first, rest)
 
-        found = group.all_gatherv([*main, *(extra or ())], 0, sizes, async_op=async_op)
+        async_op = options.get("async_op", False)
+        found = group.all_gatherv(
+            [*main, *(extra or ())], 0, sizes, async_op=async_op, timeout=timeout
+        )
         self._dispatched = tuple(sizes)
         return found.then(arrange) if async_op else arrange(found)
 

@@ -254,6 +254,7 @@ class GroupCoordinator(ExpertVerbs):
         *,
         connect_ip: str | None = None,
         secret: bytes | None = None,
+        timeout: float | None = 60.0,
     ) -> MessageQueue:
         """A new queue from one member, or from outside, to all (other) members.
 
@@ -263,6 +264,7 @@ class GroupCoordinator(ExpertVerbs):
             blocking: return once all have joined.
             connect_ip: the writer's address, for members on other hosts.
             secret: the launcher's, for members on other hosts.
+            timeout: seconds for ``blocking``, between hosts; on one host all have joined at once.
 
         Returns:
             This member's end, which the caller shuts down.
@@ -285,6 +287,7 @@ class GroupCoordinator(ExpertVerbs):
             blocking=blocking,
             connect_ip=connect_ip,
             secret=secret,
+            timeout=timeout,
             watch=None if nodes is None else nodes.board.check,
         )
 
@@ -295,6 +298,7 @@ class GroupCoordinator(ExpertVerbs):
         *,
         connect_ip: str | None = None,
         secret: bytes | None = None,
+        timeout: float | None = 60.0,
     ) -> tuple[MessageQueue, list[QueueHandle]]:
         """A queue from each member to one of them.
 
@@ -303,6 +307,7 @@ class GroupCoordinator(ExpertVerbs):
             blocking: return once the reader has joined.
             connect_ip: this member's address, if the reader is on another host.
             secret: the launcher's, if some are on another host than the reader.
+            timeout: seconds for ``blocking``.
 
         Returns:
             The queue that this member writes, and on the reader every member's handle, by
@@ -316,5 +321,6 @@ class GroupCoordinator(ExpertVerbs):
             blocking=blocking,
             connect_ip=connect_ip,
             secret=secret,
+            timeout=timeout,
             watch=None if self._link.nodes is None else self._link.nodes.board.check,
         )

@@ -8,6 +8,8 @@ from torch import nn
 
 import coordinator
 from coordinator import GroupCoordinator, host_store
+from shm_broadcast import GroupAbortedError, GroupTimeoutError
+from shm_broadcast.deadline import Deadline
 from tests.ranks import run_ranks
 
 
@@ -76,6 +78,30 @@ def both(rank: int, n: int, port: int) -> None:
 def test_dispatch_and_combine() -> None:
     store = host_store()
     run_ranks(2, both, store.port)
+
+
+def late(rank: int, n: int, port: int) -> str:
+    """Rank 1 does not dispatch until rank 0 has given up."""
+    store = coordinator.connect_store("127.0.0.1", port)
+    rows = torch.ones(2, 1)
+    with coordinator.init(dp=2, rank=rank, store=store, timeout=30) as groups:
+        if rank == 1:
+            groups.board.wait(
+                lambda: groups.board.aborted is not None,
+                Deadline.after(30),
+                "until the other has given up",
+                list,
+            )
+        with pytest.raises((GroupTimeoutError, GroupAbortedError)) as caught:
+            groups.dp.dispatch(rows, rows, rows, timeout=0.2)
+        return str(caught.value)
+
+
+def test_a_dispatch_ends_at_its_deadline() -> None:
+    store = host_store()
+    first, second = run_ranks(2, late, store.port)
+    assert "timed out after 0.2 s, waiting for rank 1" in first
+    assert "rank 0 reported" in second
 
 
 def replicas(rank: int, n: int, port: int) -> None:
