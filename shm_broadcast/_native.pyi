@@ -1,3 +1,5 @@
+from typing import Literal
+
 from typing_extensions import Buffer
 
 class Words:
@@ -18,6 +20,7 @@ class Words:
     def fence(self) -> None: ...
 
 class FastWriter:
+    moved: int
     def __init__(
         self,
         ring: Words,
@@ -29,10 +32,11 @@ class FastWriter:
     ) -> None: ...
     def try_write(self, codec: int, body: Buffer, /) -> bool: ...
     def write_parts(
-        self, codec: int, largest: int, parts: tuple[Buffer, ...], offset: int, patience_ns: int, /
-    ) -> int: ...
+        self, codec: int, largest: int, parts: tuple[Buffer, ...], patience_ns: int, /
+    ) -> None: ...
 
 class FastReader:
+    moved: int
     def __init__(
         self,
         ring: Words,
@@ -45,5 +49,5 @@ class FastReader:
     ) -> None: ...
     def try_read(
         self, spin_ns: int, begins: bool, /
-    ) -> tuple[int, bytes, tuple[()]] | bool | None: ...
-    def read_parts(self, targets: tuple[Buffer, ...], received: int, spin_ns: int, /) -> int: ...
+    ) -> tuple[int, bytes, tuple[()]] | Literal[False] | None: ...
+    def read_parts(self, targets: tuple[Buffer, ...], spin_ns: int, /) -> None: ...

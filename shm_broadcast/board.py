@@ -15,8 +15,9 @@ board aborts together.
 
 from __future__ import annotations
 
+import math
 import time
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, Final, NoReturn, Self
 
 import msgspec
 
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
     from shm_broadcast.atomics import WordsLike
     from shm_broadcast.deadline import Deadline
     from shm_broadcast.errors import Failure, MemberStatus
+
+
+LIVENESS_SECONDS: Final = 0.1
+"""How often a sleeping member looks whether those it waits for still live: that costs more than all
+else that it does between two slices of sleep."""
 
 
 class BoardHandle(msgspec.Struct, frozen=True):
@@ -245,10 +251,17 @@ class Board:
             GroupClosedError: another thread closed the board here.
         """
 
+        looked = -math.inf
+
         def look() -> None:
+            nonlocal looked
             self.check(operation)
             if watch is not None:
                 watch(operation)
+            now = time.monotonic()
+            if now < looked + LIVENESS_SECONDS:
+                return
+            looked = now
             gone = self._members.first_gone(peer for peer in peers() if peer != self.member)
             # A peer may have finished what is waited for just before it ended.
             if gone is not None and not ready():

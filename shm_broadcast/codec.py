@@ -35,8 +35,22 @@ PICKLE: Final = 1
 MSGPACK: Final = 2
 
 
+_NUMPY_KNOWS: Final = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+"""For each size of an item a dtype that numpy has; it has no bfloat16 and the like."""
+
+_NUMPY_DIMS: Final = 64
+
 Encoded: TypeAlias = "tuple[Sequence[Buffer], Sequence[memoryview]]"
-"""The main part in pieces, and the out-of-band buffers; all may still be the caller's memory."""
+"""The main part in pieces, contiguous but of any shape, and the out-of-band buffers, of bytes.
+
+All may still be the caller's memory.
+"""
 
 
 class Codec(Protocol):
@@ -149,22 +163,14 @@ def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
-_NUMPY_KNOWS: Final = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.complex128,
-}
-"""A dtype of so many bytes; numpy has no bfloat16 and the like."""
-
-
 def _values(tensor: torch.Tensor) -> pickle.PickleBuffer | bytes:
     if tensor.numel() == 0:
         return b""
     values = tensor.detach() if tensor.requires_grad else tensor
     if not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_conj() or tensor.is_neg():
         values = values.resolve_conj().resolve_neg().cpu().contiguous()
+    if values.dim() > _NUMPY_DIMS:
+        values = values.view(-1)
     array = values.view(_NUMPY_KNOWS[values.itemsize]).numpy()
     return pickle.PickleBuffer(cast("Buffer", array))
 

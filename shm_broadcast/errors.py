@@ -53,10 +53,11 @@ class MemberStatus:
     def __str__(self) -> str:
         if self.state == "absent":
             return f"{name_of(self.rank)} (never joined)"
-        seen = "has begun no operation"
+        ago = "" if self.age is None else f"{self.age:.1f} s ago"
         if self.operation:
-            ago = "" if self.age is None else f", {self.age:.1f} s ago"
-            seen = f"last seen in {self.operation} #{self.sequence}{ago}"
+            seen = f"last seen in {self.operation} #{self.sequence}" + f", {ago}" * bool(ago)
+        else:
+            seen = "has begun no operation" + f", joined {ago}" * bool(ago)
         if self.state in ("closed", "lost"):
             seen = f"{self.state}, {seen}"
         return f"{name_of(self.rank)} (pid {self.pid}), {seen}"

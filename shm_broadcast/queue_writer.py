@@ -116,19 +116,20 @@ class QueueWriter:
             buffers = [
                 placed[i].descriptor if i in placed else each for i, each in enumerate(buffers)
             ]
-        try:
-            ring.write(
-                code,
-                main,
-                buffers,
-                wait_for_room=lambda need: self._wait_for_room(ring, need, deadline),
-                placed=placed,
-                before_last=None if remote is None else lambda: send_to(remote),
-            )
-        except BaseException:
+
+        def withdraw() -> None:
             for each in placed.values():
                 each.withdraw()
-            raise
+
+        ring.write(
+            code,
+            main,
+            buffers,
+            wait_for_room=lambda need: self._wait_for_room(ring, need, deadline),
+            placed=placed,
+            before_last=None if remote is None else lambda: send_to(remote),
+            withdraw=withdraw,
+        )
 
     def _place(self, buffers: Sequence[memoryview]) -> dict[int, Placed]:
         """Put the large ones of ``buffers`` into blocks, as far as there is room for blocks."""

@@ -6,7 +6,6 @@ so whoever receives large tensors again and again should not get fresh memory ea
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -26,68 +25,51 @@ DEFAULT_KEPT_BYTES: Final = 256 << 20
 class RecyclingPool:
     """Hands out byte arrays; one's memory comes back when its last reference goes.
 
-    Guarantees: no two living arrays share memory, whatever views were made of them. Thread-safe.
+    Guarantees: no two living arrays share memory, whatever views were made of them. Threads may
+    share it. There is no lock, for memory comes back at any moment, in any thread, also amid
+    another call of that thread: each step is atomic; where two meet, a block is freed, not kept.
     """
 
     def __init__(self, kept_bytes: int = DEFAULT_KEPT_BYTES) -> None:
         """Keep at most ``kept_bytes`` of unused blocks; the sizes unused for longest go first."""
         self._kept_limit = kept_bytes
-        self._kept = 0
-        self._free: dict[int, list[NDArray[np.uint8]]] = {}
-        self._lent: dict[int, _Loan] = {}
-        self._returned: deque[NDArray[np.uint8]] = deque()
-        self._lock = threading.Lock()
+        self._unused: dict[int, deque[NDArray[np.uint8]]] = {}
+        self._lent: dict[int, _Loan] = {}  # by id: a weakref hashes as its array, which does not
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of blocks that wait to be used again."""
-        return self._kept
+        return sum(capacity * len(blocks) for capacity, blocks in list(self._unused.items()))
 
     def take(self, size: int) -> NDArray[np.uint8]:
         """A writable array of ``size`` bytes with any content."""
         if size < RECYCLED_BYTES:
             return np.empty(size, dtype=np.uint8)
         capacity = size_class(size)
-        with self._lock:
-            self._settle()
-            block = self._pop(capacity) if capacity in self._free else None
-        if block is None:
+        try:
+            block = self._unused[capacity].pop()
+        except LookupError:
             block = np.empty(capacity, dtype=np.uint8)
         # torch and numpy keep the array they were given alive, so its end is the block's release.
         array = np.frombuffer(memoryview(cast("Buffer", block))[:size], dtype=np.uint8)
-        loan = _Loan(array, self._end)
+        loan = _Loan(array, self._give_back)
         loan.block = block
         self._lent[id(loan)] = loan
         return array
 
-    def _end(self, loan: _Loan) -> None:
-        # Called at any moment, even in the thread that holds the lock: it must not wait.
-        self._returned.append(self._lent.pop(id(loan)).block)
-        if self._lock.acquire(blocking=False):
+    def _give_back(self, loan: _Loan) -> None:
+        block = self._lent.pop(id(loan)).block
+        if block.nbytes > self._kept_limit:
+            return
+        blocks = self._unused.pop(block.nbytes, None) or deque()
+        blocks.append(block)
+        self._unused[block.nbytes] = blocks  # the last of all sizes again
+        while self.kept_bytes > self._kept_limit:
+            oldest = next(iter(list(self._unused)), 0)
             try:
-                self._settle()
-            finally:
-                self._lock.release()
-
-    def _settle(self) -> None:
-        while self._returned:
-            block = self._returned.popleft()
-            if block.nbytes > self._kept_limit:
-                continue
-            same = self._free.pop(block.nbytes, [])
-            same.append(block)
-            self._free[block.nbytes] = same  # the last of all sizes again
-            self._kept += block.nbytes
-            while self._kept > self._kept_limit:
-                self._pop(next(iter(self._free)))
-
-    def _pop(self, capacity: int) -> NDArray[np.uint8]:
-        blocks = self._free[capacity]
-        block = blocks.pop()
-        if not blocks:
-            del self._free[capacity]
-        self._kept -= capacity
-        return block
+                self._unused[oldest].pop()
+            except LookupError:
+                self._unused.pop(oldest, None)
 
 
 class _Loan(weakref.ref["NDArray[np.uint8]"]):

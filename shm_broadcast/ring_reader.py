@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 from shm_broadcast import layout
 from shm_broadcast.arena import BlockReader
 from shm_broadcast.atomics import native
+from shm_broadcast.errors import MessageDecodeError
 from shm_broadcast.recycling import RECYCLED_BYTES, RecyclingPool, memory_of
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from shm_broadcast._native import FastReader
     from shm_broadcast.board import Board
     from shm_broadcast.segment import Segment
 
@@ -76,14 +78,16 @@ class RingReader:
         self._unfinished: _Assembly | None = None
         if self._position() == layout.LEFT:
             self._join_again()
-        self._fast = native and native.FastReader(
-            self._words,
-            board.words,
-            self._data,
-            board.slot_offset(member),
-            (board.doorbell_offset(writer),),
-            self._line,
-        )
+        self._fast: FastReader | None = None
+        if native is not None:
+            self._fast = native.FastReader(
+                self._words,
+                board.words,
+                self._data,
+                board.slot_offset(member),
+                (board.doorbell_offset(writer),),
+                self._line,
+            )
 
     @property
     def readable(self) -> bool:
@@ -110,6 +114,8 @@ class RingReader:
             None if the message is not complete yet (what there is of it is kept), or the board is
             aborted.
         """
+        if self._unfinished is not None and (finished := self._finished()) is not None:
+            return finished  # an exception came between its last record and its end
         if self._fast is not None:
             small = self._fast.try_read(spin_ns, begins)
             if small is None:
@@ -122,9 +128,8 @@ class RingReader:
             return None
         while (record := self.peek()) is not None:
             self._take(record, spin_ns)
-            if self._unfinished is not None and self._unfinished.complete:
-                finished, self._unfinished = self._unfinished, None
-                return finished.message()
+            if (finished := self._finished()) is not None:
+                return finished
         return None
 
     def peek(self) -> Record | None:
@@ -180,21 +185,41 @@ class RingReader:
         words.store64(self._line + layout.READER_SEQUENCE, words.load64(layout.RING_SEQUENCE))
 
     def _take(self, record: Record, spin_ns: int) -> None:
-        """Consume ``record``, and in one go what follows of the same message within ``spin_ns``."""
+        """Consume ``record``, and with C also what of the same message follows within ``spin_ns``.
+
+        Raises:
+            MessageDecodeError: it does not belong where it lies; it was skipped.
+        """
         if record.kind == layout.KIND_MESSAGE:
+            if self._fast is not None:
+                self._fast.moved = 0
             self._unfinished = _Assembly(record, self._table(record), self._pool, self._blocks)
         elif record.kind == layout.KIND_CANCEL:
             self._unfinished = None
         unfinished = self._unfinished
-        if unfinished is None or unfinished.complete:
+        try:
+            if unfinished is None or unfinished.complete:
+                self.advance(record)
+            elif self._fast is not None:
+                self._fast.read_parts(unfinished.targets, spin_ns)
+            else:
+                unfinished.fill(self._segment, record)
+                self.advance(record)
+        except ValueError as error:
+            self._unfinished = None
             self.advance(record)
-        elif self._fast is not None:
-            unfinished.received = self._fast.read_parts(
-                unfinished.targets, unfinished.received, spin_ns
-            )
-        else:
-            unfinished.fill(self._segment, record)
-            self.advance(record)
+            raise MessageDecodeError(f"message {record.sequence}: {error}") from error
+
+    def _finished(self) -> Message | None:
+        unfinished = self._unfinished
+        if unfinished is None:
+            return None
+        if self._fast is not None:
+            unfinished.received = self._fast.moved
+        if not unfinished.complete:
+            return None
+        self._unfinished = None
+        return unfinished.message()
 
     def _table(self, record: Record) -> tuple[int, ...]:
         return struct.unpack_from(f"<{record.n_buffers}Q", self._segment.memory, record.data)
@@ -220,8 +245,8 @@ class _Assembly:
     ) -> None:
         sizes = [entry & ~layout.PLACED for entry in entries]
         self._codec = first.codec
-        self._total = first.total - 8 * len(entries)
-        main = self._total - sum(sizes)
+        self._payload = first.total - 8 * len(entries)
+        main = self._payload - sum(sizes)
         self._main: Buffer = (
             bytearray(main) if main < RECYCLED_BYTES else memory_of(pool.take(main))
         )
@@ -233,7 +258,7 @@ class _Assembly:
 
     @property
     def complete(self) -> bool:
-        return self.received == self._total
+        return self.received == self._payload
 
     def fill(self, segment: Segment, record: Record) -> None:
         """Copy a record's payload, but for the table of sizes that the first one begins with."""

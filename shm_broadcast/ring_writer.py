@@ -11,7 +11,7 @@ Assumes: one writing thread at a time.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shm_broadcast import layout
 from shm_broadcast.atomics import native
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from shm_broadcast._native import FastWriter
     from shm_broadcast.board import Board
     from shm_broadcast.segment import Segment
 
@@ -38,9 +39,14 @@ class Place(NamedTuple):
     size: int
 
     @property
+    def taken(self) -> int:
+        """Bytes that it takes."""
+        return self.padding + layout.record_stride(self.size)
+
+    @property
     def need(self) -> int:
         """Bytes that must be free for it, room for a CANCEL included."""
-        return self.padding + layout.record_stride(self.size) + _RESERVED_FOR_CANCEL
+        return self.taken + _RESERVED_FOR_CANCEL
 
 
 class RingWriter:
@@ -53,11 +59,14 @@ class RingWriter:
         self.capacity = self._words.load64(layout.RING_CAPACITY)
         self._words.store32(layout.RING_CLOSED, 0)  # a predecessor may have closed it
         self._data = layout.data_offset(len(readers))
+        self._last_end = 0
         self._largest_payload = min(self.capacity // 8, _LARGEST_RECORD) - layout.RECORD_HEADER
         doorbells = tuple(board.doorbell_offset(reader) for reader in readers)
-        self._fast = native and native.FastWriter(
-            self._words, board.words, self._data, board.slot_offset(member), doorbells
-        )
+        self._fast: FastWriter | None = None
+        if native is not None:
+            self._fast = native.FastWriter(
+                self._words, board.words, self._data, board.slot_offset(member), doorbells
+            )
 
     @property
     def sequence(self) -> int:
@@ -74,8 +83,7 @@ class RingWriter:
             board is aborted.
         """
         if self._fast is not None:
-            written: bool = self._fast.try_write(codec, body)
-            return written
+            return self._fast.try_write(codec, body)
         size = memoryview(body).nbytes
         if 4 * layout.record_stride(size) > self.capacity or self._board.aborted:
             return False
@@ -96,38 +104,39 @@ class RingWriter:
         *,
         placed: Collection[int] = (),
         before_last: Callable[[], None] | None = None,
+        withdraw: Callable[[], None] = lambda: None,
     ) -> None:
         """Stream one message through the ring; returns when its last record is published.
 
         Args:
             codec: goes into the header.
             main: the main part, in pieces.
-            buffers: at most 65,535 out-of-band buffers of contiguous bytes.
+            buffers: out-of-band buffers of contiguous bytes; their sizes, 8 bytes each, must fit
+                one record.
             wait_for_room: waits until so many bytes are free; what it raises cancels the message.
             placed: the indexes in ``buffers`` of descriptors of blocks.
             before_last: called when nothing but publishing the last record is left to do; what it
                 raises cancels the message.
+            withdraw: called if the message reaches nobody.
         """
-        sizes = (
-            buffer.nbytes | layout.PLACED * (index in placed)
-            for index, buffer in enumerate(buffers)
-        )
-        table = struct.pack(f"<{len(buffers)}Q", *sizes)
-        if len(table) > self._largest_payload:
-            raise ValueError(
-                f"{len(buffers)} buffers are too many for a ring of {self.capacity} bytes"
-            )
-        parts = (table, *main, *buffers)
-        total = sum(memoryview(part).nbytes for part in parts)
-        begun = self.sequence
+        begun, self._last_end, total = self.sequence, 0, -1
+        fast: FastWriter | None = None
         try:
+            parts = (self._table(buffers, placed), *main, *buffers)
+            total = sum(memoryview(part).nbytes for part in parts)
             if self._fast is not None and before_last is None and total > 0:
-                self._write_natively(self._fast, codec, parts, total, wait_for_room)
+                fast = self._fast
+                self._write_natively(fast, codec, parts, total, wait_for_room)
             else:
-                self._write_records(codec, parts, wait_for_room, before_last)
+                self._write_records(codec, parts, total, wait_for_room, before_last)
         except BaseException:
-            if self.sequence != begun:
-                self._cancel()
+            # What a signal's handler raises may come when all is published already.
+            end = self._words.load64(layout.RING_PUBLISHED)
+            whole = end == self._last_end if fast is None else fast.moved == total
+            if not whole:
+                if self.sequence != begun:
+                    self._cancel()
+                withdraw()
             raise
 
     def has_room(self, need: int) -> bool:
@@ -181,46 +190,64 @@ class RingWriter:
         self._words.store32(layout.RING_CLOSED, 1)
         self._ring_readers()
 
+    def _table(self, buffers: Sequence[memoryview], placed: Collection[int]) -> bytes:
+        if 8 * len(buffers) > self._largest_payload:
+            raise ValueError(
+                f"{len(buffers)} buffers are too many for a ring of {self.capacity} bytes"
+            )
+        sizes = (
+            buffer.nbytes | layout.PLACED * (index in placed)
+            for index, buffer in enumerate(buffers)
+        )
+        return struct.pack(f"<{len(buffers)}Q", *sizes)
+
     def _write_natively(
         self,
-        fast: Any,
+        fast: FastWriter,
         codec: int,
         parts: tuple[Buffer, ...],
         total: int,
         wait_for_room: Callable[[int], None],
     ) -> None:
-        largest = self._largest_payload
-        written = fast.write_parts(codec, largest, parts, 0, _PATIENCE_NS)
-        while written < total:
-            first = 1 if written else memoryview(parts[0]).nbytes
-            wait_for_room(self._place(total - written, first, splits=total > largest).need)
-            written = fast.write_parts(codec, largest, parts, written, _PATIENCE_NS)
+        fast.moved = 0
+        while True:
+            fast.write_parts(codec, self._largest_payload, parts, _PATIENCE_NS)
+            if fast.moved == total:
+                return
+            wait_for_room(self._next_place(parts, total, fast.moved).need)
 
     def _write_records(
         self,
         codec: int,
         parts: tuple[Buffer, ...],
+        total: int,
         wait_for_room: Callable[[int], None],
         before_last: Callable[[], None] | None,
     ) -> None:
-        table, body = memoryview(parts[0]), _Gather([memoryview(part) for part in parts])
-        splits = body.size > self._largest_payload
+        n_buffers = memoryview(parts[0]).nbytes // 8
+        body = _Gather([memoryview(part) for part in parts])
         offset = 0
         while True:
-            first = 1 if offset else table.nbytes
-            place = self._place(body.size - offset, first, splits=splits)
+            place = self._next_place(parts, total, offset)
             if not self.has_room(place.need):
                 wait_for_room(place.need)
-            if before_last is not None and offset + place.size == body.size:
-                before_last()
+            is_last = offset + place.size == total
+            if is_last:
+                if before_last is not None:
+                    before_last()
+                self._last_end = self._words.load64(layout.RING_PUBLISHED) + place.taken
             if offset == 0:
                 self._begin_message()
             kind = layout.KIND_FRAGMENT if offset else layout.KIND_MESSAGE
-            pieces = body.take(place.size)
-            self._write_record(place, kind, codec, table.nbytes // 8, body.size, offset, pieces)
+            self._write_record(place, kind, codec, n_buffers, total, offset, body.take(place.size))
             offset += place.size
-            if offset == body.size:
+            if is_last:
                 return
+
+    def _next_place(self, parts: tuple[Buffer, ...], total: int, offset: int) -> Place:
+        """Where the record goes that begins at ``offset``; the first holds all sizes."""
+        first = 1 if offset else memoryview(parts[0]).nbytes
+        return self._place(total - offset, first, splits=total > self._largest_payload)
 
     def _slowest(self) -> int:
         return min(self._consumed(reader) for reader in range(len(self.readers)))
@@ -229,7 +256,10 @@ class RingWriter:
         return self._words.load64(layout.reader_line(reader) + layout.READER_CONSUMED)
 
     def _place(self, remaining: int, first: int, *, splits: bool) -> Place:
-        """Where a record of up to ``remaining`` payload bytes goes, at least ``first`` of them."""
+        """Where a record of up to ``remaining`` payload bytes goes, at least ``first`` of them.
+
+        ``next_record`` in native/long_messages.c is the same in C.
+        """
         size = min(remaining, self._largest_payload) if splits else remaining
         to_end = self.capacity - self._words.load64(layout.RING_PUBLISHED) % self.capacity
         if layout.record_stride(size) <= to_end:

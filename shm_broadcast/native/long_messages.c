@@ -7,11 +7,15 @@
 #include "stream.h"
 #include "words.h"
 
-/* A message from here on does not fit a core's caches: its reader copies it past them. The ring does,
- * so that its writer does not. */
+/* From here on a message does not fit a core's caches, and its reader copies it past them. The ring
+ * itself fits, so its writer copies plainly. */
 #define LARGE_BYTES (8 << 20)
 
-/* Buffers seen as one run of bytes, from the `within`-th of `parts[part]` on. */
+/* After so many bytes Python gets a look at signals. */
+#define AT_ONCE (64 << 20)
+
+/* Buffers seen as one run of `total` bytes, from the `within`-th of `parts[part]` on. At the writer
+ * the first part is the table of sizes; at the reader it is left out. */
 typedef struct {
     Py_buffer *parts;
     Py_ssize_t n_parts, part;
@@ -94,11 +98,12 @@ static void made_progress(RingEnd *self) {
     ring_peers(self);
 }
 
-/* Where the next record goes; see RingWriter._place. */
+/* Where the next record goes: RingWriter._place in C. */
 static record_header next_record(const RingEnd *self, const body *b, uint64_t position,
-                                 uint64_t offset, uint64_t largest, uint64_t *padding) {
+                                 uint64_t largest, uint64_t *padding) {
     bool splits = b->total > largest;
-    uint64_t left = b->total - offset, first = offset ? 1 : (uint64_t)b->parts[0].len;
+    uint64_t offset = self->moved, table = (uint64_t)b->parts[0].len;
+    uint64_t left = b->total - offset, first = offset ? 1 : table;
     uint64_t size = splits ? smaller(left, largest) : left;
     uint64_t to_end = self->capacity - position % self->capacity;
     *padding = 0;
@@ -110,24 +115,24 @@ static record_header next_record(const RingEnd *self, const body *b, uint64_t po
     }
     return (record_header){.size = (uint32_t)size,
                            .kind = offset ? KIND_FRAGMENT : KIND_MESSAGE,
-                           .buffers = (uint16_t)(b->parts[0].len / 8),
+                           .buffers = (uint16_t)(table / 8),
                            .total = b->total,
                            .offset = offset};
 }
 
-static uint64_t push(RingEnd *self, body *b, uint8_t codec, uint64_t largest, uint64_t offset,
-                     uint64_t patience_ns) {
+static void push(RingEnd *self, body *b, uint8_t codec, uint64_t largest, uint64_t patience_ns) {
+    uint64_t until = smaller(b->total, self->moved + AT_ONCE);
     gc_spin spin = gc_spin_for(patience_ns);
-    while (offset < b->total && !ring_aborted(self)) {
+    while (self->moved < until && !ring_aborted(self)) {
         uint64_t position = gc_load64(self->ring, RING_PUBLISHED), padding;
-        record_header header = next_record(self, b, position, offset, largest, &padding);
+        record_header header = next_record(self, b, position, largest, &padding);
         uint64_t stride = record_stride(header.size);
         if (!ring_has_room(self, position, padding + stride + RESERVED_FOR_CANCEL)) {
             if (!gc_spin_again(&spin)) break;
             continue;
         }
         header.codec = codec;
-        header.sequence = gc_load64(self->ring, RING_SEQUENCE) + (offset == 0);
+        header.sequence = gc_load64(self->ring, RING_SEQUENCE) + (self->moved == 0);
         if (padding) ring_pad(self, position, padding);
         position += padding;
         char *record = ring_at(self, position);
@@ -135,17 +140,18 @@ static uint64_t push(RingEnd *self, body *b, uint8_t codec, uint64_t largest, ui
         copy_out_of(b, record + RECORD_HEADER, header.size);
         gc_store64(self->ring, RING_SEQUENCE, header.sequence);
         gc_store64(self->ring, RING_PUBLISHED, position + stride);
+        self->moved += header.size;
         made_progress(self);
-        offset += header.size;
         spin = gc_spin_for(patience_ns);
     }
-    return offset;
 }
 
-/* What was received, or UINT64_MAX if a record does not belong where it lies. */
-static uint64_t pull(RingEnd *self, body *b, uint64_t received, uint64_t spin_ns) {
+/* False if a record holds more than what is awaited; it is left where it is. */
+static bool pull(RingEnd *self, body *b, uint64_t spin_ns) {
+    uint64_t until = smaller(b->total, self->moved + AT_ONCE);
+    bool took_some = self->moved > 0, fits = true;
     gc_spin spin = gc_spin_for(spin_ns);
-    while (received < b->total) {
+    while (self->moved < until) {
         uint64_t position = gc_load64(self->ring, self->own_line + READER_CONSUMED);
         if (gc_load64(self->ring, RING_PUBLISHED) == position) {
             if (ring_aborted(self) || !gc_spin_again(&spin)) break;
@@ -155,13 +161,14 @@ static uint64_t pull(RingEnd *self, body *b, uint64_t received, uint64_t spin_ns
         record_header header;
         memcpy(&header, record, sizeof header);
         bool begins = header.kind == KIND_MESSAGE;
-        if (header.kind == KIND_CANCEL || (begins && received)) break;
+        if (header.kind == KIND_CANCEL || (begins && took_some)) break;
         if (header.kind != KIND_PADDING) {
             uint64_t table = begins ? 8 * (uint64_t)header.buffers : 0;
-            if (header.size < table || header.size - table > b->total - received)
-                return UINT64_MAX;
+            fits = header.size >= table && header.size - table <= b->total - self->moved;
+            if (!fits) break;
             copy_into(b, record + RECORD_HEADER + table, header.size - table);
-            received += header.size - table;
+            self->moved += header.size - table;
+            took_some = true;
         }
         if (begins) gc_store64(self->ring, self->own_line + READER_SEQUENCE, header.sequence);
         gc_store64(self->ring, self->own_line + READER_CONSUMED,
@@ -170,47 +177,48 @@ static uint64_t pull(RingEnd *self, body *b, uint64_t received, uint64_t spin_ns
         spin = gc_spin_for(spin_ns);
     }
     stream_end();
-    return received;
+    return fits;
 }
 
 PyObject *write_parts(PyObject *writer, PyObject *const *args, Py_ssize_t n) {
+    RingEnd *self = (RingEnd *)writer;
     uint32_t codec;
-    size_t largest, offset, patience_ns;
+    size_t largest, patience_ns;
     body b;
-    if (n != 5) {
-        PyErr_SetString(PyExc_TypeError, "write_parts(codec, largest, parts, offset, patience_ns)");
+    if (n != 4) {
+        PyErr_SetString(PyExc_TypeError, "write_parts(codec, largest, parts, patience_ns)");
         return NULL;
     }
     if (u32_argument(args[0], &codec) < 0 || size_argument(args[1], &largest) < 0 ||
-        size_argument(args[3], &offset) < 0 || size_argument(args[4], &patience_ns) < 0 ||
-        acquire(&b, args[2], PyBUF_SIMPLE, offset) < 0)
+        size_argument(args[3], &patience_ns) < 0 ||
+        acquire(&b, args[2], PyBUF_SIMPLE, self->moved) < 0)
         return NULL;
-    uint64_t published;
     Py_BEGIN_ALLOW_THREADS
-    published = push((RingEnd *)writer, &b, (uint8_t)codec, largest, offset, patience_ns);
+    push(self, &b, (uint8_t)codec, largest, patience_ns);
     Py_END_ALLOW_THREADS
     release(&b);
-    return PyLong_FromUnsignedLongLong(published);
+    Py_RETURN_NONE;
 }
 
 PyObject *read_parts(PyObject *reader, PyObject *const *args, Py_ssize_t n) {
-    size_t received, spin_ns;
+    RingEnd *self = (RingEnd *)reader;
+    size_t spin_ns;
     body b;
-    if (n != 3) {
-        PyErr_SetString(PyExc_TypeError, "read_parts(targets, received, spin_ns)");
+    if (n != 2) {
+        PyErr_SetString(PyExc_TypeError, "read_parts(targets, spin_ns)");
         return NULL;
     }
-    if (size_argument(args[1], &received) < 0 || size_argument(args[2], &spin_ns) < 0 ||
-        acquire(&b, args[0], PyBUF_WRITABLE, received) < 0)
+    if (size_argument(args[1], &spin_ns) < 0 ||
+        acquire(&b, args[0], PyBUF_WRITABLE, self->moved) < 0)
         return NULL;
-    uint64_t now;
+    bool fits;
     Py_BEGIN_ALLOW_THREADS
-    now = pull((RingEnd *)reader, &b, received, spin_ns);
+    fits = pull(self, &b, spin_ns);
     Py_END_ALLOW_THREADS
     release(&b);
-    if (now == UINT64_MAX) {
+    if (!fits) {
         PyErr_SetString(PyExc_ValueError, "a record of another message lies in the ring");
         return NULL;
     }
-    return PyLong_FromUnsignedLongLong(now);
+    Py_RETURN_NONE;
 }

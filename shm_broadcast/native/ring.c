@@ -2,6 +2,7 @@
 #include "ring.h"
 
 #include <string.h>
+#include <structmember.h>
 
 #include "atomics.h"
 #include "words.h"
@@ -203,8 +204,8 @@ static PyMethodDef writer_methods[] = {
     FAST("try_write", try_write,
          "try_write(codec, body) -> bool: publish a small message; False: no room, or not small."),
     FAST("write_parts", write_parts,
-         "write_parts(codec, largest, parts, offset, patience_ns) -> int: publish records of a long "
-         "message while there is room; how much of it was published."),
+         "write_parts(codec, largest, parts, patience_ns): publish records of a long message from "
+         "`moved` on, while there is room."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -212,16 +213,27 @@ static PyMethodDef reader_methods[] = {
     FAST("try_read", try_read,
          "try_read(spin_ns, begins) -> (codec, body, ()) | None | False: nothing there | not small."),
     FAST("read_parts", read_parts,
-         "read_parts(targets, received, spin_ns) -> int: take records of a long message while there "
-         "are any; how much of it was received."),
+         "read_parts(targets, spin_ns): take records of a long message from `moved` on, while there "
+         "are any; none of another message."),
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot writer_slots[] = {
-    {Py_tp_new, end_new}, {Py_tp_dealloc, end_dealloc}, {Py_tp_methods, writer_methods}, {0, NULL}};
+static PyMemberDef members[] = {
+    {"moved", T_ULONGLONG, offsetof(RingEnd, moved), 0, "Bytes of the long message under way."},
+    {NULL, 0, 0, 0, NULL},
+};
 
-static PyType_Slot reader_slots[] = {
-    {Py_tp_new, end_new}, {Py_tp_dealloc, end_dealloc}, {Py_tp_methods, reader_methods}, {0, NULL}};
+static PyType_Slot writer_slots[] = {{Py_tp_new, end_new},
+                                     {Py_tp_dealloc, end_dealloc},
+                                     {Py_tp_methods, writer_methods},
+                                     {Py_tp_members, members},
+                                     {0, NULL}};
+
+static PyType_Slot reader_slots[] = {{Py_tp_new, end_new},
+                                     {Py_tp_dealloc, end_dealloc},
+                                     {Py_tp_methods, reader_methods},
+                                     {Py_tp_members, members},
+                                     {0, NULL}};
 
 static PyType_Spec writer_spec = {.name = "shm_broadcast._native.FastWriter",
                                   .basicsize = sizeof(RingEnd),

@@ -22,6 +22,9 @@ typedef struct {
     size_t own_line;   /* reader only: its line in the ring */
     size_t n_peers;    /* doorbells to ring: the readers', or the writer's one */
     size_t *peers;
+    /* Bytes of the long message under way that were written, with its table of sizes, or read,
+     * without it. Kept here, where an exception of a signal handler cannot come between. */
+    uint64_t moved;
 } RingEnd;
 
 typedef struct {

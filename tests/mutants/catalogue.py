@@ -99,8 +99,10 @@ MUTANTS = (
     Mutant(
         "Q4, rule 2: copied out before it is given back",
         "shm_broadcast/ring_reader.py",
-        "            unfinished.fill(self._segment, record)\n            self.advance(record)\n",
-        "            self.advance(record)\n            unfinished.fill(self._segment, record)\n",
+        "                unfinished.fill(self._segment, record)\n"
+        "                self.advance(record)\n",
+        "                self.advance(record)\n"
+        "                unfinished.fill(self._segment, record)\n",
         (f"{_HERE}/test_queue_soak.py::test_checksummed_messages",),
     ),
     Mutant(
@@ -121,6 +123,22 @@ MUTANTS = (
         (f"{_HERE}/test_queue_soak.py::test_checksummed_messages",),
     ),
     Mutant(
+        "Q4 no message is put together from two",
+        "shm_broadcast/native/long_messages.c",
+        "            took_some = true;\n",
+        "",
+        (f"{_HERE}/test_native.py::test_a_message_after_one_of_which_only_the_sizes_came",),
+    ),
+    Mutant(
+        "Q4 what is out is not cancelled",
+        "shm_broadcast/ring_writer.py",
+        "            if not whole:\n",
+        "            if whole is not None:\n",
+        (
+            f"{_HERE}/test_native.py::test_a_writer_that_is_interrupted_cancels_only_what_is_not_out",
+        ),
+    ),
+    Mutant(
         "Q4, rule 2: nothing unread is overwritten",
         "shm_broadcast/ring_writer.py",
         "        return position + need - gate <= self.capacity\n",
@@ -137,8 +155,8 @@ MUTANTS = (
     Mutant(
         "Q6 a dequeue that timed out keeps what it has",
         "shm_broadcast/ring_reader.py",
-        "                return finished.message()\n        return None\n",
-        "                return finished.message()\n        self._unfinished = None\n        return None\n",  # noqa: E501
+        "                return finished\n        return None\n",
+        "                return finished\n        self._unfinished = None\n        return None\n",
         (f"{_HERE}/test_ring.py::test_fragments_are_kept_between_calls",),
     ),
     Mutant(
@@ -151,8 +169,8 @@ MUTANTS = (
     Mutant(
         "Q7 a message of any size streams through",
         "shm_broadcast/ring_writer.py",
-        "splits = body.size > self._largest_payload",
-        "splits = False",
+        "splits=total > self._largest_payload",
+        "splits=False",
         (f"{_HERE}/test_ring.py::test_a_message_of_any_size_streams_through",),
     ),
     Mutant(

@@ -54,6 +54,11 @@ def assert_same(got: torch.Tensor, wanted: torch.Tensor) -> None:
     assert got.requires_grad == wanted.requires_grad
 
 
+def test_more_dimensions_than_numpy_has() -> None:
+    tensor = torch.arange(4.0).view([1] * 70 + [4])
+    assert_same(through(tensor), tensor)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4), (130, 257)])
 def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -153,6 +153,7 @@ def lose_the_writer(rank: int, n: int, path: str) -> None:
     group = StoreGroup(rank, n, path)
     put(folder, f"pid {rank}", os.getpid())
     queue = MessageQueue.create_from_process_group(group, writer_rank=2)
+    barrier(group)  # the writer is there until both readers have joined
     if rank == 2:
         get(folder, "never")
     if rank == 0:
