@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
+UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "%": 100.0}
 
 
 @dataclass(frozen=True)

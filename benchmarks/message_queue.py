@@ -158,7 +158,7 @@ def run(report: Report, options: argparse.Namespace, n_readers: int) -> None:
             measure("wake", "dict", idle, 3, label="after idling", repeats=1, warm_up=False)
             idle = 1.0 if quick else 20.0
             label = "share of a core"
-            measure("idle_cpu", None, idle, label=label, unit="s", repeats=1, warm_up=False)
+            measure("idle_cpu", None, idle, label=label, unit="%", repeats=1, warm_up=False)
     finally:
         for system in running:
             system.stop()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ReduceOp(IntEnum):
-    """The reductions, with Bagua's numbers; they map to torch by name, never by number.
+    """The reductions, numbered as in Bagua; torch is told their names, never their numbers.
 
     On bool tensors SUM and MAX are "any", PRODUCT and MIN are "all". AVG is for floating
     point and complex tensors: an average of integers that rounds is not offered.

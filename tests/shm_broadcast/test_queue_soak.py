@@ -30,7 +30,8 @@ def context() -> ForkServerContext:
 
 
 @pytest.mark.parametrize(
-    ("readers", "messages", "in_python"), [(1, 100_000, False), (3, 30_000, False), (2, 30_000, True)]
+    ("readers", "messages", "in_python"),
+    [(1, 100_000, False), (3, 30_000, False), (2, 30_000, True)],
 )
 def test_checksummed_messages(
     context: ForkServerContext, readers: int, messages: int, in_python: bool
