@@ -133,9 +133,10 @@ class RingWriter:
             # What a signal's handler raises may come when all is published already.
             end = self._words.load64(layout.RING_PUBLISHED)
             whole = end == self._last_end if fast is None else fast.moved == total
-            if not whole:
-                if self.sequence != begun:
-                    self._cancel()
+            if self.sequence == begun:
+                withdraw()
+            elif not whole:
+                self._cancel()
                 withdraw()
             raise
 

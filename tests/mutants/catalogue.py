@@ -132,8 +132,8 @@ MUTANTS = (
     Mutant(
         "Q4 what is out is not cancelled",
         "shm_broadcast/ring_writer.py",
-        "            if not whole:\n",
-        "            if whole is not None:\n",
+        "            elif not whole:\n",
+        "            else:\n",
         (
             f"{_HERE}/test_native.py::test_a_writer_that_is_interrupted_cancels_only_what_is_not_out",
         ),
