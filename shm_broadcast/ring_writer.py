@@ -11,10 +11,11 @@ Assumes: one writing thread at a time.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from shm_broadcast import layout
 from shm_broadcast.atomics import native
+from shm_broadcast.records import Body, Place, place_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -25,28 +26,10 @@ if TYPE_CHECKING:
     from shm_broadcast.board import Board
     from shm_broadcast.segment import Segment
 
-_RESERVED_FOR_CANCEL = layout.RECORD_ALIGN
 _RECORD = struct.Struct(layout.RECORD_FORMAT)
 _LARGEST_RECORD = 128 << 10
 _PATIENCE_NS = 50_000
 """How long to look for room between two records before sleeping."""
-
-
-class Place(NamedTuple):
-    """Where the next record goes: after ``padding`` bytes, ``size`` bytes of payload."""
-
-    padding: int
-    size: int
-
-    @property
-    def taken(self) -> int:
-        """Bytes that it takes."""
-        return self.padding + layout.record_stride(self.size)
-
-    @property
-    def need(self) -> int:
-        """Bytes that must be free for it, room for a CANCEL included."""
-        return self.taken + _RESERVED_FOR_CANCEL
 
 
 class RingWriter:
@@ -87,7 +70,7 @@ class RingWriter:
         size = memoryview(body).nbytes
         if 4 * layout.record_stride(size) > self.capacity or self._board.aborted:
             return False
-        place = self._place(size, first=size, splits=False)
+        place = place_whole(size, self._to_end())
         if not self.has_room(place.need):
             return False
         self._board.stamp("enqueue")
@@ -119,20 +102,23 @@ class RingWriter:
                 raises cancels the message.
             withdraw: called if the message reaches nobody.
         """
-        begun, self._last_end, total = self.sequence, 0, -1
-        fast: FastWriter | None = None
+        if 8 * len(buffers) > self._largest_payload:
+            withdraw()
+            raise ValueError(
+                f"{len(buffers)} buffers are too many for a ring of {self.capacity} bytes"
+            )
+        body = Body(main, buffers, placed)
+        fast = self._fast if before_last is None and body.total else None
+        begun, self._last_end = self.sequence, 0
         try:
-            parts = (self._table(buffers, placed), *main, *buffers)
-            total = sum(memoryview(part).nbytes for part in parts)
-            if self._fast is not None and before_last is None and total > 0:
-                fast = self._fast
-                self._write_natively(fast, codec, parts, total, wait_for_room)
+            if fast is not None:
+                self._write_natively(fast, codec, body, wait_for_room)
             else:
-                self._write_records(codec, parts, total, wait_for_room, before_last)
+                self._write_records(codec, body, wait_for_room, before_last)
         except BaseException:
             # What a signal's handler raises may come when all is published already.
             end = self._words.load64(layout.RING_PUBLISHED)
-            whole = end == self._last_end if fast is None else fast.moved == total
+            whole = end == self._last_end if fast is None else fast.moved == body.total
             if self.sequence == begun:
                 withdraw()
             elif not whole:
@@ -191,83 +177,51 @@ class RingWriter:
         self._words.store32(layout.RING_CLOSED, 1)
         self._ring_readers()
 
-    def _table(self, buffers: Sequence[memoryview], placed: Collection[int]) -> bytes:
-        if 8 * len(buffers) > self._largest_payload:
-            raise ValueError(
-                f"{len(buffers)} buffers are too many for a ring of {self.capacity} bytes"
-            )
-        sizes = (
-            buffer.nbytes | layout.PLACED * (index in placed)
-            for index, buffer in enumerate(buffers)
-        )
-        return struct.pack(f"<{len(buffers)}Q", *sizes)
-
     def _write_natively(
-        self,
-        fast: FastWriter,
-        codec: int,
-        parts: tuple[Buffer, ...],
-        total: int,
-        wait_for_room: Callable[[int], None],
+        self, fast: FastWriter, codec: int, body: Body, wait_for_room: Callable[[int], None]
     ) -> None:
+        largest = self._largest_payload
         fast.moved = 0
         while True:
-            fast.write_parts(codec, self._largest_payload, parts, _PATIENCE_NS)
-            if fast.moved == total:
+            fast.write_parts(codec, largest, body.parts, _PATIENCE_NS)
+            if fast.moved == body.total:
                 return
-            wait_for_room(self._next_place(parts, total, fast.moved).need)
+            wait_for_room(body.place(fast.moved, largest, self._to_end()).need)
 
     def _write_records(
         self,
         codec: int,
-        parts: tuple[Buffer, ...],
-        total: int,
+        body: Body,
         wait_for_room: Callable[[int], None],
         before_last: Callable[[], None] | None,
     ) -> None:
-        n_buffers = memoryview(parts[0]).nbytes // 8
-        body = _Gather([memoryview(part) for part in parts])
         offset = 0
         while True:
-            place = self._next_place(parts, total, offset)
+            place = body.place(offset, self._largest_payload, self._to_end())
             if not self.has_room(place.need):
                 wait_for_room(place.need)
-            is_last = offset + place.size == total
-            if is_last:
+            end = offset + place.size
+            if end == body.total:
                 if before_last is not None:
                     before_last()
                 self._last_end = self._words.load64(layout.RING_PUBLISHED) + place.taken
             if offset == 0:
                 self._begin_message()
             kind = layout.KIND_FRAGMENT if offset else layout.KIND_MESSAGE
-            self._write_record(place, kind, codec, n_buffers, total, offset, body.take(place.size))
-            offset += place.size
-            if is_last:
+            pieces = body.between(offset, end)
+            self._write_record(place, kind, codec, body.n_buffers, body.total, offset, pieces)
+            if end == body.total:
                 return
+            offset = end
 
-    def _next_place(self, parts: tuple[Buffer, ...], total: int, offset: int) -> Place:
-        """Where the record goes that begins at ``offset``; the first holds all sizes."""
-        first = 1 if offset else memoryview(parts[0]).nbytes
-        return self._place(total - offset, first, splits=total > self._largest_payload)
+    def _to_end(self) -> int:
+        return self.capacity - self._words.load64(layout.RING_PUBLISHED) % self.capacity
 
     def _slowest(self) -> int:
         return min(self._consumed(reader) for reader in range(len(self.readers)))
 
     def _consumed(self, reader: int) -> int:
         return self._words.load64(layout.reader_line(reader) + layout.READER_CONSUMED)
-
-    def _place(self, remaining: int, first: int, *, splits: bool) -> Place:
-        """Where a record of up to ``remaining`` payload bytes goes, at least ``first`` of them.
-
-        ``next_record`` in native/long_messages.c is the same in C.
-        """
-        size = min(remaining, self._largest_payload) if splits else remaining
-        to_end = self.capacity - self._words.load64(layout.RING_PUBLISHED) % self.capacity
-        if layout.record_stride(size) <= to_end:
-            return Place(0, size)
-        if splits and to_end - layout.RECORD_HEADER >= first:
-            return Place(0, to_end - layout.RECORD_HEADER)
-        return Place(to_end, size)
 
     def _begin_message(self) -> None:
         self._words.store64(layout.RING_SEQUENCE, self.sequence + 1)
@@ -308,26 +262,3 @@ class RingWriter:
         self._board.progress()
         for reader in self.readers:
             self._board.ring(reader)
-
-
-class _Gather:
-    """Takes successive runs of bytes out of a list of parts."""
-
-    def __init__(self, parts: Sequence[memoryview]) -> None:
-        self._parts = [part.cast("B") for part in parts if part.nbytes]
-        self.size = sum(part.nbytes for part in self._parts)
-        self._part = 0
-        self._offset = 0
-
-    def take(self, size: int) -> list[memoryview]:
-        """The next ``size`` bytes, in pieces."""
-        pieces: list[memoryview] = []
-        while size:
-            part = self._parts[self._part]
-            piece = part[self._offset : self._offset + size]
-            pieces.append(piece)
-            size -= piece.nbytes
-            self._offset += piece.nbytes
-            if self._offset == part.nbytes:
-                self._part, self._offset = self._part + 1, 0
-        return pieces

@@ -98,7 +98,7 @@ static void made_progress(RingEnd *self) {
     ring_peers(self);
 }
 
-/* Where the next record goes: RingWriter._place in C. */
+/* Where the next record goes: Body.place of records.py in C. */
 static record_header next_record(const RingEnd *self, const body *b, uint64_t position,
                                  uint64_t largest, uint64_t *padding) {
     bool splits = b->total > largest;

@@ -161,16 +161,16 @@ MUTANTS = (
     ),
     Mutant(
         "Q6 there is always room to cancel",
-        "shm_broadcast/ring_writer.py",
-        "_RESERVED_FOR_CANCEL = layout.RECORD_ALIGN",
-        "_RESERVED_FOR_CANCEL = 0",
+        "shm_broadcast/records.py",
+        "RESERVED_FOR_CANCEL: Final = layout.RECORD_ALIGN",
+        "RESERVED_FOR_CANCEL: Final = 0",
         (f"{_HERE}/test_ring.py::test_there_is_always_room_to_cancel",),
     ),
     Mutant(
         "Q7 a message of any size streams through",
-        "shm_broadcast/ring_writer.py",
-        "splits=total > self._largest_payload",
-        "splits=False",
+        "shm_broadcast/records.py",
+        "if self.total <= largest:",
+        "if self.total:",
         (f"{_HERE}/test_ring.py::test_a_message_of_any_size_streams_through",),
     ),
     Mutant(
