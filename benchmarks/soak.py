@@ -1,6 +1,6 @@
 """The full counts of what CI runs with small ones: many messages, collectives and kills.
 
-    python -m benchmarks.soak --seed 1 [--messages N] [--collectives N] [--kills N] [--json FILE]
+    python -m benchmarks.soak [--seed N] [--messages N] [--collectives N] [--kills N] [--json FILE]
 
 Ends with 1 if anything was wrong.
 """

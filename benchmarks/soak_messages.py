@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 import zlib
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -21,7 +21,7 @@ from shm_broadcast import Board, MessageQueue, ring_reader, ring_writer
 from shm_broadcast.queue_handle import SMALLEST_CAPACITY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from multiprocessing.context import ForkServerContext
 
     from shm_broadcast import QueueHandle
@@ -151,12 +151,13 @@ def _read(
         pipe.poll(LIMIT)  # the writer may still ring
 
 
-@contextmanager
-def _python_moves_records(does: bool) -> Iterator[None]:
-    with ExitStack() as stack:
-        for module in (ring_reader, ring_writer) if does else ():
-            stack.enter_context(patch.object(module, "native", None))
-        yield
+def _python_moves_records(does: bool) -> AbstractContextManager[object]:
+    if not does:
+        return nullcontext()
+    stack = ExitStack()
+    for module in (ring_reader, ring_writer):
+        stack.enter_context(patch.object(module, "native", None))
+    return stack
 
 
 def _random_bytes(seed: int) -> bytes:

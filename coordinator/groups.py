@@ -229,8 +229,11 @@ def init(
     replicas = max(launch.world_size // model, 1) if dp is None else dp
     grid = RankGrid((*outer.axes, *RankGrid.of({"dp": replicas}).axes, *inner.axes))
     if grid.size != launch.world_size:
-        alone = "; start them by torchrun, or give rank= and world_size=" * (launch.world_size == 1)
-        raise ValueError(f"{_needs(grid)}, not {launch.world_size}{alone}")
+        advice = "start them by torchrun, or give rank= and world_size="
+        raise ValueError(
+            f"{_needs(grid)}, not {launch.world_size}"
+            + (f"; {advice}" if launch.world_size == 1 else "")
+        )
     deadline = Deadline.after(timeout)
     with ExitStack() as undo:
         topology = Topology.meet(

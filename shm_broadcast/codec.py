@@ -45,6 +45,7 @@ _NUMPY_KNOWS: Final = {
 """For each size of an item a dtype that numpy has; it has no bfloat16 and the like."""
 
 _NUMPY_DIMS: Final = 64
+"""The most dimensions that numpy has."""
 
 Encoded: TypeAlias = "tuple[Sequence[Buffer], Sequence[memoryview]]"
 """The main part in pieces, contiguous but of any shape, and the out-of-band buffers, of bytes.

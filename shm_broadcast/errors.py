@@ -53,14 +53,14 @@ class MemberStatus:
     def __str__(self) -> str:
         if self.state == "absent":
             return f"{name_of(self.rank)} (never joined)"
-        ago = "" if self.age is None else f"{self.age:.1f} s ago"
         if self.operation:
-            seen = f"last seen in {self.operation} #{self.sequence}" + f", {ago}" * bool(ago)
+            seen, since = f"last seen in {self.operation} #{self.sequence}", ""
         else:
-            seen = "has begun no operation" + f", joined {ago}" * bool(ago)
+            seen, since = "has begun no operation", "joined "
         if self.state in ("closed", "lost"):
             seen = f"{self.state}, {seen}"
-        return f"{name_of(self.rank)} (pid {self.pid}), {seen}"
+        ago = "" if self.age is None else f", {since}{self.age:.1f} s ago"
+        return f"{name_of(self.rank)} (pid {self.pid}), {seen}{ago}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Guarantees
 - The caller may change whatever it enqueued once `MessageQueue.enqueue` returns.
 - A `MessageQueue.dequeue` that timed out has consumed nothing; the next one returns that message.
 - A message that cannot be decoded raises at its reader and is consumed; nobody else notices.
-- A dead peer is named within 0.15 s, a slow one at the deadline.
+- A dead peer is named within a second, as a rule within 0.15, a slow one at the deadline.
 
 A message larger than an eighth of the ring streams through it while the readers drain it, so its
 ``enqueue`` returns only when they have nearly all of it.

@@ -114,9 +114,10 @@ class LocalReader(QueueReader):
         try:
             self._check("acquire_read")
             self._board.stamp("acquire_read")
-            if ring.peek() is None:
+            left_over = ring.finished()
+            if left_over is None and ring.peek() is None:
                 self._wait("acquire_read", deadline)
-            record = ring.peek()
+            record = ring.peek() if left_over is None else None
             if record is not None and record.is_whole_message and not record.n_buffers:
                 with ring.view(record) as view:
                     try:
@@ -124,7 +125,7 @@ class LocalReader(QueueReader):
                     finally:
                         ring.advance(record)
                 return
-            _, main, _ = self._finish(deadline)
+            _, main, _ = left_over or self._finish(deadline)
         finally:
             self._end_turn()
         with memoryview(main) as view:

@@ -5,6 +5,8 @@ Pure: nothing here touches shared memory. ``next_record`` in native/long_message
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -59,7 +61,10 @@ class Body:
         )
         self.n_buffers = len(buffers)
         self.parts = (struct.pack(f"<{len(buffers)}Q", *sizes), *main, *buffers)
-        self.total = sum(memoryview(part).nbytes for part in self.parts)
+        self._views = [memoryview(part) for part in self.parts]
+        ends = itertools.accumulate(view.nbytes for view in self._views)
+        self._starts = [0, *ends]
+        self.total = self._starts.pop()
 
     def place(self, offset: int, largest: int, to_end: int) -> Place:
         """Where the record goes that begins with byte ``offset``.
@@ -81,11 +86,10 @@ class Body:
     def between(self, start: int, end: int) -> list[memoryview]:
         """The bytes from ``start`` to ``end``, in pieces."""
         pieces: list[memoryview] = []
-        before = 0
-        for part in self.parts:
-            memory = memoryview(part).cast("B") if memoryview(part).nbytes else memoryview(b"")
-            piece = memory[max(start - before, 0) : max(end - before, 0)]
-            if piece.nbytes:
-                pieces.append(piece)
-            before += memory.nbytes
+        for index in range(bisect.bisect_right(self._starts, start) - 1, len(self._views)):
+            view, before = self._views[index], self._starts[index]
+            if before >= end:
+                break
+            if view.nbytes:
+                pieces.append(view.cast("B")[max(start - before, 0) : end - before])
         return pieces

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 from shm_broadcast import layout
 from shm_broadcast.arena import BlockReader
 from shm_broadcast.atomics import native
-from shm_broadcast.errors import MessageDecodeError
+from shm_broadcast.errors import MessageDecodeError, name_of
 from shm_broadcast.recycling import RECYCLED_BYTES, RecyclingPool, memory_of
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ class RingReader:
             None if the message is not complete yet (what there is of it is kept), or the board is
             aborted.
         """
-        if self._unfinished is not None and (finished := self._finished()) is not None:
-            return finished  # an exception came between its last record and its end
+        if self._unfinished is not None and (finished := self.finished()) is not None:
+            return finished
         if self._fast is not None:
             small = self._fast.try_read(spin_ns, begins)
             if small is None:
@@ -128,9 +128,23 @@ class RingReader:
             return None
         while (record := self.peek()) is not None:
             self._take(record, spin_ns)
-            if (finished := self._finished()) is not None:
+            if (finished := self.finished()) is not None:
                 return finished
         return None
+
+    def finished(self) -> Message | None:
+        """The message that is put together, if nothing is missing; it is handed out only once.
+
+        One may be left over where a signal's handler raised when its last record had come.
+        """
+        unfinished = self._unfinished
+        if unfinished is None:
+            return None
+        received = unfinished.received if self._fast is None else self._fast.moved
+        if received != unfinished.size:
+            return None
+        self._unfinished = None
+        return unfinished.message()
 
     def peek(self) -> Record | None:
         """The next record but padding, left in the ring; None if there is none."""
@@ -198,7 +212,7 @@ class RingReader:
             self._unfinished = None
         unfinished = self._unfinished
         try:
-            if unfinished is None or unfinished.complete:
+            if unfinished is None or unfinished.size == 0:
                 self.advance(record)
             elif self._fast is not None:
                 self._fast.read_parts(unfinished.targets, spin_ns)
@@ -208,18 +222,8 @@ class RingReader:
         except ValueError as error:
             self._unfinished = None
             self.advance(record)
-            raise MessageDecodeError(f"message {record.sequence}: {error}") from error
-
-    def _finished(self) -> Message | None:
-        unfinished = self._unfinished
-        if unfinished is None:
-            return None
-        if self._fast is not None:
-            unfinished.received = self._fast.moved
-        if not unfinished.complete:
-            return None
-        self._unfinished = None
-        return unfinished.message()
+            writer = name_of(self._board.ranks[self._writer])
+            raise MessageDecodeError(f"message {record.sequence} of {writer}: {error}") from error
 
     def _table(self, record: Record) -> tuple[int, ...]:
         return struct.unpack_from(f"<{record.n_buffers}Q", self._segment.memory, record.data)
@@ -234,7 +238,13 @@ class RingReader:
 
 
 class _Assembly:
-    """A message on its way: final memory for each part, filled record by record."""
+    """A message on its way: final memory for each part, filled record by record.
+
+    Attributes:
+        targets: the memory of its parts, in order.
+        size: their bytes.
+        received: how many of these `fill` has brought.
+    """
 
     def __init__(
         self,
@@ -245,8 +255,8 @@ class _Assembly:
     ) -> None:
         sizes = [entry & ~layout.PLACED for entry in entries]
         self._codec = first.codec
-        self._payload = first.total - 8 * len(entries)
-        main = self._payload - sum(sizes)
+        self.size = first.total - 8 * len(entries)
+        main = self.size - sum(sizes)
         self._main: Buffer = (
             bytearray(main) if main < RECYCLED_BYTES else memory_of(pool.take(main))
         )
@@ -255,10 +265,6 @@ class _Assembly:
         self._blocks = blocks
         self.targets = cast("tuple[Buffer, ...]", (self._main, *self._buffers))
         self.received = 0
-
-    @property
-    def complete(self) -> bool:
-        return self.received == self._payload
 
     def fill(self, segment: Segment, record: Record) -> None:
         """Copy a record's payload, but for the table of sizes that the first one begins with."""

@@ -102,15 +102,16 @@ class RingWriter:
                 raises cancels the message.
             withdraw: called if the message reaches nobody.
         """
-        if 8 * len(buffers) > self._largest_payload:
-            withdraw()
-            raise ValueError(
-                f"{len(buffers)} buffers are too many for a ring of {self.capacity} bytes"
-            )
-        body = Body(main, buffers, placed)
-        fast = self._fast if before_last is None and body.total else None
         begun, self._last_end = self.sequence, 0
+        fast: FastWriter | None = None
         try:
+            body = Body(main, buffers, placed)
+            if 8 * body.n_buffers > self._largest_payload:
+                raise ValueError(
+                    f"{body.n_buffers} buffers are too many for a ring of {self.capacity} bytes"
+                )
+            if before_last is None and body.total:
+                fast = self._fast
             if fast is not None:
                 self._write_natively(fast, codec, body, wait_for_room)
             else:

@@ -223,7 +223,7 @@ MUTANTS = (
         "shm_broadcast/remote_keys.py",
         "return public_key in self._ranks",
         "return True",
-        (f"{_HERE}/test_remote_faults.py::TestIntruders::test_key_that_is_not_on_the_list",),
+        (f"{_HERE}/test_remote_intruders.py::TestIntruders::test_key_that_is_not_on_the_list",),
     ),
     Mutant(
         "Q12 a frame beyond the limit ends its connection",
@@ -231,7 +231,7 @@ MUTANTS = (
         "self._zmq.maxmsgsize = frame_bytes + _FRAME_SLACK",
         "self._zmq.maxmsgsize = -1",
         (
-            f"{_HERE}/test_remote_faults.py::TestMalformed::test_oversized_frame_costs_the_sender_its_connection",
+            f"{_HERE}/test_remote_intruders.py::TestMalformed::test_oversized_frame_costs_the_sender_its_connection",
         ),
     ),
     Mutant(

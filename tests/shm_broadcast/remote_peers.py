@@ -18,6 +18,12 @@ SECRET = b"a launcher's secret, 32 bytes ok"
 LIMIT = 20.0
 """Seconds that anything in these tests may take at most."""
 
+BOUND = 1.0
+"""Seconds within which a killed peer must be named."""
+
+CREDIT = 1 << 18
+"""Bytes that may be under way to a reader."""
+
 
 def put(folder: str, name: str, value: Any) -> None:
     """Leave a value for other processes under ``name``."""

@@ -90,6 +90,9 @@ def test_a_timeout_names_who_is_late() -> None:
 def test_members_that_never_came_or_did_nothing() -> None:
     assert str(MemberStatus(2, 0, "absent")) == "rank 2 (never joined)"
     assert str(MemberStatus(2, 5, "idle")) == "rank 2 (pid 5), has begun no operation"
+    assert str(MemberStatus(2, 5, "lost", age=1.25)) == (
+        "rank 2 (pid 5), lost, has begun no operation, joined 1.2 s ago"
+    )
 
 
 def test_a_failure_names_whom_it_is_about() -> None:

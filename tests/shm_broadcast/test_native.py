@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any, cast
 
 import pytest
 
 from shm_broadcast import MessageDecodeError, atomics, layout
+from tests.shm_broadcast.queues import LIMIT, ends
 from tests.shm_broadcast.rings import CODEC, Ring, ring
 
 PARTS = (b"", b"m" * 100, memoryview(b"b" * 30_000))
@@ -189,6 +191,21 @@ def test_a_reader_that_is_interrupted_loses_nothing(size: int) -> None:
         read_some(0)
         assert refused >= 1
         assert made.read() == (b"m" * size, [])
+
+
+def test_what_an_interrupted_reader_has_is_acquired_first() -> None:
+    with ends() as made:
+        reader: Any = made.reader._end
+        whole = reader._ring._fast
+        made.writer.enqueue(b"m" * 30_000)
+        made.writer.enqueue("next")
+        reader._ring._fast = Interrupted(whole)
+        with pytest.raises(KeyboardInterrupt):
+            made.reader.dequeue(LIMIT)
+        reader._ring._fast = whole
+        with made.reader.acquire_read(LIMIT) as view:
+            assert pickle.loads(view) == b"m" * 30_000
+        assert made.reader.dequeue(LIMIT) == "next"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from shm_broadcast.remote_wire import MIN_CREDIT_BYTES
 from shm_broadcast.remote_writer import RemoteWriter
 from tests.ranks import run_ranks
 from tests.shm_broadcast.remote_peers import (
+    CREDIT,
     LIMIT,
     SECRET,
     fill,
@@ -35,7 +36,6 @@ from tests.shm_broadcast.remote_peers import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CREDIT = 1 << 18
 WHOLE = [bytes([i % 251]) * size for i, size in enumerate([1, 0, 300, 70_000, CREDIT - 1])]
 
 

@@ -1,0 +1,294 @@
+"""Readers on other hosts: peers that lie, or have no business there."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import zmq
+
+from shm_broadcast.errors import GroupTimeoutError, PeerLostError, PeerProtocolError
+from shm_broadcast.remote_keys import reader_key, writer_key
+from shm_broadcast.remote_reader import RemoteReader
+from shm_broadcast.remote_wire import Credit, Hello, RemoteHandle, encode
+from shm_broadcast.remote_writer import RemoteWriter
+from tests.shm_broadcast.remote_peers import (
+    BOUND,
+    CREDIT,
+    LIMIT,
+    SECRET,
+    fill,
+    wait_until,
+)
+from tests.shm_broadcast.remote_taps import (
+    PAYLOAD,
+    Player,
+    Tap,
+    port_of,
+    read_to_end,
+    wait_for,
+    zmtp_frames,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture
+def writer() -> Iterator[RemoteWriter]:
+    """A writer that admits readers 1 and 2."""
+    with RemoteWriter(0, [1, 2], "127.0.0.1", SECRET, credit_bytes=CREDIT) as writer:
+        yield writer
+
+
+@pytest.fixture
+def reader(writer: RemoteWriter) -> Iterator[RemoteReader]:
+    """Reader 1, in good order."""
+    with RemoteReader(writer.handle, 1, SECRET) as reader:
+        wait_until(lambda: state(writer, 1) == "busy")
+        reader.wait_ready(LIMIT)
+        yield reader
+
+
+class TestIntruders:
+    def test_wrong_secret(self, writer: RemoteWriter, reader: RemoteReader) -> None:
+        with (
+            RemoteReader(writer.handle, 2, secrets.token_bytes(32)) as intruder,
+            pytest.raises(GroupTimeoutError, match="handshakes failed: is the secret the same"),
+        ):
+            intruder.wait_ready(0.5)
+        assert state(writer, 2) == "absent"
+        with RemoteReader(writer.handle, 2, SECRET) as honest:
+            exchange(writer, reader, honest)
+
+    def test_key_that_is_not_on_the_list(self, writer: RemoteWriter, reader: RemoteReader) -> None:
+        forged = msgspec.structs.replace(writer.handle, readers=(1, 2, 3))
+        with (
+            RemoteReader(forged, 3, SECRET) as intruder,
+            pytest.raises(PeerProtocolError, match="does not admit this reader's key"),
+        ):
+            intruder.wait_ready(LIMIT)
+        with RemoteReader(writer.handle, 2, SECRET) as honest:
+            exchange(writer, reader, honest)
+
+    def test_second_reader_of_one_rank_is_refused(
+        self, writer: RemoteWriter, reader: RemoteReader
+    ) -> None:
+        with RemoteReader(writer.handle, 2, SECRET) as honest:
+            wait_until(lambda: state(writer, 2) == "busy")
+            with RemoteReader(writer.handle, 2, SECRET) as second:
+                wait_until(lambda: state(writer, 2) == "busy" and second.readable())
+                with pytest.raises(PeerProtocolError, match="rank 2 came on another connection"):
+                    second.wait_ready(LIMIT)
+            exchange(writer, reader, honest)
+
+    def test_flood_of_nonsense(self, writer: RemoteWriter, reader: RemoteReader) -> None:
+        with RemoteReader(writer.handle, 2, SECRET) as honest, flood(writer) as connections:
+            exchange(writer, reader, honest, count=300)
+            wait_until(lambda: connections() > 100)
+
+    def test_handle_and_wire_carry_no_secret(self, writer: RemoteWriter) -> None:
+        with Tap(writer.handle) as tap, RemoteReader(tap.handle, 1, SECRET) as reader:
+            wait_until(lambda: state(writer, 1) == "busy")
+            with RemoteReader(writer.handle, 2, SECRET) as other:
+                exchange(writer, reader, other)
+            heard = tap.from_reader + tap.from_writer
+            assert len(heard) > 10 * len(PAYLOAD)
+            for clear in (SECRET, PAYLOAD, reader_key(SECRET, writer.handle.nonce, 1).secret):
+                assert clear not in heard
+                assert clear not in msgspec.msgpack.encode(writer.handle)
+
+
+class TestReplay:
+    def test_recorded_reader(self, writer: RemoteWriter, reader: RemoteReader) -> None:
+        with Tap(writer.handle) as tap, RemoteReader(tap.handle, 2, SECRET) as honest:
+            exchange(writer, reader, honest)
+            with socket.create_connection(tap.target, LIMIT) as replay:
+                greeting, hello, initiate, *traffic = zmtp_frames(tap.from_reader)
+                assert b"INITIATE" in initiate
+                assert traffic
+                replay.sendall(greeting + hello)
+                wait_for(replay, b"WELCOME")
+                # The answer to a good INITIATE is READY; this one holds another session's cookie.
+                replay.sendall(initiate + b"".join(traffic))
+                assert b"READY" not in read_to_end(replay)
+            exchange(writer, reader, honest)
+
+    def test_recorded_writer(self, writer: RemoteWriter, reader: RemoteReader) -> None:
+        with Tap(writer.handle) as tap, RemoteReader(tap.handle, 2, SECRET) as honest:
+            exchange(writer, reader, honest)
+            recorded = tap.from_writer
+        with (
+            Player(writer.handle, recorded) as player,
+            RemoteReader(player.handle, 2, SECRET) as victim,
+        ):
+            with pytest.raises(GroupTimeoutError):
+                victim.recv(1.0)
+            assert player.played
+
+    def test_frame_repeated_within_its_connection(
+        self, writer: RemoteWriter, reader: RemoteReader
+    ) -> None:
+        with Tap(writer.handle) as tap, RemoteReader(tap.handle, 2, SECRET) as honest:
+            exchange(writer, reader, honest, count=3)
+            tap.repeat_to_reader()
+            with pytest.raises(PeerLostError):
+                honest.recv(LIMIT)
+
+    def test_frame_repeated_to_the_writer(self) -> None:
+        silence = 1.0
+        with (
+            RemoteWriter(0, [1], "127.0.0.1", SECRET, silence=silence) as writer,
+            Tap(writer.handle) as tap,
+            RemoteReader(tap.handle, 1, SECRET) as reader,
+        ):
+            exchange(writer, reader, count=3)
+            tap.repeat_to_writer()
+            struck = time.monotonic()
+            with pytest.raises(PeerLostError, match="lost rank 1"):
+                fill(writer)
+            assert time.monotonic() - struck < silence + BOUND
+
+
+class TestMalformed:
+    """A peer with a right key that does not keep the protocol, or the limits."""
+
+    @pytest.mark.parametrize(
+        ("frames", "detail"),
+        [
+            ([b"nonsense"], "Expected `array`"),
+            ([encode(Credit(1 << 40, 0))], f"credit for {1 << 40} bytes of 0 sent"),
+            ([encode(Hello(1)), b"and more"], "2 frames"),
+        ],
+    )
+    def test_nonsense_from_a_reader_names_it(
+        self, writer: RemoteWriter, frames: list[bytes], detail: str
+    ) -> None:
+        with raw_reader(writer.handle, 2) as raw:
+            raw.send_multipart([encode(Hello(1))])
+            wait_until(lambda: state(writer, 2) == "busy")
+            raw.send_multipart(frames)
+            wait_until(lambda: status(writer, 2) == "faulty")
+            with pytest.raises(PeerProtocolError, match=detail) as caught:
+                writer.send([b"x"], LIMIT)
+            assert caught.value.rank == 2
+
+    def test_oversized_frame_costs_the_sender_its_connection(self, writer: RemoteWriter) -> None:
+        with raw_reader(writer.handle, 2) as raw:
+            raw.send(encode(Hello(1)))
+            wait_until(lambda: state(writer, 2) == "busy")
+            raw.send(bytes(4096))
+            wait_until(lambda: status(writer, 2) == "lost")
+            with pytest.raises(PeerLostError) as caught:
+                writer.send([b"x"], LIMIT)
+            assert caught.value.rank == 2
+
+    @pytest.mark.parametrize(
+        ("frames", "detail"),
+        [
+            ([b"nonsense"], "Expected `array`"),
+            ([encode(("fragment", 7, [1])), b"x"], "fragment 7 where 0 was due"),
+            ([encode(("fragment", 0, [1])), b"xy"], "more bytes"),
+            ([encode(("closed",)), b"and more"], "2 frames"),
+        ],
+    )
+    def test_nonsense_from_the_writer_names_it(self, frames: list[bytes], detail: str) -> None:
+        with raw_writer() as (raw, handle), RemoteReader(handle, 1, SECRET) as reader:
+            identity, hello = raw.recv_multipart()
+            assert msgspec.msgpack.decode(hello) == ["hello", os.getpid()]
+            raw.send_multipart([identity, *frames])
+            for _ in range(2):
+                with pytest.raises(PeerProtocolError, match=detail) as caught:
+                    reader.recv(LIMIT)
+                assert caught.value.rank == 0
+
+
+def exchange(writer: RemoteWriter, *readers: RemoteReader, count: int = 20) -> None:
+    """Send messages to all readers and see that they arrive in time and order."""
+    for number in range(count):
+        writer.send([number.to_bytes(4, "little"), PAYLOAD], LIMIT)
+        if number % 10 == 9 or number == count - 1:
+            for reader in readers:
+                for expected in range(number - number % 10, number + 1):
+                    head, payload = reader.recv(LIMIT)
+                    assert int.from_bytes(head, "little") == expected
+                    assert bytes(payload) == PAYLOAD
+
+
+def status(writer: RemoteWriter, rank: int) -> str:
+    """The state of a reader, without raising what it did."""
+    with suppress(PeerLostError, PeerProtocolError):
+        writer.poll()
+    return state_of(writer, rank)
+
+
+def state(writer: RemoteWriter, rank: int) -> str:
+    """The state of a reader of a queue in good order."""
+    writer.poll()
+    return state_of(writer, rank)
+
+
+def state_of(writer: RemoteWriter, rank: int) -> str:
+    return next(status.state for status in writer.status() if status.rank == rank)
+
+
+@contextmanager
+def raw_reader(handle: RemoteHandle, rank: int) -> Iterator[zmq.Socket[bytes]]:
+    """A plain socket with a reader's key."""
+    key = reader_key(SECRET, handle.nonce, rank)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.linger = 0
+        raw.curve_publickey, raw.curve_secretkey = key.public, key.secret
+        raw.curve_serverkey = writer_key(SECRET, handle.nonce).public
+        raw.connect(handle.address)
+        yield raw
+
+
+@contextmanager
+def raw_writer() -> Iterator[tuple[zmq.Socket[bytes], RemoteHandle]]:
+    """A plain socket with a writer's key, and the handle that names it."""
+    nonce = secrets.token_bytes(32)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as raw:
+        raw.linger = 0
+        raw.rcvtimeo = int(LIMIT * 1000)
+        raw.curve_server = True
+        raw.curve_secretkey = writer_key(SECRET, nonce).secret
+        raw.bind("tcp://127.0.0.1:*")
+        address = raw.get_string(zmq.LAST_ENDPOINT)
+        yield raw, RemoteHandle(address, nonce, 0, (1,), CREDIT, 10.0)
+
+
+@contextmanager
+def flood(writer: RemoteWriter) -> Iterator[Callable[[], int]]:
+    """Connections that send nonsense, as fast as they come; the function tells how many so far."""
+    target = port_of(writer.handle)
+    over = threading.Event()
+    counts = [0, 0]
+    # A greeting of ZMTP 3.1 with CURVE, then a frame that claims to have 2**62 bytes.
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    nonsense = [b"", os.urandom(1000), greeting, greeting + b"\x06" + struct.pack(">Q", 1 << 62)]
+
+    def attack(index: int) -> None:
+        while not over.is_set():
+            connection = socket.create_connection(target, LIMIT)
+            with connection, suppress(ConnectionError):
+                connection.sendall(nonsense[counts[index] % len(nonsense)])
+            counts[index] += 1
+
+    attackers = [threading.Thread(target=attack, args=(index,)) for index in range(len(counts))]
+    for attacker in attackers:
+        attacker.start()
+    try:
+        yield lambda: sum(counts)
+    finally:
+        over.set()
+        for attacker in attackers:
+            attacker.join(LIMIT)
