@@ -93,7 +93,7 @@ class Crew:
     def on_death(self, rank: int, how: str, stack: str) -> None:
         """A worker has ended: the pool has broken."""
         failure = self._links.board.aborted
-        if failure is None:
+        if failure is None or failure.culprit == rank != failure.rank:
             self._ledger.end(WorkerLostError(rank, self._workers[rank].pid, how, stack))
         elif self._reason_by == math.inf:
             # A worker aborted the others; it will tell why, unless this was that worker.

@@ -199,10 +199,11 @@ class Board:
 
         Args:
             error: what happened.
-            culprit: the member it happened to; this one if not given.
+            culprit: the member it happened to; if not given, the lost one that ``error`` names, or
+                else this one.
         """
         member = self._require_member("abort")
-        about = member if culprit is None else culprit
+        about = self._lost_by(error, member) if culprit is None else culprit
         report_failure(self._segment, self.n_members, member, error, about)
         self.ring_all()
 
@@ -342,6 +343,13 @@ class Board:
     def _mark_closed(self) -> None:
         if self.member is not None:
             self._members.leave(self.member)
+
+    def _lost_by(self, error: BaseException | str, otherwise: int) -> int:
+        if isinstance(error, PeerLostError):
+            for status in self.status():
+                if (status.rank, status.pid) == (error.rank, error.pid):
+                    return self.ranks.index(status.rank)
+        return otherwise
 
     def _require_member(self, operation: str) -> int:
         return self._refuse(operation) if self.member is None else self.member

@@ -242,12 +242,16 @@ class RemoteWriter(RemoteEnd):
 
     def _take_in(self) -> None:
         """Handle all that has arrived."""
+        gone: list[RemoteLink] = []
         while (received := self._receive()) is not None:
             identity, *frames = received
             link = self._links[int(frames[0].get("User-Id"))]
             reply = link.take(identity.bytes, [frame.buffer for frame in frames])
-            if reply is not None and not self._send_to(identity.bytes, [encode(reply)]):
-                link.lose()
+            heard = reply is None or self._send_to(identity.bytes, [encode(reply)])
+            if not heard and link.identity == identity.bytes:
+                gone.append(link)
+        for link in gone:
+            link.lose()
 
     def _send_fragment(self, frames: Sequence[bytes | memoryview]) -> None:
         """Send to every reader, all of which have the credit."""
@@ -267,9 +271,15 @@ class RemoteWriter(RemoteEnd):
     def _post(self, frames: Sequence[bytes | memoryview]) -> None:
         """Hand one zmq message to every reader that is there; its bytes are copied once."""
         shared = [zmq.Frame(frame, copy=True) for frame in frames]
-        for link in self._links.values():
-            if link.joined and not self._send_to(link.identity, shared):
-                link.lose()
+        gone = [
+            link
+            for link in self._links.values()
+            if link.joined and not self._send_to(link.identity, shared)
+        ]
+        if gone:
+            self._take_in()  # a reader that left in good order said so before it went
+        for link in gone:
+            link.lose()
 
     def _send_to(self, identity: bytes, frames: Sequence[bytes | zmq.Frame]) -> bool:
         """Whether the connection was still there."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
 def store_path(tmp_path: Path) -> str:
     """A file that does not exist yet, for `tests.ranks.init_gloo`."""
     return str(tmp_path / "store")
+
+
+# An example may come while the machine stalls.
+settings.register_profile(
+    "unhurried", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("unhurried")
 
 
 def pytest_configure() -> None:

@@ -3,8 +3,8 @@
     def body(rank: int, n: int, path: str) -> int: ...        # at module level
     assert run_ranks(2, body, str(tmp_path / "store")) == [0, 1]
 
-Ranks are forked from a server process that has imported torch and pytest already, so a rank
-costs milliseconds. What follows from it:
+Ranks are forked from a server process that has imported torch, pytest and this library
+already, so a rank costs milliseconds. What follows from it:
 
 - A rank sees the environment variables of the moment the first rank of the session was
   started, not those that a test sets later.
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
 _DUMP_SIGNAL = signal.SIGUSR1
+"""Has a rank write its stacks, then end: they are whole once it has."""
+
 _GRACE = 10.0
 """Seconds the others have left once one rank failed: time to say what they saw of it."""
 
@@ -48,7 +50,8 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         *("numpy", "torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"),
-        *("torch.testing", "pytest", "hypothesis", "msgspec"),
+        *("torch.testing", "pytest", "hypothesis"),
+        *("coordinator", "coordinator.layout", "coordinator.pipeline"),
     ]
 )
 
@@ -196,11 +199,10 @@ class _Rank:
         """The Python stacks of a rank that does not end."""
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, _DUMP_SIGNAL)
-        end = time.monotonic() + 2
-        while time.monotonic() < end:
-            time.sleep(0.1)
-            if self.stacks.exists() and self.stacks.stat().st_size:
-                return "still running at the end of its time:\n" + self.stacks.read_text()
+        self.process.join(_GRACE)
+        stacks = self.stacks.read_text() if self.stacks.exists() else ""
+        if stacks:
+            return "still running at the end of its time:\n" + stacks
         return "still running at the end of its time, and shows no stacks (stopped?)"
 
     def end(self) -> None:
@@ -237,7 +239,7 @@ def _run_rank(
 ) -> None:
     """What a rank's process does."""
     with Path(stacks).open("w") as file:
-        faulthandler.register(_DUMP_SIGNAL, file=file, all_threads=True)
+        faulthandler.register(_DUMP_SIGNAL, file=file, all_threads=True, chain=True)
         faulthandler.dump_traceback_later(timeout + 2 * _GRACE, exit=True)  # if the parent is gone
         warnings.simplefilter("error")
         torch.set_num_threads(1)

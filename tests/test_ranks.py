@@ -68,7 +68,7 @@ def test_the_failing_rank_s_traceback_is_told() -> None:
 
 def test_a_hang_shows_the_stack_and_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError, match="sleep_on_one") as caught:
-        run_ranks(2, sleep_on_one, str(tmp_path), timeout=3)
+        run_ranks(2, sleep_on_one, str(tmp_path), timeout=5)
     assert set(caught.value.failures) == {1}
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 

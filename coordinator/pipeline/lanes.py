@@ -53,8 +53,10 @@ class Request:
         Raises:
             GroupTimeoutError: not yet; it is still under way.
         """
+        self._lanes.begin()
         while self.arrival is None:
             self._lanes.settle(deadline)
+            self._lanes.begin()
         self.arrival.receipt.wait(deadline)
 
     def finish(self) -> Any:
@@ -105,8 +107,7 @@ class Lanes:
             arrival.receipt = self._mail.begin(self._src, self._steps(arrival))
 
     def settle(self, deadline: Deadline) -> None:
-        """Wait until the header of one more message is there."""
-        self.begin()
+        """Wait until the header of one more message is there, of those that were begun."""
         first = self._unseen[0]
         try:
             self._mail.settle_receipt(self._src, first.receipt, deadline)

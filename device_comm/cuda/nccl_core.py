@@ -258,6 +258,9 @@ class NcclCore(DeviceCommunicator):
             busy = self._handle.issue(lambda nccl, comm: enqueue(nccl, comm, stream.address))
         except NcclError as error:
             raise self._translate(error, operation, peers, deadline) from error
+        except GroupClosedError:
+            self._raise_failure()
+            raise
         if busy:
             self._settle(operation, deadline, peers)
         if captured:

@@ -51,6 +51,8 @@ class Arrival:
     def wait(self, deadline: Deadline) -> None:
         """Wait for the device, in a way that ends."""
         self._boundary.wait(self._mark.passed, deadline, self._operation, self._peers, poll=POLL)
+        # The end of an operation by an abort lets the device pass, too.
+        self._boundary.watch.check(self._operation)
 
 
 class Underway:

@@ -18,6 +18,8 @@ from benchmarks.harness import Report
 
 ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
+LIMIT = 240
+"""Seconds for a command that imports torch, on a machine with more to do."""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
@@ -29,7 +31,7 @@ def test_without_a_gpu_there_is_one_clear_line(module: str, tmp_path: Path) -> N
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
         check=False,
     )
     assert done.returncode == 2
@@ -46,7 +48,7 @@ def test_make_gpu_test_uses_the_given_python_and_says_what_is_missing() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
         check=False,
     )
     assert done.returncode == 2
@@ -57,7 +59,7 @@ def test_make_gpu_test_uses_the_given_python_and_says_what_is_missing() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
         check=True,
     ).stdout
     assert "/given/python -m pytest -m gpu" in shown
@@ -79,6 +81,13 @@ def test_steps_report_what_they_wrote_and_how_they_ended() -> None:
     assert (missing.state, missing.tail) == ("left out", "no-such-tool is not installed")
 
 
+def runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_a_step_that_hangs_ends_with_all_it_started(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     code = (
@@ -88,12 +97,10 @@ def test_a_step_that_hangs_ends_with_all_it_started(tmp_path: Path) -> None:
         "time.sleep(60)\n"
     )
     began = time.monotonic()
-    outcome = carry_out(Step("hangs", "x", words(code), 2.0), dict(os.environ))
+    outcome = carry_out(Step("hangs", "x", words(code), 5.0), dict(os.environ))
     assert outcome.state == "out of time"
-    assert time.monotonic() - began < 10
-    child = Path(f"/proc/{pid.read_text()}/stat")
-    while child.exists() and child.read_text().split()[2] != "Z":
-        assert time.monotonic() - began < 10
+    while runs(pid.read_text()):
+        assert time.monotonic() - began < 30
         time.sleep(0.02)
 
 

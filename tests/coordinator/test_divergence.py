@@ -13,6 +13,7 @@ from coordinator import ParallelGroups, ReduceOp, host_store
 from shm_broadcast import CoordinatorError, Deadline, DivergenceError, GroupAbortedError
 from tests.coordinator.test_verbs import run_tables
 from tests.device_comm.suite import check_table
+from tests.patience import all_here
 from tests.ranks import run_ranks
 
 
@@ -30,9 +31,11 @@ def join(rank: int, n: int, port: int, torch_only: bool, **options: Any) -> Para
 
 
 def diverge(rank: int, n: int, port: int, torch_only: bool, kind: str) -> str:
+    store = coordinator.connect_store("127.0.0.1", port)
     with join(rank, n, port, torch_only, operation_timeout=60) as groups:
         tp, x = groups.tp, torch.ones(4)
         assert tp.all_reduce(x).tolist() == [n] * 4
+        all_here(store, n)
         odd = rank == 1
         calls: dict[str, Any] = {
             "verb": lambda: tp.all_gather(x) if odd else tp.all_reduce(x),
@@ -82,11 +85,13 @@ def test_wrong_on_all_members_and_the_next_collective_is_right(torch_only: bool)
 
 
 def wrong_on_one(rank: int, n: int, port: int, torch_only: bool) -> None:
+    store = coordinator.connect_store("127.0.0.1", port)
     with join(rank, n, port, torch_only) as groups:
         groups.tp.barrier()
         if rank == 1:
             with pytest.raises(TypeError):
                 groups.tp.all_reduce(torch.ones(2), op=ReduceOp.BAND)
+            all_here(store, n)
             groups.board.wait(
                 lambda: groups.board.aborted is not None,
                 Deadline.after(60),
@@ -94,6 +99,7 @@ def wrong_on_one(rank: int, n: int, port: int, torch_only: bool) -> None:
                 list,
             )
             return
+        all_here(store, n)
         start = time.monotonic()
         with pytest.raises(CoordinatorError, match="rank 1"):
             groups.tp.all_reduce(torch.ones(2), timeout=1)

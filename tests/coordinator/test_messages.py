@@ -109,17 +109,20 @@ def many_sends_ahead(group: GroupCoordinator, me: int, other: int) -> None:
         limit += AHEAD_BYTES
     part = {"part": torch.zeros(limit // 20)}  # a fifth of the limit each
     if me == 0:
-        start = time.monotonic()
         for _ in range(4):
             group.send_tensor_dict(part, 1)
-        ahead = time.monotonic() - start
+        group.barrier()
         for _ in range(2):
             group.send_tensor_dict(part, 1)
-        assert ahead < 2 < time.monotonic() - start
+        sent_all = time.monotonic()
+        assert group.recv_object(1) < sent_all
     else:
-        time.sleep(2.5)
+        group.barrier()
+        time.sleep(1)
+        took_the_first = time.monotonic()
         for _ in range(6):
             agree(group.recv_tensor_dict(0), part)
+        group.send_object(took_the_first, 0)
 
 
 def dicts(group: GroupCoordinator, me: int, other: int) -> None:
@@ -181,12 +184,10 @@ def dict_handles(group: GroupCoordinator, me: int, other: int) -> None:
     """D4: isend returns without a receive; order holds among kinds; handles may be dropped."""
     if me == 0:
         x = torch.arange(1 << 20)
-        start = time.monotonic()
         kept = group.isend_tensor_dict({"x": x}, 1)
         group.isend_tensor_dict({"dropped": torch.ones(1 << 16), "o": {1}}, 1)
         group.isend(torch.tensor([4, 5]), 1)
         group.isend_tensor_dict(mixed(), 1)
-        assert time.monotonic() - start < 2
         group.barrier()
         kept.wait()
         kept.wait()
@@ -379,7 +380,6 @@ def nothing_comes(rank: int, n: int, port: int) -> None:
         else:
             groups.pp.barrier()
             groups.pp.send_object("late", 0)
-            time.sleep(0.6)
         with pytest.raises(GroupAbortedError, match="GroupTimeoutError"):
             groups.pp.recv_object(1 - rank)
 

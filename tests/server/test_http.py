@@ -95,7 +95,7 @@ def test_a_dead_worker_answers_503_by_rank_and_is_not_ready() -> None:
 
 def test_a_failed_batch_answers_500_and_workers_that_are_silent_504() -> None:
     async def test() -> None:
-        async with site(call_timeout=0.2) as here:
+        async with site(call_timeout=3.0) as here:
             failed = await here.embed("boom")
             assert failed.status_code == 500
             assert "ValueError: boom" in failed.json()["error"]["message"]

@@ -8,7 +8,11 @@ from contextlib import suppress
 
 from benchmarks.http_load import Client
 from server.http import MAX_BODY_BYTES
-from tests.server.fake_service import listening, run, site
+from tests.server.fake_service import Site, listening, run, site
+
+
+def one_has_left(here: Site) -> bool:
+    return 'embedding_requests_total{status="499"} 1.0' in here.service.metrics.expose().decode()
 
 
 def test_a_client_that_leaves_is_dropped_from_what_waits() -> None:
@@ -26,8 +30,7 @@ def test_a_client_that_leaves_is_dropped_from_what_waits() -> None:
             assert (await first)[0] == 200
             assert (await stays.embed(["after"]))[0] == 200
             assert here.pool.batches == [["stays"], ["after"]]
-            shown = here.service.metrics.expose().decode()
-            assert 'embedding_requests_total{status="499"} 1.0' in shown
+            assert one_has_left(here)
 
     run(test)
 
@@ -42,7 +45,7 @@ def test_a_client_that_leaves_during_its_batch_takes_nobody_along() -> None:
             second = asyncio.create_task(stays.embed(["stays"]))
             await here.until(lambda: here.service.status()["items_waiting"] == 1)
             await leaves.__aexit__()
-            await asyncio.sleep(0.05)
+            await here.until(lambda: one_has_left(here))
             here.pool.let_go()
             assert (await second)[0] == 200
             assert here.pool.batches == [["leaves"], ["stays"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -14,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from server.config import PoolConfig
 from server.errors import CallTimeoutError, WorkerError
 from server.pool import WorkerPool
 from shm_broadcast import MessageDecodeError
-from tests.server.workers import BadInputError, Undecodable, Unpicklable, Worker
+from tests.patience import STALL_SECONDS, until
+from tests.server.workers import BadInputError, Gate, Undecodable, Unpicklable, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,8 +28,14 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(Worker, tp=2, worker_kwargs={"size": 3}) as pool:
+    patient = PoolConfig(settle_seconds=30.0, stack_seconds=30.0)
+    with WorkerPool(Worker, tp=2, worker_kwargs={"size": 3}, config=patient) as pool:
         yield pool
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path)
 
 
 def test_every_rank_is_a_process_that_was_given_the_arguments(pool: WorkerPool) -> None:
@@ -148,10 +157,11 @@ def test_futures_are_done_in_order(pool: WorkerPool) -> None:
     assert done == list(range(50))
 
 
-def test_queued_calls_can_be_cancelled(pool: WorkerPool) -> None:
-    futures = [pool.submit("sleep", 0.2) for _ in range(3)]
+def test_queued_calls_can_be_cancelled(pool: WorkerPool, gate: Gate) -> None:
+    futures = [pool.submit("hold", gate) for _ in range(3)]
     last = pool.submit("note", 1000)
     assert last.cancel()
+    gate.open()
     assert [future.result(timeout=30) for future in futures] == [0, 0, 0]
     with pytest.raises(CancelledError):
         last.result(timeout=0)
@@ -194,49 +204,59 @@ def test_large_calls_and_large_replies_cross(pool: WorkerPool) -> None:
         assert torch.equal(answer, tensor)
 
 
-def test_a_late_call_names_method_rank_and_stack_and_the_pool_goes_on(pool: WorkerPool) -> None:
+def test_a_late_call_names_method_rank_and_stack_and_the_pool_goes_on(
+    pool: WorkerPool, gate: Gate
+) -> None:
     began = time.monotonic()
     with pytest.raises(CallTimeoutError) as raised:
-        pool.call("hang_in_group", but=1, seconds=2.0, timeout=0.5)
+        pool.call("hold_before_group", gate, rank=1, timeout=2.5)
     error = raised.value
-    assert 0.5 <= time.monotonic() - began < 2.0
-    assert (error.method, error.timeout) == ("hang_in_group", 0.5)
+    assert 2.5 <= time.monotonic() - began < 2.5 + STALL_SECONDS
+    gate.open()
+    assert (error.method, error.timeout) == ("hold_before_group", 2.5)
     assert [late.rank for late in error.waiting_for] == [0, 1]
     assert "all_reduce" in error.waiting_for[0].operation
-    assert error.waiting_for[1].operation == "hang_in_group"
+    assert error.waiting_for[1].operation == "hold_before_group"
     assert "in all_reduce" in error.stacks[0]
-    assert "in hang_in_group" in error.stacks[1]
+    assert "in hold_before_group" in error.stacks[1]
     assert pool.call("echo", "late but fine", timeout=30) == "late but fine"
 
 
-def test_only_the_late_ranks_are_named(pool: WorkerPool) -> None:
+def test_only_the_late_ranks_are_named(pool: WorkerPool, gate: Gate) -> None:
     with pytest.raises(CallTimeoutError, match=r"waiting for rank 1 \(pid \d+\)") as raised:
-        pool.collective_rpc("sleep", 0.3, (1.0, [1]))
+        pool.collective_rpc("hold", 2.5, (gate, [1]))
+    gate.open()
     assert list(raised.value.stacks) == [1]
     assert pool.collective_rpc("where", 30)[1][0] == 1
 
 
-def test_a_call_that_never_left_says_so_and_is_not_made(pool: WorkerPool) -> None:
-    busy = [pool.submit("sleep", 0.5) for _ in range(3)]
+def test_a_call_that_never_left_says_so_and_is_not_made(pool: WorkerPool, gate: Gate) -> None:
+    busy = [pool.submit("hold", gate) for _ in range(3)]
     with pytest.raises(CallTimeoutError, match="never sent"):
         pool.call("note", 2000, timeout=0.1)
+    gate.open()
     for future in busy:
         future.result(timeout=30)
     assert 2000 not in pool.call("note", 2001)
 
 
-def test_an_interrupted_caller_leaves_the_pool_usable(pool: WorkerPool) -> None:
+def test_an_interrupted_caller_leaves_the_pool_usable(pool: WorkerPool, tmp_path: Path) -> None:
     """As a console's Ctrl-C: the call goes on, its reply is taken and dropped."""
 
-    def interrupt() -> None:
-        time.sleep(0.3)
-        os.kill(os.getpid(), 2)
+    def interrupt_at(gate: Gate) -> None:
+        until(lambda: gate.reached(0))
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
 
-    for _ in range(3):
-        thread = threading.Thread(target=interrupt)
+    for turn in range(3):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        gate = Gate(folder)
+        thread = threading.Thread(target=interrupt_at, args=(gate,))
         thread.start()
         with pytest.raises(KeyboardInterrupt):
-            pool.call("sleep", 0.6)
+            pool.call("hold", gate)
+        gate.open()
         thread.join()
         assert pool.call("echo", "after", timeout=30) == "after"
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from tests.patience import STALL_SECONDS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -91,7 +93,7 @@ def test_a_killed_driver_takes_all_workers_along(drivers: list[Driver], what: st
     assert len(driver.pids) == 4
     time.sleep(0.3)
     driver.process.kill()
-    assert driver.left(5.0) == []
+    assert driver.left(5.0 + STALL_SECONDS) == []
     assert driver.end() == (-signal.SIGKILL, "")
 
 
@@ -102,7 +104,7 @@ def test_a_driver_killed_while_workers_start_takes_them_along(drivers: list[Driv
     while len(driver.family()) < 2:
         time.sleep(0.01)
     driver.process.kill()
-    assert driver.left(5.0) == []
+    assert driver.left(5.0 + STALL_SECONDS) == []
     assert driver.end() == (-signal.SIGKILL, "")
 
 
@@ -114,7 +116,7 @@ def test_an_interrupt_from_the_terminal_ends_all_silently(drivers: list[Driver],
     time.sleep(0.3)
     os.killpg(driver.process.pid, signal.SIGINT)
     assert driver.end() == (130, "")
-    assert driver.left(1.0) == []
+    assert driver.left(1.0 + STALL_SECONDS) == []
 
 
 def test_an_interrupt_while_workers_start_ends_all_silently(drivers: list[Driver]) -> None:
@@ -125,7 +127,7 @@ def test_an_interrupt_while_workers_start_ends_all_silently(drivers: list[Driver
     assert len(driver.family()) >= 2
     os.killpg(driver.process.pid, signal.SIGINT)
     assert driver.end() == (130, "")
-    assert driver.left(1.0) == []
+    assert driver.left(1.0 + STALL_SECONDS) == []
 
 
 @pytest.mark.parametrize("how", ["", "raise"])
@@ -139,14 +141,14 @@ def test_a_pool_that_was_forgotten_ends_with_the_interpreter(
     assert (status, errors.splitlines()[-1:]) == (
         (1, ["ValueError: the driver's own"]) if how else (0, [])
     )
-    assert driver.left(1.0) == []
+    assert driver.left(1.0 + STALL_SECONDS) == []
 
 
 def test_a_pool_that_nobody_refers_to_ends(drivers: list[Driver]) -> None:
     driver = Driver("drop")
     drivers.append(driver)
     driver.pids = driver.says()
-    assert driver.left(10.0) == []
+    assert driver.left(10.0 + STALL_SECONDS) == []
 
 
 def test_a_forked_child_that_exits_leaves_the_pool_alone(drivers: list[Driver]) -> None:
@@ -163,7 +165,7 @@ def test_a_forked_child_that_outlives_the_driver_keeps_no_worker(drivers: list[D
     driver.pids = driver.says()
     (child,) = driver.says()
     driver.process.kill()
-    assert driver.left(5.0) == []
+    assert driver.left(5.0 + STALL_SECONDS) == []
     assert runs(child)
 
 
@@ -174,7 +176,7 @@ def test_a_worker_of_the_main_module_works(drivers: list[Driver], command: list[
     driver.pids = driver.says()
     assert driver.pids.pop() == len("Here")
     assert driver.end() == (0, "")
-    assert driver.left(1.0) == []
+    assert driver.left(1.0 + STALL_SECONDS) == []
 
 
 def test_a_main_module_without_a_guard_is_told_so(drivers: list[Driver], tmp_path: Path) -> None:
@@ -204,4 +206,4 @@ def test_a_driver_that_has_no_file_works(drivers: list[Driver]) -> None:
     drivers.append(driver)
     driver.pids = driver.says()
     assert driver.end() == (0, "")
-    assert driver.left(1.0) == []
+    assert driver.left(1.0 + STALL_SECONDS) == []

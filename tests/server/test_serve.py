@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import signal
+import socket
 import threading
 import time
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -20,6 +23,10 @@ from benchmarks.http_served import Served, gone
 from server.demo import reference
 from server.serve import PACKAGED_NAME
 from server.workers.minilm import ModelFolder, packaged_model
+from tests.patience import STALL_SECONDS, until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LINES = ["The harbour wakes before the sun does.", "", "word " * 3000, "short", "Ünïcödé ✓"]
 FOUR = ("--tp", "2", "--pp", "2")
@@ -58,10 +65,31 @@ def wait_for(served: Served, key: str, at_least: int) -> None:
         time.sleep(0.01)
 
 
-def signalled(served: Served, *numbers: signal.Signals) -> None:
-    for number in numbers:
-        served.process.send_signal(number)
-        time.sleep(0.3)
+def signalled(served: Served, number: signal.Signals) -> None:
+    """Send a signal and wait until it was heard: nobody is let in any more."""
+    served.process.send_signal(number)
+    until(lambda: not lets_in(served))
+
+
+def lets_in(served: Served) -> bool:
+    at = urlsplit(served.url)
+    try:
+        socket.create_connection((at.hostname, at.port), 60).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@contextmanager
+def stopped(pids: list[int]) -> Iterator[None]:
+    """These processes do nothing meanwhile."""
+    for pid in pids:
+        psutil.Process(pid).suspend()
+    try:
+        yield
+    finally:
+        for pid in pids:
+            psutil.Process(pid).resume()
 
 
 def test_clients_get_the_models_vectors_or_what_is_wrong_until_it_is_stopped() -> None:
@@ -88,7 +116,7 @@ def test_clients_get_the_models_vectors_or_what_is_wrong_until_it_is_stopped() -
 
         lines = [row for row, line in enumerate(LINES) if len(line) < 100]
         questions = Questions([LINES[row] for row in lines], expected[lines])
-        asyncio.run(load(served.url, PACKAGED_NAME, questions, 100, 1.0)).check()
+        asyncio.run(load(served.url, PACKAGED_NAME, questions, 100, 3.0)).check()
         before = served.resident_bytes()
         found = asyncio.run(load(served.url, PACKAGED_NAME, questions, 100, 3.0, seed=1))
         found.check()
@@ -99,12 +127,12 @@ def test_clients_get_the_models_vectors_or_what_is_wrong_until_it_is_stopped() -
 
 def assert_a_stop_finishes_what_was_accepted(served: Served) -> None:
     pids = served.worker_pids()
-    answers, threads = in_threads(2, served, ["word " * 60] * 64)
-    wait_for(served, "items_waiting", 32)  # of 128, of which three batches are under way
-    served.process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    with pytest.raises(httpx.ConnectError):
-        embed(served, "late")
+    with stopped(pids):
+        answers, threads = in_threads(2, served, ["word " * 60] * 64)
+        wait_for(served, "items_waiting", 32)  # of 128, of which three batches are under way
+        signalled(served, signal.SIGTERM)
+        with pytest.raises(httpx.ConnectError):
+            embed(served, "late")
     for thread in threads:
         thread.join(60)
     assert [len(answer.json()["data"]) for answer, _ in answers] == [64, 64]
@@ -149,7 +177,7 @@ def test_a_dead_worker_turns_requests_and_readiness_into_503_within_a_second() -
             thread.join(60)
         assert [answer.status_code for answer, _ in answers] == [503] * 8
         assert all(f"rank 2 (pid {pids[2]})" in answer.text for answer, _ in answers)
-        assert max(at for _, at in answers) - killed < 1.0
+        assert max(at for _, at in answers) - killed < 1.0 + STALL_SECONDS
         ready, why = served.get("/ready")
         assert ready == 503 and f"rank 2 (pid {pids[2]}): killed by SIGKILL" in why["reason"]
         assert embed(served, "later").json()["error"]["code"] == "not_ready"
@@ -166,11 +194,13 @@ def test_a_second_signal_gives_up_what_is_unfinished() -> None:
         answers, threads = in_threads(2, served, ["word " * 300] * 1000)
         wait_for(served, "items_waiting", 1000)
         began = time.monotonic()
-        signalled(served, signal.SIGTERM, signal.SIGTERM, signal.SIGTERM)
+        signalled(served, signal.SIGTERM)
+        served.process.send_signal(signal.SIGTERM)
         for thread in threads:
             thread.join(60)
+        served.process.send_signal(signal.SIGTERM)
         assert served.finish() == (1, "")
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began < 10.0 + STALL_SECONDS
         assert [answer.status_code for answer, _ in answers] == [503, 503]
         assert gone(pids)
 
@@ -190,8 +220,13 @@ def test_a_stop_before_it_is_ready_ends_all(
         children: list[int] = []
         while loading and len(children) < 4:
             children = [child.pid for child in psutil.Process(served.process.pid).children()]
-        signalled(served, *numbers)
-        assert served.finish() == (status, "")
+        for number in numbers:
+            served.process.send_signal(number)
+            time.sleep(0.3)
+        given_up = {1} if len(numbers) > 1 else set()  # the second was heard before the end
+        ended, errors = served.finish()
+        assert ended in {status} | given_up
+        assert errors == ""
         assert gone(children)
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,6 +15,7 @@ import torch
 
 from server.errors import CallRefusedError
 from shm_broadcast import DivergenceError
+from tests.patience import until
 
 if TYPE_CHECKING:
     from server.worker import WorkerContext
@@ -36,6 +38,23 @@ class Unpicklable:
 class Undecodable:
     def __reduce__(self) -> tuple[Any, ...]:
         return int, ("not a number",)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Holds workers until a test lets them go; a folder of its own, for it goes with calls."""
+
+    folder: Path
+
+    def reached(self, rank: int) -> bool:
+        return (self.folder / str(rank)).exists()
+
+    def open(self) -> None:
+        (self.folder / "open").touch()
+
+    def pass_through(self, rank: int) -> None:
+        (self.folder / str(rank)).touch()
+        until((self.folder / "open").exists)
 
 
 class Worker:
@@ -123,6 +142,17 @@ class Worker:
     def total(self, value: float) -> float:
         return float(self.groups.world.all_reduce(torch.tensor([value])).item())
 
+    def hold(self, gate: Gate, ranks: list[int] | None = None) -> int:
+        """Some ranks come to a gate, and wait there until it is opened."""
+        if ranks is None or self.rank in ranks:
+            gate.pass_through(self.rank)
+        return self.rank
+
+    def hold_before_group(self, gate: Gate, rank: int) -> float:
+        """Every rank but one waits in an all_reduce for that one, which waits at a gate."""
+        self.hold(gate, [rank])
+        return self.total(1.0)
+
     def hang_in_group(self, but: int, seconds: float = 600.0) -> float:
         """Every rank but one waits in an all_reduce; that one sleeps."""
         if self.rank == but:
@@ -134,9 +164,11 @@ class Worker:
             time.sleep(seconds)
         return self.rank
 
-    def hold_python(self, ranks: list[int]) -> None:
-        """Hold Python's lock in one C call that does not end."""
+    def hold_python(self, ranks: list[int], gate: Gate | None = None) -> None:
+        """Hold Python's lock in one C call that does not end, behind a gate if there is one."""
         if self.rank in ranks:
+            if gate is not None:
+                gate.pass_through(self.rank)
             re.match(r"(a+)+$", "a" * 64 + "b")
 
     def exit(self, ranks: list[int], status: int) -> None:

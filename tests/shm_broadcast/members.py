@@ -8,7 +8,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from shm_broadcast import Board, Deadline, MessageQueue
+from shm_broadcast import Board, MessageQueue
 from shm_broadcast.queue_handle import SMALLEST_CAPACITY
 from tests.shm_broadcast.remote_peers import get, put
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 LIMIT = 30.0
 """Seconds that anything in these tests may take at most."""
-
-NAMED_WITHIN = 1.0
-"""Seconds in which a killed peer must be named."""
 
 
 @contextmanager
@@ -37,7 +34,9 @@ def joined(
         board_handle, queue_handle = get(folder, "handles")
         board = Board.attach(board_handle, rank)
         queue = MessageQueue.attach(queue_handle, board, **options)
-    board.wait_for_members(Deadline.after(LIMIT))
+    put(folder, f"joined {rank}", True)
+    for member in range(n):
+        get(folder, f"joined {member}")
     try:
         yield board, queue
     finally:

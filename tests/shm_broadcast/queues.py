@@ -6,6 +6,7 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from shm_broadcast import layout
 from shm_broadcast.board import Board
 from shm_broadcast.queue import MessageQueue
 
@@ -57,6 +58,12 @@ def ends(n_readers: int = 1, **options: Any) -> Iterator[Ends]:
             queue.shutdown()
         for board in boards:
             board.close()
+
+
+def sleeps(board: Board) -> bool:
+    """Whether a thread sleeps at the doorbell of ``board``'s member, or is about to."""
+    doorbell = board.doorbell_offset(board.member or 0)
+    return board.words.load32(doorbell + layout.DOORBELL_SLEEPERS) > 0
 
 
 class Running:

@@ -133,7 +133,7 @@ class Player:
 
     Attributes:
         handle: the writer's handle with this player's address.
-        played: whether somebody has listened.
+        played: whether somebody has listened, and hung up.
     """
 
     def __init__(self, handle: RemoteHandle, recorded: bytes) -> None:
@@ -160,7 +160,7 @@ class Player:
             except OSError:
                 return
             with connection:
-                connection.settimeout(0.3)
+                connection.settimeout(LIMIT)
                 try:
                     connection.sendall(self._recorded)
                     read_to_end(connection)

@@ -59,8 +59,9 @@ def test_it_looks_at_everything_before_each_sleep(doorbell: Doorbell) -> None:
         nonlocal looks
         looks += 1
 
-    doorbell.wait(never, Deadline.after(0.05), slice_seconds=0.001, between_slices=look)
-    assert looks >= 5
+    assert doorbell.wait(
+        lambda: looks == 5, Deadline.after(10), slice_seconds=0.001, between_slices=look
+    )
 
 
 def test_what_a_look_raises_ends_the_wait(doorbell: Doorbell, words: WordsLike) -> None:

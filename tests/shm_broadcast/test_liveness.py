@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shm_broadcast.liveness import ProcessId, ProcessWatch
+from tests.patience import until
 from tests.shm_broadcast.leaks import open_descriptors
-from tests.shm_broadcast.remote_peers import wait_until
 
 NOBODY = 2**22 + 1  # above the largest pid that Linux gives
 
@@ -71,7 +71,7 @@ def test_a_process_is_alive_until_it_ends_and_a_zombie_is_not() -> None:
         late = ProcessId.of(child.pid)
         assert watch.alive()
         child.kill()
-        wait_until(lambda: not watch.alive())
+        until(lambda: not watch.alive())
         stat = Path(f"/proc/{child.pid}/stat").read_text()
         assert stat.rpartition(")")[2].split()[0] == "Z"
         assert ProcessId.of(child.pid) == late

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from shm_broadcast import Board, CoordinatorError, Deadline, GroupAbortedError, GroupTimeoutError
 from shm_broadcast.errors import DivergenceError
 from shm_broadcast.progress import Lane, Progress
+from tests.patience import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,18 +39,8 @@ class ByHand:
         return (1,)
 
 
-BEFORE = "threads that other tests left"
-_others: dict[str, int] = {}
-
-
 def progress_threads() -> int:
-    """How many threads there are beyond those of before the test."""
-    return threading.active_count() - _others[BEFORE]
-
-
-@pytest.fixture(autouse=True)
-def count_threads() -> None:
-    _others[BEFORE] = threading.active_count()
+    return sum(thread.name == "progress" for thread in threading.enumerate())
 
 
 @pytest.fixture
@@ -94,10 +84,7 @@ def test_tasks_end_in_order_while_the_caller_is_busy(board: Board, progress: Pro
     for task in reversed(tasks):
         task.may_end = True
     board.ring(0)
-    end = time.monotonic() + 20
-    while lane.busy:
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    until(lambda: not lane.busy)
     assert log == ["a", "b", "c"]
     for ticket in tickets:
         assert ticket is not None
@@ -157,7 +144,7 @@ def test_an_error_ends_all_behind_it_and_is_told(progress: Progress) -> None:
         assert ticket is not None
         with pytest.raises(DivergenceError):
             ticket.wait(soon())
-    assert failures == [error]
+    until(lambda: failures == [error])
     assert not lane.busy
 
 

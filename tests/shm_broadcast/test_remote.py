@@ -14,29 +14,32 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
+from shm_broadcast import remote_end, remote_writer
 from shm_broadcast.errors import GroupClosedError, GroupTimeoutError, MessageTooLargeError
-from shm_broadcast.remote_end import LINGER_SECONDS
 from shm_broadcast.remote_reader import RemoteReader
-from shm_broadcast.remote_wire import MIN_CREDIT_BYTES
+from shm_broadcast.remote_wire import MIN_CREDIT_BYTES, Probe, encode
 from shm_broadcast.remote_writer import RemoteWriter
+from tests.patience import until
 from tests.ranks import run_ranks
 from tests.shm_broadcast.remote_peers import (
     CREDIT,
     LIMIT,
     SECRET,
+    await_readers,
     fill,
     get,
     make_reader,
     make_writer,
     put,
     read_all,
-    wait_until,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 WHOLE = [bytes([i % 251]) * size for i, size in enumerate([1, 0, 300, 70_000, CREDIT - 1])]
+
+N_MESSAGES = 207
 
 
 def messages() -> Iterator[list[bytes]]:
@@ -64,9 +67,10 @@ def deliver(rank: int, _n: int, folder: str, host: str) -> list[list[bytes]] | N
                     part[:] = bytes(len(part))
                 sent.append(message)
             put(folder, "sent", sent)
+            await_readers(folder, [1, 2])
         return None
     with make_reader(folder, rank) as reader:
-        return read_all(reader)
+        return read_all(reader, folder, N_MESSAGES)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -75,7 +79,7 @@ def test_every_reader_gets_every_message_although_the_buffers_change(
 ) -> None:
     _, first, second = run_ranks(3, deliver, str(tmp_path), host)
     sent = get(str(tmp_path), "sent")
-    assert len(sent) == 207
+    assert len(sent) == N_MESSAGES
     assert first == sent
     assert second == sent
 
@@ -88,7 +92,7 @@ def fall_behind(rank: int, _n: int, folder: str) -> Any:
             with pytest.raises(GroupTimeoutError) as caught:
                 send_numbers(writer, numbers)
             sent = next(numbers) - 1
-            assert [status.rank for status in caught.value.waiting_for] == [2]
+            until(lambda: late(writer) == [2])
             assert f"{sent} messages were sent before" in str(caught.value)
             # What fits the window without waiting, no more: nothing is dropped, memory is bounded.
             assert 0.5 * CREDIT < sent * 1000 <= CREDIT
@@ -113,6 +117,13 @@ def send_numbers(writer: RemoteWriter, numbers: Iterator[int]) -> NoReturn:
     for number in numbers:
         writer.send([number.to_bytes(4, "little"), bytes(1000)], 0.3)
     raise AssertionError("the numbers ran out")
+
+
+def late(writer: RemoteWriter) -> list[int]:
+    """The readers that one more number would wait for."""
+    with pytest.raises(GroupTimeoutError) as caught:
+        writer.send([bytes(4), bytes(1000)], 0)
+    return [status.rank for status in caught.value.waiting_for]
 
 
 def test_slow_reader_holds_the_writer_and_loses_nothing(tmp_path: Path) -> None:
@@ -144,10 +155,15 @@ def test_message_cancelled_amid_its_fragments_never_appears(tmp_path: Path) -> N
 def time_out_amid_fragments(rank: int, _n: int, folder: str) -> Any:
     payload = bytes(range(256)) * (40 * CREDIT // 256)
     if rank == 0:
+
+        def pause_amid_fragments() -> None:
+            put(folder, "begun", True)
+            get(folder, "timed out amid fragments")
+
         with make_writer(folder, [1], credit_bytes=CREDIT) as writer:
             writer.wait_ready(LIMIT)
             get(folder, "timed out empty")
-            writer.send([b"a", payload], LIMIT)
+            writer.send([b"a", payload], LIMIT, pause_amid_fragments)
             writer.send([b"b"], LIMIT)
             get(folder, "done")
             return None
@@ -156,14 +172,18 @@ def time_out_amid_fragments(rank: int, _n: int, folder: str) -> Any:
         with pytest.raises(GroupTimeoutError, match="rank 0"):
             reader.recv(0.05)
         put(folder, "timed out empty", True)
-        timeouts = 0
+        get(folder, "begun")
+        until(reader.readable)
+        for _ in range(2):
+            with pytest.raises(GroupTimeoutError):
+                reader.recv(0.0005)
+        put(folder, "timed out amid fragments", True)
         while True:
             try:
                 first = reader.recv(0.0005)
                 break
             except GroupTimeoutError:
-                timeouts += 1
-        assert timeouts > 1
+                pass
         assert [bytes(part) for part in first] == [b"a", payload]
         assert [bytes(part) for part in reader.recv(LIMIT)] == [b"b"]
         put(folder, "done", True)
@@ -234,7 +254,7 @@ class TestWaiting:
             RemoteWriter(0, [3, 5, 8], "127.0.0.1", SECRET) as writer,
             RemoteReader(writer.handle, 5, SECRET) as reader,
         ):
-            wait_until(lambda: _welcomed(writer, reader))
+            until(lambda: _welcomed(writer, reader))
             with pytest.raises(GroupTimeoutError, match=r"rank 3 \(never joined\)") as caught:
                 writer.wait_ready(0.05)
             assert [status.rank for status in caught.value.waiting_for] == [3, 8]
@@ -261,7 +281,7 @@ class TestWaiting:
                 writer.wait_ready(LIMIT)
         finally:
             signal.signal(signal.SIGALRM, previous)
-        wait_until(lambda: all(map(le, _holdings(), before)), f"more is held than {before}")
+        until(lambda: all(map(le, _holdings(), before)), f"more is held than {before}")
 
     def test_looking_never_waits_for_another_thread(
         self, pair: tuple[RemoteWriter, RemoteReader]
@@ -313,13 +333,28 @@ class TestWaiting:
                 writer.wait_ready(LIMIT)
                 first.wait_ready(LIMIT)
                 first.close()
-                wait_until(lambda: _state(writer, 1) == "closed")
+                until(lambda: _state(writer, 1) == "closed")
                 for _ in range(20):
                     writer.send([bytes(MIN_CREDIT_BYTES // 8)], LIMIT)
                     second.recv(LIMIT)
                 second.close()
                 with pytest.raises(GroupClosedError, match="every reader has left"):
                     fill(writer)
+
+    def test_reader_that_left_while_nobody_looked_is_not_lost(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(remote_writer, "PROBE_SECONDS", 0.0)
+        with (
+            RemoteWriter(0, [1, 2], "127.0.0.1", SECRET) as writer,
+            RemoteReader(writer.handle, 2, SECRET),
+        ):
+            with RemoteReader(writer.handle, 1, SECRET) as reader:
+                writer.wait_ready(LIMIT)
+                reader.wait_ready(LIMIT)
+                identity = writer._links[1].identity
+            until(lambda: not writer._send_to(identity, [encode(Probe())]))
+            assert _state(writer, 1) == "closed"
 
 
 class TestResources:
@@ -334,16 +369,17 @@ class TestResources:
             reader.recv(LIMIT)
             reader.close()
             writer.close()
-        wait_until(lambda: all(map(le, _holdings(), before)), f"more is held than {before}")
+        until(lambda: all(map(le, _holdings(), before)), f"more is held than {before}")
 
-    def test_close_is_bounded_when_nobody_listens(self) -> None:
+    def test_close_is_bounded_when_nobody_listens(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(remote_end, "LINGER_SECONDS", 2 * LIMIT)
         writer = RemoteWriter(0, [1], "127.0.0.1", SECRET)
         handle = writer.handle
         writer.close()
         began = time.monotonic()
         with RemoteReader(handle, 1, SECRET) as reader, pytest.raises(GroupTimeoutError):
             reader.wait_ready(0.1)
-        assert time.monotonic() - began < LINGER_SECONDS
+        assert time.monotonic() - began < LIMIT
 
     def test_listens_on_its_one_address_only(self) -> None:
         with RemoteWriter(0, [1], "127.0.0.1", SECRET) as writer:

@@ -82,6 +82,12 @@ class World:
     def epoch(self, rank: int, word: int = abi.REGION_EPOCH) -> int:
         return int(self.region(rank)[word : word + 8].view(torch.int64))
 
+    def has_come(self, rank: int, blocks: int, at: int) -> bool:
+        """Whether all blocks of ``rank`` are at the start of the kernel that ``at`` begins next."""
+        region, number = self.region(at), 2 * (self.epoch(at) + 1)
+        flags = [abi.REGION_FLAGS + (block * abi.MAX_RANKS + rank) * 8 for block in range(blocks)]
+        return all(int(region[flag : flag + 8].view(torch.int64)) >= number for flag in flags)
+
     def planner(self, rank: int) -> Planner:
         regions = tuple(self.region(r).data_ptr() for r in range(self.layout.world_size))
         group = abi.Group(

@@ -10,6 +10,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from device_comm.cuda import nccl_core
 from device_comm.cuda.nccl_comm import NcclComm
 from device_comm.cuda.nccl_library import NcclLibrary
 from shm_broadcast import Board, BoardHandle
@@ -57,6 +60,7 @@ class HostStreams:
     def __init__(self, library: str, patient: bool) -> None:
         self.fake = ctypes.CDLL(library)
         self.patient = patient
+        self.mark_type = HostMark
         self.captures = False
 
     def current(self) -> HostStreams:
@@ -66,7 +70,7 @@ class HostStreams:
         return self.captures
 
     def mark(self) -> HostMark:
-        mark = HostMark(self.fake)
+        mark = self.mark_type(self.fake)
         if self.patient:
             self.synchronize(mark)
         return mark
@@ -92,9 +96,15 @@ def make_nccl(
     *,
     patient: bool = True,
     timeout: float = 20.0,
+    hold: float = 5.0,
     **options: Any,
 ) -> tuple[NcclComm, HostStreams]:
-    """This rank's end of a group, and its stream."""
+    """This rank's end of a group, and its stream.
+
+    ``hold``: seconds that messages are held back; so many that ranks which are stalled between a
+    send and a receive still issue them together.
+    """
+    pytest.MonkeyPatch().setattr(nccl_core, "HOLD_SECONDS", hold)
     streams = HostStreams(library, patient)
     watch = Board.attach(board, rank) if isinstance(board, BoardHandle) else board
     comm = NcclComm.create(

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+from device_comm.cuda import endpoint
 from device_comm.cuda.agree import swap_over
 from device_comm.cuda.ipc_comm import IpcComm
 from shm_broadcast import Board
@@ -59,6 +60,7 @@ def make_ipc(
     probe_seconds: float = 10.0,
 ) -> IpcComm:
     """This rank's end of a group of all members of ``board``."""
+    endpoint.LINGER = 30.0  # so that nothing is left to the end of the process
     mine = board if isinstance(board, Board) else Board.attach(board, rank)
     over = make_comm(rank, mine, path)
     return IpcComm.create(

@@ -1,0 +1,37 @@
+"""Waiting in tests for what has to come, on machines that stall any process for seconds."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed import Store
+
+STALL_SECONDS = 4.0
+"""What a test adds to a promised bound: the machine may keep all of its processes waiting."""
+
+
+PATIENCE_SECONDS = 30.0
+"""How long anything that has to come is waited for."""
+
+
+def until(true: Callable[[], object], otherwise: str = "it did not come about") -> None:
+    """Return once ``true()``, which must become so within `PATIENCE_SECONDS`."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not true():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.002)
+
+
+def all_here(store: Store, n: int, place: str = "here") -> None:
+    """Return once ``n`` ranks have come to a place, by a store and not by the group under test.
+
+    Who has come has left all that it called before. A barrier of the group does not tell that: a
+    rank that fails behind it may still find another one in it.
+    """
+    if store.add(f"{place}/count", 1) == n:
+        store.set(f"{place}/all", "")
+    store.wait([f"{place}/all"])
