@@ -50,7 +50,10 @@ _NEVER_SENT = 1
 """A tag that nobody sends with."""
 
 _ON_ITS_WAY = 0.3
-"""Seconds that the last bytes of a peer that has gone may take to be taken in here."""
+"""Seconds that the last bytes of a peer that has died may take to be taken in here."""
+
+_ALL_SENT = 2.0
+"""The same for a peer that has left in good order: a busy machine keeps threads waiting so long."""
 
 _FIND_CAUSE = 0.5
 """Seconds to find out who died when a connection broke: the socket tells it sooner."""
@@ -83,7 +86,8 @@ class Boundary:
         try:
             self.watch.wait(ready, deadline, operation, lambda: peers, poll=poll, spin=spin)
         except PeerLostError as lost:
-            arrives = Deadline.after(deadline.remaining(at_most=_ON_ITS_WAY))
+            at_most = _ALL_SENT if lost.peer.state == "closed" else _ON_ITS_WAY
+            arrives = Deadline.after(deadline.remaining(at_most=at_most))
             try:
                 self.watch.wait(ready, arrives, operation, tuple, poll=poll, spin=spin)
             except GroupTimeoutError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 
 from device_comm import ReduceOp, TorchComm
+from device_comm.torch_pending import Boundary
 from shm_broadcast import (
     Board,
     BoardHandle,
     CoordinatorError,
+    Deadline,
     GroupAbortedError,
     GroupClosedError,
     GroupTimeoutError,
@@ -208,6 +211,27 @@ def test_a_work_can_be_waited_for_again_after_its_deadline(store_path: str) -> N
     with Board.create(2, None) as board:
         results = run_ranks(2, wait_again, store_path, board.handle())
     assert results == [[2, 2, 3, 3, 2, 2], [2, 2, 2, 2]]
+
+
+def wait_for_one_that_left(came: threading.Event) -> None:
+    with Board.create(2, 0) as board:
+        Board.attach(board.handle(), 1).close()
+        boundary = Boundary(board, sees_peers=True)
+        boundary.wait(came.is_set, Deadline.after(3 * SOON), "recv", [1], poll=0.01)
+
+
+def test_what_a_peer_sent_before_it_left_may_come_late() -> None:
+    came = threading.Event()
+    threading.Timer(1.0, came.set).start()
+    wait_for_one_that_left(came)
+    assert came.is_set()
+
+
+def test_a_peer_that_left_without_sending_is_named() -> None:
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match=r"recv: lost rank 1 .*closed"):
+        wait_for_one_that_left(threading.Event())
+    assert time.monotonic() - began < 2 * SOON
 
 
 def wrong_on_one(rank: int, n: int, path: str, board: BoardHandle) -> str:
