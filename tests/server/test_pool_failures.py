@@ -14,7 +14,7 @@ import pytest
 from server.config import PoolConfig
 from server.errors import PoolClosedError, WorkerError, WorkerLostError, WorkerStartError
 from server.pool import WorkerPool
-from tests.patience import STALL_SECONDS, until
+from tests.patience import NAMED_WITHIN, STALL_SECONDS, quickest, until
 from tests.server.workers import BadInputError, Failing, Gate, Worker
 
 if TYPE_CHECKING:
@@ -76,8 +76,16 @@ def after(seconds: float, act: Callable[[], Any]) -> list[float]:
 
 @pytest.mark.parametrize(("victim", "call"), [(0, "sleep"), (1, "hang_in_group")])
 def test_a_killed_worker_fails_all_calls_within_a_second_and_nothing_is_left(
-    pool: WorkerPool, victim: int, call: str
+    victim: int, call: str
 ) -> None:
+    def attempt() -> float:
+        with WorkerPool(Worker, tp=2) as pool:
+            return seconds_until_all_failed(pool, victim, call)
+
+    assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
+
+
+def seconds_until_all_failed(pool: WorkerPool, victim: int, call: str) -> float:
     pids = pids_of(pool)
     queued = [pool.submit("echo", turn) for turn in range(5)]
     assert [future.result(timeout=30) for future in queued] == list(range(5))
@@ -86,8 +94,7 @@ def test_a_killed_worker_fails_all_calls_within_a_second_and_nothing_is_left(
     killed = after(0.3, lambda: os.kill(pids[victim], signal.SIGKILL))
     with pytest.raises(WorkerLostError) as raised:
         pool.call(call, argument)
-    failed = time.monotonic()
-    assert failed - killed[0] < 1.0 + STALL_SECONDS
+    seconds = time.monotonic() - killed[0]
     assert raised.value.rank == victim
     assert raised.value.pid == pids[victim]
     assert raised.value.end == "killed by SIGKILL"
@@ -101,6 +108,7 @@ def test_a_killed_worker_fails_all_calls_within_a_second_and_nothing_is_left(
     assert "takes no more calls" in later.value.__notes__[-1]
     with pytest.raises(WorkerLostError):
         pool.submit("echo")
+    return seconds
 
 
 def test_a_killed_worker_is_named_though_a_peer_noticed_before_the_driver(
@@ -130,17 +138,26 @@ def test_a_worker_killed_between_calls_fails_the_next_one(pool: WorkerPool) -> N
     assert_gone(pids)
 
 
-def test_a_workers_traceback_arrives_while_its_peers_wait_for_it(pool: WorkerPool) -> None:
+def test_a_workers_traceback_arrives_while_its_peers_wait_for_it() -> None:
+    def attempt() -> float:
+        with WorkerPool(Worker, tp=2) as pool:
+            return seconds_until_traceback(pool)
+
+    assert quickest(attempt, 1.0) < 1.0
+
+
+def seconds_until_traceback(pool: WorkerPool) -> float:
     pids = pids_of(pool)
     began = time.monotonic()
     with pytest.raises(WorkerError, match=r"rank 1 failed in fail_in_group: .*not me") as raised:
         pool.call("fail_in_group", [1])
-    assert time.monotonic() - began < 1.0 + STALL_SECONDS
+    seconds = time.monotonic() - began
     assert isinstance(raised.value.__cause__, BadInputError)
     assert "in fail_in_group" in raised.value.traceback
     with pytest.raises(WorkerError, match="rank 1 failed in fail_in_group"):
         pool.call("echo", timeout=10)
     assert_gone(pids)
+    return seconds
 
 
 @pytest.mark.parametrize("wait", [True, False])

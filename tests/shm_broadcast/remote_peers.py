@@ -11,25 +11,20 @@ import pytest
 from shm_broadcast.errors import GroupClosedError
 from shm_broadcast.remote_reader import RemoteReader
 from shm_broadcast.remote_writer import RemoteWriter
-from tests.patience import until
+from tests.patience import NAMED_WITHIN, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 SECRET = b"a launcher's secret, 32 bytes ok"
 LIMIT = 20.0
 """Seconds that anything in these tests may take at most."""
-
-NAMED_WITHIN = 1.0
-"""Seconds in which a killed peer must be named."""
 
 SILENCE = 4.0
 """Seconds of silence after which a peer counts as lost: no stall of the machine is as long."""
 
 STALL = 2.0
 """Seconds that the machine may stall at most."""
-
-ATTEMPTS = 5
 
 CREDIT = 1 << 18
 """Bytes that may be under way to a reader."""
@@ -47,15 +42,6 @@ def get(folder: str, name: str) -> Any:
     path = Path(folder) / name
     until(path.exists, f"{name} was not left in {folder}")
     return pickle.loads(path.read_bytes())
-
-
-def quickest(attempt: Callable[[], float], promised: float) -> float:
-    """The seconds that ``attempt`` took, repeated while it takes longer: the machine may stall."""
-    for _ in range(ATTEMPTS - 1):
-        seconds = attempt()
-        if seconds < promised:
-            return seconds
-    return attempt()
 
 
 def assert_after_silence(seconds: float) -> None:

@@ -23,10 +23,10 @@ from shm_broadcast import (
 )
 from shm_broadcast.board import Board
 from shm_broadcast.doorbell import Doorbell
-from tests.patience import until
+from tests.patience import NAMED_WITHIN, quickest, until
 from tests.ranks import run_ranks
 from tests.shm_broadcast.members import LIMIT, attach_again, joined, kill
-from tests.shm_broadcast.remote_peers import NAMED_WITHIN, get, put, quickest
+from tests.shm_broadcast.remote_peers import get, put
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -199,10 +199,12 @@ def never_ring(rank: int, n: int, folder: str, turns: int) -> list[float]:
 
 
 def test_with_every_wake_up_dropped_a_message_is_still_seen_within_50_ms(tmp_path: Path) -> None:
-    _, waited = run_ranks(2, never_ring, str(tmp_path), 20)
-    # The machine may stall in the others.
-    assert sorted(waited)[len(waited) // 4] < 0.05
-    assert max(waited) < 5
+    def attempt() -> float:
+        _, waited = run_ranks(2, never_ring, mkdtemp(dir=tmp_path), 20)
+        assert max(waited) < 5  # others use this machine
+        return float(sorted(waited)[len(waited) // 2])
+
+    assert quickest(attempt, 0.05) < 0.05
 
 
 def fail_to_decode(rank: int, n: int, folder: str, count: int) -> None:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shm_broadcast.errors import GroupClosedError, PeerLostError
-from tests.patience import until
+from tests.patience import NAMED_WITHIN, quickest, until
 from tests.ranks import run_ranks
 from tests.shm_broadcast.remote_peers import (
     CREDIT,
     LIMIT,
-    NAMED_WITHIN,
     SILENCE,
     assert_after_silence,
     drain,
@@ -26,7 +25,6 @@ from tests.shm_broadcast.remote_peers import (
     make_reader,
     make_writer,
     put,
-    quickest,
 )
 
 if TYPE_CHECKING:
