@@ -9,7 +9,11 @@ export HF_HUB_OFFLINE = 1
 GIVEN      := $(filter command,$(firstword $(origin PYTHON)))
 GPU_PYTHON := $(if $(GIVEN),$(PYTHON),$(BIN)/python)
 
-.PHONY: setup demo test gpu-test mutants check format clean
+# vLLM has an environment of its own: it wants other versions, and nothing else needs them.
+VLLM_VENV  := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+
+.PHONY: setup demo test gpu-test vllm-setup vllm-test mutants check format clean
 
 setup: $(STAMP)
 
@@ -28,8 +32,21 @@ test: $(STAMP)
 # All tests that need a CUDA device: make gpu-test, or make gpu-test PYTHON=python3
 gpu-test: $(if $(GIVEN),,$(STAMP))
 	@$(GPU_PYTHON) -m benchmarks.gpu_world
-	$(if $(GIVEN),-$(PYTHON) -c 'from setuptools import setup; setup()' -q build_ext --inplace)
+	$(if $(GIVEN),-$(PYTHON) setup.py -q build_ext --inplace)
 	$(GPU_PYTHON) -m pytest -m gpu
+
+vllm-setup: $(VLLM_STAMP)
+
+$(VLLM_STAMP): .ci/vllm-requirements.txt pyproject.toml
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+# The real engine with our parts inside, beside stock.
+vllm-test: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest -o faulthandler_timeout=600 tests/plugins
 
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants
@@ -44,4 +61,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build *.egg-info */_native*.so
+	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info */_native*.so

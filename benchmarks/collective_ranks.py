@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from device_comm.shm_comm import ShmComm
+from device_comm import Communicator, ShmBackend
 from shm_broadcast import Board, BoardHandle
 
 if TYPE_CHECKING:
@@ -40,10 +40,11 @@ class Collectives(Protocol):
 
 
 class Ours:
-    """`ShmComm`: with a result of its own, and into memory that is ready (``out=``, in place)."""
+    """Shared memory: with results of its own, and into memory that is ready: ``out=``, in place."""
 
     def __init__(self, board: Board, path: str) -> None:
-        self._comm = ShmComm.create(board, range(board.n_members), _share(path))
+        backend = ShmBackend.create(board, range(board.n_members), _share(path))
+        self._comm = Communicator(backend)
 
     def bind(self, verb: str, x: Tensor) -> tuple[Callable[[], Any], Tensor | None] | None:
         comm, n = self._comm, self._comm.world_size

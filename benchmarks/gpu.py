@@ -27,9 +27,11 @@ from benchmarks.gpu_world import (
     run_world,
 )
 from benchmarks.harness import Report, machine, parser, summarise
-from device_comm.cuda.ipc_way import ways
-from device_comm.cuda.symmetric_comm import SymmetricComm
-from device_comm.select import Candidate
+from device_comm import Communicator
+from device_comm.choosing.selection import Candidate
+from device_comm.cuda.ipc.ipc_backend import IpcBackend
+from device_comm.cuda.ipc.ipc_way import ways
+from device_comm.cuda.symmetric_backend import SymmetricBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,20 +94,22 @@ def measure_all(rank: Rank, works: list[Work], repeats: int) -> tuple[Timed, dic
 
 
 def _systems(rank: Rank) -> dict[str, Candidate]:
-    found = {"ours": Candidate("ours", rank.comm)}
-    for way in ways(rank.comm):
+    ipc = rank.comm.backend
+    found = {"ours": Candidate("ours", ipc)}
+    for way in ways(ipc) if isinstance(ipc, IpcBackend) else ():
         found[f"ours {way.name.removeprefix('ipc ')}"] = way
     for name, comm in rank.others.items():
-        limit = comm.limit if isinstance(comm, SymmetricComm) else None
-        found[name] = Candidate(name, comm, up_to=limit)
+        backend = comm.backend
+        limit = backend.limit if isinstance(backend, SymmetricBackend) else None
+        found[name] = Candidate(name, backend, up_to=limit)
     return found
 
 
 def _bind(system: Candidate, work: Work) -> Callable[[], Any] | None:
     """The call for ``work``, checked once; None if the system has no such thing."""
-    comm = system.comm
-    if comm is None or system.objection(work.verb, work.size):
+    if system.backend is None or system.objection(work.verb, work.size):
         return None
+    comm = Communicator(system.backend)
     n, device = comm.world_size, comm.device
     count = max(work.size // work.dtype.itemsize // n * n, n)
     whole = torch.full((count,), comm.rank + 1.0, dtype=work.dtype, device=device)

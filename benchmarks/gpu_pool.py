@@ -18,10 +18,17 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_world import device_facts, require_gpu
-from server import demo
-from server.devices import DTYPES
+from server.commands import demo
+from server.driver.devices import DTYPES
 from server.pool import WorkerPool
-from server.workers.minilm import MiniLMWorker, ModelFolder, packaged_model
+from server.workers.minilm import (
+    BATCH_TOKENS,
+    MiniLMWorker,
+    ModelFolder,
+    SentenceTokenizer,
+    packaged_model,
+)
+from server.workers.minilm.packing import arrange, make_batches
 
 TIMEOUT = 120.0
 
@@ -30,18 +37,18 @@ class StepWorker(MiniLMWorker):
     """Also captures one step of its stage, and replays it."""
 
     @torch.inference_mode()
-    def steps(self, texts: list[str], count: int) -> dict[str, float]:
+    def steps(self, tokens: list[np.ndarray], count: int) -> dict[str, float]:
         """How far replays are from an eager step, and the seconds of each. One stage only."""
-        batch = next(self._batches(texts))
-        ids = batch.x.to(self._device)
-        lengths = torch.tensor(batch.lengths, device=self._device)
-        eager = self._stage(ids, lengths)
+        batch = next(make_batches([len(each) for each in tokens], BATCH_TOKENS))
+        ids = self._input(batch, tokens)
+        arranged = arrange(batch.lengths, self._device)
+        eager = self._stage(ids, arranged)
         graph = torch.cuda.CUDAGraph()
         with (
             self._groups.tp.graph_capture() as context,
             torch.cuda.graph(graph, stream=context.stream),
         ):
-            captured = self._stage(ids, lengths)
+            captured = self._stage(ids, arranged)
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(count):
@@ -70,6 +77,7 @@ def main() -> int:
         return 2
     folder = ModelFolder.open(packaged_model())
     lines = demo.read_lines(demo._packaged_text())
+    tokens = SentenceTokenizer(folder).encode(lines, truncate=True).tokens
     expected = demo.reference(folder, lines)
     with WorkerPool(
         StepWorker,
@@ -79,9 +87,9 @@ def main() -> int:
         worker_kwargs={"model": str(folder.path), "dtype": arguments.dtype},
         start_timeout=TIMEOUT,
     ) as pool:
-        vectors = pool.call("embed", lines, timeout=TIMEOUT)
+        vectors = pool.call("embed", tokens, timeout=TIMEOUT)
         steps: list[dict[str, float]] = pool.collective_rpc(
-            "steps", TIMEOUT, (lines[:32], arguments.steps)
+            "steps", TIMEOUT, (tokens[:32], arguments.steps)
         )
         explained = pool.call("explained", timeout=TIMEOUT)
     allowed = DTYPES[arguments.dtype]

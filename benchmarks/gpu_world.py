@@ -25,19 +25,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from device_comm import Communicator, ShmBackend, TorchBackend
 from device_comm.cuda.agree import swap_over
-from device_comm.cuda.cupy_driver import CupyDriver
-from device_comm.cuda.ipc_comm import IpcComm
-from device_comm.cuda.nccl_comm import NcclComm
-from device_comm.cuda.symmetric_comm import SymmetricComm
-from device_comm.shm_comm import ShmComm
-from device_comm.torch_comm import TorchComm
+from device_comm.cuda.device.cupy_driver import CupyDriver
+from device_comm.cuda.ipc.ipc_backend import IpcBackend
+from device_comm.cuda.nccl.nccl_backend import NcclBackend
+from device_comm.cuda.symmetric_backend import SymmetricBackend
 from shm_broadcast import Board, BoardHandle, CoordinatorError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from device_comm import DeviceCommunicator
+    from device_comm import Backend
     from device_comm.cuda.agree import Swap
 
 Body = Callable[..., Any]
@@ -66,10 +65,10 @@ class Rank:
 
     rank: int
     n: int
-    comm: IpcComm
+    comm: Communicator
     stream: torch.cuda.Stream
     swap: Swap
-    others: dict[str, DeviceCommunicator] = field(default_factory=dict)
+    others: dict[str, Communicator] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     turn: threading.Lock = field(default_factory=threading.Lock)
 
@@ -174,9 +173,8 @@ def _run_threads(n: int, body: Body, args: tuple[Any, ...], seconds: float) -> l
             with ExitStack() as closing, _own_stream(device) as stream:
                 driver = CupyDriver(device)
                 closing.callback(driver.close)
-                comm = closing.enter_context(
-                    IpcComm.create(driver, number, n, swap, name="bench", timeout=_SET_UP)
-                )
+                ipc = IpcBackend.create(driver, number, n, swap, name="bench", timeout=_SET_UP)
+                comm = closing.enter_context(Communicator(ipc))
                 rank = Rank(number, n, comm, stream, swap, turn=turn)
                 rank.left_out = dict.fromkeys(OTHERS, "ranks are threads of one process")
                 results[number] = body(rank, *args)
@@ -260,13 +258,15 @@ def _be_rank(
         device = torch.device("cuda", number % torch.cuda.device_count())
         with ExitStack() as closing, _own_stream(device) as stream:
             board = closing.enter_context(Board.attach(handle, number))
-            over = closing.enter_context(ShmComm.create(board, range(n), _share(folder)))
+            shm = ShmBackend.create(board, range(n), _share(folder))
+            over = closing.enter_context(Communicator(shm))
             swap = swap_over(over)
             driver = CupyDriver(device)
             closing.callback(driver.close)
-            comm = closing.enter_context(
-                IpcComm.create(driver, number, n, swap, name="bench", timeout=_SET_UP, watch=board)
+            ipc = IpcBackend.create(
+                driver, number, n, swap, name="bench", timeout=_SET_UP, watch=board
             )
+            comm = closing.enter_context(Communicator(ipc))
             rank = Rank(number, n, comm, stream, swap)
             _add_others(rank, board, folder, closing)
             pipe.send((True, body(rank, *args)))
@@ -286,8 +286,8 @@ def _add_others(rank: Rank, board: Board, folder: str, closing: ExitStack) -> No
     closing.callback(dist.destroy_process_group)
     world = dist.distributed_c10d._get_default_group()
 
-    def connect() -> NcclComm:
-        return NcclComm.create(
+    def connect() -> Backend:
+        return NcclBackend.create(
             rank.rank,
             rank.n,
             lambda payload: rank.swap(payload or b"")[0],
@@ -297,14 +297,14 @@ def _add_others(rank: Rank, board: Board, folder: str, closing: ExitStack) -> No
             watch=board,
         )
 
-    makers: dict[str, Callable[[], DeviceCommunicator]] = {
+    makers: dict[str, Callable[[], Backend]] = {
         "NCCL": connect,
-        "torch's NCCL": lambda: TorchComm(world, device, board, name="bench"),
-        "symmetric memory": lambda: SymmetricComm(world, device, name="bench", watch=board),
+        "torch's NCCL": lambda: TorchBackend(world, device, board, name="bench"),
+        "symmetric memory": lambda: SymmetricBackend(world, device, name="bench", watch=board),
     }
     for name, make in makers.items():
         try:
-            rank.others[name] = closing.enter_context(make())
+            rank.others[name] = closing.enter_context(Communicator(make()))
         except CoordinatorError as error:
             rank.left_out[name] = str(error)
 

@@ -1,5 +1,9 @@
 """The embeddings service under load, and what HTTP adds: python -m benchmarks.http [--quick].
 
+With ``--fastapi PYTHON`` beside a server of FastAPI and sentence-transformers, see
+`benchmarks.http_fastapi`: the time of a text while 1, 32 or 100 clients ask for one at a time, and
+4 for 32, of one server after the other, on the same cores.
+
 First 100 clients ask for a minute, at tp x pp = 2 x 2 and at 1 x 1: every answer is compared with
 the model in one process, and what the server and its workers have in memory is sampled. Then one
 client asks for one text at a time, beside the same model called in this process.
@@ -12,6 +16,7 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +26,11 @@ import torch
 import coordinator
 from benchmarks.harness import Report, machine, parser, summarise
 from benchmarks.http_load import Client, Questions, load, vectors_of
-from benchmarks.http_served import Served
+from benchmarks.http_served import FastApi, Served
 from benchmarks.queue_base import require
-from server.serve import PACKAGED_NAME
+from server.commands.serve import PACKAGED_NAME
 from server.worker import WorkerContext
-from server.workers.minilm import MiniLMWorker, packaged_model
+from server.workers.minilm import MiniLMWorker, ModelFolder, SentenceTokenizer, packaged_model
 
 if TYPE_CHECKING:
     import argparse
@@ -33,6 +38,8 @@ if TYPE_CHECKING:
 
 GRIDS = ((2, 2), (1, 1))
 CLIENTS = 100
+BESIDE = ((1, 1), (32, 1), (100, 1), (4, 32))
+"""Clients, and texts of each request."""
 MIB = 1 << 20
 
 
@@ -149,6 +156,7 @@ def one_at_a_time(
         alone = closing.enter_context(coordinator.init(rank=0, world_size=1))
         context = WorkerContext(alone, torch.device("cpu"), lambda *_: None)
         worker = MiniLMWorker(context, packaged_model())
+        tokenizer = SentenceTokenizer(ModelFolder.open(packaged_model()))
 
         def over_http(served: Served) -> Callable[[], list[float]]:
             client = Client(served.url, PACKAGED_NAME)
@@ -165,7 +173,9 @@ def one_at_a_time(
         systems: dict[str, Callable[[], list[float]]] = {
             f"ours, HTTP, {grid}": over_http(served) for grid, served in servers.items()
         }
-        systems["ours, in process"] = lambda: timed(lambda: worker.embed([text]), expected, count)
+        systems["ours, in process"] = lambda: timed(
+            lambda: worker.embed(tokenizer.encode([text], truncate=False).tokens), expected, count
+        )
         systems["sentence-transformers"] = lambda: timed(
             lambda: reference.encode([text], show_progress_bar=False), expected, count
         )
@@ -175,6 +185,27 @@ def one_at_a_time(
         for peer in ("ours, in process", "sentence-transformers"):
             added = medians[f"ours, HTTP, {grid}"] - medians[peer]
             print(f"  HTTP, {grid}, over {peer}: {added:+.2f} ms at the median")
+
+
+def beside_fastapi(
+    report: Report, asked: Questions, servers: dict[str, Served | FastApi], quick: bool
+) -> None:
+    """Time of a text under loads that differ in how much can be computed at once."""
+    seconds = 2.0 if quick else 8.0
+
+    def asking(url: str, clients: int, texts: int) -> list[float]:
+        found = asyncio.run(
+            load(url, PACKAGED_NAME, asked, clients, seconds, n_texts=(texts, texts))
+        )
+        found.check()
+        return [found.elapsed / found.texts]
+
+    for clients, texts in BESIDE:
+        systems = {
+            name: partial(asking, server.url, clients, texts) for name, server in servers.items()
+        }
+        params = f"{clients} clients, {texts} texts a request"
+        report.measure("time of a text", params, systems, unit="ms", repeats=3 if quick else 5)
 
 
 def run(report: Report, options: argparse.Namespace) -> list[Held]:
@@ -187,7 +218,8 @@ def run(report: Report, options: argparse.Namespace) -> list[Held]:
     held: list[Held] = []
     with ExitStack() as running:
         servers: dict[str, Served] = {}
-        for tp, pp in GRIDS:
+        grids = GRIDS[-1:] if options.only and options.only in "time of a text" else GRIDS
+        for tp, pp in grids:
             grid = f"tp x pp = {tp} x {pp}"
             servers[grid] = running.enter_context(Served("--tp", str(tp), "--pp", str(pp)))
         reference = SentenceTransformer(str(packaged_model()), device="cpu", local_files_only=True)
@@ -200,12 +232,19 @@ def run(report: Report, options: argparse.Namespace) -> list[Held]:
             ]
         if options.only in "request":
             one_at_a_time(report, asked, reference, servers, options.quick)
+        if options.fastapi and options.only in "time of a text":
+            peer = running.enter_context(FastApi(options.fastapi))
+            peer.wait_until_ready()
+            ours = servers[f"tp x pp = {GRIDS[-1][0]} x {GRIDS[-1][1]}"]
+            beside_fastapi(report, asked, {"ours, 1 x 1": ours, "FastAPI": peer}, options.quick)
     return held
 
 
 def main() -> None:
     """Run the benchmark."""
-    options = parser(__doc__ or "").parse_args()
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--fastapi", metavar="PYTHON", help="the peer's interpreter")
+    options = arguments.parse_args()
     report = Report(machine())
     held = run(report, options)
     report.machine["memory under load, MiB"] = [asdict(each) for each in held]

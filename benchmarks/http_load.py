@@ -136,7 +136,13 @@ def vectors_of(answer: Any) -> np.ndarray:
 
 
 async def load(
-    url: str, model: str, questions: Questions, n_clients: int, seconds: float, seed: int = 0
+    url: str,
+    model: str,
+    questions: Questions,
+    n_clients: int,
+    seconds: float,
+    seed: int = 0,
+    n_texts: tuple[int, int] = (1, MOST_TEXTS),
 ) -> Load:
     """Let ``n_clients`` ask one question after another, each its own, for some seconds.
 
@@ -147,6 +153,7 @@ async def load(
         n_clients: how many connections.
         seconds: for how long; what was asked by then is waited for.
         seed: of the choice of questions.
+        n_texts: of a request, at least and at most.
     """
     found = Load()
     began = time.perf_counter()
@@ -155,7 +162,7 @@ async def load(
         choice = random.Random(f"{seed} {number}")
         async with Client(url, model) as client:
             while time.perf_counter() < began + seconds:
-                rows = choice.sample(range(len(questions.texts)), choice.randint(1, MOST_TEXTS))
+                rows = choice.sample(range(len(questions.texts)), choice.randint(*n_texts))
                 asked = time.perf_counter()
                 status, answer = await client.embed([questions.texts[row] for row in rows])
                 if status != 200:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 
 import psutil
 
@@ -28,15 +29,18 @@ class Served:
         url: where it listens, as it says itself.
     """
 
-    def __init__(self, *options: str, http: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self, *options: str, http: str = "127.0.0.1:0", before: Sequence[str] = ()
+    ) -> None:
         """Start it; returns once it listens, before its workers have loaded.
 
         Args:
             options: of ``serve``.
             http: where to listen.
+            before: a command that runs the one that follows it, and its options.
         """
         self.process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, "serve", "--http", http, *options],
+            [*before, sys.executable, "-c", COMMAND, "serve", "--http", http, *options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -90,6 +94,53 @@ class Served:
         if self.process.poll() is None:
             self.process.kill()
         self.process.communicate()
+
+
+class FastApi:
+    """The peer of `benchmarks.http_fastapi`, in a process of its own. Use it in a ``with`` block.
+
+    Attributes:
+        url: where it listens, once it is ready.
+
+    Args:
+        python: the interpreter of its environment.
+    """
+
+    def __init__(self, python: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        server = ("-m", "uvicorn", "benchmarks.http_fastapi:app", "--port", str(port))
+        self._process = subprocess.Popen(
+            [python, *server, "--no-access-log", "--log-level", "warning"], cwd=ROOT
+        )
+
+    def wait_until_ready(self, seconds: float = 120.0) -> None:
+        """Wait until it answers.
+
+        Raises:
+            TimeoutError: it takes longer.
+            RuntimeError: it ended.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.url}/ready", timeout=60).close()
+            except URLError as error:
+                if self._process.poll() is not None:
+                    raise RuntimeError("the FastAPI server ended") from error
+                if time.monotonic() > end:
+                    raise TimeoutError(f"not ready after {seconds} s") from error
+                time.sleep(0.1)
+            else:
+                return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait()
 
 
 def gone(pids: Sequence[int], seconds: float = 10.0) -> bool:

@@ -24,8 +24,7 @@ import coordinator
 from benchmarks.harness import Report, machine, parser
 from benchmarks.rank_processes import RankProcesses
 from server.worker import WorkerContext
-from server.workers.minilm import MiniLMWorker
-from server.workers.minilm.packaged import packaged_model
+from server.workers.minilm import MiniLMWorker, ModelFolder, SentenceTokenizer, packaged_model
 from server.workers.minilm.parallel import ShardedModule
 
 if TYPE_CHECKING:
@@ -70,7 +69,8 @@ class Model:
             tp=2, rank=rank, world_size=2, store=store, backend="gloo", torch_only=torch_only
         )
         context = WorkerContext(groups, torch.device("cpu"), lambda *_: None)
-        self._worker = MiniLMWorker(context, packaged_model(), batch_size=64, threads=1)
+        self._worker = MiniLMWorker(context, packaged_model(), threads=1)
+        self._tokenizer = SentenceTokenizer(ModelFolder.open(packaged_model()))
         self._tp = Timed(groups.tp)
         for module in self._worker._stage.modules():
             if isinstance(module, ShardedModule):
@@ -83,12 +83,12 @@ class Model:
         for _ in range(count):
             self._tp.group.barrier()
             started = time.perf_counter()
-            self._worker.embed(sentences)
+            self.embed(sentences)
             samples.append(time.perf_counter() - started)
         return samples, self._tp.seconds / sum(samples)
 
     def embed(self, sentences: list[str]) -> np.ndarray | None:
-        return self._worker.embed(sentences)
+        return self._worker.embed(self._tokenizer.encode(sentences, truncate=True).tokens)
 
 
 def serve(rank: int, path: str, requests: Connection) -> None:

@@ -25,10 +25,13 @@ class RankProcesses:
 
     def ask(self, *request: Any) -> Any:
         """Rank 0's answer; all ranks have answered then."""
+        return self.ask_all(*request)[0]
+
+    def ask_all(self, *request: Any) -> list[Any]:
+        """The answers of all ranks, by rank."""
         for pipe in self._pipes:
             pipe.send(request)
-        first, *_ = [pipe.recv() for pipe in self._pipes]
-        return first
+        return [pipe.recv() for pipe in self._pipes]
 
     def __enter__(self) -> Self:
         return self

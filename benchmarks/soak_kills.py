@@ -29,7 +29,7 @@ from shm_broadcast import (
     ProcessId,
     ProcessWatch,
 )
-from shm_broadcast.queue_handle import SMALLEST_CAPACITY
+from shm_broadcast.queue.handle import SMALLEST_CAPACITY
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,8 +17,10 @@ from unittest.mock import patch
 
 import numpy as np
 
-from shm_broadcast import Board, MessageQueue, ring_reader, ring_writer
-from shm_broadcast.queue_handle import SMALLEST_CAPACITY
+from shm_broadcast import Board, MessageQueue
+from shm_broadcast.queue.handle import SMALLEST_CAPACITY
+from shm_broadcast.ring import reader as ring_reader
+from shm_broadcast.ring import writer as ring_writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,24 +21,25 @@ import torch
 
 import coordinator
 from benchmarks.harness import machine
-from device_comm.base import ALL_VERBS, Capabilities, DeviceCommunicator
+from device_comm import Backend, Capabilities, Communicator, Identity
 from shm_broadcast import Board
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from device_comm import Operation
+
 COUNT = 256
 
 
-class Still(DeviceCommunicator):
-    """Rank 0 of two, whose primitives do nothing."""
+class Still(Backend):
+    """Rank 0 of two, whose operations do nothing."""
 
     def __init__(self, board: Board) -> None:
-        super().__init__(
-            rank=0, world_size=2, device="cpu", capabilities=Capabilities("still"), watch=board
-        )
-        for verb in ALL_VERBS:
-            setattr(self, f"_{verb}", lambda *_: None)
+        super().__init__(Identity.of(0, 2, watch=board), Capabilities("still"))
+
+    def start(self, operation: Operation) -> None:
+        """Nothing moves."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def measure(batches: int = 50) -> dict[str, Cost]:
     gc.disable()
     with coordinator.init(rank=0) as groups, Board.create(2, 0) as board:
         above, below = calls(groups.tp), calls(groups.tp.device_communicator)
-        empty = calls(Still(board))
+        empty = calls(Communicator(Still(board)))
         for verb in above:
             base = best(below[verb], batches)
             found[verb] = Cost(best(above[verb], batches) - base, best(empty[verb], batches))

@@ -1,11 +1,20 @@
-"""Groups of ranks: who I am, collectives, messages, tensor dicts."""
+"""Groups of ranks: rank arithmetic, collectives, messages, tensor dicts.
 
-from coordinator.bootstrap import Launch, connect_store, host_store
-from coordinator.group import GroupCoordinator
-from coordinator.groups import ParallelGroups, init
-from coordinator.rank_grid import RankGrid
-from coordinator.stateless import StatelessGroupCoordinator, StatelessProcessGroup
-from device_comm import ReduceOp, Work
+Names are imported when they are used: an engine that only finds our plug-in loads nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from coordinator.group import GroupCoordinator
+    from coordinator.groups import ParallelGroups, init
+    from coordinator.rank_grid import RankGrid
+    from coordinator.setup.bootstrap import Launch, connect_store, host_store
+    from coordinator.stateless import StatelessGroupCoordinator, StatelessProcessGroup
+    from device_comm import ReduceOp, Work
 
 __all__ = [
     "GroupCoordinator",
@@ -20,3 +29,19 @@ __all__ = [
     "host_store",
     "init",
 ]
+
+_HOMES: Final = {
+    "coordinator.group": ("GroupCoordinator",),
+    "coordinator.groups": ("ParallelGroups", "init"),
+    "coordinator.rank_grid": ("RankGrid",),
+    "coordinator.setup.bootstrap": ("Launch", "connect_store", "host_store"),
+    "coordinator.stateless": ("StatelessGroupCoordinator", "StatelessProcessGroup"),
+    "device_comm": ("ReduceOp", "Work"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(home), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

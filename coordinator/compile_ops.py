@@ -9,7 +9,7 @@ group of one does not come here.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,13 +18,24 @@ from torch import Tensor
 from device_comm import ReduceOp
 
 if TYPE_CHECKING:
-    from coordinator.member import Member
+    from device_comm import Communicator
 
-_groups: WeakValueDictionary[str, Member] = WeakValueDictionary()
+
+class Named(Protocol):
+    """What an op needs of a group."""
+
+    name: str
+
+    @property
+    def device_communicator(self) -> Communicator:
+        """What moves its tensors now; another one after the group was rebuilt."""
+
+
+_groups: WeakValueDictionary[str, Named] = WeakValueDictionary()
 """The groups of this process by unique name, while they are used."""
 
 
-def register(group: Member) -> str:
+def register(group: Named) -> str:
     """Give ``group`` a name that no other group of this process has: ``"tp:0"``, ``"tp:1"``."""
     names = (f"{group.name}:{count}" for count in itertools.count())
     name = next(name for name in names if name not in _groups)
@@ -37,7 +48,7 @@ def unregister(name: str) -> None:
     _groups.pop(name, None)
 
 
-def find(name: str) -> Member:
+def find(name: str) -> Named:
     """The group of that unique name.
 
     Raises:
@@ -51,8 +62,8 @@ def find(name: str) -> Member:
 
 @torch.library.custom_op("group_coordinator::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, op: int, group: str) -> Tensor:
-    """`DeviceCommunicator.all_reduce` of the group of that name."""
-    return find(group).device_communicator.all_reduce(x, op=ReduceOp(op))  # type: ignore[no-any-return]
+    """`Communicator.all_reduce` of the group of that name."""
+    return find(group).device_communicator.all_reduce(x, op=ReduceOp(op))
 
 
 @all_reduce.register_fake
@@ -62,8 +73,8 @@ def _(x: Tensor, op: int, group: str) -> Tensor:
 
 @torch.library.custom_op("group_coordinator::all_gather", mutates_args=())
 def all_gather(x: Tensor, dim: int, world_size: int, group: str) -> Tensor:
-    """`DeviceCommunicator.all_gather` of the group of that name."""
-    return find(group).device_communicator.all_gather(x, dim=dim)  # type: ignore[no-any-return]
+    """`Communicator.all_gather` of the group of that name."""
+    return find(group).device_communicator.all_gather(x, dim=dim)
 
 
 @all_gather.register_fake
@@ -75,9 +86,9 @@ def _(x: Tensor, dim: int, world_size: int, group: str) -> Tensor:
 
 @torch.library.custom_op("group_coordinator::reduce_scatter", mutates_args=())
 def reduce_scatter(x: Tensor, dim: int, op: int, world_size: int, group: str) -> Tensor:
-    """`DeviceCommunicator.reduce_scatter` of the group of that name."""
+    """`Communicator.reduce_scatter` of the group of that name."""
     comm = find(group).device_communicator
-    return comm.reduce_scatter(x, dim=dim, op=ReduceOp(op))  # type: ignore[no-any-return]
+    return comm.reduce_scatter(x, dim=dim, op=ReduceOp(op))
 
 
 @reduce_scatter.register_fake
@@ -85,3 +96,27 @@ def _(x: Tensor, dim: int, op: int, world_size: int, group: str) -> Tensor:
     shape = list(x.shape)
     shape[dim] //= world_size
     return x.new_empty(shape)
+
+
+class OpsOfGraph:
+    """One group's verbs as these ops; a `device_comm.verbs.runner.Traced`.
+
+    A group of one returns its input, as everywhere: an op may not.
+    """
+
+    def __init__(self, name: str, world_size: int) -> None:
+        """Of the group of that unique name."""
+        self._name = name
+        self._n = world_size
+
+    def all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
+        """As `GroupCoordinator.all_reduce`."""
+        return x if self._n == 1 else all_reduce(x, int(op), self._name)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """As `GroupCoordinator.all_gather`."""
+        return x if self._n == 1 else all_gather(x, dim, self._n, self._name)
+
+    def reduce_scatter(self, x: Tensor, dim: int, op: ReduceOp) -> Tensor:
+        """As `GroupCoordinator.reduce_scatter`."""
+        return x if self._n == 1 else reduce_scatter(x, dim, int(op), self._n, self._name)

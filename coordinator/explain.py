@@ -1,4 +1,4 @@
-"""What carries out a group's collectives, and why not what else could."""
+"""Explains which backends carry out a group's collectives, and why others do not."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from coordinator.link import Link
+    from coordinator.setup.link import Link
     from device_comm.choice import Explanation
 
 _QUICKER = "all members share a host: shared memory is quicker than sockets"
 
 
 def explain(link: Link) -> Explanation:
-    """The choices of the group that ``link`` is one member's end of. Collective: no."""
+    """The backends that a group uses, with reasons, and those it does not. Collective: no."""
     told = link.device.explain()
     refused = dict(told.refused)
     if len(link.ranks) == 1:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GraphCaptureContext:
-    """Where a capture runs.
+    """The stream of a capture.
 
     Attributes:
         stream: the CUDA stream to capture on; None on the CPU.
@@ -27,11 +27,11 @@ class GraphCaptureContext:
 def capture_on_side_stream(
     device: torch.device, context: GraphCaptureContext | None = None
 ) -> Iterator[GraphCaptureContext]:
-    """Make a side stream current, behind all that the current one has been given.
+    """Make a side stream current, which first waits for all work on the current stream.
 
     Args:
-        device: where the graph will run.
-        context: of a capture that has begun, whose stream is then used.
+        device: the device on which the graph will run; on the CPU nothing is done.
+        context: the context of a capture that has begun, to use its stream; None: a new stream.
     """
     if device.type != "cuda":
         yield context or GraphCaptureContext(None)

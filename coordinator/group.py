@@ -1,20 +1,24 @@
-"""`GroupCoordinator`: the processes of one group, as one of them sees the others."""
+"""`GroupCoordinator`: one member's end of a group of processes."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 import torch.distributed as dist
 
-from coordinator import torch_groups
-from coordinator.bootstrap import DEFAULT_TIMEOUT
-from coordinator.exchange import Exchange
-from coordinator.experts import ExpertVerbs
 from coordinator.graph_capture import GraphCaptureContext, capture_on_side_stream
 from coordinator.hierarchy import Hierarchy
-from coordinator.link import Settings, alone, connect
-from coordinator.queues import MailGroup, queue_on_board
+from coordinator.queues import MessengerGroup, queue_on_board
+from coordinator.setup import torch_groups
+from coordinator.setup.bootstrap import DEFAULT_TIMEOUT
+from coordinator.setup.exchange import Exchange
+from coordinator.setup.link import alone, connect
+from coordinator.setup.settings import Settings
+from coordinator.stores.secret import launcher_secret
+from coordinator.verbs.experts import ExpertVerbs
+from coordinator.verbs.message_verbs import MessageVerbs
+from coordinator.verbs.tensor_verbs import TensorVerbs
 from shm_broadcast import Deadline, MessageQueue
 
 if TYPE_CHECKING:
@@ -25,17 +29,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from coordinator.link import Link
-    from coordinator.verbs import Timeout
+    from coordinator.setup.link import Link
     from device_comm import Work
+    from device_comm.verbs.arguments import Later, Maybe, Now, Timeout
     from shm_broadcast import QueueHandle
 
 
 def own_group(group_ranks: Sequence[Sequence[int]], rank: int) -> Sequence[int]:
-    """The one of these groups that ``rank`` is in.
+    """The group of ``group_ranks`` that contains ``rank``.
 
     Raises:
-        ValueError: it is in none or in several, or twice in one.
+        ValueError: none or several contain it, or one has a rank twice.
     """
     mine = [ranks for ranks in group_ranks if rank in ranks]
     if len(mine) != 1 or len(set(mine[0])) != len(mine[0]):
@@ -43,14 +47,19 @@ def own_group(group_ranks: Sequence[Sequence[int]], rank: int) -> Sequence[int]:
     return mine[0]
 
 
-class GroupCoordinator(ExpertVerbs):
-    """One member's end of a named group: collectives, messages, and who is in it.
+class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
+    """One member's end of a named group: collectives, messages, and the members' ranks.
 
-    Ranks in arguments are ranks in the group; `rank`, `ranks`, `first_rank`, `last_rank`,
-    `next_rank` and `prev_rank` are global. One thread at a time. Errors and waiting are those
-    of `shm_broadcast.errors`: nothing waits longer than the group's timeout, or after a
-    member has died or aborted. `coordinator.member.Member` lists the attributes.
+    Ranks in arguments are ranks in the group; the attributes `rank`, `ranks`, `first_rank`,
+    `last_rank`, `next_rank` and `prev_rank` are global. One thread at a time may use it. Errors are
+    those of `shm_broadcast.errors`: no call waits longer than its timeout, or goes on waiting after
+    a member has died or aborted. `coordinator.verbs.member.Member` lists the attributes.
+
+    In a group of one every operation returns its input itself, not a copy, so to change the result
+    in place is to change the input. With ``out=`` the input is copied there.
     """
+
+    hierarchy: Hierarchy[GroupCoordinator]
 
     def __init__(
         self,
@@ -62,31 +71,39 @@ class GroupCoordinator(ExpertVerbs):
         group_name: str | None = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT,
+        secret: bytes | None = None,
     ) -> None:
-        """Build the group this process is in, over torch's default process group.
+        """Build the group that this process is in; its members meet in torch's default store.
 
         Args:
             group_ranks: global ranks of all groups of this kind; this process is in one.
-            local_rank: its number on its node.
-            torch_distributed_backend: ``"gloo"``, ``"nccl"``; None: what fits this machine.
-            use_device_communicator: False: move tensors by the torch process group only.
-            use_message_queue_broadcaster: have a queue for the objects that rank 0 broadcasts.
-            group_name: for errors and status; with ``group_ranks`` it names the group.
+            local_rank: this process's number on its node; chooses its GPU.
+            torch_distributed_backend: ``"gloo"`` or ``"nccl"``; None: NCCL if there is a GPU.
+            use_device_communicator: False: move tensors only by torch's process groups.
+            use_message_queue_broadcaster: whether to make a queue for the objects that rank 0
+                broadcasts. Between hosts that takes a secret; without one there is no queue.
+            group_name: for errors and status. Members meet by this name and ``group_ranks``.
             timeout: seconds for set-up; None: for ever.
+            secret: the launcher's secret, 16 bytes or more, which all ranks have and nobody else.
+                None: the contents of the file that ``GROUP_COORDINATOR_SECRET_FILE`` names, if it
+                is set.
 
-        Collective: yes, every member of this process's group; other groups are built by
-        their own members, and cost nothing here.
+        Collective: yes, every member of this process's group, and nobody else.
 
         Raises:
-            ValueError: this process is in none of the groups or in several.
-            RuntimeError: torch has no default process group.
-            GroupTimeoutError: some members did not come in time.
+            ValueError: this process is in none of the groups or in several, or torch has no default
+                process group.
+            GroupTimeoutError: some members did not come in time; names them.
+            SecretError: the secret is too short, or other users may read its file.
         """
         rank = dist.get_rank()
         ranks = own_group(group_ranks, rank)
         name = group_name or "anonymous"
         settings = Settings.of(
-            torch_distributed_backend, local_rank, torch_only=not use_device_communicator
+            torch_distributed_backend,
+            local_rank,
+            torch_only=not use_device_communicator,
+            secret=launcher_secret(secret),
         )
         if len(ranks) == 1:
             self._adopt(alone(name, rank, settings))
@@ -98,10 +115,11 @@ class GroupCoordinator(ExpertVerbs):
             len(ranks),
             name,
             Deadline.after(timeout),
+            called=ranks,
         )
         self._adopt(connect(exchange, ranks, settings))
-        if use_message_queue_broadcaster and self.world_size > 1:
-            self.mq_broadcaster = self.create_mq_broadcaster()
+        if use_message_queue_broadcaster:
+            self.start_broadcaster()
 
     @classmethod
     def from_process_group(
@@ -112,18 +130,21 @@ class GroupCoordinator(ExpertVerbs):
         stream: torch.cuda.Stream | None = None,
         local_rank: int | None = None,
         timeout: float | None = DEFAULT_TIMEOUT,
+        secret: bytes | None = None,
     ) -> Self:
-        """Wrap a torch process group, which stays yours to destroy, after this is closed.
+        """Make a group of the members of a torch process group.
 
-        A CPU group is made beside it if it has none. Do not use it directly meanwhile.
+        The process group stays the caller's: destroy it after this group is closed, and do not use
+        it directly before. If it has no backend for the CPU, a CPU group is made as well.
 
         Args:
-            process_group: its members are the group's, in its order.
+            process_group: its members become this group's, in the same order.
             group_name: for errors and status.
-            stream: where collectives on a CUDA device run: behind what the current stream has been
-                given, and before what it is given next; None: on the current stream.
+            stream: the CUDA stream on which collectives run, after the work that is on the current
+                stream already, and before later work on it. None: the current stream.
             local_rank: this process's number on its node; None: its global rank.
             timeout: seconds for set-up; None: for ever.
+            secret: as for the constructor.
 
         Collective: yes, every member.
 
@@ -134,9 +155,10 @@ class GroupCoordinator(ExpertVerbs):
         ranks = torch_groups.ranks_of(process_group)
         rank = ranks[process_group.rank()]
         backend = torch_groups.backend_of(process_group)
-        settings = Settings.of(backend, rank if local_rank is None else local_rank).on(stream)
+        local_rank = rank if local_rank is None else local_rank
+        settings = Settings.of(backend, local_rank, secret=launcher_secret(secret)).on(stream)
         if len(ranks) == 1:
-            return cls.from_link(alone(group_name, rank, settings))
+            return cls.from_link(alone(group_name, rank, settings, given=process_group))
         exchange = Exchange.visit(
             torch_groups.store_of(process_group),
             f"wrapped:{group_name}",
@@ -144,6 +166,7 @@ class GroupCoordinator(ExpertVerbs):
             len(ranks),
             group_name,
             Deadline.after(timeout),
+            called=ranks,
         )
         return cls.from_link(connect(exchange, ranks, settings, given=process_group))
 
@@ -155,10 +178,11 @@ class GroupCoordinator(ExpertVerbs):
         stream: torch.cuda.Stream | None = None,
         local_rank: int | None = None,
         timeout: float | None = DEFAULT_TIMEOUT,
+        secret: bytes | None = None,
     ) -> Self:
-        """Wrap the process group of a mesh of one dimension: ``from_device_mesh(mesh["tp"])``.
+        """Make a group of a one-dimensional mesh's members: ``from_device_mesh(mesh["tp"])``.
 
-        Collective: yes, every member of the mesh.
+        The arguments are those of `from_process_group`. Collective: yes, every member of the mesh.
 
         Raises:
             ValueError: ``mesh`` has more than one dimension; and as `from_process_group`.
@@ -167,15 +191,20 @@ class GroupCoordinator(ExpertVerbs):
             raise ValueError(f"choose one dimension of {mesh.mesh_dim_names}: mesh[name]")
         name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "mesh"
         return cls.from_process_group(
-            mesh.get_group(), name, stream=stream, local_rank=local_rank, timeout=timeout
+            mesh.get_group(),
+            name,
+            stream=stream,
+            local_rank=local_rank,
+            timeout=timeout,
+            secret=secret,
         )
 
     def _adopt(self, link: Link) -> None:
         super()._adopt(link)
         self.hierarchy = self._divide()
 
-    def _divide(self) -> Hierarchy:
-        """Build the groups within and between nodes. Collective: yes, every member."""
+    def _divide(self) -> Hierarchy[GroupCoordinator]:
+        """Build the groups within this node and between nodes. Collective: yes, every member."""
         if self.world_size == 1:
             return Hierarchy(self, self, self)
         me, nodes = self.rank_in_group, self.nodes
@@ -193,25 +222,37 @@ class GroupCoordinator(ExpertVerbs):
 
     # --- together ------------------------------------------------------------------------
 
+    @overload
+    def barrier(self, **how: Unpack[Now]) -> None: ...
+    @overload
+    def barrier(self, **how: Unpack[Later]) -> Work[None]: ...
+    @overload
+    def barrier(self, **how: Unpack[Maybe]) -> Work[None] | None: ...
     def barrier(self, *, async_op: bool = False, timeout: Timeout = None) -> Work[None] | None:
         """Return once every member has come here, on the CPU. Collective: yes, every member."""
         return self._link.cpu.barrier(async_op=async_op, timeout=timeout)
 
+    @overload
+    def cpu_all_reduce_(self, x: Tensor, **how: Unpack[Now]) -> Tensor: ...
+    @overload
+    def cpu_all_reduce_(self, x: Tensor, **how: Unpack[Later]) -> Work[Tensor]: ...
+    @overload
+    def cpu_all_reduce_(self, x: Tensor, **how: Unpack[Maybe]) -> Tensor | Work[Tensor]: ...
     def cpu_all_reduce_(self, x: Tensor, *, async_op: bool = False, timeout: Timeout = None) -> Any:
         """Sum a CPU tensor into itself, over the CPU group. Collective: yes, every member."""
         return self._link.cpu.all_reduce_(x, async_op=async_op, timeout=timeout)
 
     def make_sibling_device_group(
         self, group_desc: str | None = None, *, timeout: float | None = DEFAULT_TIMEOUT
-    ) -> ProcessGroup | None:
-        """One more torch process group of the same members, for use beside `device_group`.
+    ) -> ProcessGroup:
+        """Make one more torch process group of the same members, to use beside `device_group`.
 
         Args:
             group_desc: its name for torch.
             timeout: seconds for its set-up; None: for ever.
 
         Returns:
-            A group that is destroyed when this one is closed; None in a group of one.
+            The process group; it is destroyed when this group is closed.
 
         Collective: yes, every member.
         """
@@ -221,17 +262,17 @@ class GroupCoordinator(ExpertVerbs):
     def graph_capture(
         self, graph_capture_context: GraphCaptureContext | None = None
     ) -> Iterator[GraphCaptureContext]:
-        """Capture a CUDA graph inside this context, on its stream; nothing on the CPU.
+        """A context in which CUDA graphs may be captured; on the CPU it does nothing.
 
-        Give the context's stream to torch: ``torch.cuda.graph(graph, stream=context.stream)``.
-        At the end, members tell each other what memory they have captured. The graphs can be
-        replayed from then on: by all members in the same order, on a stream that other calls of
-        this group are ordered with, and until the group is closed.
+        Capture on the context's stream: ``torch.cuda.graph(graph, stream=context.stream)``. At the
+        end of the context, the members exchange the addresses of the memory that they have
+        captured. After that the graphs can be replayed, until the group is closed: by all members
+        in the same order, and on a stream that is ordered with the group's other calls.
 
         Collective: yes, every member.
 
         Args:
-            graph_capture_context: of a capture that another group has begun.
+            graph_capture_context: the context of another group, to capture on the same stream.
 
         Raises:
             DivergenceError: members have captured different collectives; do not replay them.
@@ -246,6 +287,18 @@ class GroupCoordinator(ExpertVerbs):
                     captures.enter_context(part.graph_capture(context))
             yield context
 
+    def start_broadcaster(self) -> None:
+        """Make a queue for the objects that rank 0 broadcasts, if there can be one.
+
+        There is none in a group of one, nor between hosts without the launcher's secret; objects
+        are then broadcast as other messages.
+
+        Collective: yes, every member.
+        """
+        nodes = self.nodes
+        if self.world_size > 1 and (len(nodes) == 1 or self._link.settings.secret is not None):
+            self.mq_broadcaster = self.create_mq_broadcaster()
+
     def create_mq_broadcaster(
         self,
         writer_rank: int = 0,
@@ -256,37 +309,40 @@ class GroupCoordinator(ExpertVerbs):
         secret: bytes | None = None,
         timeout: float | None = 60.0,
     ) -> MessageQueue:
-        """A new queue from one member, or from outside, to all (other) members.
+        """Make a queue from one member to all others, or from an outside writer to all members.
 
         Args:
-            writer_rank: the rank in the group of the member that writes, or has the handle.
-            external_writer_handle: of a queue whose writer is not in the group.
-            blocking: return once all have joined.
-            connect_ip: the writer's address, for members on other hosts.
-            secret: the launcher's, for members on other hosts.
-            timeout: seconds for ``blocking``, between hosts; on one host all have joined at once.
+            writer_rank: the writer's rank in the group; with ``external_writer_handle`` the rank
+                that passes the handle.
+            external_writer_handle: the handle of a queue whose writer is not in the group.
+            blocking: whether to return only when all members have joined.
+            connect_ip: the writer's address for members on other hosts; None: its address on the
+                route to the store where the members met, if that is known.
+            secret: the launcher's secret, for members on other hosts; None: the group's.
+            timeout: seconds for ``blocking`` between hosts; on one host all members join at once.
 
         Returns:
-            This member's end, which the caller shuts down.
+            This member's end; the caller shuts it down. In a group of one the queue has no readers:
+            messages are dropped.
 
         Collective: yes, every member.
 
         Raises:
-            ValueError: ``writer_rank`` is not in the group, which has two members or more.
+            ValueError: ``writer_rank`` is not in the group.
         """
         nodes = self._link.nodes
-        if nodes is not None and len(nodes.all()) == 1:
+        if nodes is not None and len(nodes.all()) == 1 < self.world_size:
             wanted = external_writer_handle is None
-            queue = queue_on_board(self._mail, nodes.board, writer_rank, wanted=wanted)
+            queue = queue_on_board(self._messenger, nodes.board, writer_rank, wanted=wanted)
             if queue is not None:
                 return queue
         return MessageQueue.create_from_process_group(
-            MailGroup(self._mail),
+            MessengerGroup(self._messenger),
             writer_rank=writer_rank,
             external_writer_handle=external_writer_handle,
             blocking=blocking,
-            connect_ip=connect_ip,
-            secret=secret,
+            connect_ip=connect_ip or self._link.settings.sockets.address or None,
+            secret=self._link.settings.secret if secret is None else secret,
             timeout=timeout,
             watch=None if nodes is None else nodes.board.check,
         )
@@ -300,27 +356,29 @@ class GroupCoordinator(ExpertVerbs):
         secret: bytes | None = None,
         timeout: float | None = 60.0,
     ) -> tuple[MessageQueue, list[QueueHandle]]:
-        """A queue from each member to one of them.
+        """Make a queue from each member to one of them.
 
         Args:
-            reader_rank_in_group: the member that reads all of them.
-            blocking: return once the reader has joined.
-            connect_ip: this member's address, if the reader is on another host.
-            secret: the launcher's, if some are on another host than the reader.
+            reader_rank_in_group: the rank in the group of the member that reads all queues.
+            blocking: whether to return only when the reader has joined this member's queue.
+            connect_ip: this member's address, if the reader is on another host; None: as for
+                `create_mq_broadcaster`.
+            secret: the launcher's secret, if members are on another host than the reader; None: the
+                group's.
             timeout: seconds for ``blocking``.
 
         Returns:
-            The queue that this member writes, and on the reader every member's handle, by
-            rank in the group, each for ``MessageQueue.create_from_handle(handle, 0)``.
+            The queue that this member writes; and at the reader all members' handles by rank in the
+            group, each for ``MessageQueue.create_from_handle(handle, 0)``; elsewhere an empty list.
 
         Collective: yes, every member.
         """
         return MessageQueue.create_from_process_group_single_reader(
-            MailGroup(self._mail),
+            MessengerGroup(self._messenger),
             reader_rank=reader_rank_in_group,
             blocking=blocking,
-            connect_ip=connect_ip,
-            secret=secret,
+            connect_ip=connect_ip or self._link.settings.sockets.address or None,
+            secret=self._link.settings.secret if secret is None else secret,
             timeout=timeout,
             watch=None if self._link.nodes is None else self._link.nodes.board.check,
         )

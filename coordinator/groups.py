@@ -1,4 +1,4 @@
-"""All groups of one topology, in one frozen object; several may live in one process.
+"""All groups of one topology in one frozen object; a process may have several.
 
     groups = coordinator.init(tp=2, pp=2)          # under torchrun, on every rank
     y = groups.tp.all_reduce(x)
@@ -11,18 +11,19 @@ neighbours, then come pipeline stages, then data-parallel replicas.
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
-from coordinator.bootstrap import DEFAULT_TIMEOUT, Launch
 from coordinator.graph_capture import GraphCaptureContext, capture_on_side_stream
-from coordinator.link import OPERATION_TIMEOUT
 from coordinator.rank_grid import RankGrid
-from coordinator.topology import Topology
+from coordinator.setup.bootstrap import DEFAULT_TIMEOUT, Launch
+from coordinator.setup.settings import OPERATION_TIMEOUT
+from coordinator.setup.topology import Topology
+from coordinator.stores.secret import launcher_secret
 from shm_broadcast import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
     import torch
@@ -40,14 +41,15 @@ class ParallelGroups:
 
     Attributes:
         world: all ranks.
-        tp: tensor parallel: the ranks that share this one's layers, each with a part of each.
-        pp: pipeline parallel: the ranks that hold the other layers, in their order.
-        dp: data parallel: the ranks that do what this one does, in the other replicas.
-        pcp: prefill context parallel: the ranks that share this one's prompts.
-        dcp: decode context parallel: a run of neighbours within ``tp`` that share contexts.
-        ep: expert parallel: all ranks of this one's pipeline stage, in all replicas. Where
-            these are the ranks of another group, it is that group.
-        axes: the groups along the axes that the caller named.
+        tp: tensor parallel: the ranks that hold parts of the same layers as this rank.
+        pp: pipeline parallel: one rank of each pipeline stage, in the order of the stages.
+        dp: data parallel: the ranks in the same position in all replicas of the model.
+        pcp: prefill context parallel: the ranks that work on parts of the same prompts.
+        dcp: decode context parallel: the ranks that hold parts of the same contexts. They are
+            consecutive ranks of ``pcp`` and ``tp`` together, counted with ``pcp`` fastest.
+        ep: expert parallel: all ranks of this rank's pipeline stage, in all replicas. If another
+            group has the same ranks, it is that group.
+        axes: the groups along the caller's own axes, by name.
         grid: which ranks form which group.
     """
 
@@ -76,30 +78,31 @@ class ParallelGroups:
         """Build all groups of a grid.
 
         Args:
-            topology: the ranks.
-            grid: with the axes dp, pp, pcp, tp, and any others.
-            closing: what it holds is closed with the groups, or with what was built of them.
-            dcp: how many neighbours within ``tp`` share contexts.
-            world: the group of all ranks if there is one already; it is not closed with these.
+            topology: all ranks of the job.
+            grid: the ranks' grid, with the axes dp, pp, pcp and tp, and any others.
+            closing: what it holds already is closed with the groups, or at once if this raises.
+            dcp: the number of ranks that share contexts; divides tp x pcp.
+            world: the group of all ranks, if there is one already; it is not closed with the rest.
             timeout: seconds for set-up; None: for ever.
 
         Collective: yes, every rank.
 
         Raises:
-            ValueError: the grid has another size than the world, or ``dcp`` does not divide tp.
+            ValueError: the grid has another size than the world, or ``dcp`` does not divide
+                tp x pcp.
             GroupTimeoutError: some ranks did not come in time; names them.
         """
         if grid.size != topology.world_size:
             raise ValueError(f"{_needs(grid)}, not {topology.world_size}")
         rank, deadline = topology.rank, Deadline.after(timeout)
-        runs = grid.split("tp", "dcp", dcp)
+        sharers = grid.run_of(rank, dcp, "tp", "pcp")
 
         def group(name: str, ranks: list[int]) -> GroupCoordinator:
             return closing.enter_context(topology.group(name, ranks, deadline))
 
         everyone = world or group("world", list(range(grid.size)))
         found = {name: group(name, grid.group_of(rank, name)) for name in grid.names}
-        context = group("dcp", runs.group_of(rank, "dcp"))
+        context = group("dcp", sharers)
         experts = grid.group_of(rank, "dp", "pcp", "tp")
         known = next((each for each in found.values() if each.ranks == experts), None)
         ep = known or group("ep", experts)
@@ -121,7 +124,7 @@ class ParallelGroups:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of the collectives are."""
+        """The device of the tensors in collectives."""
         return self.world.device
 
     @property
@@ -131,9 +134,9 @@ class ParallelGroups:
 
     @contextmanager
     def graph_capture(self) -> Iterator[GraphCaptureContext]:
-        """Capture CUDA graphs with collectives of any of the groups; nothing on the CPU.
+        """Capture CUDA graphs that contain collectives of any of the groups; on the CPU, nothing.
 
-        As `GroupCoordinator.graph_capture`. Collective: yes, every rank.
+        Like `GroupCoordinator.graph_capture`, for all groups at once. Collective: yes, every rank.
         """
         named = (self.world, self.tp, self.pp, self.dp, self.pcp, self.dcp, self.ep)
         with ExitStack() as captures:
@@ -143,9 +146,9 @@ class ParallelGroups:
             yield context
 
     def close(self) -> None:
-        """Close all groups; the second time does nothing. Collective: no.
+        """Close all groups; idempotent. Collective: no.
 
-        A board that was given stays open.
+        A board that was given to `init` stays open.
         """
         self._closing.close()
 
@@ -176,43 +179,55 @@ def init(
     master_port: int = 0,
     store: Store | None = None,
     board: Board | None = None,
+    node_of: Sequence[int] | None = None,
     backend: str | None = None,
     timeout: float | None = DEFAULT_TIMEOUT,
     operation_timeout: float | None = OPERATION_TIMEOUT,
     torch_only: bool = False,
     checked: bool = False,
+    secret: bytes | None = None,
 ) -> ParallelGroups:
     """Meet the other ranks and build the groups.
 
-    Who this process is comes from the environment that torchrun makes, unless ``rank`` is
-    given. Without either it is alone.
+    This process's rank and the place to meet come from torchrun's environment variables, unless
+    ``rank`` is given. Without either the process is a world of one.
 
     Args:
-        tp: how many ranks share a layer.
-        pp: how many stages a model has.
-        dp: how many replicas there are; None: as many as there are ranks for.
-        pcp: how many ranks share a prompt.
-        dcp: how many neighbours within ``tp`` share contexts; divides it.
-        axes: axes of your own and their sizes, outside of the others.
+        tp: the number of ranks that share each layer.
+        pp: the number of pipeline stages.
+        dp: the number of replicas; None: as many as the ranks suffice for.
+        pcp: the number of ranks that share a prompt.
+        dcp: the number of ranks that share contexts; divides tp x pcp. If ``pcp`` is 1, these are
+            neighbours within ``tp``.
+        axes: axes of your own with their sizes; they are the outermost axes of the grid.
         rank: this process's global rank.
-        world_size: how many processes; None: the product of the sizes.
+        world_size: the number of processes; None: the product of the sizes.
         local_rank: this process's number on its node; chooses its GPU. None: its rank.
-        master_addr: name or address of the host of rank 0, which keeps the store.
+        master_addr: name or address of rank 0's host; rank 0 hosts the store.
         master_port: the store's port.
-        store: meet in this one instead: any torch store that all ranks reach.
-        board: this node's board, made by a launcher, whose member i is rank i; it is not
-            closed here. None: each node makes one.
-        backend: ``"gloo"`` (CPU), ``"nccl"``; None: NCCL where there is a GPU, gloo elsewhere.
+        store: a torch store to meet in instead; all ranks must reach it.
+        board: this node's board, if a launcher made it: member i is rank i. It is not closed with
+            the groups. None: each node makes one.
+        node_of: for each rank the first rank on its node, if the launcher that made the boards
+            knows; None: the ranks find out.
+        backend: ``"gloo"`` (CPU) or ``"nccl"``; None: NCCL if there is a GPU, else gloo.
         timeout: seconds for all ranks to meet and build the groups; None: for ever.
-        operation_timeout: seconds that an operation may take unless it says otherwise.
-        torch_only: move tensors by torch's process groups, though there may be better.
-        checked: before each collective over torch's process groups, compare what the members
-            issue: a debug mode. Through shared memory that is always done.
+        operation_timeout: default seconds that an operation may take; None: for ever.
+        torch_only: whether to move tensors only by torch's process groups.
+        checked: debug mode: whether to compare the members' operations before each collective over
+            torch's process groups. Over shared memory that is always done.
+        secret: the launcher's secret, 16 bytes or more, which all ranks have and nobody else. None:
+            the contents of the file that ``GROUP_COORDINATOR_SECRET_FILE`` names, if it is set.
+
+    Returns:
+        The groups; close them, or use them as a context manager.
 
     Collective: yes, every rank.
 
     Raises:
-        ValueError: the sizes do not make up the world, or the environment is incomplete.
+        ValueError: the product of the sizes is not the number of ranks, or the environment is
+            incomplete.
+        SecretError: the secret is too short, or other users may read its file.
         GroupTimeoutError: some ranks did not come in time; names them.
     """
     inner = RankGrid.of({"pp": pp, "pcp": pcp, "tp": tp})
@@ -220,10 +235,12 @@ def init(
     model = inner.size * outer.size
     if rank is None:
         launch = Launch.from_environment()
+        if secret is not None:
+            launch = replace(launch, secret=secret)
     else:
         size = model * (dp or 1) if world_size is None else world_size
         local = rank if local_rank is None else local_rank
-        launch = Launch(rank, size, local, master_addr, master_port)
+        launch = Launch(rank, size, local, master_addr, master_port, secret=launcher_secret(secret))
     if world_size not in (None, launch.world_size):
         raise ValueError(f"world_size={world_size}, but {launch.world_size} ranks run")
     replicas = max(launch.world_size // model, 1) if dp is None else dp
@@ -241,6 +258,7 @@ def init(
             undo,
             store=store,
             board=board,
+            node_of=node_of,
             backend=backend,
             timeout=deadline,
             operation_timeout=operation_timeout,

@@ -1,27 +1,43 @@
-"""A group seen as its nodes: within each, and between them.
+"""A group divided by nodes: a group within each node, and one between them.
 
     nodes {0, 1}, {2, 3}:    intra [0 1] [2 3]    inter [0 2]
 
-``inter`` holds the first member of each node. Where traffic between nodes is the narrow
-part, a reduction crosses it once per node: reduce within, all-reduce between, broadcast
-within.
+``inter`` has the first member of each node. If the network between nodes is the bottleneck, an
+all-reduce in three steps sends each tensor over it only once per node: reduce within the node,
+all-reduce between nodes, broadcast within the node.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from device_comm import ReduceOp, check_reduction
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from coordinator.verbs import TensorVerbs, Timeout
+    from device_comm import Communicator
+    from device_comm.verbs.arguments import Timeout
+
+
+class Part(Protocol):
+    """What an all-reduce in steps needs of the groups that it goes through."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of members."""
+
+    @property
+    def device_communicator(self) -> Communicator:
+        """What moves their tensors."""
+
+
+G_co = TypeVar("G_co", bound=Part, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Hierarchy:
+class Hierarchy(Generic[G_co]):
     """The groups that one member of ``world`` is in.
 
     Attributes:
@@ -30,9 +46,9 @@ class Hierarchy:
         inter: the first member of each node; None on the others.
     """
 
-    world: TensorVerbs
-    intra: TensorVerbs
-    inter: TensorVerbs | None
+    world: G_co
+    intra: G_co
+    inter: G_co | None
 
     def all_reduce(
         self,
@@ -50,14 +66,16 @@ class Hierarchy:
         Returns:
             ``out``, or a tensor like ``x``; ``x`` itself in a group of one.
         """
+        world, intra = self.world.device_communicator, self.intra.device_communicator
         if self.intra is self.world:
-            return self.world.all_reduce(x, op=op, out=out, timeout=timeout)  # type: ignore[no-any-return]
+            return world.all_reduce(x, op=op, out=out, timeout=timeout)
         check_reduction(op, x.dtype)
         inner = ReduceOp.SUM if op is ReduceOp.AVG else op
-        total = self.intra.reduce(x, op=inner, timeout=timeout)
-        if self.inter is not None:
-            total = self.inter.all_reduce(total, op=inner, timeout=timeout)
+        total = intra.reduce(x, op=inner, timeout=timeout)
+        if self.inter is not None and total is not None:
+            between = self.inter.device_communicator
+            total = between.all_reduce(total, op=inner, timeout=timeout)
             if op is ReduceOp.AVG:
                 total = total / self.world.world_size
-        result = self.intra.broadcast(x if total is None else total, timeout=timeout)
+        result = intra.broadcast(x if total is None else total, timeout=timeout)
         return result if out is None else out.copy_(result)

@@ -1,8 +1,8 @@
-"""The queues of a group: from one member to all others, and from every member to one.
+"""Message queues between the members of a group.
 
-Members on one host share the group's board, so a lost member or an abort ends their
-waiting. A queue that reaches further, or comes from outside the group, has a board of its
-own; it needs the writer's address and a secret, as `shm_broadcast.MessageQueue` says.
+If all members are on one host, the queue uses the group's board, so a lost member or an abort of
+the group ends every wait in it. A queue to other hosts, or from outside the group, has a board of
+its own, and needs the writer's address and a secret; see `shm_broadcast.MessageQueue`.
 """
 
 from __future__ import annotations
@@ -12,57 +12,57 @@ from typing import TYPE_CHECKING, Any
 from shm_broadcast import MessageQueue, QueueHandle
 
 if TYPE_CHECKING:
-    from coordinator.objects import ObjectMail
+    from coordinator.messages.object_messenger import ObjectMessenger
     from shm_broadcast import Board
 
 
-class MailGroup:
-    """A group's mail in the shape that queues meet by (`shm_broadcast.rendezvous`).
+class MessengerGroup:
+    """A group as an `ObjectGroup`, to set queues up with (`shm_broadcast.queue.rendezvous`).
 
     Attributes:
         rank: this member's rank in the group.
-        world_size: how many members.
+        world_size: the number of members.
     """
 
-    def __init__(self, mail: ObjectMail) -> None:
-        self.rank = mail.cpu.rank
-        self.world_size = mail.cpu.world_size
-        self._mail = mail
+    def __init__(self, messenger: ObjectMessenger) -> None:
+        self.rank = messenger.cpu.rank
+        self.world_size = messenger.cpu.world_size
+        self._messenger = messenger
 
     def broadcast_obj(self, obj: Any | None, src: int) -> Any:
-        """``src``'s object. Collective: yes, every member."""
-        return self._mail.broadcast_object(obj, src, None)
+        """Return the object of rank ``src``. Collective: yes, every member."""
+        return self._messenger.broadcast_object(obj, src, None)
 
     def all_gather_obj(self, obj: Any) -> list[Any]:
-        """Every member's object, by rank. Collective: yes, every member."""
-        return self._mail.all_gather_object(obj, None)
+        """Return all members' objects, by rank. Collective: yes, every member."""
+        return self._messenger.all_gather_object(obj, None)
 
 
 def queue_on_board(
-    mail: ObjectMail, board: Board, writer_rank: int, *, wanted: bool
+    messenger: ObjectMessenger, board: Board, writer_rank: int, *, wanted: bool
 ) -> MessageQueue | None:
-    """A queue from one member to all others, all of whom are on ``board``.
+    """Make a queue from one member to all others, on the group's own board.
 
     Args:
-        mail: the group's.
-        board: the members'.
-        writer_rank: the rank in the group of the member that writes.
-        wanted: the writer says whether it wants one; the others need not know.
+        messenger: the group's messenger; it carries the handle.
+        board: the board that all members are on.
+        writer_rank: the writer's rank in the group.
+        wanted: at the writer: whether to make the queue. The others' value is not used.
 
     Returns:
-        This member's end; None if it was not wanted.
+        This member's end; None if the writer did not want a queue.
 
     Collective: yes, every member.
     """
-    members = mail.cpu.members
+    members = messenger.cpu.members
     writer = members[writer_rank]
-    if mail.cpu.rank == writer_rank:
+    if messenger.cpu.rank == writer_rank:
         readers = [each for each in members if each != writer]
         queue = MessageQueue.on_board(board, writer, readers) if wanted else None
-        mail.broadcast_object(queue and queue.export_handle(), writer_rank, None)
+        messenger.broadcast_object(queue and queue.export_handle(), writer_rank, None)
     else:
-        handle: QueueHandle | None = mail.broadcast_object(None, writer_rank, None)
+        handle: QueueHandle | None = messenger.broadcast_object(None, writer_rank, None)
         queue = None if handle is None else MessageQueue.attach(handle, board)
     if queue is not None:
-        mail.cpu.barrier()
+        messenger.cpu.barrier()
     return queue

@@ -1,4 +1,4 @@
-"""Which ranks form a group: the arithmetic of a grid of named axes, and nothing else.
+"""The arithmetic of a grid of ranks with named axes: which ranks form which group.
 
 A grid numbers its ranks row by row: the last axis varies fastest. The grid of
 `coordinator.init(dp=2, pp=2, tp=2)`, whose axes are (dp, pp, tp), is
@@ -24,6 +24,7 @@ at once they hold the ranks that differ in these axes only, in rank order:
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,7 +48,7 @@ class RankGrid:
     axes: tuple[tuple[str, int], ...]
 
     def __post_init__(self) -> None:
-        """Refuse what is not a grid."""
+        """Check the axes."""
         names = self.names
         if len(set(names)) != len(names) or not all(names):
             raise ValueError(f"the axes of a grid need names, each a different one; got {names}")
@@ -73,7 +74,7 @@ class RankGrid:
         return math.prod(size for _, size in self.axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where ``rank`` stands on each axis.
+        """The position of ``rank`` on each axis, by the axis's name.
 
         Raises:
             ValueError: ``rank`` is not in the grid.
@@ -86,10 +87,10 @@ class RankGrid:
         return {name: found[name] for name in self.names}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank that stands there.
+        """The rank at a position.
 
         Args:
-            coordinates: a position for each axis, no more and no fewer.
+            coordinates: the position on each axis, for all axes and no others.
 
         Raises:
             ValueError: an axis is missing or unknown, or a position is outside its axis.
@@ -108,7 +109,7 @@ class RankGrid:
         """All groups along ``axes``: every rank is in exactly one of them.
 
         Args:
-            axes: one or several names, in any order. None: every rank is alone.
+            axes: names of axes, in any order. Without any, every rank is a group of its own.
 
         Returns:
             The groups in the order of their first ranks; the ranks of each ascend.
@@ -119,23 +120,10 @@ class RankGrid:
         groups = (self.group_of(rank, *axes) for rank in range(self.size))
         return [group for rank, group in enumerate(groups) if group[0] == rank]
 
-    def split(self, axis: str, inner: str, size: int) -> RankGrid:
-        """The same ranks with ``axis`` cut: its runs of ``size`` ranks become an axis ``inner``.
-
-        Raises:
-            ValueError: no such axis, or its size is not divisible by ``size``.
-        """
-        self._require((axis,))
-        whole = dict(self.axes)[axis]
-        if size < 1 or whole % size:
-            raise ValueError(f"axis {axis!r} of size {whole} cannot be cut into runs of {size}")
-        axes: list[tuple[str, int]] = []
-        for name, length in self.axes:
-            axes += [(axis, whole // size), (inner, size)] if name == axis else [(name, length)]
-        return RankGrid(tuple(axes))
-
     def group_of(self, rank: int, *axes: str) -> list[int]:
-        """The ranks of the group along ``axes`` that ``rank`` is in; costs that group only.
+        """The ranks of the group along ``axes`` that contains ``rank``, ascending.
+
+        Other groups are not computed.
 
         Raises:
             ValueError: ``rank`` is not in the grid, or no such axis.
@@ -147,6 +135,30 @@ class RankGrid:
             positions = range(size) if name in axes else (at[name],)
             ranks = [each * size + position for each in ranks for position in positions]
         return ranks
+
+    def run_of(self, rank: int, size: int, *axes: str) -> list[int]:
+        """Cut the group along ``axes`` into runs of ``size`` ranks; the run that contains ``rank``.
+
+        Args:
+            rank: a rank of the grid.
+            size: the number of ranks in each run.
+            axes: the order in which the group's ranks are counted: the last axis varies fastest.
+
+        Returns:
+            The run's ranks, in the order in which they were counted.
+
+        Raises:
+            ValueError: no such axis, or ``size`` does not divide the group.
+        """
+        self._require(axes)
+        at, lengths = self.coordinates(rank), dict(self.axes)
+        positions = itertools.product(*(range(lengths[axis]) for axis in axes))
+        counted = [self.rank(at | dict(zip(axes, each, strict=True))) for each in positions]
+        if size < 1 or len(counted) % size:
+            group = f"a group of {len(counted)} along {' x '.join(axes)}"
+            raise ValueError(f"{group} cannot be cut into runs of {size}")
+        begin = counted.index(rank) // size * size
+        return counted[begin : begin + size]
 
     def _require(self, axes: tuple[str, ...]) -> None:
         unknown = set(axes) - set(self.names)

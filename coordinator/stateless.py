@@ -1,10 +1,10 @@
-"""Groups over a store alone: no default process group, made and remade while processes live.
+"""Groups that need only a store: no default process group, and members may come and go.
 
-A `StatelessGroupCoordinator` is a group like any other. To grow or shrink, those who stay
-call `resized` and those who come construct one, with the same ranks and name; the old group
-goes on until it is closed. Nobody else takes part.
+A `StatelessGroupCoordinator` is a group like any other. To grow or shrink it, the members that stay
+call `resized` and the new ones construct one, with the same ranks and name; the old group works
+until it is closed. Only the members of the new group take part.
 
-`StatelessProcessGroup` speaks vLLM's dialect for swapping objects and small tensors.
+`StatelessProcessGroup` has vLLM's interface for exchanging objects and small tensors.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
-from coordinator.bootstrap import DEFAULT_TIMEOUT, Launch, own_address
-from coordinator.exchange import Exchange
 from coordinator.group import GroupCoordinator, own_group
-from coordinator.link import Settings, alone, connect
-from coordinator.topology import Topology
-from coordinator.torch_groups import SocketChoice
+from coordinator.setup.addresses import own_address
+from coordinator.setup.bootstrap import DEFAULT_TIMEOUT, Launch
+from coordinator.setup.exchange import Exchange
+from coordinator.setup.link import alone, connect
+from coordinator.setup.settings import Settings
+from coordinator.setup.topology import Topology
+from coordinator.setup.torch_groups import SocketChoice
+from coordinator.stores.secret import launcher_secret
 from device_comm import ReduceOp
 from shm_broadcast import Deadline
 
@@ -44,20 +47,22 @@ class StatelessGroupCoordinator(GroupCoordinator):
         global_rank: int = 0,
         *,
         timeout: float | None = DEFAULT_TIMEOUT,
+        secret: bytes | None = None,
     ) -> None:
         """Build the group that ``global_rank`` is in.
 
         Args:
-            group_ranks: global ranks of all groups of this kind.
+            group_ranks: global ranks of all groups of this kind; this process is in one.
             local_rank: this process's number on its node; chooses its GPU.
-            torch_distributed_backend: ``"gloo"``, ``"nccl"``; None: what fits this machine.
+            torch_distributed_backend: ``"gloo"`` or ``"nccl"``; None: NCCL if there is a GPU.
             use_device_communicator: as for `GroupCoordinator`.
-            coord_store: where the members meet; it outlives the group's set-up.
+            coord_store: the store in which the members meet; it must outlive the group.
             use_message_queue_broadcaster: as for `GroupCoordinator`.
-            group_name: for errors and status; with ``group_ranks`` it names the group.
-            host: a host that all members reach: gloo listens on the way to it.
-            global_rank: this process's.
+            group_name: for errors and status. Members meet by this name and ``group_ranks``.
+            host: a host that all members reach: gloo listens at the address on the route to it.
+            global_rank: this process's global rank.
             timeout: seconds for set-up; None: for ever.
+            secret: as for `GroupCoordinator`.
 
         Collective: yes, every member of this process's group.
 
@@ -76,6 +81,7 @@ class StatelessGroupCoordinator(GroupCoordinator):
             local_rank,
             sockets,
             torch_only=not use_device_communicator,
+            secret=launcher_secret(secret),
         )
         if len(ranks) == 1:
             self._adopt(alone(name, global_rank, settings))
@@ -90,18 +96,21 @@ class StatelessGroupCoordinator(GroupCoordinator):
         )
         self._adopt(connect(exchange, ranks, settings))
         if use_message_queue_broadcaster:
-            self.mq_broadcaster = self.create_mq_broadcaster()
+            self.start_broadcaster()
 
     def resized(
         self, group_ranks: Sequence[Sequence[int]], *, timeout: float | None = DEFAULT_TIMEOUT
     ) -> Self:
-        """A new group of other members, this one among them; this one stays as it is.
+        """A new group with other members, of which this process is one; this group stays usable.
 
         Args:
-            group_ranks: as for the constructor, which the members that join call.
+            group_ranks: as for the constructor, which the new members call.
             timeout: seconds for set-up; None: for ever.
 
         Collective: yes, every member of the new group.
+
+        Raises:
+            What the constructor raises.
         """
         device_communicator, queue = self._uses
         return type(self)(
@@ -115,16 +124,19 @@ class StatelessGroupCoordinator(GroupCoordinator):
             self._host,
             self.rank,
             timeout=timeout,
+            secret=self._link.settings.secret,
         )
 
 
 class StatelessProcessGroup:
-    """Objects and small CPU tensors between processes that meet at a host and port.
+    """Exchanges objects and CPU tensors between processes that meet at a host and port.
+
+    Ranks are ranks in this group. One thread at a time.
 
     Attributes:
         rank: this process's rank.
-        world_size: how many processes.
-        group: all of them, with every verb.
+        world_size: the number of processes.
+        group: the underlying group, with all operations.
     """
 
     def __init__(self, group: GroupCoordinator, closing: ExitStack) -> None:
@@ -144,16 +156,18 @@ class StatelessProcessGroup:
         store: Store | None = None,
         *,
         timeout: float | None = DEFAULT_TIMEOUT,
-    ) -> StatelessProcessGroup:
+        secret: bytes | None = None,
+    ) -> Self:
         """Meet the others at the store that rank 0 hosts, or in a given one.
 
         Args:
             host: the address of rank 0's host.
             port: the port that rank 0 binds.
             rank: this process's rank among those that meet there.
-            world_size: how many processes.
-            store: meet in this one instead.
+            world_size: the number of processes.
+            store: a store to meet in instead.
             timeout: seconds to wait for all of them; None: for ever.
+            secret: as for `GroupCoordinator`.
 
         Collective: yes, all of them.
 
@@ -162,7 +176,7 @@ class StatelessProcessGroup:
         """
         deadline = Deadline.after(timeout)
         with ExitStack() as undo:
-            launch = Launch(rank, world_size, 0, host, port)
+            launch = Launch(rank, world_size, 0, host, port, secret=launcher_secret(secret))
             topology = Topology.meet(launch, undo, store=store, backend="gloo", timeout=deadline)
             group = topology.group("stateless", list(range(world_size)), deadline)
             undo.enter_context(group)
@@ -177,17 +191,17 @@ class StatelessProcessGroup:
         return self.group.recv_object(src)
 
     def broadcast_obj(self, obj: Any | None, src: int) -> Any:
-        """The object of ``src``. Collective: yes, every process."""
+        """Return the object of rank ``src``. Collective: yes, every process."""
         return self.group.broadcast_object(obj, src)
 
     def all_gather_obj(self, obj: Any) -> list[Any]:
         """Every process's object, by rank. Collective: yes, every process."""
-        return self.group.all_gather_object(obj)  # type: ignore[no-any-return]
+        return self.group.all_gather_object(obj)
 
     def broadcast(self, tensor: Tensor | None, src: int) -> Tensor:
-        """The tensor of ``src``; the others need not know its shape.
+        """Return the tensor of rank ``src``, of any shape and dtype; others may pass None.
 
-        Collective: yes, every process. ``src`` gets its own back.
+        Collective: yes, every process. ``src`` gets its own tensor back, not a copy.
         """
         found = self.group.broadcast_tensor_dict({"tensor": tensor}, src)
         return found["tensor"]  # type: ignore[no-any-return]
@@ -197,22 +211,28 @@ class StatelessProcessGroup:
         self.group.send(tensor, dst)
 
     def recv(self, tensor: Tensor, src: int) -> Tensor:
-        """Fill ``tensor`` with what ``src`` sends, of its shape and dtype; returns it.
+        """Fill ``tensor`` with what ``src`` sends, of the same shape and dtype; returns it.
 
         Collective: no, the two processes.
         """
         return self.group.recv(src=src, out=tensor)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> Tensor:
-        """The reduction of every process's tensor. Collective: yes, every process."""
-        return self.group.all_reduce(tensor, op=op)  # type: ignore[no-any-return]
+        """The elementwise reduction of all processes' tensors, as a new tensor.
+
+        ``tensor`` has the same shape and dtype on all. Collective: yes, every process.
+        """
+        return self.group.all_reduce(tensor, op=op)
 
     def barrier(self, timeout: float = 30.0) -> None:
-        """Return once every process has come here. Collective: yes, every process."""
+        """Wait until every process has called this; ``timeout`` in seconds.
+
+        Collective: yes, every process.
+        """
         self.group.barrier(timeout=timeout)
 
     def close(self) -> None:
-        """Give everything back; the second time does nothing. Collective: no."""
+        """Close the group and the connections; idempotent. Collective: no."""
         self._closing.close()
 
     def __enter__(self) -> Self:

@@ -1,235 +1,257 @@
-"""What is under every communicator: who I am, lifecycle, and how an operation is run."""
+"""The interface of backends, which move tensors between the ranks of a group.
+
+A backend subclasses `Backend` and defines `Backend.start` for the verbs in its capabilities; the
+other methods have defaults. A backend that changes how another one works, such as
+`device_comm.wrappers.host_staging`, is a `device_comm.wrappers.wrapper.Wrapper`.
+
+What `Backend.start` may rely on
+    - There are two ranks or more: communicators handle a single rank themselves.
+    - Every tensor is contiguous, on the backend's device, without autograd history or lazy
+      conjugation. Its shape has no meaning, only the order of its elements; sizes are numbers of
+      elements. Arguments are valid. Reductions are defined for the dtype. No collective with
+      equal sizes is empty; single entries of explicit sizes may be 0.
+    - The group is neither closed nor aborted, and the operation was stamped on the watch.
+
+What `Backend.start` must do
+    - Return None if the operation is done (with ``capabilities.stream_ordered``: queued on the
+      current stream), or else a `Pending`. With ``operation.background`` the caller does not
+      wait: return a `Pending` without blocking, if possible.
+    - When it is done, the output holds the result and the caller may overwrite the source.
+    - Wait only by ``self.watch.wait(...)`` or equivalent: until ``operation.deadline``, and
+      raise on an abort or a lost peer. Raise only this project's errors.
+    - Match operations across ranks in the order in which they are started; ``send`` and ``recv``
+      in the order per pair of ranks and direction.
+"""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
+from device_comm.begun import Begun
 from device_comm.choice import Choice, Explanation
-from device_comm.primitives import Call, Capabilities, Primitives
-from device_comm.watch import LoneWatch, Watch
-from device_comm.work import Work
+from device_comm.operation import ALL_VERBS
+from device_comm.watch import LoneWatch
 from shm_broadcast.deadline import Deadline
-from shm_broadcast.errors import CoordinatorError, GroupAbortedError, GroupClosedError
+from shm_broadcast.errors import GroupAbortedError, GroupClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from types import TracebackType
-    from typing import Self
+    from collections.abc import Sequence
 
     from torch import Tensor
 
+    from device_comm.operation import Operation
+    from device_comm.reduce_op import ReduceOp
+    from device_comm.watch import Watch
     from device_comm.work import Pending
+    from shm_broadcast.errors import CoordinatorError
 
 
-class Backend(Primitives):
-    """One rank's end of a group that moves tensors on one device. One thread at a time."""
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend offers.
 
-    def __init__(
-        self,
-        *,
+    Attributes:
+        backend: its name: ``"gloo"``, ``"shm"``, ``"loopback"``, ...
+        verbs: the verbs that it offers; others raise `NotImplementedError`.
+        identical: whether reductions are bitwise identical on all ranks.
+        stream_ordered: whether a call returns when the work is queued on the current CUDA stream;
+            otherwise it returns when the result is there.
+        detects_divergence: whether ranks that call different operations get `DivergenceError`.
+        detects_loss: whether the end of a peer's process is noticed before the deadline.
+        sends_ahead: whether a send can be done before its recv is called: it copies the tensor,
+            up to a limit.
+        overlaps: whether operations that are started together take less time than in sequence.
+        reductions: the pairs of reduction and dtype that it supports; others raise
+            `NotImplementedError`. None: all that `check_reduction` accepts.
+    """
+
+    backend: str
+    verbs: frozenset[str] = ALL_VERBS
+    identical: bool = True
+    stream_ordered: bool = False
+    detects_divergence: bool = False
+    detects_loss: bool = False
+    sends_ahead: bool = False
+    overlaps: bool = True
+    reductions: frozenset[tuple[ReduceOp, torch.dtype]] | None = None
+
+    def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:
+        """Whether it supports ``op`` on ``dtype``, a pair that `check_reduction` accepts."""
+        return self.reductions is None or (op, dtype) in self.reductions
+
+
+@dataclass(frozen=True)
+class Identity:
+    """This process's rank in its group, and the group's common properties. Make it with `of`.
+
+    Attributes:
+        rank: this process's rank in the group.
+        world_size: the number of ranks.
+        device: the device of the tensors.
+        name: the group's name, for errors and status.
+        timeout: the default seconds that a call may take; None: for ever.
+        watch: the group's board, or a `LoneWatch`.
+        members: each rank's member number on the watch.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    name: str
+    timeout: float | None
+    watch: Watch
+    members: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
         rank: int,
         world_size: int,
-        device: torch.device | str,
-        capabilities: Capabilities,
+        device: torch.device | str = "cpu",
+        *,
         name: str = "group",
         timeout: float | None = 60.0,
         watch: Watch | None = None,
         members: Sequence[int] | None = None,
-    ) -> None:
-        """Set up what is common. Collective: no.
+    ) -> Self:
+        """Check the arguments and fill in the defaults.
 
         Args:
-            rank: this process's rank in the group.
-            world_size: how many ranks the group has.
-            device: where the tensors are.
-            capabilities: what the backend offers.
-            name: the group's name, for errors and status.
-            timeout: seconds that a call allows unless it says otherwise; None: for ever.
-            watch: the board of the group; None: deadlines only, peers are not seen.
-            members: the board's member number of each rank; None: the rank itself.
+            rank: see the attribute.
+            world_size: see the attribute.
+            device: see the attribute; ``"cuda"`` is the current device.
+            name: see the attribute.
+            timeout: see the attribute.
+            watch: the group's board; None: a `LoneWatch`, which does not see the peers.
+            members: see the attribute; None: a rank's member number is the rank.
+
+        Raises:
+            ValueError: the arguments contradict each other.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not a rank of a group of {world_size}")
-        self.members = tuple(range(world_size)) if members is None else tuple(members)
-        if len(self.members) != world_size:
-            raise ValueError(f"{len(self.members)} members for a group of {world_size}")
+        members = tuple(range(world_size)) if members is None else tuple(members)
+        if len(members) != world_size:
+            raise ValueError(f"{len(members)} members for a group of {world_size}")
         device = torch.device(device)
         if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        self.rank = rank
-        self.world_size = world_size
-        self.device = device
-        self.capabilities = capabilities
-        self.name = name
-        self.timeout = Deadline.after(timeout).timeout
-        self.watch: Watch = LoneWatch(rank) if watch is None else watch
-        self.peers = tuple(member for r, member in enumerate(self.members) if r != rank)
-        self._closed = False
-        self._operations = {verb: f"{name} {verb}" for verb in capabilities.verbs}
-
-    # --- lifecycle -----------------------------------------------------------------------
+        seconds = Deadline.after(timeout).timeout
+        watch = LoneWatch(rank) if watch is None else watch
+        return cls(rank, world_size, device, name, seconds, watch, members)
 
     @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
+    def peers(self) -> tuple[int, ...]:
+        """The member numbers of all other ranks."""
+        return tuple(member for rank, member in enumerate(self.members) if rank != self.rank)
 
-    def flush(self, timeout: float | Deadline | None = None) -> None:
-        """Return once all that was sent ahead of its receivers has arrived. Collective: no.
+    def operation(self, verb: str) -> str:
+        """The name of an operation of the group, for the board and errors."""
+        return f"{self.name} {verb}"
 
-        Args:
-            timeout: seconds; None: the communicator's.
+
+class Shortcut(Protocol):
+    """A faster path for simple calls, which skips the communicator's checks and `Backend.start`.
+
+    Both methods return NotImplemented, without having done anything, for every call that is not
+    simple, and for wrong arguments: the communicator then takes the normal path.
+    """
+
+    def collective(self, verb: str, timeout: float | Deadline | None, *arguments: Any) -> Any:
+        """The result of ``verb``; ``arguments`` in the order of its signature, but ``out`` last."""
+
+    def message(self, verb: str, timeout: float | Deadline | None, x: Tensor, peer: int) -> Any:
+        """Carry out ``send`` or ``recv`` of ``x``; None when it is done."""
+
+
+class Backend(ABC):
+    """One rank's end of a group that moves tensors on one device. One thread at a time.
+
+    Attributes:
+        identity: this rank and its group; its fields are attributes of the backend as well.
+        capabilities: what the backend offers.
+        shortcut: a faster path for simple calls, while there is one. A wrapper has none, because
+            the shortcut would bypass the wrapper's `start`.
+        begun: counts the operations begun in a pool's call, for comparing the ranks.
+        closed: whether `close` was called.
+    """
+
+    shortcut: Shortcut | None = None
+
+    def __init__(self, identity: Identity, capabilities: Capabilities) -> None:
+        """Set the common attributes. Collective: no."""
+        self.identity = identity
+        self.capabilities = capabilities
+        self.rank = identity.rank
+        self.world_size = identity.world_size
+        self.device = identity.device
+        self.name = identity.name
+        self.timeout = identity.timeout
+        self.watch = identity.watch
+        self.members = identity.members
+        self.peers = identity.peers
+        self.begun = Begun(identity.world_size)
+        self.closed = False
+        self._closing = ExitStack()
+
+    @abstractmethod
+    def start(self, operation: Operation) -> Pending | None:
+        """Start an operation. The module's docstring has the contract."""
+
+    def flush(self, deadline: Deadline) -> None:  # noqa: B027 - most have nothing under way
+        """Wait until the receivers have taken all tensors that were sent ahead.
 
         Raises:
-            GroupTimeoutError: it has not; it is still on its way.
+            GroupTimeoutError: some are still under way at the deadline.
         """
 
-    def close(self) -> None:
-        """Give everything back; again does nothing. The watch stays. Collective: no.
+    def goes_ahead(self, peer: int, size: int) -> bool:  # noqa: ARG002 - some depend on them
+        """Whether a send of ``size`` bytes to ``peer`` would be done before its recv is called."""
+        return self.capabilities.sends_ahead or self.capabilities.stream_ordered
 
-        Calls of this rank raise `GroupClosedError` from then on.
-        """
-        if not self._closed:
-            self._closed = True
-            self._close()
-
-    def abort(self, error: BaseException | str, culprit: int | None = None) -> None:
-        """Make every call of every member raise `GroupAbortedError`. Collective: no.
-
-        Without a board only this process notices.
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None = None) -> Tensor:
+        """A new contiguous tensor on the device, with undefined content, for a result.
 
         Args:
-            error: why.
-            culprit: the rank in the group that it is about; None: this one.
+            shape: the tensor's shape.
+            dtype: the tensor's dtype.
+            like: a tensor of that dtype on the device, if there is one: it makes this faster.
         """
-        self.watch.abort(error, None if culprit is None else self.members[culprit])
-        self._discard()
+        if like is None:
+            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        if like.shape == shape:
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
+        return like.new_empty(shape)
 
     def explain(self) -> Explanation:
-        """What carries out each verb, by size, and why. Collective: no."""
+        """Which backend carries out each verb, by size, and why. Collective: no."""
         only = self.capabilities.backend
         choices = [Choice(verb, -1, None, only) for verb in sorted(self.capabilities.verbs)]
         return Explanation(self.name, tuple(choices))
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A new contiguous tensor on ``device`` of any content, for something to be received.
-
-        Large ones may lie in memory that was used before, which is faster than fresh pages.
-        Collective: no.
-        """
-        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
-
-    @contextmanager
-    def graph_capture(self) -> Iterator[None]:
-        """Capture CUDA graphs with operations of this communicator in this context.
+    def graph_capture(self) -> AbstractContextManager[None]:
+        """A context in which CUDA graphs with operations of this backend may be captured.
 
         Collective: yes, every member.
         """
-        yield
+        return nullcontext()
 
-    def __enter__(self) -> Self:
-        return self
+    def discard(self) -> None:  # noqa: B027 - most have nothing that may be stuck
+        """Called when the group was aborted: give up what may be stuck, and never use it again."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def fail(self, error: CoordinatorError) -> None:
+        """Abort the group with ``error``, unless it is aborted or closed already."""
+        if not isinstance(error, (GroupAbortedError, GroupClosedError)):
+            self.watch.abort(error)
+        self.discard()
 
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else "aborted" if self.watch.aborted else "open"
-        return (
-            f"<{type(self).__name__} {self.name!r} rank {self.rank} of {self.world_size} "
-            f"on {self.device}, {self.capabilities.backend}, {state}>"
-        )
-
-    def _close(self) -> None:
-        """Backend: give back what it holds. Called once."""
-
-    def _discard(self) -> None:
-        """Backend: the group was aborted; what may be stuck is never used again."""
-
-    # --- running an operation ------------------------------------------------------------
-
-    def _run(
-        self,
-        verb: str,
-        primitive: Callable[[Call], Pending | None],
-        result: Any,
-        finish: Callable[[], Any] | None = None,
-        *,
-        async_op: bool = False,
-        timeout: float | Deadline | None = None,
-        keep: object = None,
-    ) -> Any:
-        """Run ``primitive``; return ``result``, or what ``finish`` makes of it, or a `Work`.
-
-        An operation that fails midway, or is given up at its deadline, leaves the ranks out
-        of step: the error is reported, so that every member stops.
-        """
-        seconds = self.timeout if timeout is None else Deadline.after(timeout)
-        operation = self._enter(verb)
-        call = Call(verb, operation, seconds, async_op)
-        try:
-            pending = self._launch(primitive, call)
-            if async_op:
-                allowed = seconds.timeout if isinstance(seconds, Deadline) else seconds
-                return Work(result, pending, finish, allowed, keep, self._fail)
-            if pending is not None:
-                pending.wait(call.deadline)
-        except CoordinatorError as error:
-            self._fail(error)
-            raise
-        finally:
-            self.watch.idle()
-        return result if finish is None else finish()
-
-    def _fail(self, error: CoordinatorError) -> None:
-        if isinstance(error, (GroupAbortedError, GroupClosedError)):
-            self._discard()
-        else:
-            self.abort(error)
-
-    def _skip(self, verb: str, result: Any, async_op: bool) -> Any:
-        """Return ``result`` of an operation in which nothing has to move."""
-        self._enter(verb)
-        self.watch.idle()
-        return Work(result) if async_op else result
-
-    def _identity(self, verb: str, x: Tensor, out: Tensor | None, async_op: bool) -> Any:
-        """What every verb is in a group of one: ``x`` itself, or its copy in ``out``."""
-        if out is not None and out is not x:
-            out.detach().copy_(x)
-        return self._skip(verb, x if out is None else out, async_op)
-
-    def _enter(self, verb: str) -> str:
-        operation = self._operations.get(verb)
-        if operation is None:
-            raise NotImplementedError(f"{self.name}: {self.capabilities.backend} has no {verb}")
-        if self._closed:
-            raise GroupClosedError(f"{operation}: this communicator was closed")
-        self.watch.check(operation)
-        self.watch.stamp(operation)
-        return operation
-
-    def _empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Backend: a new contiguous tensor of ``shape``, of the dtype of ``like``.
-
-        It holds a result, or what is on its way to one.
-        """
-        if like.shape == shape:  # this way is twice as fast
-            return torch.empty_like(like, memory_format=torch.contiguous_format)
-        return like.new_empty(shape)
-
-    def _launch(self, primitive: Callable[[Call], Pending | None], call: Call) -> Pending | None:
-        """Backend: start ``primitive(call)``, here and now unless it knows better.
-
-        The one place to put operations in order: behind those still under way, on a
-        progress thread, or on a stream of their own.
-        """
-        return primitive(call)
+    def close(self) -> None:
+        """Release everything except the watch; idempotent. Collective: no."""
+        if not self.closed:
+            self.closed = True
+            self._closing.close()

@@ -1,4 +1,4 @@
-"""Which backend carries out what, and why: what `explain` tells."""
+"""The result of `explain`: which backend carries out which operation, and why."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What carries out one verb, for a range of sizes.
+    """The backend that carries out one verb, for a range of sizes.
 
     Attributes:
         verb: one of `device_comm.ALL_VERBS`.
-        above: the range begins above so many bytes of the whole tensor; -1: at nothing.
-        up_to: its end, included; None: there is none.
-        backend: what was chosen.
-        reason: why.
-        refused: each other candidate, with the reason why it was not.
+        above: the range's lower end, exclusive, in bytes of the whole tensor; -1: none.
+        up_to: the range's upper end, inclusive; None: none.
+        backend: the backend's name.
+        reason: why it was chosen.
+        refused: each other candidate, with the reason why it was not chosen.
     """
 
     verb: str
@@ -29,7 +29,7 @@ class Choice:
 
     @property
     def sizes(self) -> str:
-        """The range, for people."""
+        """The range as text."""
         if self.up_to is None:
             return "any size" if self.above < 0 else f"above {in_bytes(self.above)}"
         low = "" if self.above < 0 else f"{in_bytes(self.above)} to "
@@ -38,12 +38,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All choices of a group; ``str()`` is a table for people.
+    """All choices of a group; ``str()`` gives a readable table.
 
     Attributes:
-        group: its name.
-        choices: by verb, then by size.
-        refused: what is used for none of them, or not in full, with the reason.
+        group: the group's name.
+        choices: the choices, by verb, then by size.
+        refused: backends, or parts of them, that are not used at all, with the reason.
     """
 
     group: str
@@ -51,10 +51,10 @@ class Explanation:
     refused: tuple[tuple[str, str], ...] = ()
 
     def backend(self, verb: str, size: int) -> str:
-        """What carries out ``verb`` on a tensor of ``size`` bytes.
+        """The backend for ``verb`` on a tensor of ``size`` bytes.
 
         Raises:
-            KeyError: nothing does.
+            KeyError: no backend offers ``verb``.
         """
         for choice in self.choices:
             if choice.verb == verb and choice.above < size <= (
@@ -76,7 +76,7 @@ class Explanation:
 
 
 def in_bytes(size: int) -> str:
-    """``size`` for people, exactly: such as ``64 KiB`` or ``1025 B``."""
+    """``size`` as text, not rounded: such as ``64 KiB`` or ``1025 B``."""
     for unit, scale in _UNITS:
         if size >= scale and size % scale == 0:
             return f"{size // scale} {unit}"

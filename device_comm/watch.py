@@ -1,8 +1,7 @@
-"""What a communicator needs of whoever watches its group: `shm_broadcast.Board`, or nobody.
+"""The part of a board that communicators use, and a stand-in for a group without a board.
 
-`Watch` lists the part of the board's interface that communicators use. `LoneWatch` has the
-same shape for a communicator without a board: it sees its own process only, so it knows
-deadlines and its own aborts, and nothing about its peers.
+`Watch` is the interface, which `shm_broadcast.Board` offers. `LoneWatch` is for a communicator
+without a board: it knows deadlines and this process's own aborts, but nothing about its peers.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS
-from shm_broadcast.errors import Failure, GroupAbortedError
+from shm_broadcast.errors import Failure, GroupAbortedError, MemberStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from shm_broadcast.deadline import Deadline
 
 _SLICE = 0.02
-"""The longest sleep between two looks at the deadline."""
+"""The longest sleep between two calls of ``ready``, in seconds."""
 
 
 class Watch(Protocol):
@@ -28,23 +27,35 @@ class Watch(Protocol):
 
     @property
     def member(self) -> int | None:
-        """This process's number among the members."""
+        """This process's member number."""
 
     @property
     def aborted(self) -> Failure | None:
-        """The first failure that was reported, if any."""
+        """The first failure that was reported; None if the group was not aborted."""
 
     def stamp(self, operation: str) -> int:
-        """Say that ``operation`` begins here."""
+        """Note that this member begins ``operation``; returns the operation's number."""
+
+    def in_collective(self, number: int) -> None:
+        """Note the number of the group's collective, for `MemberStatus.collective`."""
+
+    def member_status(self, member: int) -> MemberStatus:
+        """What ``member`` was last seen doing."""
+
+    def catch_up(self) -> None:
+        """Update what is known of members on other hosts, before their status is read."""
 
     def idle(self) -> None:
-        """Say that it has ended."""
+        """Note that this member's operation has ended."""
 
     def check(self, operation: str) -> None:
         """Raise `GroupAbortedError` if the group was aborted."""
 
     def abort(self, error: BaseException | str, culprit: int | None = None) -> None:
-        """Report a failure; everyone who waits raises."""
+        """Report a failure: every waiting member raises `GroupAbortedError`.
+
+        ``culprit`` is the member number that the failure is about; None: this member's.
+        """
 
     def wait(
         self,
@@ -56,14 +67,30 @@ class Watch(Protocol):
         poll: float | None = None,
         spin: float = DEFAULT_SPIN_SECONDS,
     ) -> None:
-        """Return once ``ready()``; raise on deadline, abort or a lost peer."""
+        """Wait until ``ready()``; raise on the deadline, an abort, or a lost peer.
+
+        Args:
+            ready: the condition.
+            deadline: when to give up.
+            operation: the operation's name, for errors.
+            peers: the member numbers that are waited for.
+            poll: seconds between two calls of ``ready`` at most, if nobody rings.
+            spin: seconds to spin before sleeping.
+        """
 
     def ring(self, member: int) -> None:
-        """Wake ``member`` if it waits."""
+        """Wake ``member`` if it sleeps in `wait`."""
+
+    def suspect(self, members: Iterable[int]) -> float:
+        """Note that a connection with one of ``members`` broke.
+
+        Returns:
+            How many seconds it takes at most until `wait` for them raises, if one has gone.
+        """
 
 
 class LoneWatch:
-    """A watch over nobody but this process."""
+    """A `Watch` without a board: it sees only this process."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -77,23 +104,33 @@ class LoneWatch:
 
     @property
     def aborted(self) -> Failure | None:
-        """The failure that this process reported, if any."""
+        """The failure that this process reported; None if it reported none."""
         return self._failure
 
-    def stamp(self, operation: str) -> int:  # noqa: ARG002 - nobody reads it
-        """Nobody looks."""
+    def stamp(self, operation: str) -> int:  # noqa: ARG002 - no other process reads it
+        """Do nothing: no other process reads it."""
         return 0
 
+    def in_collective(self, number: int) -> None:
+        """Do nothing: no other process reads it."""
+
+    def member_status(self, member: int) -> MemberStatus:
+        """Always ``"absent"``: other processes are not seen."""
+        return MemberStatus(member, 0, "absent")
+
+    def catch_up(self) -> None:
+        """Do nothing: other processes are not seen."""
+
     def idle(self) -> None:
-        """Nobody looks."""
+        """Do nothing: no other process reads it."""
 
     def check(self, operation: str) -> None:
-        """Raise `GroupAbortedError` if this process aborted."""
+        """Raise `GroupAbortedError` if this process has aborted the group."""
         if self._failure is not None:
             raise GroupAbortedError(operation, self._failure)
 
     def abort(self, error: BaseException | str, culprit: int | None = None) -> None:
-        """Remember the first failure and wake whoever waits in this process."""
+        """Keep the first failure and wake this process's waiting thread."""
         if self._failure is None:
             kind = "abort" if isinstance(error, str) else type(error).__name__
             about = self._rank if culprit is None else culprit
@@ -110,7 +147,7 @@ class LoneWatch:
         poll: float | None = None,
         spin: float = DEFAULT_SPIN_SECONDS,
     ) -> None:
-        """Return once ``ready()``; raise `GroupTimeoutError` or `GroupAbortedError`."""
+        """Wait until ``ready()``; raise `GroupTimeoutError` or `GroupAbortedError`."""
         spin_until = time.monotonic() + spin
         while not ready():
             self.check(operation)
@@ -122,5 +159,9 @@ class LoneWatch:
             self._bell.clear()
 
     def ring(self, member: int) -> None:  # noqa: ARG002 - there is only this one
-        """Wake whoever waits in this process."""
+        """Wake this process's waiting thread."""
         self._bell.set()
+
+    def suspect(self, members: Iterable[int]) -> float:  # noqa: ARG002 - nobody is seen
+        """0: other processes are not seen, so `wait` never raises because of them."""
+        return 0.0

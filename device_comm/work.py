@@ -1,6 +1,6 @@
 """Operations under way: what a backend hands back, and the handle that callers hold.
 
-`Pending` is the small thing a backend returns from a primitive that is not done yet;
+`Pending` is the small thing a backend returns of an operation that is not done yet;
 `Work` is what ``async_op=True`` returns to the caller.
 """
 
@@ -28,7 +28,7 @@ class Pending(Protocol):
     def ready(self) -> bool:
         """Whether `wait` would return or raise at once. Never blocks."""
 
-    def wait(self, deadline: Deadline) -> None:
+    def wait(self, deadline: Deadline) -> object:
         """Return once the operation is done.
 
         Raises:
@@ -57,6 +57,25 @@ def join(parts: Sequence[Pending | None]) -> Pending | None:
     """One `Pending` for those of ``parts`` that are not done; None if all are."""
     open_parts = [part for part in parts if part is not None]
     return Joined(open_parts) if open_parts else None
+
+
+class Followed:
+    """An operation, and a step that the first `wait` that succeeds takes behind it."""
+
+    def __init__(self, pending: Pending, step: Callable[[], object]) -> None:
+        self._pending = pending
+        self._step: Callable[[], object] | None = step
+
+    def ready(self) -> bool:
+        """Whether the operation is done."""
+        return self._pending.ready()
+
+    def wait(self, deadline: Deadline) -> None:
+        """Wait for the operation, and take the step if that has not been done."""
+        self._pending.wait(deadline)
+        if self._step is not None:
+            self._step()
+            self._step = None
 
 
 class Work(Generic[T]):
@@ -101,6 +120,9 @@ class Work(Generic[T]):
         """Whether `wait` would return or raise at once. Collective: no."""
         return self._pending is None or self._error is not None or self._pending.ready()
 
+    ready = is_completed
+    """Under this name a work is something that another one can wait for: a `Pending`."""
+
     def wait(self, timeout: float | Deadline | None = None) -> T:
         """Wait for the operation and return its result; again and again the same.
 
@@ -135,7 +157,7 @@ class Work(Generic[T]):
 
     def then(self, step: Callable[[T], S]) -> Work[S]:
         """A work of what ``step`` makes of this one's result, once that is waited for."""
-        work: Work[Any] = Work(None, _Whole(self), lambda: step(self.wait()), self._timeout)
+        work: Work[Any] = Work(None, self, lambda: step(self.wait()), self._timeout)
         return work
 
     def __await__(self) -> Generator[object, None, T]:
@@ -162,11 +184,3 @@ class Work(Generic[T]):
         else:
             state = "done" if self.is_completed() else "under way"
         return f"<{type(self).__name__} {state}>"
-
-
-class _Whole:
-    """A work as something that another work waits for."""
-
-    def __init__(self, work: Work[Any]) -> None:
-        self.ready = work.is_completed
-        self.wait = work.wait

@@ -1,16 +1,29 @@
-"""The worker pool and its service.
+"""The worker pool, its errors, and the names of the other packages that programs use most.
 
-Names are imported when they are used: the command line answers before torch is loaded.
+This folder is installed as the package ``group_coordinator``. A name is imported when it is first
+used, so ``import group_coordinator`` does not load torch.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from server.config import PoolConfig
-    from server.errors import (
+    from coordinator import GroupCoordinator, ParallelGroups, init
+    from shm_broadcast import (
+        CoordinatorError,
+        DivergenceError,
+        GroupAbortedError,
+        GroupClosedError,
+        GroupTimeoutError,
+        MessageQueue,
+        PeerLostError,
+        SharedMemoryError,
+    )
+
+    from .errors import (
+        CallDivergedError,
         CallRefusedError,
         CallTimeoutError,
         PoolClosedError,
@@ -18,26 +31,52 @@ if TYPE_CHECKING:
         WorkerLostError,
         WorkerStartError,
     )
-    from server.pool import WorkerPool
-    from server.worker import WorkerContext
+    from .pool import WorkerPool
+    from .pool_config import PoolConfig
+    from .worker import WorkerContext
 
 __all__ = [
+    "CallDivergedError",
     "CallRefusedError",
     "CallTimeoutError",
+    "CoordinatorError",
+    "DivergenceError",
+    "GroupAbortedError",
+    "GroupClosedError",
+    "GroupCoordinator",
+    "GroupTimeoutError",
+    "MessageQueue",
+    "ParallelGroups",
+    "PeerLostError",
     "PoolClosedError",
     "PoolConfig",
+    "SharedMemoryError",
     "WorkerContext",
     "WorkerError",
     "WorkerLostError",
     "WorkerPool",
     "WorkerStartError",
+    "init",
 ]
 
-_HOMES = {"PoolConfig": "config", "WorkerContext": "worker", "WorkerPool": "pool"}
+_HOMES: Final = {
+    ".pool_config": ("PoolConfig",),
+    ".errors": (
+        *("CallDivergedError", "CallRefusedError", "CallTimeoutError", "PoolClosedError"),
+        *("WorkerError", "WorkerLostError", "WorkerStartError"),
+    ),
+    ".pool": ("WorkerPool",),
+    ".worker": ("WorkerContext",),
+    "coordinator": ("GroupCoordinator", "ParallelGroups", "init"),
+    "shm_broadcast": (
+        *("CoordinatorError", "DivergenceError", "GroupAbortedError", "GroupClosedError"),
+        *("GroupTimeoutError", "MessageQueue", "PeerLostError", "SharedMemoryError"),
+    ),
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'server' has no attribute {name!r}")
-    home = importlib.import_module(f"server.{_HOMES.get(name, 'errors')}")
-    return getattr(home, name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(home, __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,9 @@
-"""The console script ``group-coordinator``: one file per command, exit statuses here.
+"""The console script ``group-coordinator``; its commands are the modules of `commands`.
 
-A command is a module with three functions: ``add_arguments(parser)``, ``prepare(args)``,
-which checks everything that can be checked before a process starts, and ``run(plan)``, which
-returns the exit status. What `prepare` refuses ends with status 2, what goes wrong in `run`
-with status 1, an interrupt with 130; each says why in one line on stderr.
+A command's module has three functions: ``add_arguments(parser)``; ``prepare(args)``, which checks
+everything that can be checked before a process starts; ``run(plan)``, which returns the exit
+status. An error in `prepare` ends with status 2, one in `run` with status 1, an interrupt with 130.
+An error is one line on stderr.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from server import demo, serve
 from shm_broadcast.errors import CoordinatorError
+
+from .commands import demo, serve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 class Command(Protocol):
-    """What a command's module offers."""
+    """The interface of a command's module."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options."""
+        """Add the command's options to ``parser``."""
 
     def prepare(self, args: argparse.Namespace) -> Any:
-        """Check them; return what `run` needs."""
+        """Check the options; return what `run` needs."""
 
     def run(self, plan: Any) -> int:
-        """Do it; return the exit status."""
+        """Carry out the command; return the exit status."""
 
 
 COMMANDS: dict[str, tuple[Command, str]] = {

@@ -1,26 +1,33 @@
-"""Everything that can go wrong with a pool of workers, on one screen.
+"""The errors of a pool of workers.
 
     CoordinatorError
     ├── WorkerError                         a worker's method raised; carries its traceback
-    ├── CallRefusedError                    what a worker's method raises to refuse a call in order
+    ├── CallRefusedError                    a worker's method raises it to refuse a call cleanly
+    ├── DivergenceError
+    │   └── CallDivergedError               ranks did not do the same in a call; names them
     ├── WorkerLostError (ConnectionError)   a worker's process ended; names rank, pid and signal
     ├── WorkerStartError                    a worker did not come up; the pool does not exist
     ├── GroupTimeoutError (TimeoutError)
     │   └── CallTimeoutError                a call's time passed; carries the stacks of the late
     ├── GroupClosedError
-    │   └── PoolClosedError                 you shut the pool down
-    └── QueueFullError                      too much waits already; try again later
+    │   └── PoolClosedError                 the pool was shut down
+    └── QueueFullError                      too many items wait already; try again later
 
-The first failure breaks a pool unless every rank answered and none left a group operation half
-done: all began equally many of them, or those that failed raised `CallRefusedError`. A broken pool
-raises that first failure again from every later call, with a note that says so.
+A failure breaks the pool unless every rank has answered and no group operation was left half done:
+in each group all members began the same operations, and received what was sent. A broken pool
+raises that failure again from every later call, with a note that says so.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from shm_broadcast.errors import CoordinatorError, GroupClosedError, GroupTimeoutError
+from shm_broadcast.errors import (
+    CoordinatorError,
+    DivergenceError,
+    GroupClosedError,
+    GroupTimeoutError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,15 +62,15 @@ class WorkerError(CoordinatorError):
 
 
 class CallRefusedError(CoordinatorError):
-    """Raised by a worker's method: this call cannot be done, and no rank waits for this one.
+    """A worker's method raises it to refuse a call while no other rank waits for this rank.
 
-    A method that raises it vouches that it has begun no group operation which another rank has not,
-    or that it has told the ranks that would wait. A stage of a pipeline tells the next one instead
-    of sending its result; that one tells the next, and raises this too. The pool then goes on, and
-    the caller gets the exception that this one was raised from.
+    The method must have told the ranks that would wait. A pipeline stage, say, sends word of it to
+    the next stage instead of its result; that stage sends it on, and raises this error too. The
+    caller gets the exception that it was raised from (``raise CallRefusedError from error``). The
+    pool goes on, as after every failure that leaves no group operation half done.
 
     Attributes:
-        rank: the global rank that refused, where this one passes its word on.
+        rank: the global rank that refused, if this rank only passes its word on; else ``None``.
     """
 
     def __init__(self, rank: int | None = None) -> None:
@@ -72,6 +79,40 @@ class CallRefusedError(CoordinatorError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rank,)
+
+
+class CallDivergedError(DivergenceError):
+    """Ranks began different group operations in a call: its results and all later ones are invalid.
+
+    Attributes:
+        number: the call's number, counted from 1.
+        method: the method that was called.
+        group: the name of the group in which two ranks differ.
+        ranks: the global ranks of the two.
+        did: what each of them began in the group, as text.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        method: str,
+        group: str,
+        ranks: tuple[int, int],
+        did: tuple[str, str],
+    ) -> None:
+        super().__init__(ranks[1], *did)
+        self.number = number
+        self.method = method
+        self.group = group
+        self.ranks = ranks
+        self.did = did
+        self.args = (
+            f"call {number} ({method}): in group {group}, rank {ranks[0]} {did[0]} where "
+            f"rank {ranks[1]} {did[1]}",
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.number, self.method, self.group, self.ranks, self.did)
 
 
 class WorkerLostError(CoordinatorError, ConnectionError):
@@ -98,7 +139,7 @@ class WorkerLostError(CoordinatorError, ConnectionError):
 
 
 class WorkerStartError(CoordinatorError):
-    """A worker did not come up, so the pool was not made; nothing of it is left.
+    """A worker did not start, so the pool was not made; all its processes have ended.
 
     Attributes:
         rank: the first worker that failed, or that was late.
@@ -119,10 +160,10 @@ class WorkerStartError(CoordinatorError):
 
 
 class CallTimeoutError(GroupTimeoutError):
-    """A call's time passed. The pool is intact; the late workers go on with the call.
+    """A call was not answered in time. The pool is intact; the late workers go on with the call.
 
     Attributes:
-        method: what was called.
+        method: the method that was called.
         stacks: the Python stack of each worker that had not answered, by rank.
     """
 
@@ -146,12 +187,12 @@ class CallTimeoutError(GroupTimeoutError):
 
 
 class QueueFullError(CoordinatorError):
-    """A request was refused at once: what waits already leaves no room for it.
+    """A request was refused at once: with it, too many items would wait.
 
     Attributes:
-        asked: items in the request.
-        waiting: items that wait.
-        limit: items that may wait.
+        asked: the number of items in the request.
+        waiting: the number of items that wait.
+        limit: the number of items that may wait.
     """
 
     def __init__(self, asked: int, waiting: int, limit: int) -> None:
@@ -169,11 +210,11 @@ class PoolClosedError(GroupClosedError):
 
 
 def again(error: BaseException, note: str = "") -> BaseException:
-    """A copy of ``error`` to raise once more, so that tracebacks do not pile up on one object.
+    """A copy of ``error`` to raise once more: raising one object again makes its traceback grow.
 
     Args:
-        error: an error; one that is not this project's is returned itself.
-        note: added to the copy.
+        error: the error; returned itself if it is not a `CoordinatorError`.
+        note: a note to add to the copy; ``""``: none.
     """
     if not isinstance(error, CoordinatorError):
         return error

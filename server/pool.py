@@ -1,4 +1,4 @@
-"""The worker pool: a class of yours on every rank of a tensor, pipeline and data parallel grid.
+"""The worker pool: runs a class of yours on every rank of a grid: tensor, pipeline, data parallel.
 
     class Adder:
         def __init__(self, context: WorkerContext, start: int) -> None:
@@ -10,16 +10,18 @@
     with WorkerPool(Adder, tp=2, worker_kwargs={"start": 40}) as pool:
         print(pool.call("total", 2))  # 84
 
-Workers are processes of their own; calls and replies go through shared memory.
+Each worker is a process; calls and replies go through shared memory.
 
 Guarantees
 - Every rank gets the same calls in the same order.
-- A worker's exception reaches the caller with its traceback, though other ranks still wait for that
-  rank. The pool goes on if every rank then answers and none left a group operation half done;
-  otherwise it breaks, with that failure.
-- A worker's death breaks the pool within a second, with an error that names it.
+- No call uses another call's data. If ranks begin different group operations in a call, the call
+  fails with an error that names two of them, and the pool breaks before the next answer.
+- A worker's exception reaches the caller with its traceback at once, even while other ranks wait
+  for that rank. The pool goes on if all ranks then answer and no group operation is left half done;
+  otherwise it breaks with that failure.
+- When a worker's process ends, the pool breaks within a second, with an error that names it.
 - A broken pool fails all its calls with the first failure, and ends its processes by itself.
-- When the driver ends, however it ends, the workers and what they have started end too.
+- When the driver ends, however it ends, the workers and all that they have started end too.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
-from server.calls import PendingCall
-from server.config import PoolConfig
-from server.crew import Crew
-from server.plan import Plan
-from server.reference import refuse_while_loading_main
-from shm_broadcast import Deadline, GroupTimeoutError
+from .calls.pending_call import PendingCall
+from .control.reference import refuse_while_loading_main
+from .driver.crew import Crew
+from .driver.pool_plan import PoolPlan
+from .errors import PoolClosedError
+from .pool_config import PoolConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,11 +45,11 @@ if TYPE_CHECKING:
     from shm_broadcast import CoordinatorError, MemberStatus
 
 _EXIT_SECONDS = 2.0
-"""For workers to leave when the interpreter exits, or a ``with`` block raises."""
+"""How long workers have to leave when the interpreter exits, or a ``with`` block raises."""
 
 
 class WorkerPool:
-    """Workers on all ranks of a grid, and calls to them. Any thread may call.
+    """Starts a worker on every rank of a grid, and calls their methods. Any thread may call.
 
     Rank layout: ``rank = (dp_rank * pp + pp_rank) * tp + tp_rank``.
     """
@@ -72,29 +74,30 @@ class WorkerPool:
         Args:
             worker: a class at the top level of a module, or ``"package.module:Class"``. It is built
                 on every rank as ``worker(context, **worker_kwargs)``; see
-                `server.worker.WorkerContext`.
-            tp: ranks that share each layer.
-            pp: stages of the pipeline.
-            dp: replicas.
-            worker_kwargs: picklable.
+                `worker.WorkerContext`.
+            tp: ranks that share each layer (tensor parallel).
+            pp: stages of the pipeline (pipeline parallel).
+            dp: replicas of the model (data parallel). Every call runs on all replicas, so `call`
+                and `submit`, which return one result, need ``dp=1``; `collective_rpc` returns all.
+            worker_kwargs: keyword arguments for the class; picklable.
             device: ``"cpu"``, ``"cuda"`` (the GPUs in turn) or one GPU for all, ``"cuda:0"``.
-            share_gpu: let several ranks share one GPU.
+            share_gpu: whether several ranks may share one GPU.
             launcher: ``"local"``: processes of this host.
-            start_timeout: seconds; ``None``: for ever.
-            on_progress: called ``(rank, done, total, what)`` when a worker reports progress: by the
-                constructor until the workers are ready, by a thread of the pool afterwards.
-            config: what can be tuned.
+            start_timeout: seconds for all workers to be ready; ``None``: for ever.
+            on_progress: called with ``(rank, done, total, what)`` when a worker reports progress:
+                in this thread until the workers are ready, in a thread of the pool afterwards.
+            config: further settings.
 
         Raises:
-            ValueError, TypeError: an argument is out of range, or cannot reach the workers.
-            WorkerStartError: a worker's ``__init__`` raised, or its process ended, or it was not
-                ready in time. Nothing of the pool is left.
+            ValueError, TypeError: an argument is out of range, or cannot be sent to the workers.
+            WorkerStartError: a worker's ``__init__`` raised, its process ended, or it was not ready
+                in time. All processes of the pool have ended.
             SharedMemoryError: too little memory is free.
         """
         refuse_while_loading_main()
         if launcher != "local":
             raise ValueError(f"launcher must be 'local'; got {launcher!r}")
-        self._plan = Plan.checked(
+        self._plan = PoolPlan.checked(
             worker,
             worker_kwargs,
             (tp, pp, dp),
@@ -105,11 +108,12 @@ class WorkerPool:
             config or PoolConfig(),
         )
         self._crew = Crew(self._plan)
-        self._at_exit = weakref.finalize(self, _stop_at_exit, self._crew, os.getpid())
+        self._owner = os.getpid()
+        self._at_exit = weakref.finalize(self, _stop_at_exit, self._crew, self._owner)
 
     @property
     def n_workers(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._plan.n_workers
 
     def collective_rpc(
@@ -124,71 +128,88 @@ class WorkerPool:
         """Call ``method`` on every rank and wait until all have answered.
 
         Args:
-            method: a method of the worker.
-            timeout: seconds; ``None``: for ever.
+            method: the name of a method of the worker.
+            timeout: seconds from now. ``None``: `PoolConfig.call_seconds`, counted from now or from
+                the last call that was answered, whichever is later. ``math.inf``: for ever.
             args: positional arguments; picklable.
             kwargs: keyword arguments; picklable.
             unique_reply_rank: the only rank whose result is wanted; the others' are not sent.
 
         Returns:
-            The results by rank, or the one that is wanted.
+            A list of the results by rank, or the result of ``unique_reply_rank``.
 
         Raises:
             WorkerError: the method raised on a rank.
+            CallDivergedError: ranks began different group operations in the call.
             WorkerLostError: a worker's process ended.
-            CallTimeoutError: not all have answered in time; says who has not, and their stacks.
-                The pool goes on, and so do they.
+            CallTimeoutError: not all ranks have answered in time; has the late ranks and their
+                stacks. The workers go on with the call, and the pool stays usable.
             PoolClosedError: the pool was shut down.
-            ValueError: there is no rank ``unique_reply_rank``.
+            ValueError: there is no rank ``unique_reply_rank``, or ``method`` begins with "_".
+            TypeError: an argument cannot be pickled.
         """
         if unique_reply_rank is not None and not 0 <= unique_reply_rank < self.n_workers:
             raise ValueError(
                 f"unique_reply_rank must be in 0..{self.n_workers - 1}; got {unique_reply_rank}"
             )
-        return self._call(method, args, kwargs or {}, unique_reply_rank, timeout)
+        return self._crew.call(
+            self._pending(method, args, kwargs or {}, unique_reply_rank, timeout)
+        )
 
     def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        """Call ``method`` on every rank; the result of the output rank.
+        """Call ``method`` on every rank; return the result of tp rank 0 of the last stage.
 
-        That is tp rank 0 of the last stage of replica 0. Otherwise as `collective_rpc`; a worker's
-        own keyword argument ``timeout`` has to go through that.
+        Otherwise as `collective_rpc`. ``timeout`` is the call's: a keyword argument of this name
+        can be passed to the method by `collective_rpc` only.
+
+        Raises:
+            ValueError: the pool has ``dp`` greater than 1.
+            What `collective_rpc` raises.
         """
-        return self._call(method, args, kwargs, self._plan.output_rank, timeout)
+        return self._crew.call(self._pending(method, args, kwargs, self._output_rank, timeout))
 
-    def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """As `call`, without waiting: calls are queued, and go to the workers in order.
+    def submit(
+        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Future[Any]:
+        """As `call`, without waiting: the call is queued, and sent to the workers in order.
 
-        At most `PoolConfig.in_flight` calls are with the workers at once; until then one can be
-        cancelled. Callbacks of the future run in a thread of the pool and must not wait for it.
+        Returns:
+            The future of the result. It fails with `CallTimeoutError` after ``timeout`` seconds,
+            counted as for `collective_rpc`. Its own ``result(timeout)`` raises `CallTimeoutError`
+            as well, but the call goes on then. It can be cancelled until the call is sent: at most
+            `PoolConfig.in_flight` calls are with the workers at once. Its callbacks run in a thread
+            of the pool and must not wait for the pool.
 
         Raises:
             What broke the pool, or `PoolClosedError`.
         """
-        return self._crew.dispatcher.submit(
-            self._pending(method, args, kwargs, self._plan.output_rank)
-        )
+        return self._crew.submit(self._pending(method, args, kwargs, self._output_rank, timeout))
 
     @property
     def failure(self) -> CoordinatorError | None:
-        """What broke the pool, or that it was shut down; ``None`` while it takes calls."""
+        """The error that broke the pool, or `PoolClosedError`; ``None`` while it takes calls."""
         return self._crew.failure
 
     def status(self) -> list[MemberStatus]:
-        """What every worker was last seen doing, by rank."""
+        """What every worker was last seen doing, by rank. Does not wait for the workers.
+
+        Raises:
+            PoolClosedError: the pool was shut down.
+        """
+        self._check_owner("status")
         return self._crew.status()
 
     def shutdown(self, timeout: float = 10.0) -> None:
-        """End the workers and wait until nothing is left of the pool. Idempotent.
+        """End the workers and wait until no process of the pool is left. Idempotent.
 
-        Calls that were accepted may finish within half of the time; then they fail with
-        `PoolClosedError`.
+        Calls that were accepted have half of ``timeout`` to finish; then they fail with
+        `PoolClosedError`. Does nothing in a process that was forked from the pool's.
 
         Args:
             timeout: seconds; workers that have not left by then are terminated, and killed after
                 `PoolConfig.kill_seconds` more.
         """
-        self._crew.stop(timeout, finish=True)
-        self._at_exit.detach()
+        self._stop(timeout, finish=True)
 
     def __enter__(self) -> Self:
         """Give the pool itself."""
@@ -199,30 +220,33 @@ class WorkerPool:
         if kind is None:
             self.shutdown()
         else:
-            self._crew.stop(_EXIT_SECONDS, finish=False)
-            self._at_exit.detach()
+            self._stop(_EXIT_SECONDS, finish=False)
 
     def __repr__(self) -> str:
         """Show the worker and the grid."""
         plan = self._plan
         return f"WorkerPool({plan.worker}, tp={plan.tp}, pp={plan.pp}, dp={plan.dp})"
 
-    def _call(
-        self,
-        method: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        reply_rank: int | None,
-        timeout: float | None,
-    ) -> Any:
-        call = self._pending(method, args, kwargs, reply_rank)
-        deadline = Deadline.after(timeout)
-        try:
-            return self._crew.dispatcher.call(call, deadline)
-        except GroupTimeoutError:
-            if call.done:
-                return call.result()
-            raise self._crew.late(call, timeout) from None
+    def _stop(self, timeout: float, finish: bool) -> None:
+        if os.getpid() == self._owner:
+            self._crew.stop(timeout, finish)
+            self._at_exit.detach()
+
+    @property
+    def _output_rank(self) -> int:
+        """The rank whose result `call` and `submit` return."""
+        if self._plan.dp > 1:
+            raise ValueError(
+                f"call and submit give one result, but each of dp={self._plan.dp} replicas "
+                "computes one: use collective_rpc, or a pool for each replica"
+            )
+        return self._plan.output_rank
+
+    def _check_owner(self, what: str) -> None:
+        if os.getpid() != self._owner:
+            raise PoolClosedError(
+                f"{what}: the pool belongs to process {self._owner}, from which this one was forked"
+            )
 
     def _pending(
         self,
@@ -230,10 +254,14 @@ class WorkerPool:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         reply_rank: int | None,
+        timeout: float | None,
     ) -> PendingCall:
         if not isinstance(method, str):
             raise TypeError(f"method must be the name of a worker's method; got {method!r}")
-        return PendingCall(method, args, kwargs, self.n_workers, reply_rank)
+        self._check_owner(method)
+        if method.startswith("_"):
+            raise ValueError(f"method {method!r} is private to the worker")
+        return PendingCall(method, args, kwargs, self.n_workers, reply_rank, timeout)
 
 
 def _stop_at_exit(crew: Crew, owner: int) -> None:

@@ -1,8 +1,8 @@
-"""A worker's side of the pool: build the user's worker, then answer calls in their order.
+"""The worker's side of a pool: makes the user's worker, then answers calls in order.
 
-After a failed call a worker takes no other one until the driver says so: the other ranks may still
-be in that call, waiting for this rank, and the next call's group operations would be taken for the
-failed one's.
+After a failed call a worker takes no other call until the driver tells it to go on. The other ranks
+may still be in the failed call and wait for this rank: its group operations of the next call would
+be matched with theirs of the failed one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import torch
 from msgspec.structs import astuple
 
 import coordinator
-from server.channel import Channel, ChannelClosedError
-from server.failures import describe
-from server.messages import Call, Progress, Ready, Reply, Resume, Start
-from server.reference import load
+from coordinator.begun_in_call import take_begun
+from device_comm.call_number import in_call
 from shm_broadcast import (
     NEVER,
     Board,
@@ -33,24 +31,34 @@ from shm_broadcast import (
     PeerLostError,
 )
 
+from .control.channel import Channel, ChannelClosedError
+from .control.meeting import take_seat
+from .control.output import label_output
+from .control.protocol import Call, Ready, Reply, Resume, Start, WorkProgress
+from .control.reference import load
+from .control.worker_failure import describe
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from coordinator.begun_in_call import BegunInGroup
+
 _ENDS = (GroupAbortedError, GroupClosedError, PeerLostError, ChannelClosedError)
-"""What ends a worker quietly: the driver knows why, or is gone."""
+"""Errors at which a worker ends without a report: the driver knows why, or is gone."""
 
 _LOOK_SECONDS = 0.005
+"""How often to look for the driver's word to go on; it comes over a socket, which rings nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What a worker's ``__init__`` is given first.
+    """The first argument of a worker's ``__init__``.
 
     Attributes:
         groups: the groups that this rank is in.
-        device: where this rank computes; for CUDA it is the current device already.
-        report_progress: ``(done, total, what)``: tells the driver's ``on_progress`` how far a
-            long piece of work, such as reading weights, has come.
+        device: this rank's device; a CUDA device is the current one already.
+        report_progress: call it with ``(done, total, what)`` to tell the driver's ``on_progress``
+            how far a long piece of work, such as reading weights, has come.
     """
 
     groups: coordinator.ParallelGroups
@@ -58,14 +66,16 @@ class WorkerContext:
     report_progress: Callable[[int, int, str], None]
 
 
-def main(control: int) -> None:
-    """Be the worker that the driver describes over the control channel ``control``.
+def main(control: int, seat: int) -> None:
+    """Run the worker that the driver describes, until the driver has no more calls for it.
 
-    Ends the process when the driver has no more calls for it.
+    Args:
+        control: the descriptor of the control channel.
+        seat: the descriptor for `meeting.take_seat`.
     """
     channel = Channel(socket.socket(fileno=control), receives=Start | Resume)
     try:
-        in_order = _run(channel)
+        in_order = _run(channel, seat)
     except _ENDS:
         in_order = False
     sys.stdout.flush()
@@ -75,13 +85,14 @@ def main(control: int) -> None:
         os._exit(1)
 
 
-def _run(channel: Channel) -> bool:
-    """Start, and answer calls to the end; whether it came to an end in good order."""
+def _run(channel: Channel, seat: int) -> bool:
+    """Start, then answer calls until the driver closes the queue; False if the start failed."""
     start: Start = channel.receive()
+    label_output(f"[rank {start.rank}] ")
     try:
-        serving = _Serving(channel, start)
+        serving = _Serving(channel, seat, start)
     except BaseException as error:  # noqa: BLE001 - all that ends the start goes to the caller
-        channel.send(describe(error, 0, 0))
+        channel.send(describe(error))
         return False
     channel.send(Ready())
     serving.serve()
@@ -89,9 +100,9 @@ def _run(channel: Channel) -> bool:
 
 
 class _Serving:
-    """A worker that takes calls."""
+    """The user's worker, with the queues that bring its calls and take its replies."""
 
-    def __init__(self, channel: Channel, start: Start) -> None:
+    def __init__(self, channel: Channel, seat: int, start: Start) -> None:
         self._channel = channel
         self._rank = start.rank
         board, calls, replies = pickle.loads(start.handles)
@@ -103,35 +114,38 @@ class _Serving:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         deadline = Deadline.after(start.timeout)
-        store = coordinator.connect_store(start.store_host, start.store_port, deadline)
+        n_workers = start.tp * start.pp * start.dp
         self._groups = coordinator.init(
             tp=start.tp,
             pp=start.pp,
             dp=start.dp,
             rank=start.rank,
-            world_size=start.tp * start.pp * start.dp,
+            world_size=n_workers,
             local_rank=start.rank if device.index is None else device.index,
-            store=store,
+            store=take_seat(seat, start.timeout),
             board=self._board,
+            node_of=(0,) * n_workers,
+            secret=start.secret,
             backend="gloo" if device.type == "cpu" else None,
             timeout=None if start.timeout is None else deadline.remaining(),
         )
         context = WorkerContext(
             self._groups,
             device,
-            lambda done, total, what: channel.send(Progress(done, total, what)),
+            lambda done, total, what: channel.send(WorkProgress(done, total, what)),
         )
         build = load(start.worker, start.main)
         self._worker = build(context, **pickle.loads(start.worker_kwargs))
 
     def serve(self) -> None:
-        """Answer calls until the driver shuts the queue, then leave the groups."""
+        """Answer calls until the driver closes the queue, then close groups and queues."""
         while True:
             try:
                 call = Call(*self._calls.dequeue())
             except MessageDecodeError as error:
+                # Its number is in the message that cannot be decoded; numbers have no gaps.
                 self._last += 1
-                self._fail(error, 0)
+                self._fail(error)
             except GroupClosedError:
                 break
             else:
@@ -143,26 +157,27 @@ class _Serving:
         self._board.close()
 
     def _answer(self, call: Call) -> None:
-        board = self._board
-        began = board.stamp(call.method)
+        self._board.stamp(call.method)
         try:
-            value = getattr(self._worker, call.method)(*call.args, **call.kwargs)
+            with in_call(call.number):
+                value = getattr(self._worker, call.method)(*call.args, **call.kwargs)
         except BaseException as error:  # noqa: BLE001 - all that a method raises goes to the caller
-            self._fail(error, board.stamp(call.method) - began - 1)
+            self._fail(error)
             return
-        operations = board.stamp(call.method) - began - 1
+        begun = take_begun()
         wanted = call.reply_rank in (-1, self._rank)
         try:
-            reply = Reply(call.number, operations, value if wanted else None)
+            reply = Reply(call.number, begun, value if wanted else None)
             self._replies.enqueue(astuple(reply))
         except _ENDS:
             raise
         except Exception as error:  # noqa: BLE001 - the value's own code fails to pickle it
-            self._fail(error, operations)
+            self._fail(error, begun)
 
-    def _fail(self, error: BaseException, operations: int) -> None:
-        """Tell the driver, then wait until it says to go on."""
-        self._channel.send(describe(error, self._last, operations))
+    def _fail(self, error: BaseException, begun: tuple[BegunInGroup, ...] | None = None) -> None:
+        """Report a failed call to the driver, then wait until it says to go on."""
+        begun = take_begun() if begun is None else begun
+        self._channel.send(describe(error, self._last, begun))
         driver = self._board.n_members - 1
         self._board.wait(
             self._may_go_on, NEVER, "failed call", lambda: (driver,), poll=_LOOK_SECONDS

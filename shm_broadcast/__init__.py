@@ -1,30 +1,34 @@
-"""Ground floor: shared memory, waiting, liveness, and the message queue.
+"""The lowest package: shared memory, waiting, liveness, and the message queue.
 
-Everything above waits through this package, so deadlines, abort and liveness are decided here.
+The packages above wait through this one, so deadlines, abort and liveness are handled here.
 """
 
-from shm_broadcast.board import Board, BoardHandle
+from shm_broadcast.board.board import Board, BoardHandle
 from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.errors import (
     DRIVER_RANK,
     CoordinatorError,
     DivergenceError,
     Failure,
+    ForeignMemoryError,
     GroupAbortedError,
     GroupClosedError,
     GroupTimeoutError,
     MemberStatus,
     MessageDecodeError,
     MessageError,
+    MessageRefusedError,
+    MessageSealError,
     MessageTooLargeError,
     PeerLostError,
     PeerProtocolError,
     SharedMemoryError,
     TransportError,
 )
+from shm_broadcast.extension import MissingExtensionWarning
 from shm_broadcast.liveness import ProcessId, ProcessWatch
-from shm_broadcast.queue import MessageQueue
-from shm_broadcast.queue_handle import DEFAULT_CAPACITY, QueueHandle
+from shm_broadcast.queue.handle import DEFAULT_CAPACITY, QueueHandle
+from shm_broadcast.queue.message_queue import MessageQueue
 from shm_broadcast.segment import Segment, SegmentHandle
 
 __all__ = [
@@ -36,6 +40,7 @@ __all__ = [
     "Deadline",
     "DivergenceError",
     "Failure",
+    "ForeignMemoryError",
     "GroupAbortedError",
     "GroupClosedError",
     "GroupTimeoutError",
@@ -43,7 +48,10 @@ __all__ = [
     "MessageDecodeError",
     "MessageError",
     "MessageQueue",
+    "MessageRefusedError",
+    "MessageSealError",
     "MessageTooLargeError",
+    "MissingExtensionWarning",
     "NEVER",
     "PeerLostError",
     "PeerProtocolError",

@@ -1,11 +1,10 @@
-"""Words of shared memory with cross-process meaning: the C extension, or its Python twin.
+"""Atomic words of shared memory: the C extension's type, or a slower one in Python.
 
-`Words` is the extension's type where it was built, `PythonWords` elsewhere. The twin knows words
-with a single writer and sleeping by polling: correct on x86-64 (CPython copies an aligned word in
-one move, and x86 keeps stores and loads in order), slower, and no performance is promised. Its
-``add32`` and ``compare_and_swap32`` are not atomic between processes; nothing that must be right
-rests on that: a lost wake-up costs one wait slice, and of two members that abort at the same
-moment either may be named first.
+`make_words` gives the extension's ``Words`` where it was built, else `PythonWords`. The latter is
+correct on x86-64 for words with a single writer: CPython copies an aligned word in one move, and
+x86 keeps stores in order and loads in order. It sleeps by polling. Its ``add32`` and
+``compare_and_swap32`` are not atomic between processes, and nothing depends on that: a lost wake-up
+costs one wait slice, and of two members that abort at the same moment either may be named first.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from shm_broadcast.extension import extension_of
 from shm_broadcast.layout import (
     DOORBELL_SLEEPERS,
     MEMBER_OPERATION,
@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-native: ModuleType | None
-try:
-    from shm_broadcast import _native as native
-except ImportError:
-    native = None
+native: ModuleType | None = extension_of("shm_broadcast")
 
 POLL_SECONDS = 0.0005
 
@@ -53,7 +49,7 @@ class WordsLike(Protocol):
         """Release store."""
 
     def add32(self, offset: int, value: int, /) -> int:
-        """Atomic add with a full fence; the value before."""
+        """Atomic add with a full fence; returns the value before."""
 
     def compare_and_swap32(self, offset: int, expected: int, desired: int, /) -> bool:
         """Store ``desired`` if the word holds ``expected``; whether it did."""
@@ -74,17 +70,17 @@ class WordsLike(Protocol):
         """Fill all of ``buffer`` from ``offset``."""
 
     def stamp(self, slot: int, state: int, operation: str, /) -> int:
-        """Begin an operation in a member slot; its number."""
+        """Note in the member slot at ``slot`` that an operation begins; returns its number."""
 
     def progress(self, slot: int, state: int, /) -> None:
-        """Note the time of progress and the state in a member slot."""
+        """Note the current time and ``state`` in the member slot at ``slot``."""
 
     def fence(self) -> None:
         """Full memory fence."""
 
 
 class PythonWords:
-    """The twin of the extension's ``Words``; see the module's docstring for its limits."""
+    """The extension's ``Words`` in Python; the module's docstring has its limits."""
 
     def __init__(self, buffer: Buffer, /) -> None:
         self._bytes = memoryview(buffer).cast("B")
@@ -109,7 +105,7 @@ class PythonWords:
         self._words64[_index(offset, 8)] = value
 
     def add32(self, offset: int, value: int, /) -> int:
-        """Add to a 32-bit word; the value before."""
+        """Add to a 32-bit word; returns the value before."""
         before = self.load32(offset)
         self.store32(offset, (before + value) & 0xFFFFFFFF)
         return before
@@ -151,7 +147,7 @@ class PythonWords:
         target[:] = self._bytes[offset : offset + len(target)]
 
     def stamp(self, slot: int, state: int, operation: str, /) -> int:
-        """Begin an operation in a member slot; its number."""
+        """Note in a member slot that an operation begins; returns its number."""
         name = operation.encode()[:OPERATION_BYTES].ljust(OPERATION_BYTES, b"\0")
         self.write(slot + MEMBER_OPERATION, name)
         sequence = self.load64(slot + MEMBER_SEQUENCE) + 1
@@ -160,12 +156,12 @@ class PythonWords:
         return sequence
 
     def progress(self, slot: int, state: int, /) -> None:
-        """Note the time of progress and the state in a member slot."""
+        """Note the current time and the state in a member slot."""
         self.store64(slot + MEMBER_PROGRESS, time.monotonic_ns())
         self.store32(slot + MEMBER_STATE, state)
 
     def fence(self) -> None:
-        """Do nothing: the twin never sleeps without a time limit."""
+        """Do nothing: Python has no fence. A missed wake-up costs one poll interval here."""
 
 
 def _index(offset: int, width: int) -> int:
@@ -175,6 +171,6 @@ def _index(offset: int, width: int) -> int:
 
 
 def make_words(buffer: Buffer) -> WordsLike:
-    """The words of ``buffer``: the extension's where it was built, else the twin's."""
+    """The words of ``buffer``: the extension's type where it was built, else `PythonWords`."""
     words: WordsLike = PythonWords(buffer) if native is None else native.Words(buffer)
     return words

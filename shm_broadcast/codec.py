@@ -1,14 +1,14 @@
-"""Turning objects into a main part and out-of-band buffers, and back.
+"""Encodes objects as a main part and out-of-band buffers, and decodes them.
 
-`PickleCodec` is for peers of one trust domain only: processes of one user on one host, or peers
-that proved the launcher's secret. `MsgpackCodec` carries one typed, validated message type and is
+`PickleCodec` is for peers that trust each other: processes of one user on one host, or peers that
+proved the launcher's secret. `MsgpackCodec` carries messages of one type, validates them, and is
 about twice as fast. Nothing that comes from a client is ever unpickled.
 
-Out of band go contiguous memory blocks of `OUT_OF_BAND_BYTES` and more, straight from the sender's
-tensors and arrays to the memory of the receiver's: pickle protocol 5 (PEP 574). numpy supports it;
-for torch, whose tensors do not, there is a reducer here. A tensor travels as its values: views
-send only what they show, strides become contiguous, storages are not shared among tensors, and a
-tensor on another device is copied through the host.
+Contiguous memory of `OUT_OF_BAND_BYTES` and more is not copied into the main part: it travels as a
+buffer of its own (pickle protocol 5, PEP 574). numpy's arrays support that; torch's tensors do not,
+so there is a reducer for them here. A tensor is sent by value: of a view only the elements it
+shows, in contiguous order; tensors that shared a storage no longer do; a tensor on another device
+is copied to the host, and at the receiver to the device of the same name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 
 OUT_OF_BAND_BYTES: Final = 16 << 10
 MAX_BUFFERS: Final = 512
-"""A table of so many sizes fits one record of the smallest ring."""
+"""Buffers of a message at most; further ones stay in the main part.
+
+A table of so many sizes fits into one record of the smallest ring.
+"""
+
+UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises of bytes that are no message of the type it looks for."""
 
 PICKLE: Final = 1
 MSGPACK: Final = 2
@@ -42,20 +48,20 @@ _NUMPY_KNOWS: Final = {
     8: torch.int64,
     16: torch.complex128,
 }
-"""For each size of an item a dtype that numpy has; it has no bfloat16 and the like."""
+"""For each item size in bytes a dtype that numpy has too; it has no bfloat16, for one."""
 
 _NUMPY_DIMS: Final = 64
 """The most dimensions that numpy has."""
 
 Encoded: TypeAlias = "tuple[Sequence[Buffer], Sequence[memoryview]]"
-"""The main part in pieces, contiguous but of any shape, and the out-of-band buffers, of bytes.
+"""The main part in pieces (contiguous, of any shape), and the out-of-band buffers (flat bytes).
 
-All may still be the caller's memory.
+All of it may still be the memory of the message itself.
 """
 
 
 class Codec(Protocol):
-    """How one queue's messages are encoded; ``code`` stands in every record."""
+    """How one queue's messages are encoded; every record's header has its ``code``."""
 
     @property
     def code(self) -> int:
@@ -65,7 +71,7 @@ class Codec(Protocol):
         """Encode ``message``. One thread at a time."""
 
     def decode(self, main: Buffer, buffers: Sequence[Buffer]) -> Any:
-        """The message; it may keep ``buffers``, never ``main``.
+        """The message. It may refer to the memory of ``buffers``, never to that of ``main``.
 
         Raises:
             MessageDecodeError: the bytes are not a message of this codec.
@@ -144,7 +150,7 @@ def codec_for(message_type: Any | None) -> Codec:
 
 
 class _Sink(list[bytes]):
-    """The file that a pickler writes to: it writes large parts uncopied, one call each."""
+    """What a pickler writes to: a list of pieces, so that large ones are not copied."""
 
     write = list.append
 
@@ -199,7 +205,7 @@ def _rebuild_tensor(
 
 
 class _Reducers(dict[type, Any]):
-    """Our reducers, then copyreg's, which a pickler with a table of its own does not look at."""
+    """Our reducers, then copyreg's: a pickler with its own dispatch table ignores copyreg's."""
 
     def __missing__(self, kind: type) -> Any:
         return copyreg.dispatch_table[kind]

@@ -1,7 +1,7 @@
 """The one timeout type: a moment on the monotonic clock, made once, passed down.
 
-A public call takes ``timeout`` in seconds (``None``: wait for ever); it becomes one
-`Deadline` at the door, so that a call made of several waits still ends on time.
+A public call takes ``timeout`` in seconds (``None``: wait for ever) and makes a `Deadline` of it
+at once, so that a call that waits several times still ends on time.
 """
 
 from __future__ import annotations
@@ -39,6 +39,19 @@ class Deadline:
         if not timeout >= 0:
             raise ValueError(f"timeout must be 0 or more seconds, or None; got {timeout!r}")
         return cls(time.monotonic() + timeout, timeout)
+
+    @classmethod
+    def within(cls, timeout: float | Deadline | None) -> Deadline:
+        """As `after`, but a negative ``timeout`` counts as 0.
+
+        For calls that accept what is left of a time that may be over.
+
+        Raises:
+            ValueError: ``timeout`` is not a number.
+        """
+        if isinstance(timeout, Deadline) or timeout is None:
+            return cls.after(timeout)
+        return cls.after(0.0 if timeout < 0 else timeout)
 
     @property
     def expired(self) -> bool:

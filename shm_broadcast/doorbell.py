@@ -1,12 +1,13 @@
-"""Sleeping until somebody rings, without ever losing a wake-up.
+"""Sleeping in shared memory until another process wakes this one, without losing a wake-up.
 
-A doorbell is two 32-bit words: a counter to sleep on and the number of announced sleepers. The
-order of steps is what makes it right; see the ordering rule in `shm_broadcast.layout`.
+A doorbell is two 32-bit words: a counter to sleep on (a futex) and the number of announced
+sleepers. It is correct only by the order of its steps; see the ordering rule in
+`shm_broadcast.layout`.
 
-Guarantees: a `Doorbell.ring` after the change that a waiter waits for wakes that waiter. Should a
-wake-up be lost all the same, the waiter looks again after `SLICE_SECONDS`.
+Guarantees: `Doorbell.ring` wakes every waiter whose condition became true before the call. If a
+wake-up were lost all the same, the waiter would look again after `SLICE_SECONDS`.
 
-Assumes: whoever rings has made its change before.
+Assumes: whoever rings has stored its change before.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
     from shm_broadcast.deadline import Deadline
 
 SLICE_SECONDS: Final = 0.04
-"""How long a waiter sleeps at most before it looks again at everything, liveness included."""
+"""How long a waiter sleeps at most before it looks again: its condition, abort, lost peers."""
 
 DEFAULT_SPIN_SECONDS: Final = 200e-6
-"""How long a waiter looks on before it sleeps.
+"""How long a waiter spins before it sleeps.
 
-A sleep and a wake cost 35 µs, in a virtual machine up to 100; two peers that both sleep pay four
-of these for each round trip, which keeps both waiting long enough to sleep again. Twice that much
-gets them out of it.
+A sleep and a wake cost 35 µs, in a virtual machine up to 100. Two peers that both sleep pay for
+both at every message, so each waits so long that it sleeps again. Spinning for about twice that
+time ends this.
 """
 
 
@@ -43,11 +44,11 @@ class Doorbell:
         self.offset = offset
 
     def ring(self) -> None:
-        """Wake whoever sleeps on it; one fence and one load if nobody does."""
+        """Wake all that sleep on it. Costs one fence and one load if nobody does."""
         self._words.ring(self.offset)
 
     def reset_sleepers(self) -> None:
-        """Forget sleepers that died asleep. Only for a process that takes over the slot."""
+        """Forget sleepers whose process was killed. Only for a process that takes over the slot."""
         self._words.store32(self.offset + DOORBELL_SLEEPERS, 0)
 
     def wait(
@@ -59,14 +60,14 @@ class Doorbell:
         spin_seconds: float = DEFAULT_SPIN_SECONDS,
         between_slices: Callable[[], None],
     ) -> bool:
-        """Wait until ``ready()``; whether it became so before the deadline.
+        """Wait until ``ready()``; False if the deadline passes first.
 
         Args:
-            ready: the predicate; cheap, called many times.
+            ready: the condition; cheap, called many times.
             deadline: when to give up.
-            slice_seconds: how long to sleep at most between two looks.
-            spin_seconds: how long to look without sleeping, first and after each ring.
-            between_slices: called before every sleep; raises to end the wait.
+            slice_seconds: how long to sleep at most before ``ready`` is called again.
+            spin_seconds: how long to spin before the first sleep, and again after each ring.
+            between_slices: called before every sleep; what it raises ends the wait.
         """
         while not _spin(ready, deadline.remaining(spin_seconds)):
             ended = self._sleep(ready, deadline, slice_seconds, between_slices)
@@ -81,15 +82,17 @@ class Doorbell:
         slice_seconds: float,
         between_slices: Callable[[], None],
     ) -> bool | None:
-        """Sleep until it rings: None; if it is ``ready()`` before, True; at the deadline, False.
+        """Sleep, in slices. Returns True if ``ready()``, False at the deadline, None once it rang.
 
-        Who rings while somebody sleeps makes a system call, so a waiter that looks on again after
-        a ring does not count as asleep.
+        After a ring the waiter takes itself off the sleepers before it spins again: as long as
+        there are sleepers, every ring costs the ringer a system call.
         """
         words, sleepers = self._words, self.offset + DOORBELL_SLEEPERS
         words.add32(sleepers, 1)
         try:
             while True:
+                # The counter first, then the condition: a ring in between changes the counter, and
+                # `sleep_on` returns at once.
                 seen = words.load32(self.offset)
                 if ready():
                     return True
@@ -104,10 +107,10 @@ class Doorbell:
 
 
 class AdaptiveSpin:
-    """How long to look before sleeping, learnt from the last waits.
+    """How long to spin before sleeping, learnt from the last waits.
 
-    A wait that ended within twice the window keeps it; longer ones halve it, down to nothing, so
-    that a process which waits long does not burn its core each time.
+    A wait that ended within twice the full window restores it; each longer one halves it, down to
+    0, so that a process that waits long every time does not burn its core.
     """
 
     def __init__(self, window_seconds: float = DEFAULT_SPIN_SECONDS) -> None:

@@ -1,4 +1,4 @@
-"""What can go wrong between processes; `server.errors` and `coordinator.layout.errors` add to it.
+"""The errors between processes; `server.errors` and `coordinator.layout.errors` add to them.
 
     CoordinatorError
     ├── GroupTimeoutError (TimeoutError)      a deadline passed; names who is behind
@@ -6,14 +6,21 @@
     ├── PeerProtocolError                     a member on another host sent nonsense, or refused us
     ├── TransportError (ConnectionError)      a connection broke; nobody is known to have died
     ├── GroupAbortedError                     someone aborted; carries the first failure
-    ├── GroupClosedError                      you closed it
+    ├── GroupClosedError                      used after it was closed, here or by its owner
     ├── DivergenceError                       members issued different operations
     ├── SharedMemoryError                     not enough memory, or a handle that is not valid
+    │   └── ForeignMemoryError                a handle that leads to somebody outside the group
     └── MessageError
         ├── MessageDecodeError                a message arrived that is not of its type
+        ├── MessageSealError                  a message is not from whom it says, or not the next
+        ├── MessageRefusedError (TypeError)   what was to be sent cannot be; raises on both ends
         └── MessageTooLargeError              beyond a limit that was set
 
 Wrong arguments raise `ValueError` or `TypeError`, before anything moves.
+
+Which rank: errors about processes (a timeout, a loss, an abort) name global ranks. Errors about
+what was called (`DivergenceError`, wrong arguments) name ranks in the group, as ``src`` and ``dst``
+do.
 """
 
 from __future__ import annotations
@@ -22,11 +29,11 @@ from dataclasses import dataclass
 from typing import Final
 
 DRIVER_RANK: Final = -1
-"""The rank of a board's member that is none of the ranks: the process that drives them."""
+"""Stands for the rank of the driver: the process that starts the ranks and is none of them."""
 
 
 def name_of(rank: int) -> str:
-    """What messages call a member."""
+    """How error messages name the member with this rank."""
     return "the driver" if rank == DRIVER_RANK else f"rank {rank}"
 
 
@@ -36,11 +43,17 @@ class MemberStatus:
 
     Attributes:
         rank: what its board calls it; `DRIVER_RANK` for the process outside the ranks.
-        pid: its process id; 0 if it never joined.
-        state: ``"absent"``, ``"idle"``, ``"busy"``, ``"closed"`` or ``"lost"``.
+        pid: its process id, on its host; 0 if it never joined.
+        state: ``"absent"``: it never joined; ``"idle"``: between operations; ``"busy"``: in one;
+            ``"closed"``: it has closed its end; ``"lost"``: it ended without closing;
+            ``"unseen"``: it is on another host, of which nothing has been heard yet.
         operation: the operation it is in, or was in last; ``""`` if none yet.
         sequence: how many operations it has begun.
         age: seconds since its last progress; ``None`` if it made none.
+        host: the name of its host; ``""`` if it is this host.
+        silence: seconds since its host was last heard of; 0 while heartbeats come on time.
+        collective: the number of the group's collective that it is in, where these are counted:
+            1, 2, ..., the same on all members; 0: not known.
     """
 
     rank: int
@@ -49,18 +62,34 @@ class MemberStatus:
     operation: str = ""
     sequence: int = 0
     age: float | None = None
+    host: str = ""
+    silence: float = 0.0
+    collective: int = 0
 
     def __str__(self) -> str:
         if self.state == "absent":
             return f"{name_of(self.rank)} (never joined)"
+        if self.state == "unseen":
+            return f"{name_of(self.rank)} (on another host, {self.host}, not visible from here)"
+        ended = {"closed": " has left,", "lost": " is lost,"}.get(self.state, ",")
+        return f"{self.who}{ended} {self.last_seen}"
+
+    @property
+    def who(self) -> str:
+        """Its rank, pid and host, for messages."""
+        host = f" on {self.host}" if self.host else ""
+        silence = f", not heard of for {self.silence:.1f} s" if self.silence else ""
+        return f"{name_of(self.rank)} (pid {self.pid}{host}{silence})"
+
+    @property
+    def last_seen(self) -> str:
+        """What it did last, and how long ago, for messages."""
         if self.operation:
             seen, since = f"last seen in {self.operation} #{self.sequence}", ""
         else:
             seen, since = "has begun no operation", "joined "
-        if self.state in ("closed", "lost"):
-            seen = f"{self.state}, {seen}"
         ago = "" if self.age is None else f", {since}{self.age:.1f} s ago"
-        return f"{name_of(self.rank)} (pid {self.pid}), {seen}{ago}"
+        return f"{seen}{ago}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +97,23 @@ class Failure:
     """Why a group was aborted.
 
     Attributes:
-        rank: the member that reported it.
+        rank: the member that reported the failure.
         kind: the name of the error's class.
-        message: its text.
-        culprit: the member it happened to; equal to ``rank`` unless a peer was reported.
+        message: the error's text.
+        culprit: the member that failed: ``rank`` itself, or a peer that it reports about.
+        host: the reporting member's host; ``""`` if it is this host.
     """
 
     rank: int
     kind: str
     message: str
     culprit: int
+    host: str = ""
 
     def __str__(self) -> str:
+        where = f" on {self.host}" if self.host else ""
         about = "" if self.culprit == self.rank else f" about {name_of(self.culprit)}"
-        return f"{name_of(self.rank)} reported{about}: {self.kind}: {self.message}"
+        return f"{name_of(self.rank)}{where} reported{about}: {self.kind}: {self.message}"
 
 
 class CoordinatorError(Exception):
@@ -91,13 +123,14 @@ class CoordinatorError(Exception):
 class GroupTimeoutError(CoordinatorError, TimeoutError):
     """A deadline passed.
 
-    Of a queue or of `Work.wait`: nothing is lost, the call may be made again. Of a verb of a group:
-    what was begun cannot be taken back, so the group is aborted, for all its members.
+    Raised by a queue or by `Work.wait`: nothing is lost, the call may be made again. Raised by a
+    group's operation: it cannot be taken back, so the group is aborted for all its members.
 
     Attributes:
-        operation: what was waited in.
-        timeout: the seconds that were allowed.
-        waiting_for: the members that had not arrived, with what they were last doing.
+        operation: the call that timed out.
+        timeout: its limit in seconds; ``None`` if there was none.
+        waiting_for: the members that it waited for, and what they were last doing.
+        detail: what else is known; ``""`` if nothing.
     """
 
     def __init__(
@@ -122,17 +155,19 @@ class GroupTimeoutError(CoordinatorError, TimeoutError):
 
 
 class PeerLostError(CoordinatorError, ConnectionError):
-    """A member's process has ended while others need it.
+    """A member that others wait for has gone: its process has ended, or its host is out of reach.
 
     Attributes:
-        operation: what was waited in.
-        peer: the lost member: rank, pid, and the age of its last progress.
+        operation: the call that waited for it.
+        peer: the lost member: rank, pid, host, what it did last, and how long ago.
     """
 
     def __init__(self, operation: str, peer: MemberStatus) -> None:
         self.operation = operation
         self.peer = peer
-        super().__init__(f"{operation}: lost {peer}")
+        left = peer.state == "closed"
+        what = f"{peer.who} has left the group" if left else f"lost {peer.who}"
+        super().__init__(f"{operation}: {what}, {peer.last_seen}")
 
     @property
     def rank(self) -> int:
@@ -152,7 +187,7 @@ class PeerProtocolError(CoordinatorError):
     """A member on another host sent what the protocol does not allow, or refused this one.
 
     Attributes:
-        operation: what was waited in.
+        operation: the call that found it.
         rank: the other member's rank.
         detail: what was wrong.
     """
@@ -168,10 +203,10 @@ class PeerProtocolError(CoordinatorError):
 
 
 class TransportError(CoordinatorError, ConnectionError):
-    """A library's connection broke and the cause is not known: no member is seen to have died.
+    """A library's connection broke for an unknown reason: no member is known to have died.
 
     Attributes:
-        operation: what was waited in.
+        operation: the call that used the connection.
         detail: what the library says.
         rank: the member at the other end, where that is known.
     """
@@ -198,23 +233,23 @@ class GroupAbortedError(CoordinatorError):
     def __init__(self, operation: str, failure: Failure) -> None:
         self.operation = operation
         self.failure = failure
-        super().__init__(f"{operation}: group aborted; {failure}")
+        super().__init__(f"{operation}: the group was aborted: {failure}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.operation, self.failure)
 
 
 class GroupClosedError(CoordinatorError):
-    """You closed it: the object was shut down in this process, or by its owner in good order."""
+    """The object was closed: in this process, or by its owner in another one."""
 
 
 class DivergenceError(CoordinatorError):
-    """Members of a group issued different operations where the same one was due.
+    """Members of a group called different operations where all must call the same one.
 
     Attributes:
         rank: the first member, in rank order, that differs from this one.
-        ours: what this member issued.
-        theirs: what that member issued.
+        ours: what this member called.
+        theirs: what that member called.
     """
 
     def __init__(self, rank: int, ours: str, theirs: str) -> None:
@@ -228,7 +263,14 @@ class DivergenceError(CoordinatorError):
 
 
 class SharedMemoryError(CoordinatorError):
-    """Shared memory could not be had, or a handle does not name what it says."""
+    """Too little memory is free, or a handle does not lead to the segment that it names."""
+
+
+class ForeignMemoryError(SharedMemoryError):
+    """A handle leads to a process or memory of another user, or outside the group.
+
+    No member makes such a handle, so somebody else did; the memory was not opened.
+    """
 
 
 class MessageError(CoordinatorError):
@@ -239,12 +281,46 @@ class MessageDecodeError(MessageError):
     """A message arrived that cannot be decoded, or is not of the queue's type."""
 
 
+class MessageSealError(MessageError):
+    """A message's seal is wrong: it was forged, altered, replayed, or meant for another rank.
+
+    Attributes:
+        rank: the member that the message names as its sender.
+        detail: what is wrong with it.
+    """
+
+    def __init__(self, rank: int, detail: str) -> None:
+        self.rank = rank
+        self.detail = detail
+        super().__init__(f"a message of {name_of(rank)} was not opened: {detail}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.rank, self.detail)
+
+
+class MessageRefusedError(MessageError, TypeError):
+    """An object cannot be sent; raised at the sender, and at those that wait to receive it.
+
+    Attributes:
+        rank: the sender.
+        detail: why it cannot be sent.
+    """
+
+    def __init__(self, rank: int, detail: str) -> None:
+        self.rank = rank
+        self.detail = detail
+        super().__init__(f"{name_of(rank)} sends nothing: {detail}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.rank, self.detail)
+
+
 class MessageTooLargeError(MessageError):
     """A message is larger than a limit that was set.
 
     Attributes:
-        size: the message's bytes.
-        limit: the bytes allowed.
+        size: the message's size in bytes.
+        limit: the bytes that are allowed.
     """
 
     def __init__(self, size: int, limit: int) -> None:

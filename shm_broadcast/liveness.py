@@ -1,7 +1,7 @@
-"""Whether a process is still the one we met, and still runs.
+"""Identifies a process beyond its pid, and tells whether it still runs.
 
-A pid alone may be reused; a pid with its start time names one process of this boot. A pidfd,
-opened while the start time still matches, tells in 0.4 µs whether that process has ended.
+A pid may be reused; a pid with the process's start time names one process of this boot. A pidfd
+that is opened while the start time matches tells in 0.4 µs whether that process has ended.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
-"""What pidfd_open says of a number that nobody has, or that a thread was given by now."""
+"""What pidfd_open raises for a pid that is free, or was given to a thread meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class ProcessWatch:
         return self._pidfd is not None and not self._poll.poll(0)
 
     def close(self) -> None:
-        """Let go of the descriptor; the process then counts as ended."""
+        """Close the descriptor; `alive` is False from then on."""
         if self._pidfd is not None:
             self._pidfd = None
             self._release()
@@ -86,6 +86,7 @@ def _open_pidfd(process: ProcessId) -> int | None:
             return None
         raise
     try:
+        # Compared after opening: the pidfd is then known to be of the process that we mean.
         if ProcessId.of(process.pid) == process:
             return pidfd
     except ProcessLookupError:

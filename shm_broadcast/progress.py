@@ -1,15 +1,16 @@
-"""Operations that go on while their caller does something else.
+"""Runs operations in the background: they progress while their caller does something else.
 
-A task is an operation that can be pushed on without blocking. Tasks of one lane take place one
-after the other; lanes do not wait for each other. Whoever waits for a task pushes its lane himself;
-one thread pushes all lanes meanwhile, so that nobody else waits for a caller who is busy.
+A task is an operation that advances in steps that do not block. The tasks of a lane run one after
+the other; lanes are independent. A thread that waits for a task advances ("pushes") its lane
+itself. A background thread pushes all lanes as well, so that other ranks need not wait until this
+rank's caller comes back.
 
 Guarantees
-- Tasks of a lane end in the order they were performed; one that fails ends all behind it.
-- A task without anything to wait for ends in `Lane.perform`, on the caller's thread.
-- The thread sleeps on the board's doorbell, and is not there before the first task that waits.
+- The tasks of a lane end in the order of `Lane.perform`; one that fails ends all tasks behind it.
+- A task that need not wait ends within `Lane.perform`, on the caller's thread.
+- The background thread sleeps on the board's doorbell. It starts with the first task that waits.
 
-Assumes: the board outlives the lanes; one thread at a time performs in a lane.
+Assumes: the board outlives the lanes; one thread at a time calls `Lane.perform` of a lane.
 """
 
 from __future__ import annotations
@@ -27,33 +28,33 @@ from shm_broadcast.errors import CoordinatorError, GroupAbortedError, PeerLostEr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from shm_broadcast.board import Board
+    from shm_broadcast.board.board import Board
     from shm_broadcast.deadline import Deadline
 
 
 class Task(Protocol):
-    """An operation in progress."""
+    """An operation that advances without blocking."""
 
     @property
     def operation(self) -> str:
-        """What it is, for messages."""
+        """Its name, for error messages."""
 
     def advance(self, spin_ns: int) -> bool:
-        """Go on as far as possible, and look ``spin_ns`` for more; whether it is done.
+        """Go on as far as possible, spinning up to ``spin_ns`` for peers; whether it is done.
 
         Raises:
-            CoordinatorError: it failed.
+            CoordinatorError: the operation failed.
         """
 
     def ready(self) -> bool:
         """Whether `advance` would get further. Never blocks."""
 
     def missing(self) -> Iterable[int]:
-        """The board's members that it waits for."""
+        """The member numbers that it waits for."""
 
 
 class Ticket:
-    """A task that its performer does not wait for."""
+    """Stands for a task that was begun in the background: ask it, or wait for it."""
 
     def __init__(self, lane: Lane, task: Task) -> None:
         self._lane = lane
@@ -62,17 +63,17 @@ class Ticket:
         self.error: CoordinatorError | None = None
 
     def ready(self) -> bool:
-        """Whether `wait` would return or raise at once. Never blocks; pushes the lane."""
+        """Whether the task has ended, well or not. Never blocks; pushes the lane first."""
         if not self.done:
             self._lane.push()
         return self.done
 
     def wait(self, deadline: Deadline) -> None:
-        """Return once the task is done.
+        """Wait until the task is done.
 
         Raises:
-            GroupTimeoutError: not done by ``deadline``; it is still under way.
-            CoordinatorError: it failed.
+            GroupTimeoutError: not done by ``deadline``; the task goes on.
+            CoordinatorError: the task failed.
         """
         if not self.ready():
             try:
@@ -86,52 +87,52 @@ class Ticket:
 
 
 class Lane:
-    """Tasks that take place one after the other. Made by `Progress.lane`."""
+    """A queue of tasks that run one after the other. Made by `Progress.lane`.
+
+    Attributes:
+        tickets: of its tasks that have not ended.
+        board: says what the members do.
+    """
 
     def __init__(self, progress: Progress, failed: Callable[[CoordinatorError], None]) -> None:
         self._progress = progress
         self._failed = failed
-        self._tickets: deque[Ticket] = deque()
+        self.tickets: deque[Ticket] = deque()
         self._pushing = threading.Lock()
         self._spin = AdaptiveSpin()
         self.board = progress.board
 
-    @property
-    def busy(self) -> bool:
-        """Whether a task is under way."""
-        return bool(self._tickets)
-
     def perform(
         self, task: Task, deadline: Callable[[], Deadline], background: bool
     ) -> Ticket | None:
-        """Begin ``task``, behind those under way.
+        """Run ``task`` behind the lane's other tasks.
 
         Args:
-            task: what to do.
-            deadline: until when to wait for it, if there is anything to wait for.
-            background: do not wait.
+            task: what to run.
+            deadline: makes the deadline; called only if the task has to be waited for here.
+            background: return a ticket rather than wait.
 
         Returns:
-            None if it is done, else a ticket. Unless ``background``, there is one only if other
-            tasks are before it.
+            None if the task is done, else a ticket. Without ``background`` that is so only if
+            other tasks are before it: they were begun in the background.
         """
-        if not self._tickets:
+        if not self.tickets:
             if task.advance(0 if background else self._spin.window_ns):
                 return None
             if not background:
                 self.finish(task, deadline())
                 return None
         ticket = Ticket(self, task)
-        self._tickets.append(ticket)
+        self.tickets.append(ticket)
         self._progress.look_after(self)
         return ticket
 
     def finish(self, task: Task, deadline: Deadline) -> None:
-        """Wait for a task that was begun here and is the only one.
+        """Run a task to its end on this thread; the lane must have no other task.
 
         Raises:
             GroupTimeoutError: not done by ``deadline``; names the members that are missing.
-            CoordinatorError: it failed.
+            CoordinatorError: the task failed.
         """
         began = time.monotonic_ns()
         while True:
@@ -141,17 +142,18 @@ class Lane:
                 return
 
     def push(self) -> None:
-        """Go on as far as possible; after another thread that does so.
+        """Advance the first task as far as possible, then the next ones.
 
-        What that one has just received is then seen as received here, too: a peer that has left
-        meanwhile is not taken for lost.
+        Waits for another thread that is pushing this lane, rather than return at once: the caller
+        then sees what that thread has received, and does not take a peer for lost that has left
+        after it sent everything.
         """
         failure: CoordinatorError | None = None
         ended = False
         with self._pushing:
             try:
-                while self._tickets and self._tickets[0].task.advance(0):
-                    self._tickets.popleft().done = ended = True
+                while self.tickets and self.tickets[0].task.advance(0):
+                    self.tickets.popleft().done = ended = True
             except CoordinatorError as error:
                 failure = error
         if failure is not None:
@@ -160,33 +162,33 @@ class Lane:
             self._progress.wake()
 
     def missing(self) -> list[int]:
-        """The members that the first task waits for."""
+        """The member numbers that the first task waits for."""
         with suppress(IndexError):
-            return list(self._tickets[0].task.missing())
+            return list(self.tickets[0].task.missing())
         return []
 
     def fail(self, error: CoordinatorError) -> None:
-        """End every task with ``error``."""
+        """End all tasks of the lane with ``error``."""
         with self._pushing:
-            tickets = tuple(self._tickets)
-            self._tickets.clear()
+            tickets = tuple(self.tickets)
+            self.tickets.clear()
             for ticket in tickets:
                 ticket.error = error
                 ticket.done = True
-        if tickets:
+        if tickets:  # outside the lock: the callback aborts the group, and may come back here
             self._failed(error)
             self._progress.wake()
 
 
 class Progress:
-    """The lanes of one process on one board, and the thread that looks after them."""
+    """The lanes of one process on one board, and the background thread that pushes them."""
 
     def __init__(self, board: Board, name: str = "progress") -> None:
         """Start no thread yet.
 
         Args:
-            board: this process is a member of it.
-            name: what the thread is called.
+            board: a board of which this process is a member.
+            name: the thread's name.
         """
         self.board = board
         self._name = name
@@ -197,11 +199,11 @@ class Progress:
         self._closed = False
 
     def lane(self, failed: Callable[[CoordinatorError], None]) -> Lane:
-        """A new lane; ``failed`` is told why, when its tasks are ended by an error."""
+        """A new lane; ``failed`` is called with the error when one ends the lane's tasks."""
         return Lane(self, failed)
 
     def look_after(self, lane: Lane) -> None:
-        """Push ``lane`` until it has no tasks."""
+        """Have the background thread push ``lane`` until it has no tasks."""
         with self._lock:
             self._lanes[lane] = None
             if self._thread is None and not self._closed:
@@ -211,11 +213,11 @@ class Progress:
         self.wake()
 
     def wake(self) -> None:
-        """Have every waiting thread of this process look again."""
+        """Wake all threads of this process that wait on the board, to look again."""
         self.board.ring(self.board.member or 0)
 
     def close(self) -> None:
-        """End the thread. Tasks under way go on only while they are waited for."""
+        """End the background thread. Unfinished tasks then advance only when somebody waits."""
         with self._lock:
             self._closed = True
             thread = self._thread
@@ -230,7 +232,7 @@ class Progress:
             self._wanted.clear()
             try:
                 self.board.wait(self._settled, NEVER, self._name, self._missing, spin=0)
-            except PeerLostError as error:
+            except PeerLostError as error:  # the lanes that do not wait for that peer go on
                 self._fail([lane for lane in self._list() if self._misses(lane, error)], error)
                 self._wanted.set()
             except CoordinatorError as error:
@@ -239,9 +241,9 @@ class Progress:
     def _settled(self) -> bool:
         for lane in self._list():
             lane.push()
-            if not lane.busy:
+            if not lane.tickets:
                 with self._lock:
-                    if not lane.busy:
+                    if not lane.tickets:
                         self._lanes.pop(lane, None)
         return self._closed or not self._lanes
 

@@ -1,7 +1,7 @@
-"""Memory for large results whose pages are not fresh: blocks return when nobody looks at them.
+"""A pool of memory for large results: it comes back when its last reference goes.
 
-A first pass over fresh pages costs four to seven times a pass over pages that are mapped already,
-so whoever receives large tensors again and again should not get fresh memory each time.
+The first pass over newly mapped pages costs four to seven times a later one (page faults), so
+whoever receives large tensors again and again should not get new memory each time.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 RECYCLED_BYTES: Final = 1 << 20
-"""Smaller requests take ordinary memory, whose pages malloc keeps."""
+"""Smaller requests are not pooled: malloc itself keeps their pages."""
 
 DEFAULT_KEPT_BYTES: Final = 256 << 20
 
 
 class RecyclingPool:
-    """Hands out byte arrays; one's memory comes back when its last reference goes.
+    """Hands out byte arrays whose memory is used again once their last reference has gone.
 
     Guarantees: no two living arrays share memory, whatever views were made of them. Threads may
-    share it. There is no lock, for memory comes back at any moment, in any thread, also amid
-    another call of that thread: each step is atomic; where two meet, a block is freed, not kept.
+    share the pool. It takes no lock: an array's last reference may go while the same thread is
+    inside a call of the pool, which would deadlock. Each step is atomic instead; where two calls
+    interfere, a block is freed rather than kept.
     """
 
     def __init__(self, kept_bytes: int = DEFAULT_KEPT_BYTES) -> None:
@@ -38,11 +39,11 @@ class RecyclingPool:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of blocks that wait to be used again."""
+        """Bytes of blocks that nobody uses now."""
         return sum(capacity * len(blocks) for capacity, blocks in list(self._unused.items()))
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """A writable array of ``size`` bytes with any content."""
+        """A writable array of ``size`` bytes; its content is undefined."""
         if size < RECYCLED_BYTES:
             return np.empty(size, dtype=np.uint8)
         capacity = size_class(size)
@@ -50,7 +51,7 @@ class RecyclingPool:
             block = self._unused[capacity].pop()
         except LookupError:
             block = np.empty(capacity, dtype=np.uint8)
-        # torch and numpy keep the array they were given alive, so its end is the block's release.
+        # Views in numpy and torch keep `array` alive: when it goes, nothing refers to the block.
         array = np.frombuffer(memoryview(cast("Buffer", block))[:size], dtype=np.uint8)
         loan = _Loan(array, self._give_back)
         loan.block = block
@@ -63,7 +64,7 @@ class RecyclingPool:
             return
         blocks = self._unused.pop(block.nbytes, None) or deque()
         blocks.append(block)
-        self._unused[block.nbytes] = blocks  # the last of all sizes again
+        self._unused[block.nbytes] = blocks  # moves this size to the end: used most recently
         while self.kept_bytes > self._kept_limit:
             oldest = next(iter(list(self._unused)), 0)
             try:
@@ -73,14 +74,14 @@ class RecyclingPool:
 
 
 class _Loan(weakref.ref["NDArray[np.uint8]"]):
-    """What was handed out, and the memory that comes back with it."""
+    """A weak reference to an array that was handed out, with the block that it lies in."""
 
     __slots__ = ("block",)
     block: NDArray[np.uint8]
 
 
 def size_class(size: int) -> int:
-    """``size`` rounded up so that at most an eighth is wasted, and similar sizes share a class."""
+    """``size`` rounded up by at most an eighth, so that similar sizes can use the same blocks."""
     step = 1 << max(size.bit_length() - 4, 0)
     return -(-size // step) * step
 

@@ -1,10 +1,13 @@
-"""Shared memory without a name: a sealed memfd, sized once, its pages reserved and touched.
+"""Shared memory without a name: a sealed memfd of fixed size, its pages reserved and mapped.
 
-No name exists in any file system, so nothing can be left behind when processes are killed, nothing
-can remove it early, and the size of /dev/shm does not matter. Another process of the same user
-attaches through ``/proc/PID/fd/N`` of the owner while the owner lives; where that path cannot be
-seen (another pid namespace), the descriptor is passed over a Unix socket. The random nonce in the
-header proves that what was opened is the segment that the handle names, on this host.
+It has no name in any file system: nothing is left behind when processes are killed, nobody can
+remove it early, and the size of /dev/shm does not matter. Another process of the same user attaches
+through ``/proc/PID/fd/N`` of the owner while the owner lives. Where that path cannot be seen
+(another pid namespace), the descriptor is passed over a Unix socket. The random nonce in the header
+proves that the opened memory is the segment that the handle names, on this host.
+
+A handle may have come over a channel that strangers can write to. So memory is opened only if the
+process and the memory belong to this user and, where the members are known, the process is one.
 """
 
 from __future__ import annotations
@@ -15,12 +18,12 @@ import os
 import socket
 import weakref
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
 from shm_broadcast.atomics import WordsLike, make_words
-from shm_broadcast.errors import GroupClosedError, SharedMemoryError
+from shm_broadcast.errors import ForeignMemoryError, GroupClosedError, SharedMemoryError
 from shm_broadcast.layout import (
     MAGIC,
     NONCE_BYTES,
@@ -33,6 +36,9 @@ from shm_broadcast.layout import (
 )
 from shm_broadcast.liveness import ProcessId
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MADV_POPULATE_WRITE = 23
 
@@ -44,8 +50,8 @@ class SegmentHandle(msgspec.Struct, frozen=True):
         pid: the owner's process id.
         start_time: the owner's start time; see `ProcessId`.
         fd: the segment's descriptor number in the owner.
-        nonce: the segment's random name.
-        size: its bytes.
+        nonce: the random bytes in the segment's header.
+        size: the segment's size in bytes.
     """
 
     pid: int
@@ -76,7 +82,7 @@ class Segment:
 
         Args:
             size: bytes, rounded up to whole pages.
-            label: shown by the kernel in ``/proc/PID/maps``; names nothing.
+            label: shown by the kernel in ``/proc/PID/maps``, for debugging only.
 
         Raises:
             SharedMemoryError: fewer than ``size`` bytes of memory are free.
@@ -96,16 +102,23 @@ class Segment:
         return segment
 
     @classmethod
-    def attach(cls, handle: SegmentHandle) -> Segment:
-        """The segment that ``handle`` names.
+    def attach(
+        cls, handle: SegmentHandle, is_member: Callable[[int], bool] | None = None
+    ) -> Segment:
+        """Map the segment that ``handle`` names.
+
+        Args:
+            handle: from any source, trusted or not.
+            is_member: whether the process with a pid may own it; None: any process of this user.
 
         Raises:
-            SharedMemoryError: it is on another host, its owner has gone, or the handle is stale.
+            SharedMemoryError: it is on another host, its owner has ended, or the handle is stale.
+            ForeignMemoryError: it belongs to another user, or its owner is not a member.
         """
+        if is_member is not None and not is_member(handle.pid):
+            raise ForeignMemoryError(f"pid {handle.pid} is no member: its memory is not opened")
         try:
-            if ProcessId.of(handle.pid).start_time != handle.start_time:
-                raise ProcessLookupError("the pid has been used again")
-            fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
+            fd = _open_descriptor(handle)
         except OSError as error:
             raise SharedMemoryError(
                 f"segment of pid {handle.pid} cannot be opened: its owner has ended, runs on "
@@ -115,7 +128,7 @@ class Segment:
 
     @classmethod
     def receive(cls, connection: socket.socket, handle: SegmentHandle) -> Segment:
-        """The segment that `send` at the other end of a Unix socket passed here.
+        """Map the segment that the process at the other end of a Unix socket passes by `send`.
 
         Raises:
             SharedMemoryError: no descriptor came, or it is not the segment ``handle`` names.
@@ -127,7 +140,7 @@ class Segment:
         return cls._adopt(descriptors[0], handle)
 
     def send(self, connection: socket.socket) -> None:
-        """Pass the segment's descriptor over a Unix socket, to `receive` at the other end."""
+        """Pass the segment's descriptor over a Unix socket; the other end calls `receive`."""
         socket.send_fds(connection, [b"s"], [self._open_fd()])
 
     def handle(self) -> SegmentHandle:
@@ -141,7 +154,7 @@ class Segment:
         return not self._release.alive
 
     def close(self) -> None:
-        """Give up the descriptor. The memory goes with the last view of it, in any process."""
+        """Close the descriptor. The memory is freed with its last mapping in any process."""
         self._release()
 
     def __enter__(self) -> Self:
@@ -160,7 +173,7 @@ class Segment:
     @classmethod
     def _adopt(cls, fd: int, handle: SegmentHandle) -> Segment:
         try:
-            if os.fstat(fd).st_size != handle.size:
+            if os.fstat(fd).st_size != handle.size or not _is_sealed(fd):
                 raise SharedMemoryError(f"descriptor {handle.fd} of pid {handle.pid} is no segment")
             mapping = mmap.mmap(fd, handle.size)
         except (OSError, SharedMemoryError) as error:
@@ -191,8 +204,48 @@ class Segment:
         return self._fd
 
 
+def _open_descriptor(handle: SegmentHandle) -> int:
+    """Open the descriptor that ``handle`` names, of a process of this user.
+
+    Raises:
+        OSError: there is no such process or descriptor, or this process may not see it.
+        ForeignMemoryError: the process, or its descriptor, belongs to another user.
+    """
+    if ProcessId.of(handle.pid).start_time != handle.start_time:
+        raise ProcessLookupError("the pid has been used again")
+    # All looks go through this descriptor: they are of one process, even if its pid is reused.
+    process = os.open(f"/proc/{handle.pid}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        me = os.geteuid()
+        # All four ids: a set-user-ID program of this user may have been started by another user.
+        if set(_user_ids(process)) != {me}:
+            raise ForeignMemoryError(f"pid {handle.pid} is not a process of user {me} alone")
+        name = f"fd/{handle.fd}"
+        if os.stat(name, dir_fd=process).st_uid != me:
+            raise ForeignMemoryError(f"{name} of pid {handle.pid} does not belong to user {me}")
+        return os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=process)
+    finally:
+        os.close(process)
+
+
+def _user_ids(process: int) -> list[int]:
+    """The real, effective, saved and file-system user id of a process, given its /proc folder."""
+    fd = os.open("status", os.O_RDONLY | os.O_CLOEXEC, dir_fd=process)
+    with os.fdopen(fd, "rb") as status:
+        line = next(line for line in status if line.startswith(b"Uid:"))
+    return [int(each) for each in line.split()[1:]]
+
+
+def _is_sealed(fd: int) -> bool:
+    """Whether this is a memfd whose size is sealed: access can then never raise SIGBUS."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:  # no memfd
+        return False
+
+
 def _touch(mapping: mmap.mmap) -> None:
-    """Map every page now: the first pass over fresh pages costs four times the later ones."""
+    """Map every page now: the first pass over unmapped pages costs four times a later one."""
     try:
         mapping.madvise(_MADV_POPULATE_WRITE)
     except OSError:  # before Linux 5.14; reading maps the reserved pages as well
@@ -201,14 +254,14 @@ def _touch(mapping: mmap.mmap) -> None:
 
 
 def _require_free(size: int) -> None:
-    """Raise unless ``size`` bytes are free, rather than wake the kernel's out-of-memory killer."""
+    """Raise unless ``size`` bytes are free: otherwise the kernel may kill a process for them."""
     free = _free_bytes()
     if size > free:
         raise SharedMemoryError(f"{size} bytes of shared memory are required, {free} are free")
 
 
 def _free_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still use: the machine's, and its memory cgroup's."""
+    """Bytes that this process may still use: of the machine, and of its memory cgroup's limit."""
     free = _numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     try:
         limit = int((cgroup / "memory.max").read_text())

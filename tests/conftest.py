@@ -28,9 +28,11 @@ settings.load_profile("unhurried")
 
 
 def pytest_configure() -> None:
-    """Have interrupts interrupt, also where a shell started the tests in the background."""
+    """Have signals do what they do, also where a shell or nohup started the tests aside."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -74,6 +74,18 @@ def unavailable() -> str | None:
         return str(error)
 
 
+def isolate() -> None:
+    """Move this thread, and what it starts from now on, to a network with loopback only.
+
+    Raises:
+        OSError: not without root.
+    """
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+
+
 @contextmanager
 def two_hosts(family: Literal["IPv4", "IPv6"]) -> Iterator[tuple[Host, Host]]:
     """Two joined namespaces that have addresses of ``family`` only, loopback included.

@@ -46,8 +46,9 @@ _DUMP_SIGNAL = signal.SIGUSR1
 _GRACE = 10.0
 """Seconds the others have left once one rank failed: time to say what they saw of it."""
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+CONTEXT = multiprocessing.get_context("forkserver")
+
+CONTEXT.set_forkserver_preload(
     [
         *("numpy", "torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"),
         *("torch.testing", "pytest", "hypothesis"),
@@ -172,9 +173,9 @@ class _Rank:
 
     @classmethod
     def start(cls, rank: int, n: int, call: bytes, folder: Path, timeout: float) -> _Rank:
-        ours, theirs = _context.Pipe()
+        ours, theirs = CONTEXT.Pipe()
         stacks = folder / f"stacks-{rank}"
-        process = _context.Process(
+        process = CONTEXT.Process(
             target=_run_rank, args=(theirs, rank, n, call, str(stacks), timeout), daemon=True
         )
         process.start()

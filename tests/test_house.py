@@ -3,16 +3,45 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import graphlib
+import importlib.util
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+from benchmarks.call_path import deepest_classes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ROOT = Path(__file__).parents[1]
 FLOORS = ("shm_broadcast", "device_comm", "coordinator", "server")
 """The ground floor first. A floor imports those below it, never one above."""
+
+OTHER_ENGINES = ("coordinator.compat.", "coordinator.plugins.")
+"""Where names are those of other engines."""
+
+ENGINE_CLASSES = {
+    "GroupCoordinator",
+    "MessageQueue",
+    "StatelessGroupCoordinator",
+    "StatelessProcessGroup",
+}
+"""What vLLM and SGLang call theirs as well."""
+
+
+MIRRORED_FILES = {
+    *("__init__.py", "errors.py", "layout.py"),
+    *("reader.py", "writer.py", "end.py"),  # of a ring, of a queue, of a remote one
+    *("carried_types.py", "pending.py"),  # of torch's groups and of NCCL
+    *("communication_op.py", "group.py", "model_groups.py", "parallel_state.py"),  # of engines
+    *("shm_broadcast.py", "utils.py"),
+    *("communicator.py", "hooks.py", "liveness.py"),  # of the plugins
+}
 
 MODEL_LIBRARIES = {"transformers", "sentence_transformers"}
 
@@ -22,8 +51,17 @@ sys.modules["cupy"] = None
 for floor in sys.argv[1:]:
     package = importlib.import_module(floor)
     for module in pkgutil.walk_packages(package.__path__, floor + "."):
-        importlib.import_module(module.name)
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            engine = (error.name or "").partition(".")[0]
+            if not module.name.startswith(f"coordinator.plugins.{engine}."):
+                raise
 """
+
+
+ROOM = 12
+"""How many modules a folder holds at most: more than that is not seen at a glance."""
 
 
 def tracked() -> list[Path]:
@@ -33,15 +71,20 @@ def tracked() -> list[Path]:
     return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).exists()]
 
 
-def imported_by(path: Path) -> set[str]:
-    """The top-level packages that a file imports anywhere in it."""
+def modules_imported_by(path: Path) -> set[str]:
+    """The modules that a file imports anywhere in it, and what it takes from them."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module)
-    return {name.partition(".")[0] for name in names}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def imported_by(path: Path) -> set[str]:
+    """The top-level packages that a file imports anywhere in it."""
+    return {name.partition(".")[0] for name in modules_imported_by(path)}
 
 
 @pytest.mark.parametrize("floor", FLOORS)
@@ -53,6 +96,94 @@ def test_imports_run_one_way(floor: str) -> None:
         if (upwards := imported_by(path) & above)
     }
     assert wrong == {}
+
+
+def product() -> dict[str, Path]:
+    """The files of the four packages by the modules that they are."""
+    files = [path.relative_to(ROOT) for floor in FLOORS for path in (ROOT / floor).rglob("*.py")]
+    return {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+
+
+def needs(module: str, path: Path, modules: Iterable[str]) -> set[str]:
+    """The modules of the house that a file imports anywhere in it, for types only too."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text(), str(path))):
+        if isinstance(node, ast.ImportFrom):
+            home = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            names = {f"{home}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else home for name in names}
+    return found & {*modules} - {module}
+
+
+def test_no_file_imports_what_imports_it() -> None:
+    files = product()
+    graph = {module: needs(module, path, files) for module, path in files.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle: {error.args[1]}")
+
+
+def test_no_folder_holds_more_than_a_dozen_modules() -> None:
+    counts = Counter(str(path.parent) for path in product().values() if path.name != "__init__.py")
+    assert {folder: count for folder, count in counts.items() if count > ROOM} == {}
+
+
+def class_names() -> dict[str, set[str]]:
+    """The classes of the product at the top of files, by name: the modules that they stand in."""
+    found: dict[str, set[str]] = {}
+    for module, path in product().items():
+        for node in ast.parse((ROOT / path).read_text(), str(path)).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, set()).add(module)
+    return found
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    """But those that other engines' users know: there they are called so."""
+    twice = {
+        name: modules
+        for name, modules in class_names().items()
+        if len({each for each in modules if not each.startswith(OTHER_ENGINES)}) > 1
+        or (len(modules) > 1 and name not in ENGINE_CLASSES)
+    }
+    assert twice == {}
+
+
+def test_a_file_name_stands_for_one_thing() -> None:
+    """But mirrored ones: of two protocols, of two transports, of two engines."""
+    counts = Counter(path.name for path in product().values())
+    assert {name for name, count in counts.items() if count > 1} <= MIRRORED_FILES
+
+
+def test_no_class_has_more_than_three_classes_above_it() -> None:
+    deep = [line for line in deepest_classes() if line.count("<") > 3]
+    assert deep == []
+
+
+def test_nothing_but_compat_and_the_plugins_imports_compat() -> None:
+    rooms = {ROOT / "coordinator" / room for room in ("compat", "plugins")}
+    wrong = [
+        str(path.relative_to(ROOT))
+        for floor in FLOORS
+        for path in (ROOT / floor).rglob("*.py")
+        if not rooms & {*path.parents}
+        and any(name.startswith("coordinator.compat") for name in modules_imported_by(path))
+    ]
+    assert wrong == []
+
+
+def test_the_server_imports_itself_by_relative_names() -> None:
+    """It is one package in this folder, and another one where it is installed."""
+    own = {"server", "group_coordinator"}
+    wrong = [path.name for path in (ROOT / "server").rglob("*.py") if imported_by(path) & own]
+    assert wrong == []
+
+
+def test_what_programs_import_first_loads_no_torch() -> None:
+    code = "import group_coordinator, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_model_libraries_are_imported_by_the_server_and_its_benchmarks_only() -> None:

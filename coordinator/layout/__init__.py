@@ -1,15 +1,13 @@
-"""How tensors lie on the ranks of a group, and changing it.
+"""Layouts: how tensors are divided among the ranks of a mesh, and how to change that.
 
-`redistribute` changes the layout within one mesh, `redistribute_between` from one mesh to
-another; `plan` says how, and `calibrate` what it costs. `load_sharded` and `save_sharded` read
-and write checkpoints, for which they need the package safetensors; importing does not.
+`redistribute` changes a tensor's layout within one mesh, `redistribute_between` moves it to another
+mesh. `plan` finds the cheapest steps, `calibrate` measures what they cost. `load_sharded` and
+`save_sharded` read and write checkpoints; only these two need the package safetensors.
 """
 
-from coordinator.layout.between import redistribute_between, reshard
-from coordinator.layout.calibrate import AlphaBeta, calibrate, calibrate_mesh
-from coordinator.layout.checkpoint import Checkpoint
-from coordinator.layout.comm_spec import CommCost, CommPattern, CommSpec, ShardingSpec
-from coordinator.layout.costs import MeshCosts
+from coordinator.layout.checkpoints.load import load_sharded
+from coordinator.layout.checkpoints.safetensors_file import Checkpoint
+from coordinator.layout.checkpoints.save import save_sharded
 from coordinator.layout.dim_partition import convert_dim_partition_dict, merge_same_dim_mesh_list
 from coordinator.layout.errors import (
     CheckpointError,
@@ -18,9 +16,9 @@ from coordinator.layout.errors import (
     TensorShapeError,
 )
 from coordinator.layout.hooks import ParamOpHook, use_param_hooks
-from coordinator.layout.load import load_sharded
-from coordinator.layout.measure import MeasuredPlan, measure
 from coordinator.layout.mesh import Mesh
+from coordinator.layout.moving.between import redistribute_between, reshard
+from coordinator.layout.moving.redistribute import redistribute
 from coordinator.layout.parameters import named_parameters
 from coordinator.layout.placement import (
     Axis,
@@ -32,11 +30,13 @@ from coordinator.layout.placement import (
     Replicate,
     Shard,
 )
-from coordinator.layout.plan import Plan, Step, plan
+from coordinator.layout.planning.calibrate import AlphaBeta, calibrate, calibrate_mesh
+from coordinator.layout.planning.comm_spec import CommCost, CommPattern, CommSpec, ShardingSpec
+from coordinator.layout.planning.costs import MeshCosts
+from coordinator.layout.planning.measure import MeasuredPlan, measure
+from coordinator.layout.planning.plan import Plan, Step, plan
+from coordinator.layout.planning.route import SubMesh
 from coordinator.layout.process_grid import ProcessGrid
-from coordinator.layout.redistribute import redistribute
-from coordinator.layout.route import SubMesh
-from coordinator.layout.save import save_sharded
 
 __all__ = [
     "AlphaBeta",

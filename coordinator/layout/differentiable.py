@@ -1,30 +1,32 @@
-"""Collectives along one group that autograd sees through, each with the inverse as backward.
+"""Differentiable collectives along one group. Each has its inverse as backward.
+
+A term is one rank's summand of a reduction (`Partial`); a shard is one rank's slice (`Shard`).
 
     forward           backward              gradients
-    gather            split                 of a replicated tensor are replicated
-    split             gather                of a shard are its shard of the gradient
+    gather            split                 a replicated tensor's gradient is replicated
+    split             gather                a shard's gradient is its shard of the gradient
     all_to_all        all_to_all            likewise
     recut             recut                 likewise
-    reduce            identity              of a term are those of the sum; AVG: / ranks
+    reduce            identity              a term's gradient is that of the sum; AVG: / ranks
     reduce_scatter    gather                likewise
     as_term           identity              AVG: * ranks
-    copy              all-reduce            replicated input, terms of the gradient
+    copy              all-reduce            replicated input, whose gradient comes as terms
 
-Gather takes its own slice of the gradient and sums nothing: every rank has the whole
-gradient already. Where ranks have terms of it instead, `copy` sums them.
+The backward of gather takes this rank's slice of the gradient and sums nothing: every rank has the
+whole gradient already. If the ranks have terms of the gradient instead, `copy` sums them.
 
-Nothing changes its input. A group of one returns it. Every function: Collective: yes, every
-member (`split`, `as_term` and `copy` communicate backward only, or not at all).
+No function changes its input. In a group of one they return it. For every function: Collective:
+yes, every member (`split`, `as_term` and `copy` communicate in backward only, or not at all).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from coordinator.layout import moves
+from coordinator.layout.moving import moves
 from coordinator.layout.placement import Shard
 from device_comm import ReduceOp
-from device_comm.checks import check_dim, check_sizes
+from device_comm.verbs.checks import check_dim, check_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,13 +39,13 @@ if TYPE_CHECKING:
 def gather(
     x: Tensor, dim: int, group: GroupCoordinator, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """The shards ``x`` of all ranks, concatenated along ``dim``.
+    """All ranks' shards, concatenated along ``dim`` in rank order.
 
     Args:
-        x: (..., sizes[rank], ...).
-        dim: along which ``x`` is cut.
-        group: the ranks.
-        sizes: of each rank's shard; None: all are as large.
+        x: this rank's shard, (..., sizes[rank], ...).
+        dim: the dimension that is sharded.
+        group: the group of the ranks.
+        sizes: the size of each rank's shard along ``dim``; None: all are equal.
     """
     if group.world_size == 1:
         return x
@@ -55,13 +57,13 @@ def gather(
 def split(
     x: Tensor, dim: int, group: GroupCoordinator, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """This rank's shard of ``x`` along ``dim``, a copy.
+    """This rank's shard of ``x`` along ``dim``, as a copy.
 
     Args:
-        x: the same on all ranks.
-        dim: along which to cut.
-        group: the ranks.
-        sizes: of each rank's shard; None: as `Shard` cuts, nothing is dropped.
+        x: the whole tensor, the same on all ranks.
+        dim: the dimension to shard.
+        group: the group of the ranks.
+        sizes: the size of each rank's shard; None: as `Shard` divides, unevenly if need be.
     """
     if group.world_size == 1:
         return x
@@ -77,15 +79,15 @@ def all_to_all(
     gather_sizes: Sequence[int] | None = None,
     shard_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """From shards along ``gather_dim`` to shards along ``shard_dim``, another dimension.
+    """Turn shards along ``gather_dim`` into shards along ``shard_dim``, another dimension.
 
     Args:
-        x: whole along ``shard_dim``.
-        gather_dim: along which ``x`` is cut.
-        shard_dim: along which the result is cut.
-        group: the ranks.
-        gather_sizes: of each rank's shard before; None: all are as large.
-        shard_sizes: of each rank's shard after; None: as `Shard` cuts.
+        x: this rank's shard along ``gather_dim``; whole along ``shard_dim``.
+        gather_dim: the dimension along which ``x`` is sharded.
+        shard_dim: the dimension along which the result is sharded.
+        group: the group of the ranks.
+        gather_sizes: the size of each rank's shard before; None: all are equal.
+        shard_sizes: the size of each rank's shard after; None: as `Shard` divides.
     """
     if group.world_size == 1:
         return x
@@ -100,7 +102,7 @@ def all_to_all(
 def recut(
     x: Tensor, dim: int, group: GroupCoordinator, before: Sequence[int], after: Sequence[int]
 ) -> Tensor:
-    """From shards of sizes ``before`` along ``dim`` to shards of sizes ``after``."""
+    """Turn shards of sizes ``before`` along ``dim`` into shards of sizes ``after``, by rank."""
     if group.world_size == 1:
         return x
     dim = check_dim(dim, x)
@@ -109,7 +111,7 @@ def recut(
 
 
 def reduce(x: Tensor, group: GroupCoordinator, op: ReduceOp = ReduceOp.SUM) -> Tensor:
-    """The reduction of the terms ``x`` of all ranks.
+    """The reduction of all ranks' terms; ``x`` is this rank's term.
 
     Raises:
         NotImplementedError: ``x`` requires a gradient, and ``op`` is neither SUM nor AVG.
@@ -127,7 +129,9 @@ def reduce_scatter(
     op: ReduceOp = ReduceOp.SUM,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """This rank's shard, along ``dim``, of the reduction of the terms ``x`` of all ranks.
+    """This rank's shard, along ``dim``, of the reduction of all ranks' terms.
+
+    ``sizes`` has the size of each rank's shard; None: as `Shard` divides.
 
     Raises:
         NotImplementedError: ``x`` requires a gradient, and ``op`` is neither SUM nor AVG.
@@ -140,10 +144,10 @@ def reduce_scatter(
 
 
 def as_term(x: Tensor, group: GroupCoordinator, op: ReduceOp = ReduceOp.SUM) -> Tensor:
-    """This rank's term of ``x``, which is the same on all ranks: their reduction is ``x``.
+    """Terms whose reduction is ``x``, which is the same on all ranks; returns this rank's term.
 
-    Rank 0 keeps the values and the others get what changes nothing; where there is no such
-    value (AVG, MIN, MAX, BAND) all keep them. Exact for every dtype.
+    Rank 0 keeps the values and the others get the operation's neutral element (0 for SUM). For AVG,
+    MIN, MAX and BAND all ranks keep the values. Exact for every dtype.
 
     Raises:
         NotImplementedError: ``x`` requires a gradient, and ``op`` is neither SUM nor AVG.
@@ -155,7 +159,7 @@ def as_term(x: Tensor, group: GroupCoordinator, op: ReduceOp = ReduceOp.SUM) -> 
 
 
 def copy(x: Tensor, group: GroupCoordinator) -> Tensor:
-    """``x`` itself, the same on all ranks; backward sums the gradients of all ranks."""
+    """A view of ``x``, which is the same on all ranks; backward sums all ranks' gradients."""
     if group.world_size == 1:
         return x
     return moves.Copy(group)(x)
@@ -167,7 +171,7 @@ def _require_linear(x: Tensor, op: ReduceOp) -> None:
 
 
 def _shards(rows: int, group: GroupCoordinator, sizes: Sequence[int] | None) -> tuple[int, ...]:
-    """The sizes of all ranks' shards, of which this rank's has ``rows``."""
+    """The sizes of all ranks' shards; this rank's shard has ``rows`` rows."""
     if sizes is None:
         return (rows,) * group.world_size
     known = check_sizes("sizes", sizes, group.world_size)
@@ -177,7 +181,7 @@ def _shards(rows: int, group: GroupCoordinator, sizes: Sequence[int] | None) -> 
 
 
 def _cut(rows: int, group: GroupCoordinator, sizes: Sequence[int] | None) -> tuple[int, ...]:
-    """The sizes of the shards that ``rows`` are cut into."""
+    """The sizes of all ranks' shards of ``rows`` rows."""
     if sizes is None:
         return Shard().cut(rows, group.world_size)
     known = check_sizes("sizes", sizes, group.world_size)

@@ -1,4 +1,4 @@
-"""Tables of which mesh axes cut which dimension, ``{dim: [axes]}``, with dimensions normalised."""
+"""Tables ``{dim: [mesh axes that shard it]}`` with negative dimensions made positive."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ if TYPE_CHECKING:
 def convert_dim_partition_dict(
     dim_size: int, dim_partition_dict: Mapping[int, Sequence[int]]
 ) -> dict[int, list[int]]:
-    """The same table with every dimension counted from the first.
+    """A copy of the table with non-negative dimensions.
 
     Args:
-        dim_size: how many dimensions the tensor has.
-        dim_partition_dict: by dimension, which may be negative, the mesh axes that cut it; it is
-            not changed.
+        dim_size: the tensor's number of dimensions.
+        dim_partition_dict: for each dimension, which may be negative, the mesh axes that shard it.
 
     Raises:
-        ValueError: a dimension is not there, or two keys are the same dimension: see
+        ValueError: the tensor has no such dimension, or two keys are the same dimension: see
             `merge_same_dim_mesh_list`.
     """
     converted: dict[int, list[int]] = {}
@@ -34,13 +33,13 @@ def convert_dim_partition_dict(
 def merge_same_dim_mesh_list(
     dim_size: int, dim_partition_dict: Mapping[int, Sequence[int]]
 ) -> dict[int, list[int]]:
-    """As `convert_dim_partition_dict`, with the axes of keys that are the same dimension joined.
+    """As `convert_dim_partition_dict`, but keys that are the same dimension are merged.
 
-    ``{1: [0], -1: [1]}`` of two dimensions is ``{1: [0, 1]}``. The axes are in the order of the
-    keys.
+    For a tensor of two dimensions ``{1: [0], -1: [1]}`` gives ``{1: [0, 1]}``. The axes are in the
+    order of the keys.
 
     Raises:
-        ValueError: a dimension is not there, or an axis cuts twice.
+        ValueError: the tensor has no such dimension, or an axis occurs twice.
     """
     merged: dict[int, list[int]] = {}
     for dim, axes in dim_partition_dict.items():

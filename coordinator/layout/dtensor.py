@@ -1,4 +1,4 @@
-"""Between this project's layouts and torch's DTensor."""
+"""Converts between this project's layouts and torch's DTensor."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def to_dtensor(
     mesh: DeviceMesh,
     shape: Sequence[int] | None = None,
 ) -> dt.DTensor:
-    """What this rank holds of a tensor, as a DTensor; autograd sees through.
+    """A DTensor of which ``local`` is this rank's part. Differentiable.
 
     Args:
         local: this rank's part; the result shares its memory.
-        layout: how the tensor lies, without padding or given sizes.
-        mesh: where.
-        shape: of the whole tensor; None: what is cut divides evenly.
+        layout: the tensor's layout on ``mesh``, without padding or explicit sizes.
+        mesh: the device mesh.
+        shape: the whole tensor's shape; None: sharded dimensions divide evenly.
 
     Collective: no.
 
     Raises:
-        ValueError: DTensor has no such layout, or ``local`` has not the shape that it says.
+        ValueError: DTensor has no such layout, or ``local`` has another shape than the layout says.
     """
     placements = [_to_torch(placement) for placement in Layout.of(layout).placements]
     if shape is None:
@@ -58,24 +58,24 @@ def to_dtensor(
 
 
 def from_dtensor(x: dt.DTensor) -> tuple[Tensor, Layout, tuple[int, ...]]:
-    """A DTensor's local part, which shares its memory, its layout, and the whole's shape.
+    """A DTensor's local part (which shares its memory), its layout, and the whole tensor's shape.
 
     Collective: no.
 
     Raises:
-        ValueError: it has a placement that is not Shard, Replicate or Partial.
+        ValueError: ``x`` has a placement other than Shard, Replicate and Partial.
     """
     layout = Layout(tuple(_from_torch(placement) for placement in x.placements))
     return x.to_local(), layout, tuple(x.shape)
 
 
 def set_process_group(x: dt.DTensor, mesh: DeviceMesh) -> dt.DTensor:
-    """A replicated DTensor as one on another mesh; nothing moves, and memory is shared.
+    """A replicated DTensor on another mesh; shares the memory of ``x``, nothing is sent.
 
     Collective: no.
 
     Raises:
-        ValueError: it is not replicated: use `redistribute_between`.
+        ValueError: ``x`` is not replicated: use `redistribute_between`.
     """
     if not all(placement.is_replicate() for placement in x.placements):
         raise ValueError(f"only a replicated tensor changes its mesh; this is {x.placements}")

@@ -1,8 +1,8 @@
-"""What can be wrong with a checkpoint.
+"""The errors about checkpoints.
 
     CheckpointError (CoordinatorError)
     ├── CheckpointFormatError (ValueError)    not a safetensors file, or its index is bad
-    ├── MissingTensorError (LookupError)      names that it does not hold
+    ├── MissingTensorError (LookupError)      it lacks tensors that were asked for
     └── TensorShapeError (ValueError)         a tensor of another shape than was expected
 
 A path that does not exist raises `FileNotFoundError`.
@@ -14,10 +14,11 @@ from shm_broadcast.errors import CoordinatorError
 
 
 class CheckpointError(CoordinatorError):
-    """A checkpoint is not what its reader needs.
+    """A checkpoint cannot be read or written.
 
     Attributes:
         path: the file or folder.
+        problem: what is wrong.
     """
 
     def __init__(self, path: str, problem: str) -> None:
@@ -34,10 +35,10 @@ class CheckpointFormatError(CheckpointError, ValueError):
 
 
 class MissingTensorError(CheckpointError, LookupError):
-    """Tensors that were asked for are not there.
+    """The checkpoint lacks tensors that were asked for.
 
     Attributes:
-        names: the names, as the checkpoint would have them.
+        names: their names in the checkpoint.
     """
 
     def __init__(self, path: str, names: tuple[str, ...]) -> None:

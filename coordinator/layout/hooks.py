@@ -1,12 +1,12 @@
-"""Calling back around every operation on parameters: for offloading, counting, checking.
+"""Hooks around every operation on parameters: for offloading, counting, checking.
 
     with use_param_hooks(MyHook()):
         loss = model(x).sum()       # pre_forward, post_forward around each operation
     loss.backward()                 # pre_backward, post_backward around its gradient
 
-The hooks in force are those of the context (a `contextvars.ContextVar`: threads and tasks have
-their own) in which the operation ran forward; its backward calls the same ones, wherever and
-whenever it runs.
+An operation calls the hooks that were active in its context when it ran forward (they are kept in
+a `contextvars.ContextVar`: threads and tasks have their own). Its backward calls the same hooks,
+in whatever thread or context it runs.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ Parameters = tuple[nn.Parameter, ...]
 
 
 class ParamOpHook:
-    """What to do around an operation; override what is needed. Each gets its parameters."""
+    """Override the methods that are needed. Each gets the operation's parameters."""
 
     def pre_forward(self, params: Parameters) -> None:
-        """Before the operation."""
+        """Called before the operation."""
 
     def post_forward(self, params: Parameters) -> None:
-        """After it."""
+        """Called after the operation."""
 
     def pre_backward(self, params: Parameters) -> None:
-        """Before its gradients are computed: once one of its result is there."""
+        """Called before the operation's backward, when the first gradient of a result arrives."""
 
     def post_backward(self, params: Parameters) -> None:
-        """Once the gradients of all its inputs are computed."""
+        """Called when the gradients of all the operation's inputs are computed."""
 
 
 @contextmanager
 def use_param_hooks(*hooks: ParamOpHook) -> Iterator[None]:
     """Call ``hooks`` around every operation that has a parameter among its arguments.
 
-    Hooks of an outer ``with`` stay in force, and come first. What a composite operation is made
-    of is not seen by itself. Without gradients only the forward hooks are called. Hooks may use
-    parameters freely: what they do is not seen.
+    Hooks of an outer ``with`` stay active, and are called first. A composite operation counts as
+    one; its parts are not seen. Without gradients only the forward hooks are called. Operations on
+    parameters inside a hook call no hooks.
 
     Collective: no.
     """
@@ -116,7 +116,10 @@ class _Operation:
     def _watch_inputs(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments, with tensors that tell when all their gradients are computed."""
+        """The arguments with each input replaced by a `_Watched` view of it.
+
+        Inputs that the operation writes to (``out=``, or ``self`` of ``op_``) stay as they are.
+        """
         changed = {id(kwargs.get("out"))}
         if _name(func).endswith("_") and args:
             changed.add(id(args[0]))
@@ -154,7 +157,7 @@ class _Operation:
 
 
 class _Watched(torch.autograd.Function):
-    """Tensors as they are; their gradients have passed once all are computed."""
+    """The identity on several tensors: its backward runs when all their gradients are computed."""
 
     @staticmethod
     def forward(ctx: Any, operation: _Operation, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -178,7 +181,7 @@ _NO_OPERATIONS = frozenset(
         *("is_same_size", "requires_grad_", "retain_grad", "register_hook", "backward"),
     }
 )
-"""What only looks at a tensor, or sets a flag."""
+"""Torch functions that only look at a tensor or set a flag: they call no hooks."""
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -1,4 +1,4 @@
-"""A mesh of groups: one along each axis, and one of all ranks."""
+"""A mesh of groups: one group along each axis, and one of all ranks."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from coordinator.group import GroupCoordinator
-from coordinator.layout.costs import MeshCosts
+from coordinator.layout.planning.costs import MeshCosts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from coordinator.layout.costs import Axes
+    from coordinator.layout.planning.costs import Axes
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """The groups of this rank along each axis of a grid of ranks.
 
-    ``Mesh((groups.dp, groups.tp), groups.world)``. It owns none of its groups.
+    Example: ``Mesh((groups.dp, groups.tp), groups.world)``. It does not close its groups.
 
     Attributes:
         axes: the group along each axis, outermost first.
-        flat: the group of all ranks, row by row; None: no collective can be over several axes.
-        costs: of the axes, for `CommSpec.cost` and `plan`; None: all axes cost the same.
+        flat: the group of all ranks, in row-major order; None: collectives over several axes at
+            once are not possible.
+        costs: the costs along the axes, for `CommSpec.cost` and `plan`; None: all cost the same.
 
     Raises:
-        ValueError: ``flat`` is not of the ranks that the axes make up, or ``costs`` are of
-            another mesh.
+        ValueError: this process has another rank in ``flat`` than on the axes, or ``costs`` belong
+            to a mesh of another shape.
     """
 
     axes: tuple[GroupCoordinator, ...]
@@ -54,9 +55,9 @@ class Mesh:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, costs: MeshCosts | None = None) -> Self:
-        """Groups along the dimensions of a torch mesh that has names, and one of all its ranks.
+        """Make groups along the dimensions of a torch mesh, which must have names.
 
-        Close ``axes`` and ``flat`` when done.
+        The caller closes ``axes`` and ``flat``.
 
         Collective: yes, every rank of the mesh.
 
@@ -74,24 +75,24 @@ class Mesh:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Ranks of each axis."""
+        """The number of ranks on each axis."""
         return tuple(axis.world_size for axis in self.axes)
 
     @property
     def cost_model(self) -> MeshCosts:
-        """What communicating along each axis costs."""
+        """The costs along the axes; the default ones if none were given."""
         return MeshCosts.uniform(self.shape) if self.costs is None else self.costs
 
     @property
     def coordinates(self) -> tuple[int, ...]:
-        """This rank's place on each axis."""
+        """This rank's position on each axis."""
         return tuple(axis.rank_in_group for axis in self.axes)
 
     def group(self, axes: Axes) -> GroupCoordinator:
-        """The group along one axis, or along several as one.
+        """The group along one axis, or along several axes together.
 
         Raises:
-            ValueError: there is no group for these axes, or no such axis.
+            ValueError: there is no such axis, or no group for these axes together.
         """
         wanted = (axes,) if isinstance(axes, int) else tuple(axes)
         if not wanted or any(not 0 <= axis < len(self.axes) for axis in wanted):

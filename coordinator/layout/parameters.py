@@ -1,4 +1,4 @@
-"""The parameters of a module by name, those that were never registered included."""
+"""The parameters of a module by name, including ones that are not registered as parameters."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 def named_parameters(
     module: nn.Module, prefix: str = "", recurse: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter once, under its first name.
+    """Every parameter of a module once, under the first name that it has.
 
-    What counts is registered parameters, and leaf tensors that require a gradient and are plain
-    attributes: a DTensor that was put in the place of a deleted parameter.
+    Besides registered parameters these are plain attributes that are leaf tensors and require a
+    gradient, such as a DTensor that has replaced a deleted parameter.
 
     Args:
-        module: whose parameters; modules come before their children.
-        prefix: in front of every name, with a dot.
-        recurse: also those of the modules in it.
+        module: the module; a module's own parameters come before those of its children.
+        prefix: put before every name, with a dot.
+        recurse: whether to include the parameters of child modules.
 
     Collective: no.
     """

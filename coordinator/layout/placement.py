@@ -1,15 +1,15 @@
-"""How a tensor lies on the ranks of one or more groups: pure arithmetic, no tensors.
+"""Layouts of tensors on the ranks of a mesh: pure arithmetic, no tensors.
 
-A `Layout` has one `Placement` for each group (mesh axis), outermost first. A placement
-takes what the axes before it left of every dimension, and leaves a part of it:
+A `Layout` has one `Placement` for each mesh axis (a group), outermost first. A placement divides
+what the axes before it have left to this rank:
 
     8 rows, Layout((Shard(0), Shard(0))) on axes of 2 and 2    5 rows on an axis of 4
     axis 0 → [0,4) [4,8)                                       Shard(0)              2 2 1 0
     axis 1 → [0,2) [2,4) | [4,6) [6,8)                         Shard(0, padded=True) 2 2 2 2
 
-An uneven dimension is cut as `torch.chunk` and DTensor cut it: every shard has
-ceil(size / ranks) elements until they run out. A padded shard always has that many; what
-lies beyond the tensor's end is padding.
+A dimension that does not divide evenly is sharded as `torch.chunk` and DTensor do it: every shard
+has ceil(size / ranks) elements until none are left. A padded shard always has that many; those
+beyond the tensor's end are padding.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 
 class Axis(Protocol):
-    """A group as a layout sees it: every `GroupCoordinator` is one."""
+    """What a layout needs to know of a mesh axis; a `GroupCoordinator` has it."""
 
     @property
     def rank_in_group(self) -> int:
-        """This process's place, from 0."""
+        """This process's position on the axis, from 0."""
 
     @property
     def world_size(self) -> int:
-        """How many places there are."""
+        """The number of ranks on the axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An `Axis` that is only numbers: some rank's place on an axis."""
+    """Some rank's position on an axis, as an `Axis` without a group."""
 
     rank_in_group: int
     world_size: int
@@ -49,9 +49,9 @@ class Extent:
     """A rank's part of one dimension.
 
     Attributes:
-        start: first element that the rank holds.
+        start: the first element that the rank holds.
         stop: one past the last element that the rank holds.
-        length: size of the local dimension; what ``stop - start`` leaves of it is padding.
+        length: the size of the local tensor's dimension: ``stop - start`` and the padding.
     """
 
     start: int
@@ -60,42 +60,42 @@ class Extent:
 
     @property
     def size(self) -> int:
-        """Elements of the tensor that the rank holds."""
+        """How many elements of the tensor's dimension the rank holds."""
         return self.stop - self.start
 
     @property
     def padding(self) -> int:
-        """Elements of the local dimension, at its end, that no element of the tensor fills."""
+        """How many elements at the end of the local dimension are padding."""
         return self.length - self.size
 
 
 class Placement(ABC):
-    """What one axis does to a tensor."""
+    """How one mesh axis divides a tensor."""
 
     @abstractmethod
     def split(self, extents: Sequence[Extent], axis: Axis) -> tuple[Extent, ...]:
-        """The part of ``extents`` (one per dimension) that this rank of ``axis`` keeps."""
+        """The part of ``extents`` (one per dimension) that belongs to this rank of ``axis``."""
 
     def normalized(self, ndim: int) -> Placement:  # noqa: ARG002
-        """The same placement, with dimensions counted from the first, for ``ndim`` of them."""
+        """The same placement with a non-negative dimension, for a tensor of ``ndim`` dimensions."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Replicate(Placement):
-    """Every rank of the axis holds all of it."""
+    """Every rank of the axis holds the whole."""
 
     def __str__(self) -> str:
         return "Replicate"
 
     def split(self, extents: Sequence[Extent], axis: Axis) -> tuple[Extent, ...]:  # noqa: ARG002
-        """All of it."""
+        """``extents`` unchanged."""
         return tuple(extents)
 
 
 @dataclass(frozen=True, slots=True)
 class Partial(Placement):
-    """Every rank of the axis holds a term of it: the tensor is the reduction of all of them.
+    """Every rank of the axis holds a term; the tensor is the reduction of all terms.
 
     Attributes:
         op: the reduction.
@@ -107,7 +107,7 @@ class Partial(Placement):
         return f"Partial({self.op.name})"
 
     def split(self, extents: Sequence[Extent], axis: Axis) -> tuple[Extent, ...]:  # noqa: ARG002
-        """All of it: a term has the size of the whole."""
+        """``extents`` unchanged: a term has the shape of the whole."""
         return tuple(extents)
 
 
@@ -116,9 +116,9 @@ class Shard(Placement):
     """The ranks of the axis hold consecutive parts of one dimension, in rank order.
 
     Attributes:
-        dim: the dimension that is cut; negative counts from the last.
-        padded: every rank's part has the size of the largest, filled up at its end.
-        sizes: how many elements each rank holds, in rank order; ``None`` cuts evenly.
+        dim: the dimension that is divided; negative counts from the last.
+        padded: whether every rank's part has the size of the largest, with padding at its end.
+        sizes: how many elements each rank holds, in rank order; ``None``: as even as possible.
     """
 
     dim: int = 0
@@ -133,7 +133,7 @@ class Shard(Placement):
         """This rank's consecutive part of dimension ``dim``.
 
         Raises:
-            ValueError: there is no such dimension, or ``sizes`` does not fit the axis or it.
+            ValueError: there is no such dimension, or ``sizes`` fits neither it nor the axis.
         """
         dim = self.normalized(len(extents)).dim
         whole = extents[dim]
@@ -151,7 +151,7 @@ class Shard(Placement):
         """How many of ``length`` elements each of ``ranks`` ranks holds, without padding.
 
         Raises:
-            ValueError: ``sizes`` does not fit.
+            ValueError: ``sizes`` has another sum than ``length``, or not one entry for each rank.
         """
         if self.sizes is None:
             chunk = -(-length // ranks)
@@ -161,7 +161,7 @@ class Shard(Placement):
         return self.sizes
 
     def normalized(self, ndim: int) -> Shard:
-        """With ``dim`` counted from the first: of two dimensions, -1 and 1 are the same.
+        """With a non-negative ``dim``: for two dimensions, -1 becomes 1.
 
         Raises:
             ValueError: there is no such dimension.
@@ -173,26 +173,26 @@ class Shard(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies on the ranks of a mesh.
+    """How a tensor is divided among the ranks of a mesh.
 
     Attributes:
-        placements: one per mesh axis, outermost first.
+        placements: one placement per mesh axis, outermost first.
     """
 
     placements: tuple[Placement, ...] = (Replicate(),)
 
     @classmethod
     def of(cls, layout: Layout | Placement) -> Layout:
-        """A layout itself; a lone placement stands for the layout of that one placement."""
+        """``layout`` itself, or the layout with one placement if it is a placement."""
         return layout if isinstance(layout, Layout) else cls((layout,))
 
     @property
     def has_terms(self) -> bool:
-        """Whether some placement is `Partial`."""
+        """Whether a placement is `Partial`."""
         return any(isinstance(placement, Partial) for placement in self.placements)
 
     def normalized(self, ndim: int) -> Layout:
-        """With all dimensions counted from the first, so that equal layouts compare equal.
+        """With non-negative dimensions everywhere, so that equivalent layouts compare equal.
 
         Raises:
             ValueError: there is no such dimension.
@@ -203,8 +203,8 @@ class Layout:
         """This rank's part of every dimension of a tensor of ``shape``. Collective: no.
 
         Raises:
-            ValueError: the axes are not as many as the placements, or a placement does not
-                fit the shape.
+            ValueError: there are more or fewer axes than placements, or a placement does not fit
+                the shape.
         """
         if len(axes) != len(self.placements):
             raise ValueError(f"{self} is for {len(self.placements)} axes, not {len(axes)}")
@@ -214,5 +214,5 @@ class Layout:
         return extents
 
     def local_shape(self, shape: Sequence[int], axes: Sequence[Axis]) -> tuple[int, ...]:
-        """The shape, padding included, of what this rank holds of a tensor of ``shape``."""
+        """The shape of this rank's part of a tensor of ``shape``, padding included."""
         return tuple(extent.length for extent in self.extents(shape, axes))

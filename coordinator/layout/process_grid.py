@@ -1,7 +1,6 @@
-"""Some ranks as a grid of data-parallel rows of tensor-parallel ranks: pure arithmetic.
+"""A grid of ranks: data-parallel rows of tensor-parallel ranks. Pure arithmetic.
 
-The rank at index i of ``ranks`` is in row i // tp, at place i % tp of it: what counts is its
-index, not its global number.
+``ranks[i]`` is in row i // tp, at position i % tp: its index counts, not its global rank.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProcessGrid:
-    """Which ranks share tensors, and which do the same; make it with `of`.
+    """The grid; make it with `of`.
 
     Attributes:
-        ranks: global ranks, in the order of the grid.
-        tp: ranks of a row.
-        dp: rows.
+        ranks: global ranks, row by row.
+        tp: the number of ranks in a row.
+        dp: the number of rows.
     """
 
     ranks: tuple[int, ...]
@@ -34,15 +33,18 @@ class ProcessGrid:
         """The grid of these ranks.
 
         Args:
-            ranks: global ranks, in the order of the grid.
-            tp: None: what ``dp`` leaves, or 1.
-            dp: None: what ``tp`` leaves.
+            ranks: global ranks, row by row.
+            tp: the number of ranks in a row; None: the number of ranks divided by ``dp``, or 1.
+            dp: the number of rows; None: the number of ranks divided by ``tp``.
 
         Raises:
-            ValueError: a rank is there twice, or ``tp * dp`` is not how many there are.
+            ValueError: a rank occurs twice, ``tp`` or ``dp`` is below 1, or ``tp * dp`` is not the
+                number of ranks.
         """
         if len(set(ranks)) != len(ranks) or not ranks:
             raise ValueError(f"every rank is there once; got {list(ranks)}")
+        if any(size is not None and size < 1 for size in (tp, dp)):
+            raise ValueError(f"tp and dp are 1 or more; got tp={tp}, dp={dp}")
         if tp is None:
             tp = 1 if dp is None else len(ranks) // dp
         if dp is None:
@@ -52,19 +54,19 @@ class ProcessGrid:
         return cls(tuple(ranks), tp, dp)
 
     def tp_ranks(self, rank: int) -> list[int]:
-        """The global ranks of the row that ``rank`` is in."""
+        """The global ranks of the row that contains ``rank``."""
         return self._group(rank, "tp")
 
     def dp_ranks(self, rank: int) -> list[int]:
-        """The global ranks, one of each row, at the place of ``rank``."""
+        """The global ranks, one of each row, at the same position as ``rank``."""
         return self._group(rank, "dp")
 
     def tp_local_rank(self, rank: int) -> int:
-        """The place of ``rank`` in its row."""
+        """The position of ``rank`` in its row."""
         return self.tp_ranks(rank).index(rank)
 
     def dp_local_rank(self, rank: int) -> int:
-        """The row of ``rank``."""
+        """The number of the row that contains ``rank``."""
         return self.dp_ranks(rank).index(rank)
 
     def _group(self, rank: int, axis: str) -> list[int]:

@@ -1,17 +1,6 @@
-"""Pipeline stages: what they send each other, and in which order they work."""
+"""Pipeline stages, and what they send each other."""
 
-from coordinator.pipeline.exchange import Exchanged
-from coordinator.pipeline.order import Action, Order, forward_only, gpipe, one_f_one_b
-from coordinator.pipeline.schedule import Schedule
+from coordinator.pipeline.pipeline_end import Exchanged
 from coordinator.pipeline.stage import Stage
 
-__all__ = [
-    "Action",
-    "Exchanged",
-    "Order",
-    "Schedule",
-    "Stage",
-    "forward_only",
-    "gpipe",
-    "one_f_one_b",
-]
+__all__ = ["Exchanged", "Stage"]

@@ -1,7 +1,7 @@
 """A tree of tensors and values as a tensor dict, and back: pure functions.
 
     "way"     which way the message goes: "next" or "previous"
-    "tree"    the nesting, pickled, as text
+    "tree"    the nesting, as plain data; where named tuples or keys are not plain, itself
     "0" …     the leaves, in order
 
 The header of the dict therefore says everything that a receiver has to know: the nesting, and
@@ -10,15 +10,15 @@ shape, dtype, device and requires_grad of every tensor.
 
 from __future__ import annotations
 
-import pickle
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from coordinator.tree import flatten, unflatten
+from coordinator.messages.plain import decode_plain, encode_plain
+from coordinator.tree import Node, flatten, unflatten
 from shm_broadcast import MessageDecodeError
 
 if TYPE_CHECKING:
-    from coordinator.tensor_dict import Header
+    from coordinator.messages.tensor_dict import Header
     from coordinator.tree import Structure
 
 NEXT, PREV = "next", "previous"
@@ -26,11 +26,7 @@ NEXT, PREV = "next", "previous"
 
 
 def to_dict(tree: Any, way: str) -> dict[str, Any]:
-    """The tensor dict of a tree.
-
-    Raises:
-        TypeError: the key of a dict cannot be pickled.
-    """
+    """The tensor dict of a tree."""
     leaves, structure = flatten(tree)
     numbered = {str(number): leaf for number, leaf in enumerate(leaves)}
     return {"way": way, "tree": _describe(structure), **numbered}
@@ -59,16 +55,43 @@ def way_of(header: Header) -> str:
 
 
 @lru_cache(maxsize=256)
-def _describe(structure: Structure) -> str:
+def _describe(structure: Structure) -> bytes | Structure:
     try:
-        return pickle.dumps(structure, protocol=pickle.HIGHEST_PROTOCOL).decode("latin-1")
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(f"cannot send this nesting: {error}") from error
+        return encode_plain(_to_plain(structure))
+    except TypeError:
+        return structure
+
+
+def _restore(described: bytes | Structure) -> Structure:
+    if isinstance(described, bytes):
+        return _decode(described)
+    if described is None or isinstance(described, Node):
+        return described
+    raise MessageDecodeError(f"the nesting of a message is a {type(described).__name__}")
 
 
 @lru_cache(maxsize=256)
-def _restore(text: str) -> Structure:
+def _decode(data: bytes) -> Structure:
     try:
-        return pickle.loads(text.encode("latin-1"))  # type: ignore[no-any-return]
-    except Exception as error:
+        return _from_plain(decode_plain(data))
+    except (TypeError, ValueError, KeyError) as error:
         raise MessageDecodeError(f"cannot restore the nesting of a message: {error}") from error
+
+
+_KINDS: dict[str, type] = {"dict": dict, "list": list, "tuple": tuple}
+
+
+def _to_plain(structure: Structure) -> Any:
+    if structure is None:
+        return None
+    if structure.kind not in _KINDS.values():
+        raise TypeError(f"a {structure.kind.__name__}")
+    children = [_to_plain(child) for child in structure.children]
+    return structure.kind.__name__, structure.keys, children
+
+
+def _from_plain(value: Any) -> Structure:
+    if value is None:
+        return None
+    kind, keys, children = value
+    return Node(_KINDS[kind], tuple(keys), tuple(_from_plain(child) for child in children))

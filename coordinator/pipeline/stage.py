@@ -14,16 +14,17 @@ All of them:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from coordinator.pipeline.exchange import PipelineEnd
 from coordinator.pipeline.expect import check
+from coordinator.pipeline.pipeline_end import PipelineEnd
 
 if TYPE_CHECKING:
     import torch
 
     from coordinator.pipeline.expect import Shapes
-    from coordinator.verbs import Options
+    from device_comm import Work
+    from device_comm.verbs.arguments import Later, Maybe, Now
 
 
 class Stage(PipelineEnd):
@@ -39,12 +40,28 @@ class Stage(PipelineEnd):
         """Whether nothing comes after this stage."""
         return self.pp.is_last_rank
 
+    @overload
+    def recv_forward(
+        self,
+        input_tensor_shape: Shapes | None = ...,
+        prev_rank: int | None = ...,
+        dtype: torch.dtype | None = ...,
+        **how: Unpack[Later],
+    ) -> Work[Any]: ...
+    @overload
+    def recv_forward(
+        self,
+        input_tensor_shape: Shapes | None = ...,
+        prev_rank: int | None = ...,
+        dtype: torch.dtype | None = ...,
+        **how: Unpack[Maybe],
+    ) -> Any: ...
     def recv_forward(
         self,
         input_tensor_shape: Shapes | None = None,
         prev_rank: int | None = None,
         dtype: torch.dtype | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[Maybe],
     ) -> Any:
         """The previous stage's output; None on the first. Collective: no, with that stage."""
         return self._do(
@@ -54,12 +71,28 @@ class Stage(PipelineEnd):
             **options,
         )
 
+    @overload
+    def recv_backward(
+        self,
+        output_grad_shape: Shapes | None = ...,
+        next_rank: int | None = ...,
+        dtype: torch.dtype | None = ...,
+        **how: Unpack[Later],
+    ) -> Work[Any]: ...
+    @overload
+    def recv_backward(
+        self,
+        output_grad_shape: Shapes | None = ...,
+        next_rank: int | None = ...,
+        dtype: torch.dtype | None = ...,
+        **how: Unpack[Maybe],
+    ) -> Any: ...
     def recv_backward(
         self,
         output_grad_shape: Shapes | None = None,
         next_rank: int | None = None,
         dtype: torch.dtype | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[Maybe],
     ) -> Any:
         """The gradient of this stage's output; None on the last. Collective: no."""
         return self._do(
@@ -69,12 +102,36 @@ class Stage(PipelineEnd):
             **options,
         )
 
+    @overload
+    def send_forward(
+        self,
+        output_tensor: Any,
+        next_rank: int | None = ...,
+        scatter_gather_tensors: bool | None = ...,
+        **how: Unpack[Now],
+    ) -> None: ...
+    @overload
+    def send_forward(
+        self,
+        output_tensor: Any,
+        next_rank: int | None = ...,
+        scatter_gather_tensors: bool | None = ...,
+        **how: Unpack[Later],
+    ) -> Work[None]: ...
+    @overload
+    def send_forward(
+        self,
+        output_tensor: Any,
+        next_rank: int | None = ...,
+        scatter_gather_tensors: bool | None = ...,
+        **how: Unpack[Maybe],
+    ) -> Work[None] | None: ...
     def send_forward(
         self,
         output_tensor: Any,
         next_rank: int | None = None,
         scatter_gather_tensors: bool | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[Maybe],
     ) -> Any:
         """Send an output to the next stage; nothing on the last. Collective: no.
 
@@ -87,12 +144,36 @@ class Stage(PipelineEnd):
             **options,
         )
 
+    @overload
+    def send_backward(
+        self,
+        input_tensor_grad: Any,
+        prev_rank: int | None = ...,
+        scatter_gather_tensors: bool | None = ...,
+        **how: Unpack[Now],
+    ) -> None: ...
+    @overload
+    def send_backward(
+        self,
+        input_tensor_grad: Any,
+        prev_rank: int | None = ...,
+        scatter_gather_tensors: bool | None = ...,
+        **how: Unpack[Later],
+    ) -> Work[None]: ...
+    @overload
+    def send_backward(
+        self,
+        input_tensor_grad: Any,
+        prev_rank: int | None = ...,
+        scatter_gather_tensors: bool | None = ...,
+        **how: Unpack[Maybe],
+    ) -> Work[None] | None: ...
     def send_backward(
         self,
         input_tensor_grad: Any,
         prev_rank: int | None = None,
         scatter_gather_tensors: bool | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[Maybe],
     ) -> Any:
         """Send the gradient of an input to the previous stage; nothing on the first.
 
@@ -106,6 +187,28 @@ class Stage(PipelineEnd):
             **options,
         )
 
+    @overload
+    def send_forward_recv_backward(
+        self,
+        output_tensor: Any,
+        output_grad_shape: Shapes | None = ...,
+        recv_next: bool = ...,
+        next_rank: int | None = ...,
+        dtype: torch.dtype | None = ...,
+        scatter_gather_tensors: bool | None = ...,
+        **how: Unpack[Later],
+    ) -> Work[Any]: ...
+    @overload
+    def send_forward_recv_backward(
+        self,
+        output_tensor: Any,
+        output_grad_shape: Shapes | None = ...,
+        recv_next: bool = ...,
+        next_rank: int | None = ...,
+        dtype: torch.dtype | None = ...,
+        scatter_gather_tensors: bool | None = ...,
+        **how: Unpack[Maybe],
+    ) -> Any: ...
     def send_forward_recv_backward(
         self,
         output_tensor: Any,
@@ -114,7 +217,7 @@ class Stage(PipelineEnd):
         next_rank: int | None = None,
         dtype: torch.dtype | None = None,
         scatter_gather_tensors: bool | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[Maybe],
     ) -> Any:
         """Send an output, receive the gradient of one; None on the last. Collective: no."""
         return self._do(
@@ -126,6 +229,28 @@ class Stage(PipelineEnd):
             **options,
         )
 
+    @overload
+    def send_backward_recv_forward(
+        self,
+        input_tensor_grad: Any,
+        input_tensor_shape: Shapes | None = ...,
+        recv_prev: bool = ...,
+        prev_rank: int | None = ...,
+        dtype: torch.dtype | None = ...,
+        scatter_gather_tensors: bool | None = ...,
+        **how: Unpack[Later],
+    ) -> Work[Any]: ...
+    @overload
+    def send_backward_recv_forward(
+        self,
+        input_tensor_grad: Any,
+        input_tensor_shape: Shapes | None = ...,
+        recv_prev: bool = ...,
+        prev_rank: int | None = ...,
+        dtype: torch.dtype | None = ...,
+        scatter_gather_tensors: bool | None = ...,
+        **how: Unpack[Maybe],
+    ) -> Any: ...
     def send_backward_recv_forward(
         self,
         input_tensor_grad: Any,
@@ -134,7 +259,7 @@ class Stage(PipelineEnd):
         prev_rank: int | None = None,
         dtype: torch.dtype | None = None,
         scatter_gather_tensors: bool | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[Maybe],
     ) -> Any:
         """Send the gradient of an input, receive an input; None on the first. Collective: no."""
         return self._do(
@@ -146,6 +271,30 @@ class Stage(PipelineEnd):
             **options,
         )
 
+    @overload
+    def send_forward_recv_forward(
+        self,
+        output_tensor: Any,
+        input_tensor_shape: Shapes | None = ...,
+        recv_prev: bool = ...,
+        prev_rank: int | None = ...,
+        next_rank: int | None = ...,
+        dtype: torch.dtype | None = ...,
+        scatter_gather_tensors: bool | None = ...,
+        **how: Unpack[Later],
+    ) -> Work[Any]: ...
+    @overload
+    def send_forward_recv_forward(
+        self,
+        output_tensor: Any,
+        input_tensor_shape: Shapes | None = ...,
+        recv_prev: bool = ...,
+        prev_rank: int | None = ...,
+        next_rank: int | None = ...,
+        dtype: torch.dtype | None = ...,
+        scatter_gather_tensors: bool | None = ...,
+        **how: Unpack[Maybe],
+    ) -> Any: ...
     def send_forward_recv_forward(
         self,
         output_tensor: Any,
@@ -155,7 +304,7 @@ class Stage(PipelineEnd):
         next_rank: int | None = None,
         dtype: torch.dtype | None = None,
         scatter_gather_tensors: bool | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[Maybe],
     ) -> Any:
         """Send an output to the next stage, receive one from the previous. Collective: no."""
         return self._do(
@@ -168,6 +317,30 @@ class Stage(PipelineEnd):
             **options,
         )
 
+    @overload
+    def send_backward_recv_backward(
+        self,
+        input_tensor_grad: Any,
+        output_grad_shape: Shapes | None = ...,
+        recv_next: bool = ...,
+        prev_rank: int | None = ...,
+        next_rank: int | None = ...,
+        dtype: torch.dtype | None = ...,
+        scatter_gather_tensors: bool | None = ...,
+        **how: Unpack[Later],
+    ) -> Work[Any]: ...
+    @overload
+    def send_backward_recv_backward(
+        self,
+        input_tensor_grad: Any,
+        output_grad_shape: Shapes | None = ...,
+        recv_next: bool = ...,
+        prev_rank: int | None = ...,
+        next_rank: int | None = ...,
+        dtype: torch.dtype | None = ...,
+        scatter_gather_tensors: bool | None = ...,
+        **how: Unpack[Maybe],
+    ) -> Any: ...
     def send_backward_recv_backward(
         self,
         input_tensor_grad: Any,
@@ -177,7 +350,7 @@ class Stage(PipelineEnd):
         next_rank: int | None = None,
         dtype: torch.dtype | None = None,
         scatter_gather_tensors: bool | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[Maybe],
     ) -> Any:
         """Send a gradient to the previous stage, receive one from the next. Collective: no."""
         return self._do(
@@ -190,6 +363,51 @@ class Stage(PipelineEnd):
             **options,
         )
 
+    @overload
+    def send_forward_backward_recv_forward_backward(
+        self,
+        output_tensor: Any,
+        input_tensor_grad: Any,
+        input_tensor_shape: Shapes | None = ...,
+        output_grad_shape: Shapes | None = ...,
+        recv_prev: bool = ...,
+        recv_next: bool = ...,
+        prev_rank: int | None = ...,
+        next_rank: int | None = ...,
+        dtype: torch.dtype | None = ...,
+        scatter_gather_tensors: bool | None = ...,
+        **how: Unpack[Now],
+    ) -> tuple[Any, Any]: ...
+    @overload
+    def send_forward_backward_recv_forward_backward(
+        self,
+        output_tensor: Any,
+        input_tensor_grad: Any,
+        input_tensor_shape: Shapes | None = ...,
+        output_grad_shape: Shapes | None = ...,
+        recv_prev: bool = ...,
+        recv_next: bool = ...,
+        prev_rank: int | None = ...,
+        next_rank: int | None = ...,
+        dtype: torch.dtype | None = ...,
+        scatter_gather_tensors: bool | None = ...,
+        **how: Unpack[Later],
+    ) -> Work[tuple[Any, Any]]: ...
+    @overload
+    def send_forward_backward_recv_forward_backward(
+        self,
+        output_tensor: Any,
+        input_tensor_grad: Any,
+        input_tensor_shape: Shapes | None = ...,
+        output_grad_shape: Shapes | None = ...,
+        recv_prev: bool = ...,
+        recv_next: bool = ...,
+        prev_rank: int | None = ...,
+        next_rank: int | None = ...,
+        dtype: torch.dtype | None = ...,
+        scatter_gather_tensors: bool | None = ...,
+        **how: Unpack[Maybe],
+    ) -> tuple[Any, Any] | Work[tuple[Any, Any]]: ...
     def send_forward_backward_recv_forward_backward(
         self,
         output_tensor: Any,
@@ -202,7 +420,7 @@ class Stage(PipelineEnd):
         next_rank: int | None = None,
         dtype: torch.dtype | None = None,
         scatter_gather_tensors: bool | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[Maybe],
     ) -> Any:
         """Send both ways and receive both ways: (input, gradient). Collective: no."""
         return self._do(

@@ -1,1 +1,1 @@
-"""Collectives on CUDA devices of one host, by kernels that reach into each other's memory."""
+"""Backends for CUDA devices: kernels over CUDA IPC, NCCL, and torch's symmetric memory."""

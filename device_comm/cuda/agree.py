@@ -1,4 +1,4 @@
-"""Swapping bytes between ranks, and doing a step of set-up on all of them or on none."""
+"""Swaps bytes between ranks, and carries out a step of set-up on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from shm_broadcast.errors import CoordinatorError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from device_comm.base import DeviceCommunicator
+    from device_comm.communicator import Communicator
     from shm_broadcast.deadline import Deadline
 
     Swap = Callable[[bytes], list[bytes]]
-    """Gives bytes of this rank to all, and returns those of all, by rank. Collective."""
+    """Gives this rank's bytes to all ranks; returns all ranks' bytes, by rank. Collective."""
 
 
 class _Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """Why a step has failed on a rank, or what it has made there."""
+    """The outcome of a step on a rank: why it failed, or the bytes that it made."""
 
     reason: str
     made: bytes
 
 
-def swap_over(comm: DeviceCommunicator, timeout: float | Deadline | None = None) -> Swap:
-    """Swap by a communicator on the CPU; ``timeout`` as for its calls. Collective: no."""
+def swap_over(comm: Communicator, timeout: float | Deadline | None = None) -> Swap:
+    """A `Swap` over a CPU communicator; ``timeout`` as for its calls. Collective: no."""
 
     def swap(payload: bytes) -> list[bytes]:
         size = torch.tensor([len(payload)])
@@ -36,17 +36,17 @@ def swap_over(comm: DeviceCommunicator, timeout: float | Deadline | None = None)
         own = torch.empty(len(payload), dtype=torch.uint8)
         own.numpy()[:] = memoryview(payload)
         whole = comm.all_gatherv(own, sizes=sizes, timeout=timeout)
-        return [part.numpy().tobytes() for part in whole.split(sizes)]
+        return [part.numpy().tobytes() for part in whole.split(sizes)]  # type: ignore[no-untyped-call]
 
     return swap
 
 
 def agree(swap: Swap, attempt: Callable[[], bytes]) -> list[bytes]:
-    """Make ``attempt``; return what it has made on each rank. Collective: yes, every member.
+    """Call ``attempt`` on every rank; return the results, by rank. Collective: yes, every member.
 
     Raises:
-        IpcUnavailableError: it has failed on some rank; all of them raise this.
-        CoordinatorError: ``swap`` has failed.
+        IpcUnavailableError: it failed on a rank; all ranks raise this.
+        CoordinatorError: ``swap`` failed.
     """
     failed: Exception | None = None
     try:

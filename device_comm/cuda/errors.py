@@ -1,9 +1,9 @@
-"""What can go wrong between devices, besides `shm_broadcast.errors`.
+"""The errors of CUDA devices, besides `shm_broadcast.errors`.
 
 CoordinatorError
-├── DeviceError               the device's driver refused a call; says which, and why
-├── NotShareableError         memory that no other process can open; says why
-└── IpcUnavailableError       these ranks cannot use each other's memory; names the first
+├── DeviceError               a call of the device's driver failed
+├── NotShareableError         other processes cannot map this device memory
+└── IpcUnavailableError       the ranks of a group cannot use each other's device memory
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from shm_broadcast.errors import CoordinatorError
 
 
 class DeviceError(CoordinatorError):
-    """The device's driver refused a call.
+    """A call of the device's driver failed.
 
     Attributes:
-        call: what was called.
-        detail: what the driver says.
+        call: the function that was called.
+        detail: the driver's error text.
     """
 
     def __init__(self, call: str, detail: str) -> None:
@@ -29,11 +29,11 @@ class DeviceError(CoordinatorError):
 
 
 class NotShareableError(CoordinatorError):
-    """Device memory that no other process can open.
+    """Other processes cannot map this device memory.
 
     Attributes:
-        pointer: an address in it.
-        reason: why.
+        pointer: an address in the memory.
+        reason: why it cannot be mapped.
     """
 
     def __init__(self, pointer: int, reason: str) -> None:
@@ -49,8 +49,8 @@ class IpcUnavailableError(CoordinatorError):
     """The ranks of a group cannot use each other's device memory; all of them raise this.
 
     Attributes:
-        rank: the first rank that found it out.
-        reason: why.
+        rank: the lowest rank on which it failed.
+        reason: why it failed there.
     """
 
     def __init__(self, rank: int, reason: str) -> None:

@@ -45,7 +45,7 @@ static Py_ssize_t read_spans(PyObject *tuple, span *spans, size_t most) {
     return count;
 }
 
-/* The fields of device_comm.shm.plan.Plan, in that order. */
+/* The fields of device_comm.shm.collectives.slot_plan.SlotPlan, in that order. */
 static int read_plan(Comm *self, PyObject *object) {
     steps *s = &self->steps;
     const char *signature, *awaits;
@@ -54,7 +54,7 @@ static int read_plan(Comm *self, PyObject *object) {
     int addressed;
     unsigned long long length, own;
     if (!PyTuple_Check(object)) {
-        PyErr_SetString(PyExc_TypeError, "expected a Plan");
+        PyErr_SetString(PyExc_TypeError, "expected a SlotPlan");
         return -1;
     }
     memset(s->plan.gives, 0, s->n * sizeof(span));
@@ -81,13 +81,17 @@ static int read_plan(Comm *self, PyObject *object) {
     return given < 0 || read_spans(takes, s->plan.takes, s->n) < 0 ? -1 : 0;
 }
 
-static PyObject *begin(PyObject *object, PyObject *plan) {
+static PyObject *begin(PyObject *object, PyObject *args) {
     Comm *self = (Comm *)object;
+    PyObject *plan;
+    uint32_t call;
+    if (!PyArg_ParseTuple(args, "OI", &plan, &call)) return NULL;
     if (self->result != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "the call before was interrupted when it had begun");
         return NULL;
     }
     if (read_plan(self, plan) < 0) return NULL;
+    memcpy(self->steps.plan.signature + SIGNATURE_CALL, &call, sizeof call);
     steps_begin(&self->steps);
     Py_RETURN_NONE;
 }
@@ -133,6 +137,7 @@ static void comm_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     PyBuffer_Release(&self->group);
     PyBuffer_Release(&self->board);
+    PyBuffer_Release(&self->begun);
     PyMem_Free(self->steps.doorbells);
     PyMem_Free(self->steps.plan.awaits);
     PyMem_Free(self->steps.plan.gives);
@@ -141,7 +146,7 @@ static void comm_dealloc(PyObject *object) {
     PyMem_Free(self->steps.scratch);
     Py_XDECREF(self->tensor_type);
     Py_XDECREF(self->reduce_op_type);
-    Py_XDECREF(self->mailbox_type);
+    Py_XDECREF(self->pipe_type);
     Py_XDECREF(self->allocate);
     Py_XDECREF(self->source);
     Py_XDECREF(self->result);
@@ -163,7 +168,6 @@ static int read_group(Comm *self, size_t rank) {
     s->n = gc_load32(s->group, GROUP_RANKS);
     s->rank = rank;
     s->slot_bytes = gc_load64(s->group, GROUP_SLOT_BYTES);
-    s->whole_bytes = gc_load64(s->group, GROUP_WHOLE_BYTES);
     s->slots = gc_load64(s->group, GROUP_SLOTS);
     if (s->n < 2 || rank >= s->n || s->n > size / RANK_STRIDE || s->slot_bytes > size ||
         s->slots > size || s->slots < RANK_LINES + s->n * RANK_STRIDE ||
@@ -214,14 +218,21 @@ static int make_room(steps *s) {
     return all ? 0 : -1;
 }
 
-/* (group, board, rank, slot, doorbells, operations, tensor type, ReduceOp, allocate) */
+static int read_begun(Comm *self, PyObject *begun) {
+    if (PyObject_GetBuffer(begun, &self->begun, PyBUF_WRITABLE) < 0) return -1;
+    if (self->begun.len >= (Py_ssize_t)(VERBS * sizeof(uint32_t))) return 0;
+    PyErr_SetString(PyExc_ValueError, "too few counters");
+    return -1;
+}
+
+/* (group, board, rank, slot, doorbells, operations, tensor type, ReduceOp, allocate, begun) */
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *group, *board, *doorbells, *operations, *tensor_type, *reduce_op;
-    PyObject *allocate;
+    PyObject *allocate, *begun;
     Py_ssize_t rank, slot;
-    if (!PyArg_ParseTuple(args, "OOnnO!O!OOO", &group, &board, &rank, &slot, &PyTuple_Type,
+    if (!PyArg_ParseTuple(args, "OOnnO!O!OOOO", &group, &board, &rank, &slot, &PyTuple_Type,
                           &doorbells, &PyTuple_Type, &operations, &tensor_type, &reduce_op,
-                          &allocate))
+                          &allocate, &begun))
         return NULL;
     allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Comm *self = (Comm *)make(type, 0);
@@ -230,11 +241,12 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     self->tensor_type = Py_NewRef(tensor_type);
     self->reduce_op_type = Py_NewRef(reduce_op);
     self->allocate = Py_NewRef(allocate);
-    self->mailbox_type = PyObject_GetAttrString(PyType_GetModule(type), "Mailbox");
-    if (self->mailbox_type == NULL || PyObject_GetBuffer(group, &self->group, PyBUF_WRITABLE) < 0 ||
+    self->pipe_type = PyObject_GetAttrString(PyType_GetModule(type), "Pipe");
+    if (self->pipe_type == NULL || PyObject_GetBuffer(group, &self->group, PyBUF_WRITABLE) < 0 ||
         PyObject_GetBuffer(board, &self->board, PyBUF_WRITABLE) < 0 ||
         read_group(self, (size_t)rank) < 0 || make_room(&self->steps) < 0 ||
-        read_doorbells(self, doorbells) < 0 || read_operations(self, operations) < 0) {
+        read_doorbells(self, doorbells) < 0 || read_operations(self, operations) < 0 ||
+        read_begun(self, begun) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -245,7 +257,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
 #define FAST(name, function, doc) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, doc}
 
 static PyMethodDef methods[] = {
-    {"begin", begin, METH_O, "begin(plan): take on a plan."},
+    {"begin", begin, METH_VARARGS, "begin(plan, call): take on a plan, in a call of that number."},
     {"advance", advance, METH_O, "advance(spin_ns) -> status: go on with it as far as possible."},
     {"ready", ready, METH_NOARGS, "ready() -> bool: whether advance would get further."},
     {"missing", missing, METH_NOARGS, "missing() -> list of the ranks that are waited for."},
@@ -260,8 +272,8 @@ static PyMethodDef methods[] = {
     FAST("reduce", direct_reduce, "reduce(x, dst, op, out) -> result or None; see direct.c."),
     FAST("gather", direct_gather, "gather(x, dst, dim, out) -> result or None; see direct.c."),
     FAST("scatter", direct_scatter, "scatter(x, src, dim, out) -> result; see direct.c."),
-    FAST("send", direct_send, "send(x, mailbox) -> None or bytes sent; see direct_messages.c."),
-    FAST("recv", direct_recv, "recv(out, mailbox) -> None or bytes received; see the same."),
+    FAST("send", direct_send, "send(x, pipe) -> None or bytes sent; see direct_messages.c."),
+    FAST("recv", direct_recv, "recv(out, pipe) -> None or bytes received; see the same."),
     FAST("barrier", direct_barrier, "barrier() -> None; see direct.c."),
     {"finish", direct_finish, METH_NOARGS, "finish() -> the result of a call that was blocked."},
     {NULL, NULL, 0, NULL},

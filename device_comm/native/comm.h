@@ -18,10 +18,11 @@ enum { OPERATION_SEND = VERBS, OPERATION_RECV, OPERATIONS };
 typedef struct {
     PyObject_HEAD
     Py_buffer group, board; /* keep the memory below alive */
+    Py_buffer begun;        /* u32: how many of each verb; see device_comm/begun.py */
     steps steps;
     size_t slot;                             /* of this rank's process on the board */
     char operations[OPERATIONS][OPERATION_NAME]; /* what each is called there */
-    PyObject *tensor_type, *reduce_op_type, *mailbox_type;
+    PyObject *tensor_type, *reduce_op_type, *pipe_type;
     PyObject *allocate;                      /* gives room for large results */
     const tensor_reader *reader;             /* NULL: no direct calls */
     PyObject *source, *result;               /* of a direct call that is blocked */

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "atomics.h"
+#include "call.h"
 
 bool direct_callable(const Comm *self, Py_ssize_t given, Py_ssize_t wanted) {
     return given == wanted && self->reader != NULL && self->result == NULL &&
@@ -79,6 +80,7 @@ plan *direct_plan(Comm *self, int verb, shape agreed, int op, size_t root, uint6
     p->signature[SIGNATURE_OP] = (unsigned char)op;
     uint32_t root32 = (uint32_t)root;
     memcpy(p->signature + SIGNATURE_ROOT, &root32, sizeof root32);
+    memcpy(p->signature + SIGNATURE_CALL, &the_call, sizeof the_call);
     if (x != NULL) {
         uint64_t dims[SHAPE_DIMS] = {0};
         int folded = x->ndim > SHAPE_DIMS ? x->ndim - SHAPE_DIMS : 0;
@@ -157,6 +159,7 @@ static PyObject *make_large(Comm *self, PyObject *x, shape wanted, char **data) 
 
 void direct_start(Comm *self, int verb) {
     direct_stamp(self, verb);
+    if (the_call != 0) ((uint32_t *)self->begun.buf)[verb]++;
     steps_begin(&self->steps);
     steps_put_first(&self->steps);
 }

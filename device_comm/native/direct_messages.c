@@ -1,32 +1,33 @@
 /* The verbs between two ranks. They return None when all is done, or else how many bytes are; the
  * caller then goes on with the rest, and says so on the board. */
+#include "call.h"
 #include "direct.h"
 
-#include "mailbox_object.h"
+#include "pipe_object.h"
 
-typedef uint64_t (*mover)(Mailbox *self, message x, uint64_t done, uint64_t wait_ns);
+typedef uint64_t (*mover)(Pipe *self, message x, uint64_t done, uint64_t wait_ns);
 
-/* (tensor, mailbox) */
+/* (tensor, pipe) */
 static PyObject *move(PyObject *object, PyObject *const *args, Py_ssize_t n, int operation,
                       mover step, uint64_t wait_ns) {
     Comm *self = (Comm *)object;
     tensor x;
     if (!direct_accepts(self, n, 2, args[0], &x) ||
-        (PyObject *)Py_TYPE(args[1]) != self->mailbox_type)
+        (PyObject *)Py_TYPE(args[1]) != self->pipe_type)
         Py_RETURN_NOTIMPLEMENTED;
-    message whole = {.data = x.data, .total = tensor_bytes(&x), .dtype = x.dtype};
-    uint64_t done = step((Mailbox *)args[1], whole, 0, wait_ns);
+    message whole = {.data = x.data, .total = tensor_bytes(&x), .dtype = x.dtype, .call = the_call};
+    uint64_t done = step((Pipe *)args[1], whole, 0, wait_ns);
     if (done < whole.total) return PyLong_FromUnsignedLongLong(done);
     direct_stamp(self, operation);
     Py_RETURN_NONE;
 }
 
-/* send(x, mailbox) */
+/* send(x, pipe) */
 PyObject *direct_send(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    return move(self, args, n, OPERATION_SEND, mailbox_push_politely, 0);
+    return move(self, args, n, OPERATION_SEND, pipe_push_politely, 0);
 }
 
-/* recv(out, mailbox) */
+/* recv(out, pipe) */
 PyObject *direct_recv(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    return move(self, args, n, OPERATION_RECV, mailbox_pull_politely, SPIN_NS);
+    return move(self, args, n, OPERATION_RECV, pipe_pull_politely, SPIN_NS);
 }

@@ -1,6 +1,8 @@
 /* The verbs in which all ranks do the same. */
 #include "direct.h"
 
+#include "atomics.h"
+
 /* all_reduce(x, op, out) */
 PyObject *direct_all_reduce(PyObject *object, PyObject *const *args, Py_ssize_t n) {
     Comm *self = (Comm *)object;
@@ -11,7 +13,9 @@ PyObject *direct_all_reduce(PyObject *object, PyObject *const *args, Py_ssize_t 
         Py_RETURN_NOTIMPLEMENTED;
     uint64_t bytes = tensor_bytes(&x);
     plan *p = direct_plan(self, VERB_ALL_REDUCE, shape_of(&x), op, 0, bytes);
-    p->kind = bytes <= self->steps.whole_bytes ? KIND_REDUCE : KIND_ALL_REDUCE;
+    /* Read each time: a rank may have changed it when it joined. */
+    uint64_t whole = gc_load64(self->steps.group, GROUP_WHOLE_BYTES);
+    p->kind = bytes <= whole ? KIND_REDUCE : KIND_ALL_REDUCE;
     direct_give(p, &x);
     PyObject *filled = direct_make(self, VERB_ALL_REDUCE, args[0], args[2], shape_of(&x), &result);
     if (filled == NULL) return NULL;

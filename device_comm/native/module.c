@@ -1,10 +1,30 @@
 /* device_comm._native: collectives through shared memory, and the reductions that they do. */
 #include <Python.h>
 
+#include "call.h"
 #include "comm.h"
 #include "group_layout.h"
-#include "mailbox_object.h"
+#include "pipe_object.h"
 #include "reduce.h"
+
+_Thread_local uint32_t the_call;
+
+static PyObject *call_number(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
+    return PyLong_FromUnsignedLong(the_call);
+}
+
+static PyObject *set_call_number(PyObject *Py_UNUSED(module), PyObject *number) {
+    unsigned long value = PyLong_AsUnsignedLongMask(number);
+    if (value == (unsigned long)-1 && PyErr_Occurred()) return NULL;
+    the_call = (uint32_t)value;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"call_number", call_number, METH_NOARGS, "call_number() -> that of this thread; 0: none."},
+    {"set_call_number", set_call_number, METH_O, "set_call_number(number): that of this thread."},
+    {NULL, NULL, 0, NULL},
+};
 
 #define CONSTANT(name) {#name, name}
 
@@ -16,7 +36,8 @@ static const struct {
     CONSTANT(GROUP_SLOTS),        CONSTANT(RANK_LINES),        CONSTANT(RANK_STRIDE),
     CONSTANT(RANK_DONE),          CONSTANT(BUFFERS),           CONSTANT(SLOT_HEADER),
     CONSTANT(SLOT_ARRIVED),       CONSTANT(SLOT_SIGNATURE),    CONSTANT(PIECE_ALIGN),
-    CONSTANT(SIGNATURE_COMPARED), CONSTANT(SIGNATURE_CHUNK),   CONSTANT(SIGNATURE_BYTES),
+    CONSTANT(SIGNATURE_COMPARED), CONSTANT(SIGNATURE_CHUNK),   CONSTANT(SIGNATURE_CALL),
+    CONSTANT(SIGNATURE_BYTES),
     CONSTANT(SHAPE_DIMS),         CONSTANT(NO_OP),             CONSTANT(STATE_IDLE),
     CONSTANT(STATE_BUSY),         CONSTANT(VERB_BARRIER),      CONSTANT(VERB_ALL_REDUCE),
     CONSTANT(VERB_ALL_GATHER),    CONSTANT(VERB_ALL_GATHERV),  CONSTANT(VERB_REDUCE_SCATTER),
@@ -29,9 +50,9 @@ static const struct {
     CONSTANT(DTYPE_INT16),        CONSTANT(DTYPE_INT32),       CONSTANT(DTYPE_INT64),
     CONSTANT(DTYPE_UINT16),       CONSTANT(DTYPE_UINT32),      CONSTANT(DTYPE_BOOL),
     CONSTANT(DTYPE_COMPLEX64),    CONSTANT(DTYPE_COMPLEX128),  CONSTANT(RECYCLED_BYTES),
-    CONSTANT(MAILBOX_POSTED),     CONSTANT(MAILBOX_TAKEN),     CONSTANT(MAILBOX_RING),
-    CONSTANT(MAILBOX_RING_BYTES), CONSTANT(MAILBOX_PIECE_BYTES), CONSTANT(MAILBOX_RESERVED_BYTES),
-    CONSTANT(MAILBOX_SMALL_BYTES), CONSTANT(MAILBOX_LETTER_BYTES), CONSTANT(MAILBOX_INSIDE),
+    CONSTANT(PIPE_POSTED),     CONSTANT(PIPE_TAKEN),     CONSTANT(PIPE_RING),
+    CONSTANT(PIPE_RING_BYTES), CONSTANT(PIPE_PIECE_BYTES), CONSTANT(PIPE_RESERVED_BYTES),
+    CONSTANT(PIPE_SMALL_BYTES), CONSTANT(PIPE_HEADER_BYTES), CONSTANT(PIPE_INSIDE),
 };
 
 static int add_type(PyObject *module, const char *name, PyObject *type) {
@@ -43,7 +64,7 @@ static int add_type(PyObject *module, const char *name, PyObject *type) {
 
 static int execute(PyObject *module) {
     if (add_type(module, "Comm", comm_type(module)) < 0 ||
-        add_type(module, "Mailbox", mailbox_type(module)) < 0)
+        add_type(module, "Pipe", pipe_type(module)) < 0)
         return -1;
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) return -1;
@@ -56,6 +77,7 @@ static PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "device_comm._native",
     .m_doc = "Collectives through shared memory, and the reductions that they do.",
+    .m_methods = functions,
     .m_slots = slots,
 };
 

@@ -1,5 +1,6 @@
 /* Guarantees and assumptions are those of device_comm/shm/layout.py, whose rules are quoted by
- * number; device_comm/shm/python_steps.py does the same in Python. */
+ * number; device_comm/shm/collectives/python_steps.py keeps the same protocol in
+ * Python, plain and slow. */
 #include "steps.h"
 
 #include <string.h>
@@ -62,7 +63,8 @@ static bool same_signature(const steps *s, uint64_t step, size_t rank) {
     const char *theirs = slot(s, step, rank) + SLOT_SIGNATURE;
     uint32_t chunk = (uint32_t)(step - s->first);
     return memcmp(theirs, s->plan.signature, SIGNATURE_COMPARED) == 0 &&
-           memcmp(theirs + SIGNATURE_CHUNK, &chunk, sizeof chunk) == 0;
+           memcmp(theirs + SIGNATURE_CHUNK, &chunk, sizeof chunk) == 0 &&
+           memcmp(theirs + SIGNATURE_CALL, s->plan.signature + SIGNATURE_CALL, 4) == 0;
 }
 
 static steps_status block(steps *s, uint64_t step, bool at_gate) {

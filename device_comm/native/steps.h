@@ -13,7 +13,7 @@ typedef struct {
     uint64_t size;
 } span;
 
-/* What this rank does in one collective; device_comm/shm/plan.py says it in full. */
+/* What this rank does in one collective; device_comm/shm/collectives/slot_plan.py says it in full. */
 typedef struct {
     unsigned char signature[SIGNATURE_BYTES];
     int kind, dtype, op;
@@ -32,7 +32,7 @@ typedef struct {
     char *group, *board;
     size_t rank, n;
     size_t *doorbells; /* by rank, in the board */
-    uint64_t slot_bytes, whole_bytes, slots;
+    uint64_t slot_bytes, slots;
 
     uint64_t begun;    /* the last step that this rank has taken on */
     uint64_t all_done; /* every rank is known to be done with this step */

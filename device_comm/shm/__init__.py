@@ -1,1 +1,1 @@
-"""The parts of `device_comm.shm_comm`: collectives and messages through shared memory."""
+"""The parts of `device_comm.shm.shm_backend`: collectives and messages through shared memory."""

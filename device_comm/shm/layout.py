@@ -8,7 +8,7 @@ Group segment (after the header that every segment has, see `shm_broadcast.layou
     80   | whole_bytes u64                 | slots u64: where the slots begin|
     128  | rank 0: done u64 | present u32 | ...                              |   64 bytes a rank,
          | rank 1 ...                                                        |   written by it only
-         | mailbox from rank 0 to 0, 0 to 1, ..., N-1 to N-1                 |   64 bytes each
+         | pipe from rank 0 to 0, 0 to 1, ..., N-1 to N-1                    |   64 bytes each
     slots| buffer 0: slot of rank 0, of rank 1, ...                          |
          | buffer 1: slot of rank 0, of rank 1, ...                          |
 
@@ -16,7 +16,7 @@ Group segment (after the header that every segment has, see `shm_broadcast.layou
      0   | arrived u64 | signature, 56 bytes |   one cache line
      64  | slot_bytes bytes of payload       |
 
-    Mailbox, written by its sender only: where the ring of the messages to one receiver is
+    Pipe, written by its sender only: where the ring of what it sends to one receiver is
      0   | open u32 | fd u32 | pid u32 | -  | start time u64 | size u64 | nonce, 16 bytes |
 
 Steps
@@ -28,9 +28,10 @@ without a payload, and arrives; then it may read the slots of others.
 1. A rank writes its slot for step k only when every rank's ``done`` is k - 2 or more.
 2. It writes payload and signature, then stores ``arrived`` = k with release.
 3. A rank reads another's slot of step k only after it has loaded ``arrived`` = k with acquire, and
-   has found there the signature that it has put itself: verb, operation, dtype, shape, root, and
-   the number of the step within the collective. Otherwise the ranks diverge, and nothing is used.
-   It compares the signatures of all that have arrived, also of those that it needs nothing from.
+   has found there the signature that it has put itself: verb, operation, dtype, shape, root, the
+   number of the step within the collective, and that of the call. Otherwise the ranks diverge, and
+   nothing is used. It compares the signatures of all that have arrived, also of those that it
+   needs nothing from.
 4. A rank that will read nothing more of step k stores ``done`` = k with release.
 5. After each of these stores: a full fence, then the doorbells of all other ranks.
 
@@ -65,9 +66,9 @@ RANK_STRIDE: Final = 64
 RANK_DONE: Final = 0
 RANK_PRESENT: Final = 8
 
-MAILBOX_STRIDE: Final = 64
-MAILBOX_OPEN: Final = 0
-MAILBOX_HANDLE: Final = 4
+PIPE_STRIDE: Final = 64
+PIPE_OPEN: Final = 0
+PIPE_HANDLE: Final = 4
 
 BUFFERS: Final = 2
 SLOT_HEADER: Final = 64
@@ -78,6 +79,8 @@ PIECE_ALIGN: Final = 64
 LARGEST_SLOT: Final = 128 << 10
 LARGEST_SLOTS: Final = 4 << 20
 WHOLE_BYTES: Final = 48 << 10
+WHOLE_ALWAYS: Final = (1 << 63) - 1
+"""No all-reduce is shared out: said by a rank without the C extension before it joins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ class GroupLayout:
         n_ranks: of the group.
         slot_bytes: payload of a slot. Larger collectives go through the slots in chunks.
         whole_bytes: up to this size, an all-reduce is one step in which every rank reads all of
-            every other; larger ones are shared out.
+            every other; larger ones are shared out, unless a rank has no C extension.
     """
 
     n_ranks: int
@@ -128,7 +131,7 @@ class GroupLayout:
     @property
     def slots(self) -> int:
         """Where the slots begin."""
-        return align(self.mailbox(self.n_ranks, 0), mmap.PAGESIZE)
+        return align(self.pipe(self.n_ranks, 0), mmap.PAGESIZE)
 
     @property
     def size(self) -> int:
@@ -141,10 +144,10 @@ class GroupLayout:
         """Where a rank's own line begins."""
         return RANK_LINES + rank * RANK_STRIDE
 
-    def mailbox(self, sender: int, receiver: int) -> int:
-        """Where the mailbox from one rank to another begins."""
+    def pipe(self, sender: int, receiver: int) -> int:
+        """Where the pipe from one rank to another begins."""
         index = sender * self.n_ranks + receiver
-        return self.rank_line(self.n_ranks) + index * MAILBOX_STRIDE
+        return self.rank_line(self.n_ranks) + index * PIPE_STRIDE
 
     def slot(self, buffer: int, rank: int) -> int:
         """Where a rank's slot in a buffer begins."""

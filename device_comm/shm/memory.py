@@ -1,4 +1,4 @@
-"""Bytes by address: what plans and parcels are made of."""
+"""Bytes by address: what plans and transfers are made of."""
 
 from __future__ import annotations
 

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class Results:
-    """Makes tensors on the CPU."""
+    """Makes tensors on the CPU.
+
+    The C extension holds it, so it must not hold the backend that holds the extension's end.
+    """
 
     def __init__(self) -> None:
         self._pool = RecyclingPool()

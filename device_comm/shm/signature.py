@@ -8,11 +8,11 @@
     +--------+--------+--------+--------+----------------+
     | shape: 5 sizes, u64; of more dimensions the first ones are multiplied   |
     +----------------+----------------+-----------------------------------------+
-    | chunk u32      | -              |
+    | chunk u32      | call u32       |
     +----------------+----------------+
 
-The chunk is the number of the step within the collective; whoever writes the header of a slot puts
-it in.
+The chunk is the number of the step within the collective, the call that of the call it is part of
+(`device_comm.call_number`). Whoever carries out a collective puts them in.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from typing import Final
 
 import torch
 
+from device_comm.call_number import naming_call
 from device_comm.reduce_op import ReduceOp
 
 SIGNATURE: Final = struct.Struct("<BBBBI5QII")
 COMPARED: Final = 48
+CALL: Final = 52
 SHAPE_DIMS: Final = 5
 NO_OP: Final = 255
 
@@ -77,7 +79,7 @@ def sign(
     op: ReduceOp | None = None,
     root: int = 0,
 ) -> bytes:
-    """The signature of one collective; chunk 0."""
+    """The signature of one collective; chunk 0, in no call."""
     dims = tuple(shape)  # of a torch.Size as well
     if len(dims) > SHAPE_DIMS:
         cut = len(dims) - SHAPE_DIMS + 1
@@ -97,12 +99,17 @@ def sign(
 
 def with_chunk(signature: bytes, chunk: int) -> bytes:
     """The signature as it stands in the slot of a collective's step number ``chunk``."""
-    return signature[:COMPARED] + struct.pack("<II", chunk, 0)
+    return signature[:COMPARED] + struct.pack("<I", chunk) + signature[CALL:]
+
+
+def with_call(signature: bytes, number: int) -> bytes:
+    """The signature as part of the call of that number."""
+    return signature[:CALL] + struct.pack("<I", number)
 
 
 def describe(signature: bytes) -> str:
     """A signature in words: ``all_reduce SUM float32[2, 3]``."""
-    verb, op, dtype, n_dims, root, *dims, chunk, _ = SIGNATURE.unpack(signature)
+    verb, op, dtype, n_dims, root, *dims, chunk, call = SIGNATURE.unpack(signature)
     words = [VERBS[verb] if verb < len(VERBS) else f"verb {verb}"]
     if op != NO_OP:
         words.append(ReduceOp(op).name)
@@ -111,4 +118,5 @@ def describe(signature: bytes) -> str:
         words.append(f"{_DTYPE_NAMES[dtype]}{shown}")
     if words[0] in _ROOTED:
         words.append(f"{_ROOTED[words[0]]} rank {root}")
-    return " ".join(words) + (f", step {chunk + 1}" if chunk else "")
+    step = f", step {chunk + 1}" if chunk else ""
+    return naming_call(" ".join(words) + step, call)

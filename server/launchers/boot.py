@@ -1,60 +1,170 @@
-"""The first moments of a local worker: a script of the standard library only.
+"""The script that a local worker's process runs first. It uses the standard library only.
 
-It does, before anything slow is imported, what must hold from the first moment on:
+Before anything slow is imported it sets up what must hold from the start:
 
-- Life: the driver holds the other end of the lifeline, a pipe that nobody writes to. When the
-  driver ends, however it ends, the kernel closes that end and sends SIGKILL to this worker's
-  process group, whatever the worker is doing, be it inside a C call that keeps Python's lock. A
-  thread watches the driver itself as well, should a child of the driver have kept the pipe open.
-- Stacks: a signal makes the worker write its Python stack into a file that the driver reads, also
-  while it is stuck; a crash writes it there too.
-- An interrupt from the terminal is the driver's business.
+- The lifeline: a pipe that nobody writes to; only the driver holds the writing end. When the driver
+  ends, however it ends, the kernel closes that end and sends SIGKILL to this worker's process
+  group, whatever the worker is doing, even inside a C call that holds the GIL. In case a child of
+  the driver keeps the pipe open, a thread also watches the driver's process itself.
+- The keeper: the process forks. The child becomes the worker. The parent, the keeper, adopts every
+  descendant whose own parent ends (it is a "child subreaper"). When the worker or the driver has
+  ended, the keeper kills all descendants that are left, also those in sessions of their own, and
+  then ends with the worker's exit status or signal.
+- Stacks: on a signal the worker writes its Python stack into a file that the driver reads, even
+  while it is stuck; on a crash as well.
+- SIGINT from the terminal is ignored: the driver handles it. So is the warning about a missing C
+  extension: the driver has shown it.
 
-Then it takes the driver's ``sys.path`` and becomes a worker.
+Then it receives the driver's ``sys.path`` and runs the worker's main function.
 
-It is run by path, so that no module of this package needs to be importable before.
+It is run by its path, so that no module of this package has to be importable before.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import fcntl
 import importlib
 import json
 import os
+import resource
 import select
 import signal
 import struct
 import sys
 import threading
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
 
 STACK_SIGNAL = signal.SIGRTMIN + 10
-HELLO = b'{"type":"Hello"}'
-"""A frame of the control channel, `server.messages.Hello`: the promises above hold from now on."""
+END_SIGNAL = signal.SIGRTMIN + 11
+"""Sent to the keeper: end the worker by SIGKILL, and all that it has started."""
+_PASSED_ON = (signal.SIGTERM, STACK_SIGNAL)
+_PR_SET_CHILD_SUBREAPER = 36
+_KIN_SECONDS = 2.0
+"""How long the keeper waits for processes that it has killed; one in a system call may hang on."""
 
 
 def main() -> None:
-    """Become the worker that the command line describes; see `server.launchers.local`."""
-    control, lifeline, stacks, driver = map(int, sys.argv[1:5])
+    """Become the worker that the command line describes; see `launchers.local`."""
+    control, seat, lifeline, stacks, driver = map(int, sys.argv[1:6])
+    package = sys.argv[6]
+    keeper = os.getpid()
+    worker = split()
+    if worker:
+        for fd in (control, seat, stacks):
+            os.close(fd)
+        keep(worker, lifeline, driver)
     signal.signal(signal.SIGINT, lambda *_: None)
+    warnings.filterwarnings("ignore", "group-coordinator's C extension was not built")
     faulthandler.enable(stacks)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
-    hold(lifeline, driver)
+    hold(lifeline, driver, keeper)
     try:
-        os.write(control, struct.pack(">I", len(HELLO)) + HELLO)
+        os.write(control, hello())
     except BrokenPipeError:  # the driver has ended already
         os._exit(1)
     sys.path[:] = _receive(control)
-    importlib.import_module("server.worker").main(control)
+    importlib.import_module(f"{package}.worker").main(control, seat)
 
 
-def hold(lifeline: int, driver: int) -> None:
-    """End this process group with SIGKILL once the process ``driver`` ends.
+def hello() -> bytes:
+    """A frame of the control channel with `protocol.Hello`: all of the above is set up."""
+    message = json.dumps({"type": "Hello", "pid": os.getpid()}).encode()
+    return struct.pack(">I", len(message)) + message
+
+
+def split() -> int:
+    """Fork. Returns the worker's pid in the keeper, and 0 in the worker, now in a new session."""
+    subreaper = ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if subreaper != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    # Blocked until the handlers are there: an early SIGTERM would end the keeper alone.
+    signals = {*_PASSED_ON, END_SIGNAL, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    worker = os.fork()
+    if worker:
+        for number in _PASSED_ON:
+            signal.signal(number, lambda number, _: os.kill(worker, number))
+        signal.signal(END_SIGNAL, lambda *_: os.kill(worker, signal.SIGKILL))
+        signal.signal(signal.SIGCHLD, lambda *_: _reap(but=worker))
+    else:
+        os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    return worker
+
+
+def keep(worker: int, lifeline: int, driver: int) -> NoReturn:
+    """In the keeper: wait until the worker or the driver ends, kill all descendants, and end with
+    the worker's exit status or signal.
+    """
+    watched = select.poll()
+    watched.register(lifeline, select.POLLIN)
+    with suppress(ProcessLookupError):
+        watched.register(os.pidfd_open(worker), select.POLLIN)
+        watched.register(os.pidfd_open(driver), select.POLLIN)
+        watched.poll()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, END_SIGNAL, signal.SIGCHLD})
+    os.kill(worker, signal.SIGKILL)
+    _, status = os.waitpid(worker, 0)
+    _end_kin()
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:  # end by the same signal; the worker has written the core file already
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _reap(but: int) -> None:
+    """Reap adopted processes that have ended, until the one with pid ``but`` is next."""
+    with suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == but:
+                return
+            os.waitpid(ended.si_pid, 0)
+
+
+def _end_kin() -> None:
+    """Kill all descendants, level by level: when a child ends, the keeper adopts its children."""
+    until = time.monotonic() + _KIN_SECONDS
+    with suppress(ChildProcessError):
+        while time.monotonic() < until:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            for child in _children():
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.002)
+
+
+def _children() -> list[int]:
+    mine = str(os.getpid()).encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            _, _, stat = (process / "stat").read_bytes().rpartition(b")")  # after pid and name
+            parent = stat.split()[1]  # after the state
+            if parent == mine:
+                found.append(int(process.name))
+    return found
+
+
+def hold(lifeline: int, driver: int, keeper: int) -> None:
+    """Have this process group killed by SIGKILL when the driver or the keeper ends.
 
     Args:
         lifeline: the reading end of a pipe whose only writing end the driver holds.
-        driver: its process id.
+        driver: the driver's pid.
+        keeper: the pid of this worker's keeper.
     """
+    # O_ASYNC: the kernel sends the signal when the pipe's other end is closed; no thread of this
+    # process has to run for that.
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
@@ -62,7 +172,8 @@ def hold(lifeline: int, driver: int) -> None:
     watched = select.poll()
     watched.register(lifeline, select.POLLIN)
     try:
-        watched.register(os.pidfd_open(driver), select.POLLIN)
+        for process in (driver, keeper):
+            watched.register(os.pidfd_open(process), select.POLLIN)
     except ProcessLookupError:
         _end()
     threading.Thread(target=_watch, args=(watched,), name="lifeline", daemon=True).start()
@@ -78,7 +189,7 @@ def _end() -> None:
 
 
 def _receive(control: int) -> list[str]:
-    """The driver's ``sys.path``: one frame of the control channel."""
+    """Receive the driver's ``sys.path``: one frame of the control channel."""
     (size,) = struct.unpack(">I", _read(control, 4))
     path: list[str] = json.loads(_read(control, size))
     return path

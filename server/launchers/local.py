@@ -1,10 +1,11 @@
-"""Workers as processes of this host, each in a session of its own.
+"""Starts workers as processes of this host, each in a session of its own, and ends them.
 
-A session of its own means: what a terminal sends (an interrupt, a hang-up) reaches the driver, who
-ends the workers in order; and whatever a worker has started goes with it.
+In its own session a worker does not get the terminal's signals (Ctrl-C, hang-up): the driver gets
+them, and ends the workers in order. Between the driver and each worker runs the worker's keeper, a
+process that only sees to it that everything that the worker has started ends with it.
 
-Every worker holds three descriptors from its driver: the control channel, the lifeline and the
-file for its stack. See `server.launchers.boot` for what it does with them.
+A worker inherits four descriptors: the control channel, its seat in the meeting, the lifeline and
+the file for its stack. `launchers.boot` says what it does with them.
 """
 
 from __future__ import annotations
@@ -20,32 +21,46 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server.channel import Channel, ChannelClosedError
-from server.launchers.boot import STACK_SIGNAL
-from server.messages import FromWorker
-from server.stacks import StackFile
 from shm_broadcast import Deadline
+
+from ..control.channel import Channel, ChannelClosedError
+from ..control.protocol import FromWorker
+from ..control.stacks import StackFile
+from ..driver.cores import worker_threads
+from .boot import END_SIGNAL, STACK_SIGNAL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from server.messages import Start
+    from ..control.protocol import Start
 
+_KEEPER_SECONDS = 4.0
+"""How long a keeper may take to end what its worker has left."""
+_BRIEF_SPIN = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+"""OpenMP threads that wait for each other spin for a moment, and then sleep.
+
+By default they spin for long, and so keep other processes on the same cores, the driver for one,
+from running: embedding took 4 times the processor time. If they sleep at once, waking them between
+the products of a forward pass takes a fifth of its time.
+"""
 _BOOT = Path(__file__).with_name("boot.py")
+_PACKAGE = __name__.partition(".")[0]
 
 
 class LocalWorker:
-    """One worker's process, as its driver sees it.
+    """The driver's handle of one worker's process and its keeper.
 
     Attributes:
-        rank: its global rank.
-        pid: its process id, also of its process group and its session.
-        channel: the driver's end of its control channel.
-        stack_file: where it writes its stack.
+        rank: the worker's global rank.
+        pid: the worker's process id, which is also the id of its process group and session; until
+            its `Hello` has come, the keeper's.
+        pidfd: a descriptor of the keeper's process, which ends after the worker.
+        channel: the driver's end of the control channel.
+        stack_file: the file that the worker writes its stack to.
     """
 
-    def __init__(self, rank: int, environment: Mapping[str, str]) -> None:
-        """Start the process; `start` it next."""
+    def __init__(self, rank: int, seat: socket.socket, environment: Mapping[str, str]) -> None:
+        """Start the process, with ``seat`` to inherit; `start` tells it what to be."""
         self.rank = rank
         self._closed = False
         self._closing = threading.Lock()
@@ -59,9 +74,16 @@ class LocalWorker:
             ours.callback(os.close, lifeline)
             self.stack_file = StackFile()
             ours.callback(self.stack_file.close)
-            inherited = (control.fileno(), beat, self.stack_file.fd)
+            inherited = (control.fileno(), seat.fileno(), beat, self.stack_file.fd)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_BOOT), *map(str, inherited), str(os.getpid())],
+                [
+                    sys.executable,
+                    "-P",
+                    str(_BOOT),
+                    *map(str, inherited),
+                    str(os.getpid()),
+                    _PACKAGE,
+                ],
                 stdin=subprocess.DEVNULL,
                 env=dict(environment),
                 pass_fds=inherited,
@@ -78,10 +100,12 @@ class LocalWorker:
             self._ours = ours.pop_all()
 
     def start(self, start: Start, deadline: Deadline) -> None:
-        """Say what to be. A process that has ended meanwhile is left to whoever watches it.
+        """Send the driver's ``sys.path`` and the start message.
+
+        Does nothing if the process has ended: whoever watches it reports that.
 
         Raises:
-            GroupTimeoutError: it does not take it in.
+            GroupTimeoutError: the process does not read them in time.
         """
         try:
             self.channel.send(list(map(str, sys.path)), deadline)
@@ -90,52 +114,57 @@ class LocalWorker:
             return
 
     def ended(self, timeout: float = 0.0) -> bool:
-        """Whether the process ends within ``timeout`` seconds."""
+        """Wait until the process and its keeper have ended; False after ``timeout`` seconds."""
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(timeout * 1000))
 
     def signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
+        """Send SIGTERM, SIGKILL or `STACK_SIGNAL` to the worker, unless it has ended."""
         with self._closing, suppress(ProcessLookupError):
             if not self._closed:
-                signal.pidfd_send_signal(self.pidfd, number)
+                # To the keeper, which passes it on: it is the worker's parent, so for it the
+                # worker's pid cannot be reused. SIGKILL would end the keeper instead.
+                passed = END_SIGNAL if number == signal.SIGKILL else number
+                signal.pidfd_send_signal(self.pidfd, passed)
 
     def ask_stack(self) -> None:
-        """Let it write its stack into `stack_file`; only after it has said `Hello`."""
+        """Have the worker write its stack to `stack_file`; only after its `Hello` has come."""
         self.signal(STACK_SIGNAL)
 
     def bury(self) -> str:
-        """Take in the exit status of a process that has ended, and end what it has started.
+        """Wait for a process that has ended, or was killed, and return its exit status.
 
         Returns:
             How it ended, such as ``"killed by SIGKILL"`` or ``"exit status 1"``.
         """
-        if self._process.returncode is None:
-            # The process group exists as long as its leader has not been waited for.
-            os.killpg(self.pid, signal.SIGKILL)
+        if not self.ended(_KEEPER_SECONDS):
+            self._process.kill()  # the keeper is stuck; without it the worker ends itself (`boot`)
         code = self._process.wait()
         return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
     def close(self) -> None:
-        """Give up all descriptors, after `bury`; idempotent, from any thread."""
+        """Close all descriptors, after `bury`; idempotent, from any thread."""
         with self._closing:
             self._closed = True
             self._ours.close()
 
 
-def launch(n_workers: int) -> list[LocalWorker]:
-    """Start ``n_workers`` processes, of rank 0 and up. End them with `end`.
+def launch(seats: Sequence[socket.socket]) -> list[LocalWorker]:
+    """Start one worker process for each seat, in rank order. End them with `end`.
 
     Raises:
-        OSError: a process cannot be started; those that were are ended.
+        OSError: a process cannot be started; those already started were ended.
     """
-    cores = len(os.sched_getaffinity(0))
-    environment = {"OMP_NUM_THREADS": str(max(1, cores // n_workers)), **os.environ}
+    environment = {
+        **(_BRIEF_SPIN if "OMP_WAIT_POLICY" not in os.environ else {}),
+        **os.environ,
+        "OMP_NUM_THREADS": str(worker_threads(len(seats))),
+    }
     workers: list[LocalWorker] = []
     try:
-        for rank in range(n_workers):
-            workers.append(LocalWorker(rank, environment))  # noqa: PERF401
+        for rank, seat in enumerate(seats):
+            workers.append(LocalWorker(rank, seat, environment))
     except BaseException:
         end(workers, 0.0, 0.0)
         for worker in workers:
@@ -145,12 +174,12 @@ def launch(n_workers: int) -> list[LocalWorker]:
 
 
 def end(workers: Sequence[LocalWorker], stop_seconds: float, kill_seconds: float) -> None:
-    """See that no process of ``workers`` is left; idempotent.
+    """End all processes of ``workers`` and wait for them; idempotent.
 
     Args:
-        workers: all of a pool's; those that are to end by themselves were told so before.
-        stop_seconds: how long to wait before SIGTERM.
-        kill_seconds: how long to wait from there to SIGKILL.
+        workers: all workers of a pool.
+        stop_seconds: how long to wait until they end by themselves, before SIGTERM.
+        kill_seconds: how long to wait after SIGTERM, before SIGKILL.
     """
     for seconds, number in ((stop_seconds, signal.SIGTERM), (kill_seconds, signal.SIGKILL)):
         deadline = Deadline.after(seconds)

@@ -1,8 +1,9 @@
-/* Cross-process atomics, waiting and waking on words of shared memory.
+/* Atomic words of shared memory, and waiting and waking on them across processes.
  *
- * Ordering rule of the house (see shm_broadcast/layout.py): data is published by a release store
- * and taken by an acquire load; whoever may have to wake a sleeper puts a full fence between its
- * store and its look at the sleepers. */
+ * The ordering rule (shm_broadcast/layout.py): data is published by a release store and read after
+ * an acquire load. Whoever may have to wake a sleeper puts a full fence between its own store and
+ * its load of the sleepers' count: without it the load may move before the store, so that the
+ * sleeper misses the change and the waker misses the sleeper. */
 #ifndef GC_ATOMICS_H
 #define GC_ATOMICS_H
 
@@ -57,7 +58,7 @@ static inline void gc_relax(void) {
 #endif
 }
 
-/* Spins politely: GC_PAUSES looks without giving up the core (about 2 us), then one sched_yield a
+/* A spin loop: GC_PAUSES looks without giving up the core (about 2 us), then one sched_yield per
  * look, so that with more processes than cores the peer that is waited for gets to run. */
 #define GC_PAUSES 64
 
@@ -93,17 +94,19 @@ static inline void gc_futex_wake_all(void *base, size_t offset) {
     syscall(SYS_futex, GC_AT32(base, offset), FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* A doorbell is two words: a counter that sleepers sleep on, then how many have announced sleep. */
+/* A doorbell is two 32-bit words: the counter that a futex sleeps on, then the number of announced
+ * sleepers. That number spares the system call while nobody sleeps. */
 
-/* Wakes the doorbell's sleepers. The caller has made its change and then a full fence. */
+/* Wakes the doorbell's sleepers. The caller has stored its change and then passed a full fence. */
 static inline void gc_ring_after_fence(void *base, size_t doorbell) {
     if (gc_load32(base, doorbell + DOORBELL_SLEEPERS) == 0) return;
     atomic_fetch_add_explicit(GC_AT32(base, doorbell), 1, memory_order_seq_cst);
     gc_futex_wake_all(base, doorbell);
 }
 
-/* Begins an operation in a member slot: its name, NUL-padded, its number, the time, the state.
- * The state shares a line with the doorbell, which others read: it is written only to change it. */
+/* Notes in a member slot that an operation begins: its name, NUL-padded, its number, the time and
+ * the state; returns the number. The state shares a cache line with the doorbell, which other
+ * processes read: it is stored only if it changes, so that their copy of the line stays valid. */
 static inline uint64_t gc_stamp(void *base, size_t slot, uint32_t state,
                                 const char name[OPERATION_BYTES]) {
     memcpy((char *)base + slot + MEMBER_OPERATION, name, OPERATION_BYTES);

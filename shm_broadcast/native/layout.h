@@ -1,5 +1,5 @@
-/* Offsets that the C fast path shares with shm_broadcast/layout.py, where they are drawn and
- * explained. A test compares the two. */
+/* Offsets in shared memory, the same as in shm_broadcast/layout.py, which draws and explains them.
+ * A test compares the two. */
 #ifndef GC_LAYOUT_H
 #define GC_LAYOUT_H
 

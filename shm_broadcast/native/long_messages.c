@@ -1,5 +1,6 @@
-/* Long messages: their records, copied while there is room for them or while they come, without
- * Python's lock. What to do when neither is the case, ring_writer.py and ring_reader.py know. */
+/* Long messages: copies their records into the ring while there is room, and out of it while
+ * records come, without the GIL. When there is no room, or no record, it returns: ring/writer.py
+ * and ring/reader.py then sleep, check deadlines and peers, and call again. */
 #include <string.h>
 
 #include "atomics.h"
@@ -7,15 +8,16 @@
 #include "stream.h"
 #include "words.h"
 
-/* From here on a message does not fit a core's caches, and its reader copies it past them. The ring
- * itself fits, so its writer copies plainly. */
+/* A message of this size or more does not fit into a core's caches, so its reader copies past them
+ * (stream.h). The writer always copies plainly: its target, the ring, does fit. */
 #define LARGE_BYTES (8 << 20)
 
-/* After so many bytes Python gets a look at signals. */
+/* After so many bytes push and pull return, for Python runs signal handlers (Ctrl-C) only between
+ * calls into C. */
 #define AT_ONCE (64 << 20)
 
-/* Buffers seen as one run of `total` bytes, from the `within`-th of `parts[part]` on. At the writer
- * the first part is the table of sizes; at the reader it is left out. */
+/* A message's buffers as one run of `total` bytes, with a cursor at byte `within` of `parts[part]`.
+ * At the writer the first part is the table of sizes; the reader's parts are without it. */
 typedef struct {
     Py_buffer *parts;
     Py_ssize_t n_parts, part;
@@ -24,7 +26,8 @@ typedef struct {
 
 static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-/* Up to `most` bytes at the cursor, which moves behind them; NULL at the end. */
+/* The contiguous bytes at the cursor, at most `most`, and their number in `size`; moves the cursor
+ * behind them. NULL at the end. */
 static char *next_run(body *b, uint64_t most, uint64_t *size) {
     while (b->part < b->n_parts && b->within == (uint64_t)b->parts[b->part].len) {
         b->part++;
@@ -63,7 +66,8 @@ static void release(body *b) {
     PyMem_Free(b->parts);
 }
 
-/* The buffers of a tuple, from byte `offset` on; -1 with an error set if that cannot be. */
+/* Takes the buffers of a tuple, with the cursor at byte `offset`; -1 with an error set if it
+ * cannot. */
 static int acquire(body *b, PyObject *buffers, int flags, uint64_t offset) {
     *b = (body){0};
     if (!PyTuple_Check(buffers)) {
@@ -93,12 +97,15 @@ static int acquire(body *b, PyObject *buffers, int flags, uint64_t offset) {
     return 0;
 }
 
+/* After each record, not only at the end: the other end goes on while this one copies the next
+ * record, and whoever asks sees that this one is slow, not stuck. */
 static void made_progress(RingEnd *self) {
     gc_store64(self->board, self->slot + MEMBER_PROGRESS, gc_now_ns());
     ring_peers(self);
 }
 
-/* Where the next record goes: Body.place of records.py in C. */
+/* The header of the next record, and how much padding goes before it: Body.place of
+ * ring/records.py, in C. */
 static record_header next_record(const RingEnd *self, const body *b, uint64_t position,
                                  uint64_t largest, uint64_t *padding) {
     bool splits = b->total > largest;
@@ -120,6 +127,8 @@ static record_header next_record(const RingEnd *self, const body *b, uint64_t po
                            .offset = offset};
 }
 
+/* Publishes records from byte `moved` on, until the message or AT_ONCE is out, there has been no
+ * room for `patience_ns`, or the board is aborted. */
 static void push(RingEnd *self, body *b, uint8_t codec, uint64_t largest, uint64_t patience_ns) {
     uint64_t until = smaller(b->total, self->moved + AT_ONCE);
     gc_spin spin = gc_spin_for(patience_ns);
@@ -132,6 +141,7 @@ static void push(RingEnd *self, body *b, uint8_t codec, uint64_t largest, uint64
             continue;
         }
         header.codec = codec;
+        /* The message takes its number with its first record. */
         header.sequence = gc_load64(self->ring, RING_SEQUENCE) + (self->moved == 0);
         if (padding) ring_pad(self, position, padding);
         position += padding;
@@ -146,7 +156,9 @@ static void push(RingEnd *self, body *b, uint8_t codec, uint64_t largest, uint64
     }
 }
 
-/* False if a record holds more than what is awaited; it is left where it is. */
+/* Takes records of one message out of the ring until it or AT_ONCE is complete, no record has come
+ * for `spin_ns`, or the board is aborted. False if a record holds more bytes than are missing: the
+ * ring is damaged; the record is left in it. */
 static bool pull(RingEnd *self, body *b, uint64_t spin_ns) {
     uint64_t until = smaller(b->total, self->moved + AT_ONCE);
     bool took_some = self->moved > 0, fits = true;
@@ -161,6 +173,7 @@ static bool pull(RingEnd *self, body *b, uint64_t spin_ns) {
         record_header header;
         memcpy(&header, record, sizeof header);
         bool begins = header.kind == KIND_MESSAGE;
+        /* Another message: ring/reader.py decides what becomes of this one. */
         if (header.kind == KIND_CANCEL || (begins && took_some)) break;
         if (header.kind != KIND_PADDING) {
             uint64_t table = begins ? 8 * (uint64_t)header.buffers : 0;

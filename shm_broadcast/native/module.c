@@ -1,4 +1,5 @@
-/* shm_broadcast._native: what Python cannot do on shared memory, and the ring's fast path. */
+/* shm_broadcast._native: atomic words of shared memory, which Python has not, and the ring's fast
+ * path. */
 #include <Python.h>
 
 #include "layout.h"

@@ -1,4 +1,5 @@
-/* The ring's ends, and whole messages without out-of-band buffers that fit in one record. */
+/* The two ends of a ring as Python types, and the fast path for small messages: those without
+ * out-of-band buffers that fit into one record. */
 #include "ring.h"
 
 #include <string.h>
@@ -23,11 +24,15 @@ static uint64_t smallest_consumed(const RingEnd *self) {
 
 bool ring_has_room(RingEnd *self, uint64_t position, uint64_t need) {
     uint64_t gate = gc_load64(self->ring, RING_GATE);
+    /* The readers' words lie in cache lines that they keep writing: load them only if the cached
+     * gate is not enough. */
     if (position + need - gate <= self->capacity) return true;
     gate = smallest_consumed(self);
-    if (gate == UINT64_MAX) return false;
+    if (gate == UINT64_MAX) return false; /* LEFT: every reader has left */
     gc_store64(self->ring, RING_GATE, gate);
-    gc_fence(); /* a reader that joins again sees this gate, or is seen now; see ring_reader.py */
+    /* A reader may join again just now: with a fence on both sides it sees this gate, or the second
+     * look sees its position. See RingReader._join_again in ring/reader.py. */
+    gc_fence();
     uint64_t again = smallest_consumed(self);
     if (again < gate) gc_store64(self->ring, RING_GATE, gate = again);
     return position + need - gate <= self->capacity;
@@ -39,7 +44,7 @@ void ring_pad(RingEnd *self, uint64_t position, uint64_t padding) {
 }
 
 void ring_peers(RingEnd *self) {
-    gc_fence();
+    gc_fence(); /* one for all peers */
     for (size_t peer = 0; peer < self->n_peers; peer++)
         gc_ring_after_fence(self->board, self->peers[peer]);
 }
@@ -58,6 +63,8 @@ static PyObject *try_write(PyObject *object, PyObject *const *args, Py_ssize_t n
     uint64_t position = gc_load64(self->ring, RING_PUBLISHED);
     uint64_t to_end = self->capacity - position % self->capacity;
     uint64_t padding = stride > to_end ? to_end : 0;
+    /* At most a quarter of the ring: with the padding the record needs less than half of it to be
+     * free. What is larger is streamed, so that it need not wait for the ring to drain. */
     bool written = size <= UINT32_MAX && 4 * stride <= self->capacity && !ring_aborted(self) &&
                    ring_has_room(self, position, padding + stride + RESERVED_FOR_CANCEL);
     if (written) {
@@ -81,7 +88,8 @@ static PyObject *try_write(PyObject *object, PyObject *const *args, Py_ssize_t n
     return PyBool_FromLong(written);
 }
 
-/* Waits without the GIL until something is published past `position`, or the window is over. */
+/* Waits up to `spin_ns`, without the GIL, for a record at `position`; whether there is one. The GIL
+ * is kept if it is there already: to drop it and take it again costs more than a small read. */
 static bool spin_for_record(RingEnd *self, uint64_t position, uint64_t spin_ns) {
     if (gc_load64(self->ring, RING_PUBLISHED) != position) return true;
     if (spin_ns == 0) return false;
@@ -125,7 +133,7 @@ static PyObject *try_read(PyObject *object, PyObject *const *args, Py_ssize_t n)
         record_header header;
         memcpy(&header, record, sizeof header);
         uint64_t next = position + record_stride(header.size);
-        if (header.kind == KIND_PADDING) {
+        if (header.kind == KIND_PADDING) { /* the writer is not rung: a record follows at once */
             gc_store64(self->ring, self->own_line + READER_CONSUMED, next);
             continue;
         }
@@ -141,7 +149,8 @@ static PyObject *try_read(PyObject *object, PyObject *const *args, Py_ssize_t n)
     }
 }
 
-/* (ring, board, data_offset, slot, doorbells[, own_line]) */
+/* (ring, board, data_offset, slot, doorbells[, own_line]). Every offset is checked against the
+ * segments' sizes here, once, so that the hot path need not. */
 static PyObject *end_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *ring, *board, *doorbells;
     Py_ssize_t data, slot, own_line = 0;
@@ -202,24 +211,28 @@ static void end_dealloc(PyObject *object) {
 
 static PyMethodDef writer_methods[] = {
     FAST("try_write", try_write,
-         "try_write(codec, body) -> bool: publish a small message; False: no room, or not small."),
+         "try_write(codec, body) -> bool: publish a message as one record; False if there is no "
+         "room, it is larger than a quarter of the ring, or the board is aborted."),
     FAST("write_parts", write_parts,
          "write_parts(codec, largest, parts, patience_ns): publish records of a long message from "
-         "`moved` on, while there is room."),
+         "byte `moved` on, while there is room."),
     {NULL, NULL, 0, NULL},
 };
 
 static PyMethodDef reader_methods[] = {
     FAST("try_read", try_read,
-         "try_read(spin_ns, begins) -> (codec, body, ()) | None | False: nothing there | not small."),
+         "try_read(spin_ns, begins) -> (codec, body, ()) | None | False: a message of one record; "
+         "None if there is no record, or the board is aborted; False if the next record is of "
+         "another kind."),
     FAST("read_parts", read_parts,
-         "read_parts(targets, spin_ns): take records of a long message from `moved` on, while there "
-         "are any; none of another message."),
+         "read_parts(targets, spin_ns): take records of one long message from byte `moved` on, "
+         "while there are any."),
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef members[] = {
-    {"moved", T_ULONGLONG, offsetof(RingEnd, moved), 0, "Bytes of the long message under way."},
+    {"moved", T_ULONGLONG, offsetof(RingEnd, moved), 0,
+     "Bytes of the current long message that were written or read so far."},
     {NULL, 0, 0, 0, NULL},
 };
 

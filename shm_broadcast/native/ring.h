@@ -1,6 +1,6 @@
-/* One end of a ring, and the fast path as two types: whole small messages (ring.c) and the records of
- * long ones (long_messages.c). ring_writer.py and ring_reader.py hold the complete logic; all state
- * lives in the ring itself, so that both paths may be mixed freely. */
+/* One end of a ring, and the fast path: small messages of one record (ring.c) and the records of
+ * long ones (long_messages.c). ring/writer.py and ring/reader.py hold the complete logic. All state
+ * lives in the ring, so calls in C and in Python may follow each other in any order. */
 #ifndef GC_RING_H
 #define GC_RING_H
 
@@ -22,8 +22,9 @@ typedef struct {
     size_t own_line;   /* reader only: its line in the ring */
     size_t n_peers;    /* doorbells to ring: the readers', or the writer's one */
     size_t *peers;
-    /* Bytes of the long message under way that were written, with its table of sizes, or read,
-     * without it. Kept here, where an exception of a signal handler cannot come between. */
+    /* Bytes of the current long message that were written (its table of sizes included) or read
+     * (without the table). Kept in C: a Python signal handler may raise between any two steps in
+     * Python, and a count kept there would then disagree with the ring. */
     uint64_t moved;
 } RingEnd;
 
@@ -55,11 +56,13 @@ static inline char *ring_at(const RingEnd *self, uint64_t position) {
 
 bool ring_aborted(const RingEnd *self);
 
-/* Whether `need` bytes behind `position` are free of unread records. */
+/* Writer only: whether `need` bytes from `position` on hold nothing that a reader has not read. */
 bool ring_has_room(RingEnd *self, uint64_t position, uint64_t need);
 
+/* Writes a PADDING record that fills `padding` bytes at `position`; it is not published. */
 void ring_pad(RingEnd *self, uint64_t position, uint64_t padding);
 
+/* Wakes the peers that sleep, after a full fence. */
 void ring_peers(RingEnd *self);
 
 /* Methods of the two types. */

@@ -6,7 +6,8 @@
 #include <emmintrin.h>
 #include <stdint.h>
 
-/* Below this, the reader is faster when the lines come out of this core's cache. */
+/* Smaller copies go through the caches: whoever reads them next gets the lines faster from this
+ * core's cache than from memory. */
 #define STREAMED_BYTES 4096
 
 #define LINE 64

@@ -1,15 +1,15 @@
-/* Copying into memory that this core does not need soon, but another one may. */
+/* Copying large runs with non-temporal stores, for targets that this core does not read soon. */
 #ifndef GC_STREAM_H
 #define GC_STREAM_H
 
 #include <stddef.h>
 
-/* Copies past the caches where that pays: it spares fetching lines that the reader's cache holds,
- * and the reader does not have to fetch them out of this core's. What is copied becomes visible to
- * others by a release store that follows `stream_end`. */
+/* Copies past the caches if the run is long. A plain store first fetches the target's cache line
+ * and leaves it in this core's cache, from where the next reader has to fetch it. Non-temporal
+ * stores are weakly ordered: call `stream_end` before the release store that publishes the copy. */
 void stream_copy(void *to, const void *from, size_t size);
 
-/* Orders what was streamed before all later stores. */
+/* Orders all streamed stores before all later stores (sfence). */
 void stream_end(void);
 
 #endif

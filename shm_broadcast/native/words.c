@@ -143,10 +143,11 @@ static PyObject *spin64(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     return PyBool_FromLong(changed);
 }
 
+/* From this size on a copy runs without the GIL; dropping it costs more than a smaller copy. */
 #define LARGE_COPY 65536
 
-/* What is written in pieces of this size is a block, which its readers see only when all of it is
- * there: by then this core's caches would have lost it. */
+/* Only blocks (ring/arena.py) are written in pieces of this size. Their readers begin when the whole
+ * block is there; by then this core's caches would have lost its beginning, so it is streamed. */
 #define STREAMED_WRITE (8 << 20)
 
 static PyObject *copy(PyObject *self, PyObject *const *args, Py_ssize_t n, bool into_segment) {
@@ -252,12 +253,16 @@ static PyMethodDef methods[] = {
          "compare_and_swap32(offset, expected, desired) -> bool: full fence."),
     FAST("ring", ring, "ring(doorbell): full fence, then wake whoever sleeps on the doorbell."),
     FAST("sleep_on", sleep_on,
-         "sleep_on(doorbell, seen, seconds): sleep while the doorbell holds `seen`."),
-    FAST("spin64", spin64, "spin64(offset, seen, spin_ns) -> bool: wait for a change, no GIL held."),
+         "sleep_on(doorbell, seen, seconds): sleep while the doorbell holds `seen`, without the "
+         "GIL."),
+    FAST("spin64", spin64,
+         "spin64(offset, seen, spin_ns) -> bool: wait until the word differs from `seen`, without "
+         "the GIL; whether it does."),
     FAST("write", write_bytes, "write(offset, buffer): copy a buffer into the segment."),
     FAST("read_into", read_into, "read_into(offset, buffer): fill a buffer from the segment."),
-    FAST("stamp", stamp, "stamp(slot, state, operation) -> int: begin an operation; its number."),
-    FAST("progress", progress, "progress(slot, state): note the time of progress."),
+    FAST("stamp", stamp,
+         "stamp(slot, state, operation) -> int: note that an operation begins; its number."),
+    FAST("progress", progress, "progress(slot, state): note the time of progress and the state."),
     {"fence", fence, METH_NOARGS, "fence(): full memory fence."},
     {NULL, NULL, 0, NULL},
 };

@@ -1,4 +1,4 @@
-/* The Words type: bounds-checked words of a writable buffer. */
+/* The Words type: atomic words of a writable buffer, bounds-checked. */
 #ifndef GC_WORDS_H
 #define GC_WORDS_H
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,13 +12,15 @@ from typing import TYPE_CHECKING
 import pytest
 from torch.distributed import FileStore, HashStore
 
-from coordinator.bootstrap import Launch, connect_store, host_store, meet, own_address
+import coordinator
+from coordinator.setup.addresses import own_address
+from coordinator.setup.bootstrap import Launch, connect_store, host_store, meet
 from shm_broadcast import GroupTimeoutError
 from tests.patience import STALL_SECONDS
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 TORCHRUN = {
     "RANK": "3",
@@ -185,3 +188,47 @@ def test_any_store_will_do(kind: str, store_path: str) -> None:
         calls = [threads.submit(meet, Launch(rank, 2), stores[rank], 10) for rank in range(2)]
         assert [call.result(20).launch.rank for call in calls] == [0, 1]
     assert calls[0].result().address == ""
+
+
+@contextmanager
+def impostor(behave: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Something at a port that is no store."""
+    kept: list[socket.socket] = []
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept() -> None:
+            while not ended.is_set():
+                try:
+                    connection, _ = listener.accept()
+                    kept.append(connection)
+                    behave(connection)
+                except OSError:
+                    continue
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        ended.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    for connection in kept:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    "behave",
+    [
+        lambda _: None,
+        lambda connection: connection.sendall(b"\xff" * 4096),
+        lambda connection: connection.close(),
+    ],
+    ids=["silent", "rubbish", "closing"],
+)
+def test_what_is_no_store_ends_in_time(behave: Callable[[socket.socket], None]) -> None:
+    """It hung without end where the other side said nothing."""
+    with impostor(behave) as port:
+        began = time.monotonic()
+        with pytest.raises(GroupTimeoutError, match=f"at 127.0.0.1:{port} is no store"):
+            coordinator.init(tp=2, rank=1, master_port=port, timeout=2.0, backend="gloo")
+        assert time.monotonic() - began < 2.0 + STALL_SECONDS

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from coordinator.candidates import select, try_together
-from device_comm import LoopbackComm
+from coordinator.setup.candidates import select, try_together
+from device_comm import Communicator, LoopbackBackend
+from device_comm.choosing.cache import Key, TableCache
+from device_comm.choosing.selection import Candidate
 from device_comm.cuda.agree import agree, swap_over
 from device_comm.cuda.errors import IpcUnavailableError
-from device_comm.select import Candidate
-from device_comm.select_cache import Key, TableCache
-from device_comm.shm_comm import ShmComm
+from device_comm.shm.shm_backend import ShmBackend
 from shm_broadcast import Board, BoardHandle, CoordinatorError
 from tests.device_comm.shm_ranks import make_comm
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
-    from device_comm import DeviceCommunicator
+    from device_comm import Backend
 
 KEY = Key("none", "none", "none", 2, "2 ranks", "a b")
 
@@ -37,12 +37,13 @@ def refuse() -> bytes:
 def build_some(rank: int, n: int, path: str, handle: BoardHandle) -> list[str]:
     with Board.attach(handle, rank) as board, make_comm(rank, board, path) as over:
         swap = swap_over(over)
-        built: list[DeviceCommunicator] = []
+        built: list[Backend] = []
 
-        def build(number: int) -> DeviceCommunicator:
+        def build(number: int) -> Backend:
             if number == 2 and rank == 1:
                 refuse()
-            built.append(make_comm(rank, board, f"{path}1") if number == 1 else LoopbackComm())
+            first = number == 1
+            built.append(make_comm(rank, board, f"{path}1").backend if first else LoopbackBackend())
             return built[-1]
 
         closing = ExitStack()
@@ -52,7 +53,7 @@ def build_some(rank: int, n: int, path: str, handle: BoardHandle) -> list[str]:
             third = try_together(
                 "three", refuse if rank == 0 else (lambda: None), lambda _: built[0], swap, closing
             )
-            assert first.comm is built[0]
+            assert first.backend is built[0]
             assert all(each.closed for each in built[1:])
         assert built[0].closed
         return [each.refused for each in (first, second, third)]
@@ -68,14 +69,15 @@ def choose(rank: int, n: int, path: str, handle: BoardHandle, folder: str) -> li
     cache = TableCache(Path(folder) if rank == 0 else None)
     with Board.attach(handle, rank) as board, make_comm(rank, board, path) as over:
         swap = swap_over(over)
-        ways = [make_comm(rank, board, f"{path}-{name}", name=name) for name in "ab"]
+        ways = [make_comm(rank, board, f"{path}-{name}", name=name).backend for name in "ab"]
         candidates = [Candidate("a", ways[0]), Candidate("b", ways[1])]
         candidates.append(Candidate("c", None, "rank 1: not here"))
         tables = []
         for sizes in ({"all_reduce": (64, 4096)}, {}):
-            with select(candidates, KEY, cache, swap, sizes) as comm:
-                assert comm.selection.table is not None
-                tables.append(str(comm.selection.table))
+            chosen = select(candidates, KEY, cache, swap, sizes)
+            assert chosen.selection.table is not None
+            tables.append(str(chosen.selection.table))
+            with Communicator(chosen) as comm:
                 assert comm.all_reduce(torch.ones(16))[0] == n
         assert tables[0] == tables[1]
         return tables
@@ -90,17 +92,17 @@ def test_a_table_is_measured_once_and_is_that_of_rank_0(store_path: str, tmp_pat
 
 def test_a_lone_candidate_needs_no_table() -> None:
     with Board.create(1, 0) as board:
-        comm = ShmComm.create(board, [0], lambda payload: payload or b"")
+        backend = ShmBackend.create(board, [0], lambda payload: payload or b"")
         chosen = select(
-            [Candidate("no", None, "why"), Candidate("yes", comm)],
+            [Candidate("no", None, "why"), Candidate("yes", backend)],
             KEY,
             TableCache(None),
             lambda _: pytest.fail("swapped"),
         )
         assert chosen.selection.table is None
-        assert chosen.all_reduce(torch.ones(1)).item() == 1
+        assert Communicator(chosen).all_reduce(torch.ones(1)).item() == 1
         chosen.close()
-        assert comm.closed
+        assert backend.closed
 
 
 def swap_much(rank: int, n: int, path: str, handle: BoardHandle) -> list[int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store
 
-from coordinator.exchange import Exchange
+from coordinator.setup.exchange import Exchange
 from shm_broadcast import Deadline, GroupTimeoutError
 from tests.patience import STALL_SECONDS
 

@@ -9,10 +9,9 @@ import torch
 
 from coordinator import GroupCoordinator, init
 from coordinator.explain import explain
-from device_comm import LoopbackComm
-from device_comm.base import ALL_VERBS
-from device_comm.select import Candidate, Selection
-from device_comm.selecting_comm import SelectingComm
+from device_comm import ALL_VERBS, Communicator, LoopbackBackend
+from device_comm.choosing.selecting_backend import SelectingBackend
+from device_comm.choosing.selection import Candidate, Selection
 from tests.ranks import init_gloo, run_ranks
 
 
@@ -57,14 +56,14 @@ def link(device: Any, hosts: int) -> Any:
 
 
 def test_members_on_several_hosts() -> None:
-    told = explain(link(LoopbackComm("cpu"), 2))
+    told = explain(link(Communicator(LoopbackBackend("cpu")), 2))
     assert told.refused == (("shm", "the members are on 2 hosts"),)
 
 
 def test_devices_tell_what_was_refused() -> None:
     refused = Candidate("nccl", None, "2 members share 1 devices")
-    able = Candidate("ipc", LoopbackComm("meta"))
-    comm = SelectingComm(Selection([able, refused]))
+    able = Candidate("ipc", LoopbackBackend("meta"))
+    comm = Communicator(SelectingBackend(Selection([able, refused])))
     comm.device = torch.device("cuda", 0)
     told = explain(link(comm, 1))
     assert told.group == "tp: 2 members on cuda"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from itertools import pairwise
 from tempfile import mkdtemp
@@ -14,8 +15,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from coordinator import GroupCoordinator
-from coordinator.member import LINGER
-from shm_broadcast import GroupAbortedError, GroupClosedError, GroupTimeoutError, MessageQueue
+from coordinator.verbs.member import LINGER
+from shm_broadcast import (
+    GroupAbortedError,
+    GroupClosedError,
+    GroupTimeoutError,
+    MessageQueue,
+    PeerLostError,
+)
 from tests.patience import NAMED_WITHIN, all_here, quickest, until
 from tests.ranks import init_gloo, run_ranks
 
@@ -84,7 +91,7 @@ def singles(rank: int, n: int, path: str) -> None:
         group = GroupCoordinator([[0], [1]], rank, "gloo", True, True, "dp")
         starts.append(time.perf_counter())
     assert min(end - start for start, end in pairwise(starts)) < 0.5
-    assert group.cpu_group is None
+    assert group.cpu_group.size() == 1
     assert group.mq_broadcaster is None
     assert group.all_reduce(torch.ones(1), async_op=True).wait().item() == 1
     with pytest.raises(ValueError, match=f"rank {rank} has to be in one group"):
@@ -228,6 +235,33 @@ def test_a_barrier_has_a_deadline_and_names_who_did_not_come(store_path: str) ->
     text = run_ranks(2, one_never_comes, store_path)[0]
     assert "tp barrier: timed out after 0.4 s, waiting for rank 1" in text
     assert "last seen in tp send" in text
+
+
+def one_of_a_part_dies(rank: int, n: int, path: str) -> None:
+    init_gloo(rank, n, path)
+    parts = [[0], [2, 1]]  # so that no rank is the same in its group
+    if rank == 1:
+        with pytest.raises(GroupTimeoutError) as absent:
+            GroupCoordinator(parts, rank, "gloo", True, group_name="early", timeout=0.2)
+        assert [member.rank for member in absent.value.waiting_for] == [2]
+    group = GroupCoordinator(parts, rank, "gloo", True, group_name="part")
+    if rank == 2:
+        assert [member.rank for member in group.status()] == [2, 1]
+        group.barrier()
+        os._exit(0)
+    if rank == 1:
+        group.barrier()
+        with pytest.raises(PeerLostError) as lost:
+            group.recv_object(0)
+        assert lost.value.rank == 2
+        with pytest.raises(GroupAbortedError) as later:
+            group.barrier()
+        assert (later.value.failure.rank, later.value.failure.culprit) == (1, 2)
+    group.close()
+
+
+def test_errors_about_processes_name_global_ranks(store_path: str) -> None:
+    run_ranks(3, one_of_a_part_dies, store_path, may_die=(2,))
 
 
 def one_aborts(rank: int, n: int, path: str) -> float:

@@ -102,6 +102,19 @@ def test_groups_of_experts_and_contexts() -> None:
         assert found == {"ep": [0, 1, 2, 3], "dcp": pair, "pcp": [rank]}
 
 
+def contexts(rank: int, n: int, port: int) -> list[int]:
+    with join(rank, n, port, tp=4, pcp=2, dcp=2) as groups:
+        assert groups.dcp.all_gather(torch.tensor([rank])).tolist() == groups.dcp.ranks
+        groups.world.barrier()
+        return groups.dcp.ranks
+
+
+def test_contexts_are_shared_along_pcp_first() -> None:
+    store = host_store()
+    pairs = [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert run_ranks(8, contexts, store.port) == pairs + pairs
+
+
 def test_axes_of_ones_own_are_outermost() -> None:
     store = host_store()
     assert run_ranks(4, named_axes, store.port) == [
@@ -207,7 +220,6 @@ def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         with coordinator.init() as groups:
             x = torch.ones(2)
             assert groups.tp.all_reduce(x) is x
-            assert groups.world.cpu_group is None
             assert groups.pp.broadcast_object("x") == "x"
             assert groups.dp.broadcast_tensor_dict({"x": x})["x"] is x
             assert groups.world.all_gather_object(1) == [1]
@@ -228,7 +240,7 @@ def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"tp": 4, "world_size": 2}, "dp=1 x pp=1 x pcp=1 x tp=4 takes 4 ranks, not 2"),
         ({"tp": 2, "world_size": 1}, "takes 2 ranks, not 1; start them by torchrun"),
         ({"axes": {"tp": 1}}, "each a different one"),
-        ({"tp": 1, "dcp": 2}, "cannot be cut into runs of 2"),
+        ({"tp": 1, "dcp": 2}, "a group of 1 along tp x pcp cannot be cut into runs of 2"),
         ({"tp": 0, "world_size": 2}, "size of axis 'tp' must be at least 1"),
         ({"tp": 2, "rank": 2}, "rank 2 is not in a world of 2"),
         ({"tp": 2, "rank": 1, "master_port": 0}, "master_port 0 tells nobody"),

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import coordinator
-import coordinator.topology
+import coordinator.setup.topology
 from coordinator import ParallelGroups, ReduceOp, host_store
-from coordinator.nodes import Nodes, find_nodes
+from coordinator.hosts.nodes import Nodes, find_nodes
 from tests.ranks import run_ranks
 
 
@@ -22,7 +22,7 @@ def init_on_nodes(rank: int, n: int, port: int, node_of: tuple[int, ...]) -> Par
         real = found(*arguments)
         return replace(real, node_of=node_of)
 
-    coordinator.topology.find_nodes = pretended  # type: ignore[attr-defined]
+    coordinator.setup.topology.find_nodes = pretended  # type: ignore[attr-defined]
     store = coordinator.connect_store("127.0.0.1", port)
     return coordinator.init(tp=n, rank=rank, store=store, timeout=30, operation_timeout=20)
 
@@ -89,6 +89,13 @@ def one_node(rank: int, n: int, port: int) -> None:
             torch.tensor([float(rank)]), op=ReduceOp.AVG, hierarchical=True
         )
         assert average.item() == 0.5
+        # a communicator knows of no nodes: to it, all ranks are on one
+        comm, x = groups.tp.device_communicator, torch.ones(3)
+        assert comm.all_reduce(x, hierarchical=True).tolist() == [2, 2, 2]
+        work = comm.all_reduce(x, hierarchical=True, async_op=True, timeout=30.0)
+        assert work.wait().tolist() == [2, 2, 2]
+        # and the arguments that vLLM's users give by position are taken from communicators, too
+        assert comm.all_gather(x, 0).tolist() == groups.tp.all_gather(x, 0).tolist()
         groups.world.barrier()
 
 

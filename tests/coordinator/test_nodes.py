@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-import coordinator.nodes
-from coordinator.nodes import Nodes, find_nodes
+import coordinator.hosts.nodes
+from coordinator.hosts.nodes import Nodes, find_nodes
 from shm_broadcast import Board, SharedMemoryError
 from shm_broadcast.progress import Progress
 from tests.coordinator.test_exchange import members
@@ -13,13 +14,13 @@ from tests.coordinator.test_exchange import members
 if TYPE_CHECKING:
     import pytest
 
-    from coordinator.exchange import Exchange
+    from coordinator.setup.exchange import Exchange
 
 
 def close(found: list[object]) -> None:
     for each in found:
         assert isinstance(each, Nodes)
-        each.board.close()
+        each.close()
 
 
 def test_members_of_one_host_share_a_board() -> None:
@@ -37,8 +38,8 @@ def test_hosts_that_cannot_see_each_other_are_nodes(monkeypatch: pytest.MonkeyPa
 
     class Isolated(Board):
         @classmethod
-        def create(cls, n_members, member=0, name="group"):  # type: ignore[no-untyped-def, override]
-            board = Board.create(n_members, member, name)
+        def create(cls, n_members, member=0, *named):  # type: ignore[no-untyped-def]
+            board = Board.create(n_members, member, *named)
             owners[board.handle().segment.nonce] = member
             return board
 
@@ -48,7 +49,7 @@ def test_hosts_that_cannot_see_each_other_are_nodes(monkeypatch: pytest.MonkeyPa
                 raise SharedMemoryError("another pid namespace")
             return Board.attach(handle, member)
 
-    monkeypatch.setattr(coordinator.nodes, "Board", Isolated)
+    monkeypatch.setattr(coordinator.hosts.nodes, "Board", Isolated)
     found = members(5, find_nodes)
     assert [each.node_of for each in found] == [(0, 1, 1, 0, 1)] * 5  # type: ignore[attr-defined]
     assert found[2].all() == [[0, 3], [1, 2, 4]]  # type: ignore[attr-defined]
@@ -71,7 +72,7 @@ def test_a_given_board_is_used() -> None:
 
 def test_nodes_of_a_subgroup() -> None:
     with Board.create(6) as board:
-        world = Nodes(board, (0, 1, 2, 3, 4, 5), (0, 0, 2, 2, 2, 5), Progress(board))
+        world = Nodes(board, (0, 1, 2, 3, 4, 5), (0, 0, 2, 2, 2, 5), Progress(board), ExitStack())
         some = world.sub([5, 3, 1, 2])
         assert some.members == (5, 3, 1, 2)
         assert some.node_of == (0, 1, 2, 1)

@@ -14,6 +14,7 @@ import torch
 
 import coordinator
 from coordinator import GroupCoordinator, ParallelGroups, ReduceOp, Work, host_store
+from shm_broadcast import MessageRefusedError
 from tests.patience import until
 from tests.ranks import run_ranks
 
@@ -160,12 +161,14 @@ def vllm_non_contiguous_tensors_cannot_be_sent(group: GroupCoordinator, me: int)
 
 
 def vllm_raises_after_the_metadata_has_left(group: GroupCoordinator, me: int) -> None:
-    """A tensor that cannot be sliced is refused before anything is sent."""
+    """A tensor that cannot be sliced is refused at both ends, and the next message is right."""
     if me == 0:
         with pytest.raises(ValueError, match="not divisible by 2"):
             group.send_tensor_dict({"x": torch.ones(3)}, 1, group, {"x": True})
         group.send_tensor_dict({"after": torch.ones(1)}, 1)
     else:
+        with pytest.raises(MessageRefusedError, match="not divisible by 2"):
+            group.recv_tensor_dict(0)
         assert list(group.recv_tensor_dict(0)) == ["after"]
 
 

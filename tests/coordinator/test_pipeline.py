@@ -13,7 +13,7 @@ import torch.distributed as dist
 import coordinator
 from coordinator import ParallelGroups
 from coordinator.pipeline import Exchanged, Stage
-from coordinator.pipeline.lanes import Lanes
+from coordinator.pipeline.inflow import Inflow
 from shm_broadcast import Deadline, GroupAbortedError, GroupTimeoutError, MessageDecodeError
 from tests.coordinator.sent import counting
 from tests.patience import all_here
@@ -288,10 +288,10 @@ def test_two_stages(store_path: str) -> None:
 def both_arrive_while_one_waits(rank: int, n: int, path: str) -> None:
     """The message asked for comes when the one before it was seen, and nothing waits again."""
     store = dist.FileStore(path + "-beside", n)
-    settle = Lanes.settle
+    settle = Inflow.settle
 
-    def settle_and_dawdle(lanes: Lanes, deadline: Deadline) -> None:
-        settle(lanes, deadline)
+    def settle_and_dawdle(inflow: Inflow, deadline: Deadline) -> None:
+        settle(inflow, deadline)
         all_here(store, n, "the first was seen")
         all_here(store, n, "the second is there")
 
@@ -307,7 +307,7 @@ def both_arrive_while_one_waits(rank: int, n: int, path: str) -> None:
             wanted = stage.exchange(recv_next=True, async_op=True)
             all_here(store, n, "nothing is there")
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Lanes, "settle", settle_and_dawdle)
+                patch.setattr(Inflow, "settle", settle_and_dawdle)
                 assert wanted.wait().from_next.item() == 2
             assert stage.recv_forward().item() == 1
         stage.pp.barrier(timeout=120)
@@ -364,7 +364,9 @@ def slices(rank: int, n: int, path: str) -> None:
         # what travels: half of 8 elements; all of them if the sender says so
         if stage.is_first:
             half = groups.tp.rank_in_group
-            _, parts = groups.pp._mail.pack({"x": trees[0]}, groups.tp._mail.slicing(None))
+            _, parts = groups.pp._messenger.pack(
+                {"x": trees[0]}, groups.tp._messenger.slicing(None)
+            )
             assert parts[0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]][half]
             stage.send_forward(trees[0], scatter_gather_tensors=False)
         else:
@@ -378,15 +380,15 @@ def slices(rank: int, n: int, path: str) -> None:
         groups.world.barrier(timeout=120)
 
 
-def six_elements_for_four(rank: int, n: int, path: str) -> None:
-    """PP=2, TP=4: 8 elements travel in quarters, 6 whole; all receivers hold all of them."""
+def what_does_not_divide_by_four(rank: int, n: int, path: str) -> None:
+    """PP=2, TP=4: 3200 elements travel in quarters, 802 whole; all receivers hold all of them."""
     with ExitStack() as stack:
         groups = open_groups(stack, rank, path, pp=2, tp=4)
         stage = Stage(groups.pp, groups.tp)
         comm: Any = groups.pp.device_communicator
         sent: list[int] = []
         comm.send = counting(comm.send, sent)
-        for count, travel in ((8, 2), (6, 6)):
+        for count, travel in ((3200, 800), (802, 802)):
             x = torch.arange(count)
             if stage.is_first:
                 stage.send_forward(x)
@@ -423,4 +425,4 @@ def test_slices(store_path: str) -> None:
 
 
 def test_what_four_cannot_divide_goes_whole(store_path: str) -> None:
-    run_ranks(8, six_elements_for_four, store_path, timeout=120)
+    run_ranks(8, what_does_not_divide_by_four, store_path, timeout=120)

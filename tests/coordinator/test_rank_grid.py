@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -37,12 +39,37 @@ def test_tp_dp_ranks_of_the_colossalai_process_group() -> None:
     assert grid.coordinates(2) == {"dp": 1, "tp": 0}
 
 
-def test_an_axis_can_be_cut() -> None:
-    """Decode context parallelism: runs of neighbours within a tensor-parallel group."""
-    grid = RankGrid.of({"pp": 2, "tp": 4}).split("tp", "dcp", 2)
-    assert grid.axes == (("pp", 2), ("tp", 2), ("dcp", 2))
-    assert grid.groups("dcp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert grid.groups("tp", "dcp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+def test_runs_count_the_axes_in_the_order_given() -> None:
+    """Decode context parallelism: through the context-parallel ranks first, then through tp."""
+    neighbours = RankGrid.of({"pp": 2, "pcp": 1, "tp": 4})
+    assert [neighbours.run_of(rank, 2, "tp", "pcp") for rank in (0, 3, 5)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
+    grid = RankGrid.of({"pcp": 2, "tp": 4})
+    assert grid.run_of(0, 2, "tp", "pcp") == [0, 4]
+    assert grid.run_of(7, 2, "tp", "pcp") == [3, 7]
+    assert grid.run_of(5, 4, "tp", "pcp") == [0, 4, 1, 5]
+    assert grid.run_of(5, 4, "pcp", "tp") == [4, 5, 6, 7]
+
+
+def test_decode_context_groups_are_those_of_vllm() -> None:
+    """Ranks as (dp, pp, pcp, tp), pcp and tp exchanged, cut into runs of dcp."""
+    cases = [
+        (dp, pp, pcp, tp, dcp)
+        for dp, pp, pcp, tp in itertools.product((1, 2), (1, 2), (1, 2, 4), (1, 2, 4, 8))
+        for dcp in (1, 2, 3, 4, 8, 16, 32)
+        if tp * pcp % dcp == 0
+    ]
+    assert len(cases) >= 120
+    for dp, pp, pcp, tp, dcp in cases:
+        ranks = np.arange(dp * pp * pcp * tp).reshape(dp, pp, pcp, tp)
+        expected = ranks.swapaxes(-1, -2).reshape(-1, dcp).tolist()
+        grid = RankGrid.of({"dp": dp, "pp": pp, "pcp": pcp, "tp": tp})
+        for group in expected:
+            for rank in group:
+                assert grid.run_of(rank, dcp, "tp", "pcp") == group
 
 
 @pytest.mark.parametrize(
@@ -56,9 +83,12 @@ def test_an_axis_can_be_cut() -> None:
         (lambda: GRID.group_of(8, "tp"), "rank 8 is not in"),
         (lambda: GRID.groups("ep"), r"no axis \['ep'\]"),
         (lambda: GRID.group_of(0, "ep"), r"no axis \['ep'\]"),
-        (lambda: GRID.split("ep", "x", 2), r"no axis \['ep'\]"),
-        (lambda: GRID.split("tp", "dcp", 3), "of size 2 cannot be cut into runs of 3"),
-        (lambda: GRID.split("tp", "dcp", 0), "cannot be cut into runs of 0"),
+        (lambda: GRID.run_of(0, 2, "ep"), r"no axis \['ep'\]"),
+        (lambda: GRID.run_of(0, 3, "tp"), "a group of 2 along tp cannot be cut into runs of 3"),
+        (
+            lambda: GRID.run_of(0, 0, "dp", "tp"),
+            "a group of 4 along dp x tp cannot be cut",
+        ),
         (lambda: GRID.rank({"dp": 0, "pp": 0}), "need a position on each"),
         (lambda: GRID.rank({"dp": 0, "pp": 0, "tp": 2}), "positions 0 to 1; got 2"),
     ],

@@ -9,6 +9,7 @@ import torch
 
 import coordinator
 from coordinator import host_store
+from shm_broadcast import MessageRefusedError
 from tests.coordinator.sent import agree, counting
 from tests.ranks import run_ranks
 
@@ -22,15 +23,15 @@ def sliced(rank: int, n: int, port: int) -> None:
         if pp.is_first_rank:
             comm: Any = pp.device_communicator
             comm.send, comm.isend = counting(comm.send, sent), counting(comm.isend, sent)
-        x = torch.arange(8).reshape(2, 4)
+        x = torch.arange(800).reshape(2, 400)  # a slice of less would travel with the header
         many = {
             "x": x,
-            "odd": torch.arange(3.0),
+            "odd": torch.arange(601.0),
             "empty": torch.empty(0),
             "t": x.t(),
-            "bf16": torch.ones(2, 2, dtype=torch.bfloat16),
+            "bf16": torch.ones(2, 800, dtype=torch.bfloat16),
         }
-        residual = torch.full((4,), float(tp.rank_in_group))
+        residual = torch.full((400,), float(tp.rank_in_group))
         for blocking in (True, False):
             if pp.is_first_rank:
                 sent.clear()
@@ -39,9 +40,9 @@ def sliced(rank: int, n: int, port: int) -> None:
                     pp.send_tensor_dict(values, 1, tp, {"residual": False, "absent": True})
                 else:
                     pp.isend_tensor_dict(values, 1, tp, {"residual": False}).wait()
-                assert sent == [4, 3, 4, 2, 4]
+                assert sent == [400, 601, 400, 800, 400]
                 pp.send_tensor_dict({"x": x}, 1, tp, {"x": False})
-                assert sent[-1] == 8
+                assert sent[-1] == 800
                 pp.send_tensor_dict({"x": x}, 1, tp)
             else:
                 found = (
@@ -56,6 +57,8 @@ def sliced(rank: int, n: int, port: int) -> None:
             pp.send_tensor_dict({"x": x}, 1, tp)
             pp.send_tensor_dict({"after": x}, 1)
         else:
+            with pytest.raises(MessageRefusedError, match="'odd' has 3 elements"):
+                pp.recv_tensor_dict(0, tp)
             with pytest.raises(ValueError, match=r"'x' came as slice \d of 2: receive it with"):
                 pp.recv_tensor_dict(0)
             agree(pp.recv_tensor_dict(0), {"after": x})
@@ -63,6 +66,6 @@ def sliced(rank: int, n: int, port: int) -> None:
 
 
 def test_slices_of_replicated_tensors() -> None:
-    """arange(8) over two: 4 elements per link; the sender alone decides what is cut."""
+    """arange(800) over two: 400 elements per link; the sender alone decides what is cut."""
     store = host_store()
     run_ranks(4, sliced, store.port)

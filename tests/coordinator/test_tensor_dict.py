@@ -11,13 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.tensor_dict import (
+from coordinator.messages.tensor_dict import (
+    SMALL_BYTES,
     Header,
     Slicing,
     TensorMeta,
     decode,
     encode,
+    from_payload,
     pack,
+    to_payload,
     unpack,
 )
 from shm_broadcast import MessageDecodeError
@@ -76,6 +79,27 @@ def test_values_keep_their_types_and_order() -> None:
     assert [type(value) for value in found.values()] == [type(value) for value in values.values()]
 
 
+def test_keys_of_any_kind() -> None:
+    values: dict[Any, Any] = {
+        1: torch.ones(2),
+        "1": 1,
+        b"1": [1],
+        2.5: torch.zeros(1),
+        None: None,
+        False: {"nested": 1},
+        (1, ("a", None)): torch.arange(3),
+        (): "empty",
+    }
+    found = through(values)
+    assert list(found) == list(values)
+    assert [type(key) for key in found] == [type(key) for key in values]
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[key], value)
+        else:
+            assert found[key] == value
+
+
 def test_empty_dict_and_empty_tensors() -> None:
     assert through({}) == {}
     header, parts = pack({"empty": torch.empty(0, 5), "one": torch.tensor(3.0)})
@@ -131,8 +155,12 @@ def test_cutting_what_does_not_divide_is_refused_before_anything_is_sent() -> No
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({1: torch.ones(1)}, "keys of a tensor dict are strings; got 1"),
-        ({"f": lambda: 0}, r"cannot pickle one of \['f'\]"),
+        ({Colour.RED: 1}, "keys of a tensor dict are text, .* tuples of these; got <Colour.RED"),
+        ({frozenset(): torch.ones(1)}, r"tuples of these; got frozenset\(\)"),
+        ({(1, (torch.bool,)): 1}, "tuples of these; got"),
+        ({1 << 70: 1}, "tuples of these; got"),
+        ({float("nan"): 1}, "tuples of these; got nan"),
+        ({"f": lambda: 0}, r"of the values \['f'\]: cannot pickle"),
         ({"s": torch.ones(2).to_sparse()}, "'s' is not a dense tensor"),
     ],
 )
@@ -141,7 +169,12 @@ def test_what_cannot_be_sent(values: dict[Any, Any], message: str) -> None:
         pack(values)
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc0", msgspec.msgpack.encode([["k"], {"k": 1}])])
+NO_UTF_8 = b"\x92\x91\xa1\xff\x80"
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc0", NO_UTF_8, msgspec.msgpack.encode([["k"], {"k": 1}])]
+)
 def test_bytes_that_are_no_header(data: bytes) -> None:
     with pytest.raises(MessageDecodeError, match="not the header"):
         decode(data)
@@ -150,8 +183,10 @@ def test_bytes_that_are_no_header(data: bytes) -> None:
 def test_what_this_side_cannot_restore() -> None:
     with pytest.raises(MessageDecodeError, match=r"unknown dtype 'torch\.float1'"):
         _ = TensorMeta("torch.float1", (1,), "cpu").torch_dtype
-    with pytest.raises(MessageDecodeError, match="cannot restore the values"):
+    with pytest.raises(MessageDecodeError, match="cannot restore an object"):
         unpack(Header(["k"], {}, {}, b"no pickle"), {})
+    with pytest.raises(MessageDecodeError, match="the value of a key did not come"):
+        unpack(Header(["k"], {}, {}), {})
 
 
 DTYPES = [
@@ -213,3 +248,39 @@ def test_the_slices_of_all_peers_are_the_tensor(
         assert torch.equal(torch.cat(sent), x.reshape(-1))
     else:
         assert all(torch.equal(part, x.reshape(-1)) for part in sent)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("before", [1, 3, 8])
+def test_small_tensors_travel_with_their_header(dtype: torch.dtype, before: int) -> None:
+    """Wherever in the payload they lie; what is not small follows by itself."""
+    small, large = torch.arange(3).to(dtype), torch.ones(SMALL_BYTES, dtype=dtype)
+    values = {
+        "bytes": torch.ones(before, dtype=torch.uint8),
+        "none": torch.empty(0),
+        "large": large,
+        "strided": torch.arange(6).to(dtype)[::2],
+        "small": small,
+    }
+    payload, apart = to_payload(*pack(values))
+    header, found = from_payload(memoryview(bytearray(b"?" + payload))[1:])
+    assert [part.numel() for part in apart] == [SMALL_BYTES]
+    assert list(found) == ["bytes", "strided", "small"]
+    assert header.tensors["large"].numel_sent == SMALL_BYTES
+    for key, tensor in found.items():
+        assert tensor.data_ptr() % 16 == 0
+        assert torch.equal(tensor.view(torch.uint8), values[key].contiguous().view(torch.uint8))
+
+
+def test_no_more_than_fits_travels_with_a_header() -> None:
+    tensors = {
+        str(number): torch.ones(SMALL_BYTES // 4 - 1, dtype=torch.uint8) for number in range(6)
+    }
+    assert len(to_payload(*pack(tensors))[1]) == 2
+
+
+@pytest.mark.parametrize("cut", [1, 100])
+def test_a_payload_that_is_cut_short(cut: int) -> None:
+    payload, _ = to_payload(*pack({"x": torch.ones(24)}))
+    with pytest.raises(MessageDecodeError, match=r"not a tensor dict|not the header"):
+        from_payload(memoryview(payload[:-cut]))

@@ -76,7 +76,7 @@ def by_position(rank: int, n: int, port: int) -> None:
         out = torch.empty(rank + 1)
         assert tp.reduce_scatterv_into_output(torch.arange(3.0), out, 0, [1, 2]) is out
         assert out.tolist() == ([0], [2, 4])[rank]
-        largest = {"op": ReduceOp.MAX, "async_op": True}
+        largest: Any = {"op": ReduceOp.MAX, "async_op": True}
         work = tp.reduce_scatterv_into_output(torch.arange(3.0) + rank, out, 0, [1, 2], **largest)
         assert work.wait() is out
         assert out.tolist() == ([1], [2, 3])[rank]

@@ -14,7 +14,7 @@ from tests.device_comm.suite import FORMS, Body, Case, apply, strided
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from device_comm import DeviceCommunicator
+    from device_comm import Communicator
 
 DIMS = (-3, -2, -1, 0, 1, 2)
 
@@ -33,6 +33,9 @@ def move_cases(n: int) -> Iterator[Case]:
         yield _case(f"broadcast-{dtype}", "broadcast", dtype, _broadcast, "plain", n - 1)
         if n > 1:
             yield _case(f"ring-{dtype}", "send", dtype, _ring)
+            yield _case(f"ring-one-{dtype}", "send", dtype, _one_element_ring)
+        for verb in (*rows, *rooted, "broadcast"):
+            yield _case(f"{verb}-one-{dtype}", verb, dtype, _one_element, verb)
     for form in FORMS:
         for dim in DIMS:
             for verb, body in (rows | rooted).items():
@@ -60,7 +63,7 @@ def _case(name: str, verb: str, dtype: torch.dtype, body: Body, *args: object) -
     return Case(name, frozenset(verbs), dtype, partial(body, dtype, *args))
 
 
-def _inputs(comm: DeviceCommunicator, dtype: torch.dtype, shape: list[int]) -> list[Tensor]:
+def _inputs(comm: Communicator, dtype: torch.dtype, shape: list[int]) -> list[Tensor]:
     return [values(rank, shape, dtype) for rank in range(comm.world_size)]
 
 
@@ -73,18 +76,14 @@ def _cat(parts: list[Tensor], dim: int) -> Tensor:
     return torch.cat([part.view(carrier) for part in parts], dim).view(parts[0].dtype)
 
 
-def _all_gather(
-    dtype: torch.dtype, form: str, dim: int, root: int, comm: DeviceCommunicator
-) -> None:
+def _all_gather(dtype: torch.dtype, form: str, dim: int, root: int, comm: Communicator) -> None:
     inputs = _inputs(comm, dtype, [2, 3, 4])
     mine = inputs[comm.rank].to(comm.device, copy=True)
     for x in (mine, strided(mine)):
         apply(comm.all_gather, form, x, _cat(inputs, dim), comm.device, dim=dim)
 
 
-def _all_gatherv(
-    dtype: torch.dtype, form: str, dim: int, root: int, comm: DeviceCommunicator
-) -> None:
+def _all_gatherv(dtype: torch.dtype, form: str, dim: int, root: int, comm: Communicator) -> None:
     n = comm.world_size
     for sizes in ([rank + 1 for rank in range(n)], [3 * rank for rank in range(n)], None):
         shapes = [[2, 3, 4] for _ in range(n)]
@@ -95,7 +94,7 @@ def _all_gatherv(
         apply(comm.all_gatherv, form, mine, _cat(inputs, dim), comm.device, dim=dim, sizes=sizes)
 
 
-def _all_gatherv_list(dtype: torch.dtype, comm: DeviceCommunicator) -> None:
+def _all_gatherv_list(dtype: torch.dtype, comm: Communicator) -> None:
     n = comm.world_size
     sizes = [2 * rank + 1 for rank in range(n)]
     first = [values(rank, (sizes[rank], 3), dtype) for rank in range(n)]
@@ -113,9 +112,7 @@ def _all_gatherv_list(dtype: torch.dtype, comm: DeviceCommunicator) -> None:
         same(result[1], torch.cat(second))
 
 
-def _all_to_all(
-    dtype: torch.dtype, form: str, dim: int, root: int, comm: DeviceCommunicator
-) -> None:
+def _all_to_all(dtype: torch.dtype, form: str, dim: int, root: int, comm: Communicator) -> None:
     n = comm.world_size
     shape = [2, 3, 4]
     shape[dim] = 2 * n
@@ -131,7 +128,7 @@ def _all_to_all(
     )
 
 
-def _all_to_all_split(dtype: torch.dtype, comm: DeviceCommunicator) -> None:
+def _all_to_all_split(dtype: torch.dtype, comm: Communicator) -> None:
     n = comm.world_size
     for form in FORMS:
         for dim in (0, 1):
@@ -155,21 +152,21 @@ def _all_to_all_split(dtype: torch.dtype, comm: DeviceCommunicator) -> None:
             )
 
 
-def _broadcast(dtype: torch.dtype, form: str, root: int, comm: DeviceCommunicator) -> None:
+def _broadcast(dtype: torch.dtype, form: str, root: int, comm: Communicator) -> None:
     inputs = _inputs(comm, dtype, [3, 2])
     mine = inputs[comm.rank].to(comm.device, copy=True)
     for x in (mine, strided(mine)):
         apply(comm.broadcast, form, x, inputs[root], comm.device, src=root)
 
 
-def _gather(dtype: torch.dtype, form: str, dim: int, root: int, comm: DeviceCommunicator) -> None:
+def _gather(dtype: torch.dtype, form: str, dim: int, root: int, comm: Communicator) -> None:
     inputs = _inputs(comm, dtype, [2, 3, 4])
     expected = _cat(inputs, dim) if comm.rank == root else None
     mine = inputs[comm.rank].to(comm.device, copy=True)
     apply(comm.gather, form, mine, expected, comm.device, dim=dim, dst=root)
 
 
-def _scatter(dtype: torch.dtype, form: str, dim: int, root: int, comm: DeviceCommunicator) -> None:
+def _scatter(dtype: torch.dtype, form: str, dim: int, root: int, comm: Communicator) -> None:
     n = comm.world_size
     shape = [2, 3, 4]
     shape[dim] = 2 * n
@@ -193,7 +190,7 @@ def _scatter(dtype: torch.dtype, form: str, dim: int, root: int, comm: DeviceCom
     same(out, expected)
 
 
-def _ring(dtype: torch.dtype, comm: DeviceCommunicator) -> None:
+def _ring(dtype: torch.dtype, comm: Communicator) -> None:
     n = comm.world_size
     inputs = _inputs(comm, dtype, [3, 2])
     previous = inputs[(comm.rank - 1) % n]
@@ -208,7 +205,7 @@ def _ring(dtype: torch.dtype, comm: DeviceCommunicator) -> None:
     same(out, previous)
 
 
-def _all_gather_in_place(dtype: torch.dtype, dim: int, comm: DeviceCommunicator) -> None:
+def _all_gather_in_place(dtype: torch.dtype, dim: int, comm: Communicator) -> None:
     n = comm.world_size
     inputs = _inputs(comm, dtype, [2, 2])
     shape = [2, 2]
@@ -220,7 +217,7 @@ def _all_gather_in_place(dtype: torch.dtype, dim: int, comm: DeviceCommunicator)
         same(whole, torch.cat(inputs, dim))
 
 
-def _all_to_all_in_place(dtype: torch.dtype, dim: int, comm: DeviceCommunicator) -> None:
+def _all_to_all_in_place(dtype: torch.dtype, dim: int, comm: Communicator) -> None:
     n = comm.world_size
     inputs = _inputs(comm, dtype, [n, n])
     for make in (torch.clone, strided):
@@ -229,7 +226,7 @@ def _all_to_all_in_place(dtype: torch.dtype, dim: int, comm: DeviceCommunicator)
         same(mine, torch.cat([x.narrow(dim, comm.rank, 1) for x in inputs], dim))
 
 
-def _broadcast_in_place(dtype: torch.dtype, root: int, comm: DeviceCommunicator) -> None:
+def _broadcast_in_place(dtype: torch.dtype, root: int, comm: Communicator) -> None:
     inputs = _inputs(comm, dtype, [3, 2])
     for make in (torch.clone, strided):
         mine = make(inputs[comm.rank].to(comm.device, copy=True))
@@ -237,9 +234,7 @@ def _broadcast_in_place(dtype: torch.dtype, root: int, comm: DeviceCommunicator)
         same(mine, inputs[root])
 
 
-def _gather_scatter_in_place(
-    dtype: torch.dtype, dim: int, root: int, comm: DeviceCommunicator
-) -> None:
+def _gather_scatter_in_place(dtype: torch.dtype, dim: int, root: int, comm: Communicator) -> None:
     n = comm.world_size
     inputs = _inputs(comm, dtype, [2, 2])
     gathered = torch.cat(inputs, dim)
@@ -257,3 +252,39 @@ def _gather_scatter_in_place(
         part = torch.zeros_like(mine)
         assert comm.scatter_(part, src=root, dim=dim) is part
         same(part, inputs[comm.rank])
+
+
+def _one_element(dtype: torch.dtype, verb: str, comm: Communicator) -> None:
+    """A row of one element of a transposed matrix: contiguous, and its stride is not 1."""
+    n, last = comm.world_size, comm.world_size - 1
+    inputs = _inputs(comm, dtype, [1])
+    mine = strided(inputs[comm.rank].to(comm.device))
+    assert (mine.stride(), mine.is_contiguous()) == ((2,), True)
+    if verb == "all_gatherv":
+        only = mine if comm.rank == last else mine[:0]
+        same(comm.all_gatherv(only, sizes=[0] * last + [1]), inputs[last])
+    elif verb == "all_gather":
+        same(comm.all_gather(mine), _cat(inputs, 0))
+    elif verb == "all_to_all":
+        to, of = [0] * n, [0] * n
+        to[(comm.rank + 1) % n] = of[comm.rank - 1] = 1
+        moved = comm.all_to_all(mine, input_sizes=to, output_sizes=of, out=strided(mine))
+        same(moved, inputs[comm.rank - 1])
+    elif verb == "gather":
+        whole = comm.gather(mine, dst=last)
+        if comm.rank == last:
+            same(whole, _cat(inputs, 0))
+    elif verb == "scatter":
+        x = strided(_cat(inputs, 0).to(comm.device)) if comm.rank == last else None
+        same(comm.scatter(x, src=last, out=strided(mine)), inputs[comm.rank])
+    else:
+        same(comm.broadcast(mine, src=last), inputs[last])
+        same(comm.broadcast_(mine, src=last), inputs[last])
+
+
+def _one_element_ring(dtype: torch.dtype, comm: Communicator) -> None:
+    inputs = _inputs(comm, dtype, [1])
+    mine = strided(inputs[comm.rank].to(comm.device))
+    sent = comm.isend(mine)
+    same(comm.recv(out=strided(mine)), inputs[comm.rank - 1])
+    sent.wait()

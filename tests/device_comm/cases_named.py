@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from device_comm import DeviceCommunicator, ReduceOp, Work
+from device_comm import Communicator, ReduceOp, Work
 from shm_broadcast.deadline import Deadline
 from tests.device_comm.oracle import reduced, same, values
 from tests.device_comm.suite import Case
@@ -26,7 +26,7 @@ P2P = frozenset({"send", "recv"})
 
 def named_cases(n: int) -> Iterator[Case]:
     """The worked examples of the specification for this many ranks, and the odd ones."""
-    rows: list[tuple[frozenset[str], Callable[[DeviceCommunicator], None]]] = [
+    rows: list[tuple[frozenset[str], Callable[[Communicator], None]]] = [
         (COLLECTIVES, all_gather_makes_rows_of_ranks),
         (COLLECTIVES, inputs_stay_as_they_were),
         (COLLECTIVES, odd_tensors),
@@ -43,6 +43,7 @@ def named_cases(n: int) -> Iterator[Case]:
             (COLLECTIVES, reduce_scatter_of_two),
             (COLLECTIVES | UNEVEN | ROOTED, examples_of_two),
             (P2P, crossed_sends_complete),
+            (P2P, sizes_are_ints_or_sequences),
             (P2P, handles_may_be_dropped),
         ]
     if n == 4:
@@ -51,11 +52,11 @@ def named_cases(n: int) -> Iterator[Case]:
         yield Case(body.__name__, verbs, torch.float32, body)
 
 
-def _tensor(comm: DeviceCommunicator, data: object, dtype: torch.dtype = torch.float32) -> Tensor:
+def _tensor(comm: Communicator, data: object, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.tensor(data, dtype=dtype, device=comm.device)
 
 
-def all_gather_makes_rows_of_ranks(comm: DeviceCommunicator) -> None:
+def all_gather_makes_rows_of_ranks(comm: Communicator) -> None:
     mine = torch.full((2, 1), float(comm.rank), device=comm.device)
     ranks = [float(rank) for rank in range(comm.world_size)]
     same(comm.all_gather(mine, dim=1), torch.tensor([ranks, ranks]))
@@ -64,7 +65,7 @@ def all_gather_makes_rows_of_ranks(comm: DeviceCommunicator) -> None:
         same(comm.all_gather(cube, dim=dim), torch.tensor([[ranks, ranks]]))
 
 
-def reduce_scatter_of_two(comm: DeviceCommunicator) -> None:
+def reduce_scatter_of_two(comm: Communicator) -> None:
     mine = _tensor(comm, [[1, 2, 3, 4]]) * (comm.rank + 1)
     expected = [[3.0, 6.0]] if comm.rank == 0 else [[9.0, 12.0]]
     same(comm.reduce_scatter(mine, dim=1), torch.tensor(expected))
@@ -72,7 +73,7 @@ def reduce_scatter_of_two(comm: DeviceCommunicator) -> None:
     assert comm.reduce_scatter(cube, dim=-1).shape == (2, 4, 3)
 
 
-def examples_of_two(comm: DeviceCommunicator) -> None:
+def examples_of_two(comm: Communicator) -> None:
     rank = comm.rank
     mine = _tensor(comm, [1, 2] if rank == 0 else [3, 4])
     same(comm.all_reduce(mine), torch.tensor([4.0, 6.0]))
@@ -97,7 +98,7 @@ def examples_of_two(comm: DeviceCommunicator) -> None:
     same(halves, torch.tensor([2.0] if rank == 0 else [4.0, 6.0]))
 
 
-def examples_of_four(comm: DeviceCommunicator) -> None:
+def examples_of_four(comm: Communicator) -> None:
     rank = comm.rank
     mine = _tensor(comm, [rank + 1, 3 * rank + 2], torch.int64)
     for op, expected in {
@@ -123,7 +124,7 @@ def examples_of_four(comm: DeviceCommunicator) -> None:
     )
 
 
-def inputs_stay_as_they_were(comm: DeviceCommunicator) -> None:
+def inputs_stay_as_they_were(comm: Communicator) -> None:
     mine = _tensor(comm, [1.0 + comm.rank] * 4 * comm.world_size)
     before = mine.clone()
     verbs: list[Callable[[Tensor], Tensor]] = [
@@ -142,7 +143,7 @@ def inputs_stay_as_they_were(comm: DeviceCommunicator) -> None:
         assert torch.equal(mine, before)
 
 
-def odd_tensors(comm: DeviceCommunicator) -> None:
+def odd_tensors(comm: Communicator) -> None:
     n = comm.world_size
     scalar = torch.tensor(comm.rank + 1.0, device=comm.device)
     same(comm.all_reduce(scalar), torch.tensor(n * (n + 1) / 2))
@@ -163,7 +164,7 @@ def odd_tensors(comm: DeviceCommunicator) -> None:
     same(conj_out.resolve_conj(), reduced(parts, ReduceOp.SUM))
 
 
-def autograd_is_left_out(comm: DeviceCommunicator) -> None:
+def autograd_is_left_out(comm: Communicator) -> None:
     n = comm.world_size
     weight = torch.nn.Parameter(_tensor(comm, [1.0, 2.0]))
     if n > 1:
@@ -177,7 +178,7 @@ def autograd_is_left_out(comm: DeviceCommunicator) -> None:
     same(weight, torch.tensor([1.0, 2.0]))
 
 
-def reductions_are_the_same_everywhere(comm: DeviceCommunicator) -> None:
+def reductions_are_the_same_everywhere(comm: Communicator) -> None:
     if not comm.capabilities.identical:
         return
     generator = torch.Generator().manual_seed(comm.rank)
@@ -189,7 +190,7 @@ def reductions_are_the_same_everywhere(comm: DeviceCommunicator) -> None:
                 assert bool((found == found[0]).all()), f"{op.name} of {numel} {dtype} differs"
 
 
-def awaiting_works(comm: DeviceCommunicator) -> None:
+def awaiting_works(comm: Communicator) -> None:
     n = comm.world_size
     mine = _tensor(comm, [comm.rank + 1.0])
 
@@ -202,7 +203,7 @@ def awaiting_works(comm: DeviceCommunicator) -> None:
     same(gathered, torch.arange(1.0, n + 1))
 
 
-def empty_tensors(comm: DeviceCommunicator) -> None:
+def empty_tensors(comm: Communicator) -> None:
     n, device = comm.world_size, comm.device
     empty = torch.empty(2, 0, 3, device=device)
     root = empty if comm.rank == 0 else None
@@ -229,7 +230,7 @@ def empty_tensors(comm: DeviceCommunicator) -> None:
     same(comm.all_reduce(_tensor(comm, [1.0])), torch.tensor([float(n)]))
 
 
-def wrong_arguments_move_nothing(comm: DeviceCommunicator) -> None:
+def wrong_arguments_move_nothing(comm: Any) -> None:  # whose types would refuse them
     n, device = comm.world_size, comm.device
     x = torch.zeros(n + 1, 3, device=device)
     whole = torch.zeros(3, dtype=torch.int64, device=device)
@@ -279,6 +280,11 @@ def wrong_arguments_move_nothing(comm: DeviceCommunicator) -> None:
             (ValueError, lambda: comm.all_to_all(x, dim=0)),
             (ValueError, lambda: comm.scatter(x, src=(comm.rank + 1) % n)),
             (ValueError, lambda: comm.scatter(None, src=(comm.rank + 1) % n)),
+            (ValueError, lambda: comm.recv(-1, torch.float32)),
+            (ValueError, lambda: comm.irecv((2, -1), torch.float32)),
+            (TypeError, lambda: comm.recv(1.5, torch.float32)),
+            (TypeError, lambda: comm.irecv((1, "2"), torch.float32)),
+            (TypeError, lambda: comm.recv(True, torch.float32)),
         ]
     for number, (kind, call) in enumerate(calls):
         try:
@@ -290,11 +296,27 @@ def wrong_arguments_move_nothing(comm: DeviceCommunicator) -> None:
         same(comm.all_reduce(_tensor(comm, [1.0])), torch.tensor([float(n)]))
 
 
+def sizes_are_ints_or_sequences(comm: Communicator) -> None:
+    data = torch.arange(64.0, device=comm.device)
+    for size in (64, (64,), [64], torch.Size([64]), (8, 8), [64, 1]):
+        for receive in (comm.recv, lambda *args: comm.irecv(*args).wait()):
+            sent = comm.isend(data)
+            got = receive(size, torch.float32)
+            assert tuple(got.shape) == ((size,) if isinstance(size, int) else tuple(size))
+            same(got.view(-1), data.cpu())
+            sent.wait()
+    sent = comm.isend(data)
+    out = torch.zeros(64, device=comm.device)
+    assert comm.recv(64, torch.float32, out=out) is out
+    sent.wait()
+    same(out, data.cpu())
+
+
 def _never() -> tuple[type[Exception], Callable[[], object]]:
     return ValueError, partial(Deadline.after, -1)
 
 
-def many_in_flight(comm: DeviceCommunicator) -> None:
+def many_in_flight(comm: Communicator) -> None:
     n, rank = comm.world_size, comm.rank
     works: list[tuple[Work[Tensor], Tensor]] = []
     for turn in range(12):
@@ -317,7 +339,7 @@ def many_in_flight(comm: DeviceCommunicator) -> None:
         same(work.wait(), expected)
 
 
-def barrier_waits_for_the_late(comm: DeviceCommunicator) -> None:
+def barrier_waits_for_the_late(comm: Communicator) -> None:
     late = comm.world_size - 1
     if comm.rank == late:
         time.sleep(0.2)
@@ -331,7 +353,7 @@ def barrier_waits_for_the_late(comm: DeviceCommunicator) -> None:
     assert work.wait() is None
 
 
-def crossed_sends_complete(comm: DeviceCommunicator) -> None:
+def crossed_sends_complete(comm: Communicator) -> None:
     other = 1 - comm.rank
     big = torch.full((4 << 20,), float(comm.rank), device=comm.device)
     sent = comm.isend(big, other)
@@ -345,7 +367,7 @@ def crossed_sends_complete(comm: DeviceCommunicator) -> None:
     sending.wait()
 
 
-def handles_may_be_dropped(comm: DeviceCommunicator) -> None:
+def handles_may_be_dropped(comm: Communicator) -> None:
     if comm.rank == 0:
         for number in range(20):
             comm.isend(torch.full((50_000,), float(number), device=comm.device))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from device_comm import DeviceCommunicator, ReduceOp
+from device_comm import Communicator, ReduceOp
 from tests.device_comm.oracle import REDUCED, ops_for, reduced, same, values
 from tests.device_comm.suite import FORMS, Body, Case, apply, strided
 
@@ -39,6 +39,8 @@ def reduce_cases(n: int) -> Iterator[Case]:
                 "plain",
                 0,
             )
+            for verb in ("all_reduce", "reduce", "reduce_scatterv"):
+                yield _case(f"{verb}-one-{label}", verb, dtype, _one_element, op, verb)
             yield _case(f"in_place-{label}", "all_reduce", dtype, _all_reduce_in_place, op)
     for dtype in (torch.float32, torch.bfloat16):
         for form in FORMS:
@@ -65,7 +67,7 @@ def _case(name: str, verb: str, dtype: torch.dtype, body: Body, *args: object) -
     return Case(name, frozenset({verb}), dtype, partial(body, dtype, *args))
 
 
-def _all_reduce(dtype: torch.dtype, op: ReduceOp, form: str, comm: DeviceCommunicator) -> None:
+def _all_reduce(dtype: torch.dtype, op: ReduceOp, form: str, comm: Communicator) -> None:
     inputs = [values(rank, SHAPE, dtype) for rank in range(comm.world_size)]
     mine = inputs[comm.rank].to(comm.device, copy=True)
     apply(comm.all_reduce, form, mine, reduced(inputs, op), comm.device, op=op)
@@ -73,7 +75,7 @@ def _all_reduce(dtype: torch.dtype, op: ReduceOp, form: str, comm: DeviceCommuni
         apply(comm.all_reduce, form, strided(mine), reduced(inputs, op), comm.device, op=op)
 
 
-def _all_reduce_in_place(dtype: torch.dtype, op: ReduceOp, comm: DeviceCommunicator) -> None:
+def _all_reduce_in_place(dtype: torch.dtype, op: ReduceOp, comm: Communicator) -> None:
     inputs = [values(rank, SHAPE, dtype) for rank in range(comm.world_size)]
     for view in (torch.clone, strided):
         mine = view(inputs[comm.rank].to(comm.device, copy=True))
@@ -85,16 +87,14 @@ def _all_reduce_in_place(dtype: torch.dtype, op: ReduceOp, comm: DeviceCommunica
     same(mine, reduced(inputs, op))
 
 
-def _reduce(
-    dtype: torch.dtype, op: ReduceOp, form: str, root: int, comm: DeviceCommunicator
-) -> None:
+def _reduce(dtype: torch.dtype, op: ReduceOp, form: str, root: int, comm: Communicator) -> None:
     inputs = [values(rank, SHAPE, dtype) for rank in range(comm.world_size)]
     expected = reduced(inputs, op) if comm.rank == root else None
     mine = inputs[comm.rank].to(comm.device, copy=True)
     apply(comm.reduce, form, mine, expected, comm.device, op=op, dst=root)
 
 
-def _reduce_in_place(dtype: torch.dtype, root: int, comm: DeviceCommunicator) -> None:
+def _reduce_in_place(dtype: torch.dtype, root: int, comm: Communicator) -> None:
     inputs = [values(rank, SHAPE, dtype) for rank in range(comm.world_size)]
     mine = inputs[comm.rank].to(comm.device, copy=True)
     result = comm.reduce_(mine, dst=root)
@@ -107,7 +107,7 @@ def _reduce_in_place(dtype: torch.dtype, root: int, comm: DeviceCommunicator) ->
 
 
 def _reduce_scatter(
-    dtype: torch.dtype, op: ReduceOp, form: str, dim: int, comm: DeviceCommunicator
+    dtype: torch.dtype, op: ReduceOp, form: str, dim: int, comm: Communicator
 ) -> None:
     n = comm.world_size
     shape = [2, 3, 4]
@@ -119,7 +119,7 @@ def _reduce_scatter(
 
 
 def _reduce_scatterv(
-    dtype: torch.dtype, op: ReduceOp, form: str, dim: int, comm: DeviceCommunicator
+    dtype: torch.dtype, op: ReduceOp, form: str, dim: int, comm: Communicator
 ) -> None:
     n = comm.world_size
     shape = [2, 3, 4]
@@ -131,7 +131,7 @@ def _reduce_scatterv(
         apply(comm.reduce_scatterv, form, mine, expected, comm.device, op=op, dim=dim, sizes=sizes)
 
 
-def _reduce_scatter_in_place(dtype: torch.dtype, dim: int, comm: DeviceCommunicator) -> None:
+def _reduce_scatter_in_place(dtype: torch.dtype, dim: int, comm: Communicator) -> None:
     n = comm.world_size
     shape = [2 * n, 2 * n]
     inputs = [values(rank, shape, dtype) for rank in range(n)]
@@ -142,7 +142,7 @@ def _reduce_scatter_in_place(dtype: torch.dtype, dim: int, comm: DeviceCommunica
     same(mine.narrow(dim, 2, 2 * n - 2), inputs[comm.rank].narrow(dim, 2, 2 * n - 2))
 
 
-def _large(dtype: torch.dtype, comm: DeviceCommunicator) -> None:
+def _large(dtype: torch.dtype, comm: Communicator) -> None:
     n = comm.world_size
     for numel in (1, 1023, 65_537, 1_000_003):
         inputs = [values(rank, (numel,), dtype) for rank in range(n)]
@@ -150,3 +150,22 @@ def _large(dtype: torch.dtype, comm: DeviceCommunicator) -> None:
             comm.all_reduce(inputs[comm.rank].to(comm.device, copy=True)),
             reduced(inputs, ReduceOp.SUM),
         )
+
+
+def _one_element(dtype: torch.dtype, op: ReduceOp, verb: str, comm: Communicator) -> None:
+    """A row of one element of a transposed matrix: contiguous, and its stride is not 1."""
+    last = comm.world_size - 1
+    inputs = [values(rank, (1,), dtype) for rank in range(comm.world_size)]
+    expected = reduced(inputs, op)
+    mine = strided(inputs[comm.rank].to(comm.device))
+    assert (mine.stride(), mine.is_contiguous()) == ((2,), True)
+    if verb == "reduce_scatterv":
+        part = comm.reduce_scatterv(mine, sizes=[0] * last + [1], op=op)
+        same(part, expected if comm.rank == last else expected[:0])
+    elif verb == "reduce":
+        whole = comm.reduce(mine, dst=last, op=op)
+        if comm.rank == last:
+            same(whole, expected)
+    else:
+        same(comm.all_reduce(mine, op=op, out=strided(mine)), expected)
+        same(comm.all_reduce_(mine, op=op), expected)

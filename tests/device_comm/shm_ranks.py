@@ -1,4 +1,7 @@
-"""How tests make a `ShmComm` in the processes of `tests.ranks`: handles pass through a file."""
+"""How tests make communicators over `ShmBackend` in the processes of `tests.ranks`.
+
+Handles pass through a file.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from device_comm.shm_comm import ShmComm
+from device_comm import Communicator, ShmBackend
 from shm_broadcast import Board, BoardHandle
 
 if TYPE_CHECKING:
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def share_through(path: str) -> Callable[[bytes | None], bytes]:
-    """What `ShmComm.create` shares its handle by."""
+    """What `ShmBackend.create` shares its handle by."""
 
     def share(payload: bytes | None) -> bytes:
         file, whole = Path(path), Path(f"{path}.whole")
@@ -44,16 +47,24 @@ def make_comm(
     timeout: float | None = 20.0,
     progress: Progress | None = None,
     use_native: bool = True,
-) -> ShmComm:
+) -> Communicator:
     """This rank's end of a group of all members of ``board``, or of some."""
     mine = board if isinstance(board, Board) else Board.attach(board, rank)
     ranks = range(mine.n_members) if members is None else members
-    return ShmComm.create(
-        mine,
-        ranks,
-        share_through(path),
-        name=name,
-        timeout=timeout,
-        progress=progress,
-        use_native=use_native,
+    return Communicator(
+        ShmBackend.create(
+            mine,
+            ranks,
+            share_through(path),
+            name=name,
+            timeout=timeout,
+            progress=progress,
+            use_native=use_native,
+        )
     )
+
+
+def shm_of(comm: Communicator) -> ShmBackend:
+    """The backend of what `make_comm` made."""
+    assert isinstance(comm.backend, ShmBackend)
+    return comm.backend

@@ -22,7 +22,7 @@ from tests.device_comm.oracle import ops_for, reduced, same, values
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from device_comm import DeviceCommunicator, ReduceOp
+    from device_comm import Communicator, ReduceOp
 
 DTYPES = [
     torch.float32,
@@ -97,7 +97,7 @@ def _draw(dice: random.Random, salt: int, group_sizes: Sequence[int]) -> Step:
     )
 
 
-def run(steps: Sequence[Step], comms: Sequence[DeviceCommunicator | None]) -> int:
+def run(steps: Sequence[Step], comms: Sequence[Communicator | None]) -> int:
     """Carry out this rank's share of ``steps``; how many that were.
 
     Args:
@@ -134,7 +134,7 @@ def _values(rank: int, count: int, dtype: torch.dtype, salt: int) -> Tensor:
     return values(rank, (count,), dtype, salt)
 
 
-def _inputs(comm: DeviceCommunicator, step: Step, parts: int = 1) -> list[Tensor]:
+def _inputs(comm: Communicator, step: Step, parts: int = 1) -> list[Tensor]:
     count = parts * step.count
     return [_values(rank, count, step.dtype, step.salt) for rank in range(comm.world_size)]
 
@@ -155,41 +155,41 @@ def _check(step: Step, answer: object, expected: Tensor | None, x: Tensor) -> Ca
     return check
 
 
-def _all_reduce(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
+def _all_reduce(comm: Communicator, step: Step) -> Callable[[], None]:
     inputs = _inputs(comm, step)
     x = inputs[comm.rank].clone()
     answer = comm.all_reduce(x, op=step.op, async_op=step.later)
     return _check(step, answer, reduced(inputs, step.op), x)
 
 
-def _all_reduce_in_place(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
+def _all_reduce_in_place(comm: Communicator, step: Step) -> Callable[[], None]:
     inputs = _inputs(comm, step)
     x = inputs[comm.rank].clone()
     answer = comm.all_reduce_(x, op=step.op, async_op=step.later)
     return _check(step, answer, reduced(inputs, step.op), x)
 
 
-def _all_gather(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
+def _all_gather(comm: Communicator, step: Step) -> Callable[[], None]:
     inputs = _inputs(comm, step)
     x = inputs[comm.rank].clone()
     return _check(step, comm.all_gather(x, async_op=step.later), torch.cat(inputs), x)
 
 
-def _all_gatherv(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
+def _all_gatherv(comm: Communicator, step: Step) -> Callable[[], None]:
     inputs = [_values(rank, size, step.dtype, step.salt) for rank, size in enumerate(step.sizes)]
     x = inputs[comm.rank].clone()
     answer = comm.all_gatherv(x, sizes=step.sizes, async_op=step.later)
     return _check(step, answer, torch.cat(inputs), x)
 
 
-def _reduce_scatter(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
+def _reduce_scatter(comm: Communicator, step: Step) -> Callable[[], None]:
     inputs = _inputs(comm, step, comm.world_size)
     x = inputs[comm.rank].clone()
     expected = reduced(inputs, step.op).chunk(comm.world_size)[comm.rank]
     return _check(step, comm.reduce_scatter(x, op=step.op, async_op=step.later), expected, x)
 
 
-def _reduce_scatterv(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
+def _reduce_scatterv(comm: Communicator, step: Step) -> Callable[[], None]:
     inputs = [
         _values(rank, sum(step.sizes), step.dtype, step.salt) for rank in range(comm.world_size)
     ]
@@ -199,14 +199,14 @@ def _reduce_scatterv(comm: DeviceCommunicator, step: Step) -> Callable[[], None]
     return _check(step, answer, expected, x)
 
 
-def _all_to_all(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
+def _all_to_all(comm: Communicator, step: Step) -> Callable[[], None]:
     inputs = _inputs(comm, step, comm.world_size)
     x = inputs[comm.rank].clone()
     expected = torch.cat([each.chunk(comm.world_size)[comm.rank] for each in inputs])
     return _check(step, comm.all_to_all(x, async_op=step.later), expected, x)
 
 
-def _all_to_all_uneven(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
+def _all_to_all_uneven(comm: Communicator, step: Step) -> Callable[[], None]:
     """Rank r gives ``sizes[r] % (j + 2)`` elements to rank j."""
     n = comm.world_size
     table = [[size % (j + 2) for j in range(n)] for size in step.sizes]
@@ -220,14 +220,14 @@ def _all_to_all_uneven(comm: DeviceCommunicator, step: Step) -> Callable[[], Non
     return _check(step, answer, expected, x)
 
 
-def _broadcast(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
+def _broadcast(comm: Communicator, step: Step) -> Callable[[], None]:
     inputs = _inputs(comm, step)
     x = inputs[comm.rank].clone()
     answer = comm.broadcast(x, src=step.root, async_op=step.later)
     return _check(step, answer, inputs[step.root], x)
 
 
-def _reduce(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
+def _reduce(comm: Communicator, step: Step) -> Callable[[], None]:
     inputs = _inputs(comm, step)
     x = inputs[comm.rank].clone()
     expected = reduced(inputs, step.op) if comm.rank == step.root else None
@@ -235,14 +235,14 @@ def _reduce(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
     return _check(step, answer, expected, x)
 
 
-def _gather(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
+def _gather(comm: Communicator, step: Step) -> Callable[[], None]:
     inputs = _inputs(comm, step)
     x = inputs[comm.rank].clone()
     expected = torch.cat(inputs) if comm.rank == step.root else None
     return _check(step, comm.gather(x, dst=step.root, async_op=step.later), expected, x)
 
 
-def _scatter(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
+def _scatter(comm: Communicator, step: Step) -> Callable[[], None]:
     whole = _inputs(comm, step, comm.world_size)[step.root]
     expected = whole.chunk(comm.world_size)[comm.rank]
     x = whole.clone() if comm.rank == step.root else None
@@ -251,11 +251,11 @@ def _scatter(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
     return _check(step, answer, expected, whole if x is None else x)
 
 
-def _barrier(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
+def _barrier(comm: Communicator, step: Step) -> Callable[[], None]:
     return _check(step, comm.barrier(async_op=step.later), None, torch.empty(0))
 
 
-def _message(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
+def _message(comm: Communicator, step: Step) -> Callable[[], None]:
     x = _values(step.root, step.count, step.dtype, step.salt)
     if comm.rank == step.root:
         answer = comm.isend(x, step.receiver) if step.later else comm.send(x, step.receiver)
@@ -266,7 +266,7 @@ def _message(comm: DeviceCommunicator, step: Step) -> Callable[[], None]:
     return lambda: None
 
 
-VERBS: dict[str, Callable[[DeviceCommunicator, Step], Callable[[], None]]] = {
+VERBS: dict[str, Callable[[Communicator, Step], Callable[[], None]]] = {
     "all_reduce": _all_reduce,
     "all_reduce_": _all_reduce_in_place,
     "all_gather": _all_gather,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from device_comm import DeviceCommunicator, Work
+from device_comm import Communicator, Work
 from tests.device_comm.oracle import same
 
 Body = Callable[..., None]
@@ -41,11 +41,11 @@ class Case:
     name: str
     verbs: frozenset[str]
     dtype: torch.dtype
-    body: Callable[[DeviceCommunicator], None]
+    body: Callable[[Communicator], None]
 
 
 def run_table(
-    comm: DeviceCommunicator,
+    comm: Communicator,
     cases: Callable[[int], Iterator[Case]],
     dtypes: Collection[torch.dtype] | None = None,
 ) -> dict[str, str]:

@@ -1,65 +1,44 @@
-"""What the verbs promise to a backend's primitives, and what a backend may leave out."""
+"""What the verbs promise to a backend, and what a backend may leave out."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import device_comm
-from device_comm import ALL_VERBS, Call, Capabilities, DeviceCommunicator, ReduceOp
-from device_comm.arrange import landing_pieces, pieces_first, resized
+from device_comm import ALL_VERBS, Backend, Capabilities, Communicator, Identity, Operation
+from device_comm.operation import NO_TENSOR
+from device_comm.verbs.arrange import landing_pieces, pieces_first, resized
 from shm_broadcast import CoordinatorError, GroupAbortedError, GroupTimeoutError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-
-class Recorder(DeviceCommunicator):
-    """Rank 1 of 3: keeps what its primitives are given."""
+class Recorder(Backend):
+    """Rank 1 of 3: keeps what it is asked to start."""
 
     def __init__(self, verbs: frozenset[str] = ALL_VERBS) -> None:
-        super().__init__(
-            rank=1,
-            world_size=3,
-            device="cpu",
-            capabilities=Capabilities("recorder", verbs),
-            name="tp",
-            timeout=9,
-        )
-        self.calls: list[tuple[Any, ...]] = []
+        super().__init__(Identity.of(1, 3, name="tp", timeout=9), Capabilities("recorder", verbs))
+        self.started: list[Operation] = []
         self.error: CoordinatorError | None = None
-        self.launched: list[str] = []
         self.discarded = 0
 
-    def _record(self, *arguments: Any) -> None:
-        self.calls.append(arguments)
+    def start(self, operation: Operation) -> None:
+        self.started.append(operation)
         if self.error is not None:
             raise self.error
+        if operation.verb == "all_reduce":
+            operation.output.copy_(operation.source * 3)
 
-    def _launch(self, primitive: Callable[[Call], Any], call: Call) -> Any:
-        self.launched.append(call.verb)
-        return primitive(call)
-
-    def _discard(self) -> None:
+    def discard(self) -> None:
         self.discarded += 1
 
-    def _all_reduce(self, output: Tensor, source: Tensor, op: ReduceOp, call: Call) -> None:
-        self._record(output, source, op, call)
-        output.copy_(source * 3)
 
-    def _all_gatherv(self, output: Tensor, source: Tensor, sizes: Any, call: Call) -> None:
-        self._record(output, source, sizes, call)
-
-    def _reduce(self, output: Tensor | None, source: Tensor, *rest: Any) -> None:
-        self._record(output, source, *rest)
-
-    _all_gather = _reduce_scatter = _reduce_scatterv = _all_to_all = _broadcast = _record
-    _gather = _scatter = _send = _recv = _barrier = _record
+def record(verbs: frozenset[str] = ALL_VERBS) -> tuple[Communicator, Recorder]:
+    backend = Recorder(verbs)
+    return Communicator(backend), backend
 
 
 ODD = torch.randn(6, 3, 2, dtype=torch.complex64, requires_grad=True).transpose(0, 1).conj()
@@ -87,10 +66,11 @@ ODD = torch.randn(6, 3, 2, dtype=torch.complex64, requires_grad=True).transpose(
         lambda c: c.recv(out=torch.empty(2, 3).t(), src=2),
     ],
 )
-def test_primitives_get_plain_tensors_that_do_not_overlap(call: Any) -> None:
-    comm = Recorder()
+def test_backends_get_plain_tensors_that_do_not_overlap(call: Any) -> None:
+    comm, backend = record()
     call(comm)
-    tensors = [each for each in comm.calls[0] if isinstance(each, Tensor)]
+    both = (backend.started[0].source, backend.started[0].output)
+    tensors = [each for each in both if each is not NO_TENSOR]
     assert tensors
     for tensor in tensors:
         assert tensor.is_contiguous()
@@ -100,15 +80,15 @@ def test_primitives_get_plain_tensors_that_do_not_overlap(call: Any) -> None:
 
 
 def test_in_place_is_passed_on_and_copies_only_if_needed() -> None:
-    comm = Recorder()
+    comm, backend = record()
     x = torch.ones(4)
     assert comm.all_reduce_(x) is x
-    output, source, *_ = comm.calls[0]
-    assert output.data_ptr() == source.data_ptr() == x.data_ptr()
+    first = backend.started[0]
+    assert first.output.data_ptr() == first.source.data_ptr() == x.data_ptr()
     assert x.tolist() == [3, 3, 3, 3]
     y = torch.ones(4, 2)[:, 0]
     assert comm.all_reduce_(y) is y
-    assert comm.calls[1][0].is_contiguous()
+    assert backend.started[1].output.is_contiguous()
     assert y.tolist() == [3, 3, 3, 3]
     z = torch.ones(8)
     comm.all_reduce(z[:4], out=z[2:6])
@@ -116,57 +96,73 @@ def test_in_place_is_passed_on_and_copies_only_if_needed() -> None:
 
 
 def test_one_outer_row_is_never_copied() -> None:
-    comm = Recorder()
+    comm, backend = record()
     x = torch.ones(1, 1, 6)
     result = comm.all_gather(x)
-    assert comm.calls[0][0].data_ptr() == result.data_ptr()
-    assert comm.calls[0][1].data_ptr() == x.data_ptr()
+    assert backend.started[0].output.data_ptr() == result.data_ptr()
+    assert backend.started[0].source.data_ptr() == x.data_ptr()
 
 
 def test_sizes_are_elements() -> None:
-    comm = Recorder()
+    comm, backend = record()
     comm.all_gatherv(torch.ones(2, 5), sizes=[1, 2, 0])
-    assert comm.calls[0][2] == (5, 10, 0)
     comm.all_to_all(torch.ones(2, 4), dim=1, input_sizes=[1, 2, 1], output_sizes=[0, 2, 3])
-    assert comm.calls[1][2:4] == ((0, 4, 6), (2, 4, 2))
+    comm.reduce_scatterv(torch.ones(2, 4), dim=1, sizes=[1, 3, 0])
+    comm.all_to_all(torch.ones(6, 4))
+    gather, exchange, scatter, equal = backend.started
+    assert gather.output_sizes == (5, 10, 0)
+    assert (exchange.output_sizes, exchange.source_sizes) == ((0, 4, 6), (2, 4, 2))
+    assert scatter.source_sizes == (2, 6, 0)
+    assert (equal.output_sizes, equal.source_sizes) == (None, None)
+    assert equal.source_parts(3) == equal.output_parts(3) == (8, 8, 8)
 
 
-def test_the_call_says_what_and_how_long() -> None:
-    comm = Recorder()
+def test_a_list_is_one_call_of_several_operations() -> None:
+    comm, backend = record()
+    comm.all_gatherv([torch.ones(1, 5), torch.ones(1, 0), torch.ones(1)], timeout=3)
+    first, second = backend.started
+    assert (
+        (first.verb, first.name) == (second.verb, second.name) == ("all_gatherv", "tp all_gatherv")
+    )
+    assert first.deadline is second.deadline
+    assert first.deadline.timeout == 3
+
+
+def test_an_operation_says_what_and_how_long() -> None:
+    comm, backend = record()
     comm.barrier()
     comm.barrier(async_op=True, timeout=3)
-    first, second = (call[0] for call in comm.calls)
-    assert (first.verb, first.operation, first.background) == ("barrier", "tp barrier", False)
+    first, second = backend.started
+    assert (first.verb, first.name, first.background) == ("barrier", "tp barrier", False)
     assert first.deadline is first.deadline
     assert (first.deadline.timeout, second.deadline.timeout) == (9, 3)
     assert second.background
-    assert comm.launched == ["barrier", "barrier"]
 
 
 def test_what_a_backend_does_not_offer_is_refused_by_name() -> None:
-    comm = Recorder(frozenset({"all_reduce"}))
+    comm, backend = record(frozenset({"all_reduce"}))
     comm.all_reduce(torch.ones(1))
     with pytest.raises(NotImplementedError, match="recorder has no all_gather"):
         comm.all_gather(torch.ones(1))
-    assert len(comm.calls) == 1
+    assert len(backend.started) == 1
 
 
 def test_a_failed_operation_ends_the_group() -> None:
-    comm = Recorder()
-    comm.error = GroupTimeoutError("tp all_reduce", 9)
+    comm, backend = record()
+    backend.error = GroupTimeoutError("tp all_reduce", 9)
     with pytest.raises(GroupTimeoutError):
         comm.all_reduce(torch.ones(1))
-    assert comm.discarded == 1
+    assert backend.discarded == 1
     with pytest.raises(GroupAbortedError, match="timed out after 9 s"):
         comm.barrier()
-    assert len(comm.calls) == 1
+    assert len(backend.started) == 1
 
 
 @pytest.mark.parametrize("wrong", [{"rank": 3}, {"rank": -1}, {"members": [0, 1]}, {"timeout": -1}])
 def test_a_wrong_identity_is_refused(wrong: dict[str, Any]) -> None:
-    right = {"rank": 0, "world_size": 3, "device": "cpu", "capabilities": Capabilities("x")}
+    right = {"rank": 0, "world_size": 3, "device": "cpu"}
     with pytest.raises(ValueError, match=r"rank|members|timeout"):
-        DeviceCommunicator(**(right | wrong))
+        Identity.of(**(right | wrong))
 
 
 @given(
@@ -186,7 +182,7 @@ def test_pieces_and_their_landing_undo_each_other(
         assert pieces.is_contiguous()
         assert pieces.view(-1).tolist() == expected.tolist()
     for out in (None, torch.zeros_like(x), torch.zeros(*shape, 2, dtype=x.dtype)[..., 0]):
-        empty = Recorder()._empty
+        empty = record()[0].runner.new
         buffer, finish = landing_pieces(empty, out, x.shape, dim, count, x, x)
         if x.numel():
             buffer.view(-1).copy_(pieces.reshape(-1))

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from device_comm import LoneWatch
-from device_comm.guard import Guard
-from device_comm.torch_pending import Boundary
+from device_comm.torch_group.guard import Guard
+from device_comm.torch_group.pending import Boundary
 from shm_broadcast import GroupAbortedError
 
 
@@ -28,7 +28,7 @@ class Call:
 
 def test_an_abort_ends_the_call_and_is_what_it_raises() -> None:
     watch, call = LoneWatch(0), Call()
-    guard = Guard("guard-test", Boundary(watch, sees_peers=False), call.ended.set)
+    guard = Guard("guard-test", Boundary(watch), call.ended.set)
     threading.Timer(0.1, watch.abort, (KeyError("why"),)).start()
     with pytest.raises(GroupAbortedError, match="why") as caught:
         guard.call(call, "receiving", [1])
@@ -38,14 +38,14 @@ def test_an_abort_ends_the_call_and_is_what_it_raises() -> None:
 def test_what_the_call_raises_by_itself_is_left_alone() -> None:
     call = Call()
     call.ended.set()
-    guard = Guard("guard-test", Boundary(LoneWatch(0), sees_peers=False), call.ended.set)
+    guard = Guard("guard-test", Boundary(LoneWatch(0)), call.ended.set)
     with pytest.raises(RuntimeError, match="ended"):
         guard.call(call, "receiving", [1])
 
 
 def test_one_thread_for_many_calls_that_leaves_when_there_are_none() -> None:
     before = len(threads())
-    guard = Guard("guard-test", Boundary(LoneWatch(0), sees_peers=False), int)
+    guard = Guard("guard-test", Boundary(LoneWatch(0)), int)
     for _ in range(100):
         guard.call(int, "receiving", [1])
     assert len(threads()) <= before + 1

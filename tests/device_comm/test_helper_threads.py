@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 
-from device_comm.helper_threads import HelperThreads
+from device_comm.torch_group.helper_threads import HelperThreads
 
 
 def names() -> list[str]:

@@ -1,12 +1,13 @@
-"""The table over `HostComm`; the device it moves tensors of is the CPU here."""
+"""The table over `HostStaging`; the device it moves tensors of is the CPU here."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from device_comm.host_comm import HostComm
-from device_comm.shm.mailbox import LETTER_BYTES, RING_BYTES
+from device_comm import Communicator
+from device_comm.shm.pipes.pipe import HEADER_BYTES, RING_BYTES
+from device_comm.wrappers.host_staging import HostStaging
 from shm_broadcast import Board, BoardHandle
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
@@ -17,7 +18,10 @@ from tests.ranks import run_ranks
 
 
 def table(rank: int, n: int, path: str, board: BoardHandle, device: str) -> dict[str, str]:
-    with make_comm(rank, board, path) as inner, HostComm(inner, device) as comm:
+    with (
+        make_comm(rank, board, path) as inner,
+        Communicator(HostStaging(inner.backend, device)) as comm,
+    ):
         assert comm.capabilities.backend == "host"
         assert comm.capabilities.detects_divergence
         dtypes = [torch.float32, torch.int64, torch.bfloat16]
@@ -33,14 +37,17 @@ def test_table(n: int, store_path: str) -> None:
 
 
 def goes_ahead_as_the_host(rank: int, n: int, path: str, board: BoardHandle) -> None:
-    with make_comm(rank, board, path) as inner, HostComm(inner, "cpu") as comm:
+    with (
+        make_comm(rank, board, path) as inner,
+        Communicator(HostStaging(inner.backend, "cpu")) as comm,
+    ):
         peer, x = 1 - rank, torch.ones(1)
         sent = 0
         while comm.goes_ahead(peer, x.nbytes):
             comm.send(x, peer)
             sent += 1
         comm.barrier()
-        assert sent == RING_BYTES // (2 * LETTER_BYTES)
+        assert sent == RING_BYTES // (2 * HEADER_BYTES)
         for _ in range(sent):
             assert comm.recv((1,), torch.float32, peer) == 1
         comm.barrier()  # who closes before its messages were found takes them along

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from device_comm import LoopbackComm, Work
+from device_comm import ALL_VERBS, Communicator, LoopbackBackend, Operation, Work
 from shm_broadcast import Board, GroupAbortedError, GroupClosedError
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
@@ -15,12 +15,12 @@ from tests.device_comm.suite import check_table, run_table
 
 @pytest.mark.parametrize("cases", [reduce_cases, move_cases, named_cases])
 def test_table(cases: object) -> None:
-    with LoopbackComm() as comm:
+    with Communicator(LoopbackBackend()) as comm:
         check_table([run_table(comm, cases, [torch.float32, torch.int64, torch.bool])])
 
 
 def test_results_are_the_input_itself() -> None:
-    comm, x = LoopbackComm(), torch.ones(2, 2).t()
+    comm, x = Communicator(LoopbackBackend()), torch.ones(2, 2).t()
     for verb in (comm.all_reduce, comm.all_gather, comm.reduce_scatter, comm.gather, comm.scatter):
         assert verb(x) is x
         work = verb(x, async_op=True)
@@ -32,12 +32,22 @@ def test_results_are_the_input_itself() -> None:
     assert torch.equal(out, x)
 
 
+def test_its_backend_copies_what_it_is_given() -> None:
+    backend, x = LoopbackBackend(), torch.arange(6.0)
+    for verb in ALL_VERBS - {"send", "recv", "barrier", "broadcast"}:
+        y = torch.zeros(2, 3)
+        backend.start(Operation(verb, x, y))
+        assert y.view(-1).tolist() == x.tolist()
+    backend.start(Operation("broadcast", x))
+    backend.start(Operation("barrier"))
+
+
 def test_it_closes_and_aborts_like_any_other() -> None:
     with Board.create(3, 1) as board:
-        comm = LoopbackComm(watch=board, member=1, name="dp")
+        comm = Communicator(LoopbackBackend(watch=board, member=1, name="dp"))
         assert comm.all_reduce(torch.ones(1)).item() == 1
         assert board.member_status(1).operation == "dp all_reduce"
-        assert repr(comm) == "<LoopbackComm 'dp' rank 0 of 1 on cpu, loopback, open>"
+        assert repr(comm) == "<Communicator 'dp' rank 0 of 1 on cpu, loopback, open>"
         comm.abort("enough")
         assert "aborted" in repr(comm)
         with pytest.raises(GroupAbortedError, match="enough"):

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from device_comm.base import Capabilities, DeviceCommunicator
-from device_comm.on_stream import CudaSideStream, OnStream
+from device_comm import Backend, Capabilities, Communicator, Identity
+from device_comm.wrappers.on_stream import CudaSideStream, OnStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import Tensor
-
-    from device_comm import Call, Pending
+    from device_comm import Operation, Pending
     from shm_broadcast import Deadline
 
 
@@ -67,42 +65,35 @@ class Later:
         self._log.said.append("wait")
 
 
-class Doubling(DeviceCommunicator):
+class Doubling(Backend):
     """Two ranks that hold the same: a sum is twice the input."""
 
     def __init__(self, log: Log | None, device: str = "cpu") -> None:
-        super().__init__(
-            rank=0,
-            world_size=2,
-            device=device,
-            capabilities=Capabilities("toy", stream_ordered=True),
-        )
+        super().__init__(Identity.of(0, 2, device), Capabilities("toy", stream_ordered=True))
         self._log = log
 
-    def _all_reduce(
-        self,
-        output: Tensor,
-        source: Tensor,
-        op: Any,  # noqa: ARG002 - always a sum
-        call: Call,  # noqa: ARG002
-    ) -> Pending | None:
-        torch.add(source, source, out=output)
+    def start(self, operation: Operation) -> Pending | None:
+        torch.add(operation.source, operation.source, out=operation.output)
         if self._log is None:
             return None
-        self._log.said.append("all_reduce")
+        self._log.said.append(operation.verb)
         return Later(self._log)
+
+
+def on_stream(log: Log) -> Communicator:
+    return Communicator(OnStream(Doubling(log), log))
 
 
 def test_a_call_is_behind_and_before_what_the_current_stream_is_given() -> None:
     log = Log()
-    comm = OnStream(Doubling(log), log)
+    comm = on_stream(log)
     assert comm.all_reduce(torch.ones(2)).tolist() == [2, 2]
     assert log.said == ["enter", "all_reduce", "wait", "leave", "follow"]
 
 
 def test_a_work_is_followed_when_it_is_waited_for() -> None:
     log = Log()
-    work = OnStream(Doubling(log), log).all_reduce(torch.ones(2), async_op=True)
+    work = on_stream(log).all_reduce(torch.ones(2), async_op=True)
     assert log.said == ["enter", "all_reduce", "leave"]
     assert not work.is_completed()
     assert work.wait().tolist() == [2, 2]
@@ -111,7 +102,7 @@ def test_a_work_is_followed_when_it_is_waited_for() -> None:
 
 def test_tensors_live_until_the_stream_has_passed() -> None:
     log = Log()
-    comm = OnStream(Doubling(log), log)
+    comm = on_stream(log)
     x = torch.ones(2)
     alive = weakref.ref(x)
     comm.all_reduce(x, async_op=True)
@@ -126,7 +117,7 @@ def test_tensors_live_until_the_stream_has_passed() -> None:
 
 def test_no_event_is_looked_at_in_a_capture() -> None:
     log = Log()
-    comm = OnStream(Doubling(log), log)
+    comm = on_stream(log)
     comm.all_reduce(torch.ones(2), async_op=True)
     log.captures, x = True, torch.ones(2)
     alive = weakref.ref(x)
@@ -150,7 +141,7 @@ def test_it_closes_what_it_wraps() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu() -> None:
     side: Any = torch.cuda.Stream()
-    comm = OnStream(Doubling(None, "cuda"), CudaSideStream(side))
+    comm = Communicator(OnStream(Doubling(None, "cuda"), CudaSideStream(side)))
     for _ in range(50):
         x = torch.zeros(1 << 22, device="cuda")
         torch.cuda._sleep(1_000_000)

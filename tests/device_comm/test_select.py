@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from device_comm import ALL_VERBS, Capabilities, DeviceCommunicator, ReduceOp
+from device_comm import ALL_VERBS, Backend, Capabilities, Identity, Operation, ReduceOp
 from device_comm.choice import Explanation, in_bytes
-from device_comm.select import Candidate, Measured, Selection, Table
-from device_comm.select_measure import measure
+from device_comm.choosing.measuring import measure
+from device_comm.choosing.selection import Candidate, Measured, Selection, Table, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,7 @@ KIB = 1 << 10
 SUM_OF_FLOATS = frozenset({(ReduceOp.SUM, torch.float32)})
 
 
-class Named(DeviceCommunicator):
+class Named(Backend):
     """Offers some verbs, and moves nothing."""
 
     def __init__(
@@ -29,7 +29,10 @@ class Named(DeviceCommunicator):
         reductions: frozenset[tuple[ReduceOp, torch.dtype]] | None = None,
     ) -> None:
         has = Capabilities(name, verbs, reductions=reductions)
-        super().__init__(rank=0, world_size=2, device="cpu", capabilities=has)
+        super().__init__(Identity.of(0, 2), has)
+
+    def start(self, operation: Operation) -> None:
+        raise AssertionError(f"{operation} was started")
 
 
 def times(**seconds: list[float]) -> dict[str, list[Measured]]:
@@ -167,6 +170,32 @@ def test_soundness(rows: list[Measured], sound: bool) -> None:
     assert Table({}, {"all_reduce": rows}).sound() is sound
 
 
+N = 3
+GIVEN, TAKEN = torch.zeros(8), torch.zeros(10)
+SIZES = {
+    "all_reduce": 32,
+    "all_gather": 40,
+    "all_gatherv": 40,
+    "reduce_scatter": 32,
+    "reduce_scatterv": 32,
+    "all_to_all": 0,
+    "reduce": 32,
+    "gather": 32 * N,
+    "scatter": 40 * N,
+    "send": 32,
+    "recv": 40,
+    "barrier": 0,
+}
+
+
+def test_the_size_of_an_operation_is_that_of_the_whole_tensor() -> None:
+    found = {verb: size_of(Operation(verb, GIVEN, TAKEN), N) for verb in SIZES}
+    assert found == SIZES
+    assert size_of(Operation("broadcast", GIVEN), N) == 32
+    assert size_of(Operation("broadcast", output=TAKEN), N) == 40
+    assert {*SIZES, "broadcast"} == ALL_VERBS
+
+
 class Timed(Named):
     """Takes as long as it is told, on a clock of its own."""
 
@@ -175,11 +204,12 @@ class Timed(Named):
         self._clock = clock
         self._cost = cost
 
-    def _all_reduce(self, *given: Any) -> None:
-        self._clock[0] += self._cost(given[1].nbytes)
-
-    def _barrier(self, *_: object) -> None:
-        self._clock[0] += 1.0
+    def start(self, operation: Operation) -> None:
+        if operation.verb == "barrier":
+            self._clock[0] += 1.0
+        else:
+            assert operation.verb == "all_reduce"
+            self._clock[0] += self._cost(operation.source.nbytes)
 
 
 def test_what_is_measured_decides() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from device_comm.select import Measured, Table
-from device_comm.select_cache import Key, TableCache, cache_folder
+from device_comm.choosing.cache import Key, TableCache, cache_folder
+from device_comm.choosing.selection import Measured, Table
 
 KEY = Key("NVIDIA H100", "580.1", "torch 2.11, nccl 2.28.9", 2, "2 ranks on 1 device", "ipc, nccl")
 TABLE = Table(KEY.as_dict(), {"all_reduce": [Measured(1024, {"ipc": 4e-6, "nccl": 9e-6})]})

@@ -1,14 +1,14 @@
-"""`SelectingComm` over two real backends: shared memory and gloo, by turns."""
+"""`SelectingBackend` over two real backends: shared memory and gloo, by turns."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from device_comm import LoopbackComm, ReduceOp, TorchComm
-from device_comm.select import Candidate, Measured, Selection, Table
-from device_comm.select_measure import measure
-from device_comm.selecting_comm import SelectingComm
+from device_comm import Communicator, LoopbackBackend, ReduceOp, TorchBackend
+from device_comm.choosing.measuring import measure
+from device_comm.choosing.selecting_backend import SelectingBackend
+from device_comm.choosing.selection import Candidate, Measured, Selection, Table
 from shm_broadcast import Board, BoardHandle, GroupAbortedError, GroupClosedError
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
@@ -34,12 +34,17 @@ def alternating() -> Table:
 
 def make(
     rank: int, n: int, path: str, handle: BoardHandle, table: Table | None
-) -> tuple[SelectingComm, Board]:
+) -> tuple[Communicator, Board]:
     board = Board.attach(handle, rank)
     shm = make_comm(rank, board, f"{path}-shm")
-    gloo = TorchComm(init_gloo(rank, n, path), "cpu", board, name="tp", timeout=20)
-    candidates = [Candidate("shm", shm), Candidate("gloo", gloo)]
-    return SelectingComm(Selection(candidates, table)), board
+    gloo = TorchBackend(init_gloo(rank, n, path), "cpu", board, name="tp", timeout=20)
+    candidates = [Candidate("shm", shm.backend), Candidate("gloo", gloo)]
+    return Communicator(SelectingBackend(Selection(candidates, table))), board
+
+
+def selection_of(comm: Communicator) -> Selection:
+    assert isinstance(comm.backend, SelectingBackend)
+    return comm.backend.selection
 
 
 def table(rank: int, n: int, path: str, handle: BoardHandle) -> dict[str, str]:
@@ -64,7 +69,7 @@ def both_are_used(rank: int, n: int, path: str, handle: BoardHandle) -> list[str
         for size in BYTES:
             x = torch.full((size // 4,), rank + 1.0)
             assert comm.all_reduce(x, op=ReduceOp.SUM).unique().tolist() == [3.0]
-            used.append(comm.selection.candidate("all_reduce", x.nbytes).name)
+            used.append(selection_of(comm).candidate("all_reduce", x.nbytes).name)
         assert comm.capabilities.backend == "shm+gloo"
         assert not comm.capabilities.detects_divergence
         meet(rank, n, path)
@@ -86,7 +91,7 @@ def measured(rank: int, n: int, path: str, handle: BoardHandle) -> dict[str, lis
     comm, _ = make(rank, n, path, handle, None)
     with comm:
         sizes = {"all_reduce": (64, 4096), "send": (64,), "barrier": (0,), "gather": (64,)}
-        found = measure(comm.selection.candidates, {}, sizes)
+        found = measure(selection_of(comm).candidates, {}, sizes)
         assert found.sound()
         assert all(
             set(row.seconds) == {"shm", "gloo"} for rows in found.verbs.values() for row in rows
@@ -103,20 +108,20 @@ def test_measuring_on_real_ranks(store_path: str) -> None:
 
 def test_what_cannot_be_selected_from() -> None:
     with pytest.raises(ValueError, match="needs a candidate"):
-        SelectingComm(Selection([Candidate("ipc", None, "no peer access")]))
-    one, other = LoopbackComm("cpu"), LoopbackComm("meta")
+        SelectingBackend(Selection([Candidate("ipc", None, "no peer access")]))
+    one, other = LoopbackBackend("cpu"), LoopbackBackend("meta")
     with pytest.raises(ValueError, match="not of one group"):
-        SelectingComm(Selection([Candidate("a", one), Candidate("b", other)]))
+        SelectingBackend(Selection([Candidate("a", one), Candidate("b", other)]))
 
 
 def test_refused_candidates_are_explained() -> None:
     refused = Candidate("ipc", None, "rank 1: no peer access")
-    comm = SelectingComm(Selection([refused, Candidate("loopback", LoopbackComm("cpu"))]))
+    comm = SelectingBackend(Selection([refused, Candidate("loopback", LoopbackBackend("cpu"))]))
     assert comm.explain().refused == (("ipc", "rank 1: no peer access"),)
     assert comm.explain().backend("all_reduce", 1) == "loopback"
 
 
 def test_a_backend_explains_itself() -> None:
-    choices = LoopbackComm("cpu").explain().choices
+    choices = LoopbackBackend("cpu").explain().choices
     assert {choice.backend for choice in choices} == {"loopback"}
     assert {choice.sizes for choice in choices} == {"any size"}

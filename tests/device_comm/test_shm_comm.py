@@ -1,4 +1,4 @@
-"""The table over `ShmComm`, with the C extension and without."""
+"""The table over `ShmBackend`, with the C extension and without."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shm_broadcast import Board, BoardHandle
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
-from tests.device_comm.shm_ranks import make_comm
+from tests.device_comm.shm_ranks import make_comm, shm_of
 from tests.device_comm.suite import check_table, run_table
 from tests.ranks import run_ranks
 
@@ -18,7 +18,7 @@ NATIVE = {"native": [True] * 4, "python": [False] * 4, "mixed": [True, False, Tr
 
 def table(rank: int, n: int, path: str, board: BoardHandle, native: list[bool]) -> dict[str, str]:
     with make_comm(rank, board, path, use_native=native[rank]) as comm:
-        assert comm.uses_native is (native[rank] and n > 1)
+        assert shm_of(comm).uses_native is (native[rank] and n > 1)
         assert ("not used: the C extension" in str(comm.explain())) is not native[rank]
         failures = run_table(comm, reduce_cases)
         failures |= run_table(comm, move_cases)

@@ -14,13 +14,13 @@ from shm_broadcast import Board, BoardHandle
 from shm_broadcast.errors import DivergenceError, GroupAbortedError, PeerLostError
 from shm_broadcast.recycling import RECYCLED_BYTES
 from tests.device_comm.oracle import same
-from tests.device_comm.shm_ranks import make_comm
+from tests.device_comm.shm_ranks import make_comm, shm_of
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from device_comm.shm_comm import ShmComm
+    from device_comm import Communicator
 
 N = 3
 ROOT = 1
@@ -51,7 +51,7 @@ EXPECTED: dict[str, list[torch.Tensor | None]] = {
 }
 
 
-def calls(comm: ShmComm) -> dict[str, Callable[..., Any]]:
+def calls(comm: Communicator) -> dict[str, Callable[..., Any]]:
     """Every verb with a short way, on this rank's input."""
     x = INPUTS[comm.rank].clone()
     root = comm.rank == ROOT
@@ -74,11 +74,17 @@ def refuse(*_: object, **__: object) -> None:
     raise AssertionError("this call went the long way")
 
 
+def only_short(comm: Communicator) -> None:
+    """Refuse the long way, and to wait for the rest of a message."""
+    comm.runner.run = refuse
+    shm_of(comm).shortcut._go_on = refuse
+
+
 def short_and_long(rank: int, n: int, path: str, board: BoardHandle, late: int) -> None:
     """Ranks 0 and 1 go the short way, rank 2 the long one; ``late`` lets the others wait."""
     with make_comm(rank, board, path) as comm:
         if rank != 2:
-            comm._run = refuse
+            only_short(comm)
         for verb, call in calls(comm).items():
             for into in (None, torch.empty):
                 if rank == late:
@@ -108,13 +114,13 @@ def messages(rank: int, n: int, path: str, board: BoardHandle) -> None:
             comm.send(torch.tensor([0.0]))
         else:
             assert comm.recv((1,), torch.float32) == 0
-        long_way = comm._run
+        long_way, go_on = comm.runner.run, shm_of(comm).shortcut._go_on
         for count in (1, 1_000, 16_000, 1_000_000):
             for late in range(2):
                 x = torch.arange(count, dtype=torch.float32) + late
                 comm.barrier()
                 if count <= 16_000 and rank <= late:
-                    comm._run = refuse
+                    only_short(comm)
                 if rank == late == 0:
                     time.sleep(0.01)
                 if rank == 0:
@@ -128,7 +134,7 @@ def messages(rank: int, n: int, path: str, board: BoardHandle) -> None:
                     out = torch.zeros(count)
                     assert comm.recv(out=out, src=0) is out
                     same(out, x)
-                comm._run = long_way
+                comm.runner.run, shm_of(comm).shortcut._go_on = long_way, go_on
         comm.barrier()
 
 
@@ -137,10 +143,46 @@ def test_messages_of_every_size_whoever_comes_first(store_path: str) -> None:
         run_ranks(2, messages, store_path, board.handle())
 
 
+def out_of_the_ordinary(rank: int, n: int, path: str, board: BoardHandle, late: int) -> None:
+    """Sums of columns, of a transposed tensor and of what is negated lazily; ``late`` waits."""
+    with make_comm(rank, board, path) as comm:
+        square = torch.arange(9.0).view(3, 3)
+        inputs = [square[:, 1], square.t(), torch.complex(square, square).conj().imag]
+        if rank != 2:
+            only_short(comm)
+        for x in inputs:
+            assert not x.is_contiguous()
+            for out in (None, torch.empty(x.shape)):
+                if rank == late:
+                    time.sleep(0.005)
+                before = x.clone()
+                total = comm.all_reduce(x, out=out, timeout=60 if out is None else 60.0)
+                same(total, 3 * before)
+                assert total.is_contiguous()
+                assert out is None or total is out
+                assert torch.equal(x, before)
+                at_root = comm.reduce(x, dst=1)
+                assert at_root is None if rank != 1 else torch.equal(at_root, total)
+        sparse = torch.ones(2).to_sparse()
+        with pytest.raises(TypeError, match="dense"):
+            comm.all_reduce(sparse)
+        if rank == 2:
+            for wrong in (-1, -0.5, float("nan")):
+                with pytest.raises(ValueError, match="timeout"):
+                    comm.all_reduce(inputs[0], timeout=wrong)
+        comm.barrier()
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_strides_and_timeouts_are_not_in_the_way(late: int, store_path: str) -> None:
+    with Board.create(N, None) as board:
+        run_ranks(N, out_of_the_ordinary, store_path, board.handle(), late)
+
+
 def results(rank: int, n: int, path: str, board: BoardHandle) -> int:
     """Keep some results and drop many; how much the process has grown by those, in KiB."""
     with make_comm(rank, board, path) as comm:
-        comm._run = refuse
+        only_short(comm)
         kept = [comm.all_reduce(torch.full((5, 7), float(i))) for i in range(200)]
         assert len({x.data_ptr() for x in kept}) == 200
         for i, x in enumerate(kept):
@@ -200,7 +242,7 @@ def no_memory(rank: int, n: int, path: str, board: BoardHandle) -> None:
         for _ in range(2):
             if rank == 0:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(comm._results, "empty", fail)
+                    patch.setattr(shm_of(comm)._results, "empty", fail)
                     for verb in (comm.all_reduce, comm.gather, comm.broadcast):
                         with pytest.raises(MemoryError):
                             verb(x)
@@ -224,7 +266,7 @@ def interrupted(rank: int, n: int, path: str, board: BoardHandle) -> None:
                 raise KeyboardInterrupt
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(comm, "_finish", interrupt)
+                patch.setattr(shm_of(comm).shortcut, "_finish", interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     comm.all_reduce(x)
             with pytest.raises(RuntimeError, match="interrupted"):
@@ -240,7 +282,7 @@ def test_whoever_goes_on_after_an_interruption_ends_the_group(store_path: str) -
         run_ranks(2, interrupted, store_path, board.handle())
 
 
-def box_never_found(rank: int, n: int, path: str, board: BoardHandle) -> None:
+def pipe_never_found(rank: int, n: int, path: str, board: BoardHandle) -> None:
     closed = Path(f"{path}.closed")
     with make_comm(rank, board, path) as comm:
         if rank == 1:
@@ -255,9 +297,9 @@ def box_never_found(rank: int, n: int, path: str, board: BoardHandle) -> None:
                 comm.recv((1,), torch.float32)
 
 
-def test_after_a_box_was_not_found_the_group_is_aborted(store_path: str) -> None:
+def test_after_a_pipe_was_not_found_the_group_is_aborted(store_path: str) -> None:
     with Board.create(2, None) as board:
-        run_ranks(2, box_never_found, store_path, board.handle())
+        run_ranks(2, pipe_never_found, store_path, board.handle())
 
 
 def expect_wrongly(rank: int, n: int, path: str, board: BoardHandle) -> None:

@@ -1,4 +1,4 @@
-"""What `ShmComm` does when a peer dies, aborts, is late, is wrong or does something else."""
+"""What `ShmBackend` does when a peer dies, aborts, is late, is wrong or does something else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shm_broadcast import (
 )
 from shm_broadcast.layout import DOORBELL_SLEEPERS
 from tests.device_comm.meeting import die, meet, moment_of_death, wait_for_abort
-from tests.device_comm.shm_ranks import make_comm
+from tests.device_comm.shm_ranks import make_comm, shm_of
 from tests.patience import NAMED_WITHIN, quickest, until
 from tests.ranks import run_ranks
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from device_comm.shm_comm import ShmComm
+    from device_comm import Communicator
 
 SIZES = [10, 3_000, 100_000, 2_000_000]
 
@@ -49,7 +49,7 @@ def failure_of(call: Callable[[], object]) -> tuple[Any, float]:
     raise AssertionError("nothing was raised")
 
 
-def for_ever(comm: ShmComm, dice: random.Random) -> None:
+def for_ever(comm: Communicator, dice: random.Random) -> None:
     """Collectives without end; the same on all ranks."""
     inputs = [torch.ones(size) for size in SIZES]
     while True:
@@ -109,7 +109,7 @@ def seconds_until_named(n: int, seed: int, native: bool, path: str) -> float:
     return max(seconds for _, _, seconds in survivors)
 
 
-DIFFERENT: dict[str, Callable[[ShmComm], object]] = {
+DIFFERENT: dict[str, Callable[[Communicator], object]] = {
     "verb": lambda comm: comm.all_gather(torch.ones(4)),
     "op": lambda comm: comm.all_reduce(torch.ones(4), op=ReduceOp.MAX),
     "dtype": lambda comm: comm.all_reduce(torch.ones(4, dtype=torch.int32)),
@@ -122,9 +122,10 @@ DIFFERENT: dict[str, Callable[[ShmComm], object]] = {
 }
 
 
-def wait_until_others_wait(comm: ShmComm) -> None:
+def wait_until_others_wait(comm: Communicator) -> None:
     """Until all others have arrived in a step that this rank has not begun."""
-    words, group = comm._segment.words, comm._layout
+    backend = shm_of(comm)
+    words, group = backend._segment.words, backend._layout
     done = words.load64(group.rank_line(comm.rank) + layout.RANK_DONE)
 
     def waits(rank: int) -> bool:
@@ -229,8 +230,8 @@ def test_a_deadline_names_the_late_and_ends_the_group(store_path: str) -> None:
 def root_runs_ahead(rank: int, n: int, path: str, board: BoardHandle) -> list[int]:
     comm = make_comm(rank, board, path)
     if rank == 0:
-        comm.timeout = 1.0
-        error = failure_of(lambda: [comm.broadcast(torch.ones(3)) for _ in range(10)])[0]
+        x = torch.ones(3)
+        error = failure_of(lambda: [comm.broadcast(x, timeout=1.0) for _ in range(10)])[0]
         assert isinstance(error, GroupTimeoutError)
         return [member.rank for member in error.waiting_for]
     wait_for_abort(comm.watch)
@@ -271,7 +272,7 @@ def test_an_abort_frees_whoever_waits(verb: str, store_path: str) -> None:
 
 
 def wrong_then_right(rank: int, n: int, path: str, board: BoardHandle, native: bool) -> float:
-    comm = make_comm(rank, board, path, use_native=native)
+    comm: Any = make_comm(rank, board, path, use_native=native)  # its types would refuse them
     x = torch.ones(4)
     wrong: list[tuple[type[Exception], Callable[[], object]]] = [
         (TypeError, lambda: comm.all_reduce("x")),
@@ -348,9 +349,10 @@ def interrupted(rank: int, n: int, path: str, board: BoardHandle) -> str:
     comm = make_comm(rank, board, path)
     if rank == 1:
         wait_until_others_wait(comm)
-        words, bell = comm.board.words, comm.board.doorbell_offset(0)
+        mine = shm_of(comm).board
+        words, bell = mine.words, mine.doorbell_offset(0)
         until(lambda: words.load32(bell + DOORBELL_SLEEPERS) > 0)
-        os.kill(comm.board.member_status(0).pid, signal.SIGINT)
+        os.kill(mine.member_status(0).pid, signal.SIGINT)
         wait_for_abort(comm.watch)
         return failure_of(lambda: comm.barrier())[0].failure.kind
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Layout, signatures and plans of `ShmComm`: pure functions, and what C has to agree with."""
+"""Layout, signatures and plans of `ShmBackend`: pure functions, and what C has to agree with."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device_comm import ReduceOp
-from device_comm.shm import layout, mailbox, plan, signature
+from device_comm.shm import layout, signature
+from device_comm.shm.collectives import slot_plan
+from device_comm.shm.collectives.slot_plan import SlotPlan, SlotPlanner
+from device_comm.shm.collectives.steps import Status
 from device_comm.shm.layout import GroupLayout
-from device_comm.shm.plan import NOTHING, Plan, Planner, Span
-from device_comm.shm.steps import Status
+from device_comm.shm.pipes import pipe
+from device_comm.span import NOTHING, Span
 from shm_broadcast import layout as board_layout
 from shm_broadcast.recycling import RECYCLED_BYTES
 
@@ -30,6 +33,7 @@ def test_the_extension_was_built_and_agrees() -> None:
         assert getattr(native, name) == getattr(layout, name)
     assert signature.SIGNATURE.size == native.SIGNATURE_BYTES
     assert native.SIGNATURE_COMPARED == native.SIGNATURE_CHUNK == signature.COMPARED
+    assert native.SIGNATURE_CALL == signature.CALL
     assert (native.SHAPE_DIMS, native.NO_OP) == (signature.SHAPE_DIMS, signature.NO_OP)
     assert (native.STATE_IDLE, native.STATE_BUSY) == (
         board_layout.STATE_IDLE,
@@ -41,23 +45,23 @@ def test_the_extension_was_built_and_agrees() -> None:
         name = str(dtype).removeprefix("torch.").upper()
         if dtype not in (torch.uint64, torch.complex32):
             assert getattr(native, f"DTYPE_{name}") == code
-    assert native.KIND_MOVE == plan.MOVE
-    assert native.KIND_REDUCE == plan.REDUCE
-    assert native.KIND_ALL_REDUCE == plan.ALL_REDUCE
+    assert native.KIND_MOVE == slot_plan.MOVE
+    assert native.KIND_REDUCE == slot_plan.REDUCE
+    assert native.KIND_ALL_REDUCE == slot_plan.ALL_REDUCE
     for status in Status:
         assert getattr(native, f"STEPS_{status.name}") == status
     assert native.RECYCLED_BYTES == RECYCLED_BYTES
     for name in ("POSTED", "TAKEN", "RING", "INSIDE"):
-        assert getattr(native, f"MAILBOX_{name}") == getattr(mailbox, name)
-    for name in ("RING", "PIECE", "RESERVED", "SMALL", "LETTER"):
-        assert getattr(native, f"MAILBOX_{name}_BYTES") == getattr(mailbox, f"{name}_BYTES")
+        assert getattr(native, f"PIPE_{name}") == getattr(pipe, name)
+    for name in ("RING", "PIECE", "RESERVED", "SMALL", "HEADER"):
+        assert getattr(native, f"PIPE_{name}_BYTES") == getattr(pipe, f"{name}_BYTES")
 
 
 @given(st.integers(1, 300))
 def test_nothing_overlaps_and_the_footprint_is_as_documented(n: int) -> None:
     group = GroupLayout.for_ranks(n)
-    assert group.rank_line(n) == group.mailbox(0, 0)
-    assert group.mailbox(n - 1, n - 1) + layout.MAILBOX_STRIDE <= group.slots
+    assert group.rank_line(n) == group.pipe(0, 0)
+    assert group.pipe(n - 1, n - 1) + layout.PIPE_STRIDE <= group.slots
     assert group.slots % 4096 == 0
     slot = layout.SLOT_HEADER + group.slot_bytes
     assert group.slot(0, 0) == group.slots
@@ -105,7 +109,7 @@ def test_signatures_say_what_they_are(made: bytes, words: str) -> None:
 def test_plans_of_a_root_and_of_the_others() -> None:
     x = torch.arange(6, dtype=torch.float32)
     part = torch.empty(2)
-    root, other = Planner(1, 3), Planner(2, 3)
+    root, other = SlotPlanner(1, 3), SlotPlanner(2, 3)
     base, size = x.data_ptr(), part.nbytes
 
     given_out = root.scatter(part, x, 1)
@@ -128,7 +132,7 @@ def test_plans_of_a_root_and_of_the_others() -> None:
 def test_plans_of_uneven_parts() -> None:
     x = torch.arange(6, dtype=torch.float64)
     output = torch.empty(3, dtype=torch.float64)
-    made: Plan = Planner(2, 3).reduce_parts(b"", output, x, (1, 2, 3), ReduceOp.SUM)
+    made: SlotPlan = SlotPlanner(2, 3).reduce_parts(b"", output, x, (1, 2, 3), ReduceOp.SUM)
     base = x.data_ptr()
     assert made.gives == (Span(base, 8), Span(base + 8, 16), Span(base + 24, 24))
     assert made.length == 24

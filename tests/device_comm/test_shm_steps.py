@@ -1,19 +1,21 @@
-"""The steps of `ShmComm` by hand: both ends in one process, one move at a time."""
+"""The steps of `ShmBackend` by hand: both ends in one process, one move at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from device_comm import ReduceOp, _native
+from device_comm.begun import Begun
 from device_comm.shm import layout
+from device_comm.shm.collectives.python_steps import PythonSteps
+from device_comm.shm.collectives.slot_plan import SlotPlanner
+from device_comm.shm.collectives.steps import Status, Steps
 from device_comm.shm.layout import GroupLayout
-from device_comm.shm.plan import Planner
-from device_comm.shm.python_steps import PythonSteps
 from device_comm.shm.signature import DTYPE_CODES, VERBS, describe
-from device_comm.shm.steps import Status, Steps
 from shm_broadcast import Board, Segment
 from tests.device_comm.oracle import REDUCED, ops_for, reduced, same, values
 
@@ -26,12 +28,15 @@ class Ends:
     """Both ranks' steps, on one segment."""
 
     def __init__(self, native: tuple[bool, bool], group: GroupLayout = SMALL) -> None:
+        self.native = native
+        if not all(native):
+            group = replace(group, whole_bytes=layout.WHOLE_ALWAYS)
         self.board = Board.create(N, 0)
         self.segment = Segment.create(group.size, "test")
         group.write(self.segment.words)
-        self.group = group
+        self.group, self.whole = group, group.whole_bytes
         self.steps: list[Steps] = [self._make(rank, native[rank]) for rank in range(N)]
-        self.planners = [Planner(rank, N) for rank in range(N)]
+        self.planners = [SlotPlanner(rank, N) for rank in range(N)]
 
     def _make(self, rank: int, native: bool) -> Steps:
         if not native:
@@ -46,6 +51,7 @@ class Ends:
             torch.Tensor,
             ReduceOp,
             lambda shape, like: like.new_empty(shape),
+            Begun(N).words,
         )
 
     def finish(self) -> None:
@@ -73,7 +79,7 @@ def ends(request: pytest.FixtureRequest) -> Ends:
 def test_a_rank_waits_for_the_arrival_and_names_who_is_missing(ends: Ends) -> None:
     first, second = ends.steps
     for steps, planner in zip(ends.steps, ends.planners, strict=True):
-        steps.begin(planner.barrier())
+        steps.begin(planner.barrier(), 0)
     assert first.advance(0) == Status.BLOCKED
     assert not first.ready()
     assert first.missing() == [1]
@@ -89,28 +95,28 @@ def test_a_root_may_run_two_steps_ahead_and_no_more(ends: Ends) -> None:
     first, second = ends.steps
     sent = [torch.full((3,), float(i)) for i in range(3)]
     for x in sent[:2]:
-        first.begin(ends.planners[0].broadcast(x, 0))
+        first.begin(ends.planners[0].broadcast(x, 0), 0)
         assert first.advance(0) == Status.DONE
-    first.begin(ends.planners[0].broadcast(sent[2], 0))
+    first.begin(ends.planners[0].broadcast(sent[2], 0), 0)
     assert first.advance(0) == Status.BLOCKED
     assert first.missing() == [1]
     assert not first.ready()
     got = torch.zeros(3)
-    second.begin(ends.planners[1].broadcast(got, 0))
+    second.begin(ends.planners[1].broadcast(got, 0), 0)
     assert second.advance(0) == Status.DONE
     assert torch.equal(got, sent[0])
     assert first.ready()
     assert first.advance(0) == Status.DONE
     for expected in sent[1:]:
-        second.begin(ends.planners[1].broadcast(got, 0))
+        second.begin(ends.planners[1].broadcast(got, 0), 0)
         assert second.advance(0) == Status.DONE
         assert torch.equal(got, expected)
 
 
 def test_ranks_that_diverge_find_out_before_data_is_used(ends: Ends) -> None:
     x, outputs = torch.ones(3), [torch.zeros(3), torch.zeros(6)]
-    ends.steps[0].begin(ends.planners[0].all_reduce(outputs[0], x, ReduceOp.SUM, 256))
-    ends.steps[1].begin(ends.planners[1].all_gather(outputs[1], x))
+    ends.steps[0].begin(ends.planners[0].all_reduce(outputs[0], x, ReduceOp.SUM, ends.whole), 0)
+    ends.steps[1].begin(ends.planners[1].all_gather(outputs[1], x), 0)
     assert ends.steps[0].advance(0) == Status.BLOCKED
     assert ends.steps[0].divergent() is None
     assert ends.steps[1].advance(0) == Status.DIVERGED
@@ -121,6 +127,25 @@ def test_ranks_that_diverge_find_out_before_data_is_used(ends: Ends) -> None:
     assert found[0] == 1
     assert not outputs[0].any()
     assert not outputs[1].any()
+
+
+def test_the_same_operation_of_two_calls_is_not_taken_for_one(ends: Ends) -> None:
+    """Through chunks as well, each of which has the number."""
+    for size in (3, 1000):
+        x, outputs = torch.ones(size), [torch.zeros(size), torch.zeros(size)]
+        for rank, call in enumerate((3, 4)):
+            plan = ends.planners[rank].all_reduce(outputs[rank], x, ReduceOp.SUM, ends.whole)
+            ends.steps[rank].begin(plan, call)
+        assert ends.steps[0].advance(0) == Status.BLOCKED
+        assert ends.steps[1].advance(0) == Status.DIVERGED
+        assert ends.steps[0].advance(0) == Status.DIVERGED
+        found = ends.steps[0].divergent()
+        assert found is not None
+        assert describe(found[1]) == f"all_reduce SUM float32[{size}] in call 3"
+        assert describe(found[2]) == f"all_reduce SUM float32[{size}] in call 4"
+        assert not outputs[0].any()
+        assert not outputs[1].any()
+        ends = Ends((ends.native[0], ends.native[1]))
 
 
 ROOTS = {
@@ -134,7 +159,7 @@ def test_of_two_that_wait_for_nobody_the_second_finds_out(ends: Ends, verb: str)
     """Both think that they are the root of a broadcast, or that the other is that of a reduce."""
     mine, x = [0, 1] if verb == "broadcast" else [1, 0], torch.ones(3)
     for rank, (steps, planner) in enumerate(zip(ends.steps, ends.planners, strict=True)):
-        steps.begin(ROOTS[verb](planner, x, mine[rank]))
+        steps.begin(ROOTS[verb](planner, x, mine[rank]), 0)
     assert ends.steps[0].advance(0) == Status.DONE
     assert ends.steps[1].advance(0) == Status.DIVERGED
     found = ends.steps[1].divergent()
@@ -152,8 +177,8 @@ def test_all_reduce_of_every_size(ends: Ends, count: int, in_place: bool) -> Non
         outputs = [x.clone() if in_place else torch.zeros(count) for x in inputs]
         for rank in range(N):
             source = outputs[rank] if in_place else inputs[rank]
-            made = ends.planners[rank].all_reduce(outputs[rank], source, ReduceOp.SUM, 256)
-            ends.steps[rank].begin(made)
+            made = ends.planners[rank].all_reduce(outputs[rank], source, ReduceOp.SUM, ends.whole)
+            ends.steps[rank].begin(made, 0)
         ends.finish()
         for output in outputs:
             same(output, reduced(inputs, ReduceOp.SUM))
@@ -174,8 +199,10 @@ def test_reductions_of_every_dtype_are_the_same_bits_in_c_and_python(dtype: torc
                 ends = Ends(native)
                 outputs = [torch.zeros(count, dtype=dtype) for _ in range(N)]
                 for rank in range(N):
-                    made = ends.planners[rank].all_reduce(outputs[rank], inputs[rank], op, 1024)
-                    ends.steps[rank].begin(made)
+                    made = ends.planners[rank].all_reduce(
+                        outputs[rank], inputs[rank], op, ends.whole
+                    )
+                    ends.steps[rank].begin(made, 0)
                 ends.finish()
                 results += outputs
             for result in results[1:]:
@@ -192,8 +219,8 @@ def test_halves_of_every_bit_pattern_add_like_torch(dtype: torch.dtype) -> None:
     ends = Ends((True, True))
     outputs = [torch.empty_like(every) for _ in range(N)]
     for rank, x in enumerate((every, other)):
-        made = ends.planners[rank].all_reduce(outputs[rank], x, ReduceOp.SUM, 256)
-        ends.steps[rank].begin(made)
+        made = ends.planners[rank].all_reduce(outputs[rank], x, ReduceOp.SUM, ends.whole)
+        ends.steps[rank].begin(made, 0)
     ends.finish()
     expected = (every.float() + other.float()).to(dtype)
     for output in outputs:
@@ -210,8 +237,8 @@ def test_nan_wins(native: bool, op: ReduceOp) -> None:
     ends = Ends((native, native))
     outputs = [torch.zeros(3) for _ in range(N)]
     for rank in range(N):
-        made = ends.planners[rank].all_reduce(outputs[rank], inputs[rank], op, 256)
-        ends.steps[rank].begin(made)
+        made = ends.planners[rank].all_reduce(outputs[rank], inputs[rank], op, ends.whole)
+        ends.steps[rank].begin(made, 0)
     ends.finish()
     for output in outputs:
         assert output.isnan().all()
@@ -227,7 +254,7 @@ def test_plans_that_cannot_be_are_refused_by_the_extension() -> None:
         made._replace(takes=((0, 0),) * 3),
     ):
         with pytest.raises(ValueError, match=r"wrong length|no reduction|spans for"):
-            ends.steps[0].begin(wrong)
+            ends.steps[0].begin(wrong, 0)
     for wrong in (3, made._replace(takes=(1,))):
         with pytest.raises(TypeError, match="expected a"):
-            ends.steps[0].begin(wrong)
+            ends.steps[0].begin(wrong, 0)

@@ -1,4 +1,4 @@
-"""Random operations of several groups over `ShmComm`, against results computed locally."""
+"""Random operations of several groups over `ShmBackend`, against results computed locally."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.device_comm.soak import draw, run
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
-    from device_comm.shm_comm import ShmComm
+    from device_comm import Communicator
 
 GROUPS = {2: [[0, 1], [1, 0]], 4: [[0, 1, 2, 3], [0, 2], [3, 1], [2, 0, 3]]}
 
@@ -28,7 +28,7 @@ def make_groups(
     progress: Progress,
     *,
     use_native: bool,
-) -> tuple[list[ShmComm | None], list[int]]:
+) -> tuple[list[Communicator | None], list[int]]:
     """This rank's end of each group of `GROUPS`, None where it is no member; and their sizes."""
     comms = [
         stack.enter_context(

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_comm import ReduceOp
-from device_comm.shm.collective import Agreement, Collective
-from device_comm.shm.plan import Planner
+from device_comm.shm.collectives.collective import Collective
+from device_comm.shm.collectives.planned import Plans
 from shm_broadcast import DivergenceError
 from tests.device_comm.test_shm_steps import Ends, N
 
@@ -20,19 +20,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from device_comm.shm.plan import Plan
+    from device_comm.shm.collectives.slot_plan import SlotPlan
 
 sizes = st.lists(st.integers(0, 700), min_size=N, max_size=N).filter(any)
 kinds = st.sampled_from([(True, True), (False, False), (True, False)])
 
 
-def run(native: tuple[bool, bool], plans: Callable[[Agreement, int], Iterator[Plan]]) -> None:
+def run(native: tuple[bool, bool], plans: Callable[[Plans, int], Iterator[SlotPlan]]) -> None:
     """Carry out what each rank plans, one small step at a time."""
     ends = Ends(native)
     tasks = [
-        Collective(
-            ends.steps[rank], range(N), "test", plans(Agreement(Planner(rank, N), rank, N), rank)
-        )
+        Collective(ends.steps[rank], range(N), "test", plans(Plans(rank, N, ends.whole), rank))
         for rank in range(N)
     ]
     done = [False] * N
@@ -96,7 +94,7 @@ def test_ranks_that_differ_about_any_sizes_use_no_data(ours: list[int], theirs: 
         return
     outputs = [torch.full((sum(each),), -1.0) for each in (ours, theirs)]
 
-    def plans(agree: Agreement, rank: int) -> Iterator[Plan]:
+    def plans(agree: Plans, rank: int) -> Iterator[SlotPlan]:
         each = (ours, theirs)[rank]
         return agree.all_gatherv(outputs[rank], numbers(each[rank], rank), each)
 

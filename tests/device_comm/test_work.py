@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from device_comm import Joined, Work, join
+from device_comm.work import Followed
 from shm_broadcast import CoordinatorError, Deadline, GroupTimeoutError
 
 if TYPE_CHECKING:
@@ -32,6 +33,18 @@ class Steps:
             raise GroupTimeoutError("steps", 0)
         if self.error is not None:
             raise self.error
+
+
+def test_a_step_is_taken_once_behind_an_operation_that_is_done() -> None:
+    taken: list[int] = []
+    followed = Followed(Steps(2), lambda: taken.append(1))
+    assert not followed.ready()
+    with pytest.raises(GroupTimeoutError):
+        followed.wait(Deadline.after(0))
+    assert taken == []
+    for _ in range(2):
+        followed.wait(Deadline.after(1))
+        assert taken == [1]
 
 
 def test_wait_gives_the_result_again_and_again_and_finishes_once() -> None:

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from tests.mutants.catalogue import MUTANTS, Mutant
+from tests.mutants.fuzzed import FUZZED_MUTANTS
 from tests.mutants.kernels import KERNEL_MUTANTS
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +24,7 @@ LIMIT = 180.0
 
 def main(wanted: list[str]) -> int:
     survived = 0
-    for mutant in (*MUTANTS, *KERNEL_MUTANTS):
+    for mutant in (*MUTANTS, *KERNEL_MUTANTS, *FUZZED_MUTANTS):
         if wanted and not mutant.promise.startswith(tuple(wanted)):
             continue
         verdict = judge(mutant)
@@ -61,7 +62,7 @@ def copy_to(tree: Path) -> None:
 
 
 def build(tree: Path) -> bool:
-    command = [sys.executable, "-c", "import setuptools; setuptools.setup()"]
+    command = [sys.executable, "setup.py"]
     return not run_in(tree, [*command, "-q", "build_ext", "--inplace", "--force"]).returncode
 
 

@@ -32,14 +32,14 @@ _HERE = "tests/shm_broadcast"
 MUTANTS = (
     Mutant(
         "Q1 a killed peer is named",
-        "shm_broadcast/members.py",
+        "shm_broadcast/board/members.py",
         'self.state(member) in ("lost", "closed")',
         'self.state(member) == "closed"',
         (f"{_HERE}/test_queue_ends.py::test_a_dead_peer_ends_every_wait",),
     ),
     Mutant(
         "Q1 a slow reader's arrears are told",
-        "shm_broadcast/queue_writer.py",
+        "shm_broadcast/queue/writer.py",
         "detail=lambda: _how_far(self._board, ring.behind()),",
         "detail=str,",
         (
@@ -73,7 +73,7 @@ MUTANTS = (
     ),
     Mutant(
         "Q3 a reader that raises gives its space back",
-        "shm_broadcast/queue_reader.py",
+        "shm_broadcast/queue/reader.py",
         "                    finally:\n                        ring.advance(record)",
         "                    except StopIteration:\n                        ring.advance(record)",
         (f"{_HERE}/test_queue.py::test_acquire_read_gives_the_space_back_when_the_block_raises",),
@@ -90,7 +90,7 @@ MUTANTS = (
     ),
     Mutant(
         "Q4, rule 1: written before it is published",
-        "shm_broadcast/ring_writer.py",
+        "shm_broadcast/ring/writer.py",
         "        target = record + layout.RECORD_HEADER\n",
         "        words.store64(layout.RING_PUBLISHED, position + layout.record_stride(place.size))\n"  # noqa: E501
         "        target = record + layout.RECORD_HEADER\n",
@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     Mutant(
         "Q4, rule 2: copied out before it is given back",
-        "shm_broadcast/ring_reader.py",
+        "shm_broadcast/ring/reader.py",
         "                unfinished.fill(self._segment, record)\n"
         "                self.advance(record)\n",
         "                self.advance(record)\n"
@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         "Q4 what is out is not cancelled",
-        "shm_broadcast/ring_writer.py",
+        "shm_broadcast/ring/writer.py",
         "            elif not whole:\n",
         "            else:\n",
         (
@@ -140,35 +140,35 @@ MUTANTS = (
     ),
     Mutant(
         "Q4, rule 2: nothing unread is overwritten",
-        "shm_broadcast/ring_writer.py",
+        "shm_broadcast/ring/writer.py",
         "        return position + need - gate <= self.capacity\n",
         "        return position + need - gate <= self.capacity + 8192\n",
         (f"{_HERE}/test_ring_model.py::test_history",),
     ),
     Mutant(
         "Q5 a block is not written while a reader uses it",
-        "shm_broadcast/arena.py",
+        "shm_broadcast/ring/arena.py",
         "if words.load64(line) == block.generation:",
         "if words.load64(line) <= block.generation:",
         (f"{_HERE}/test_arena.py::test_a_block_is_not_written_while_one_reader_holds_it",),
     ),
     Mutant(
         "Q6 a dequeue that timed out keeps what it has",
-        "shm_broadcast/ring_reader.py",
+        "shm_broadcast/ring/reader.py",
         "                return finished\n        return None\n",
         "                return finished\n        self._unfinished = None\n        return None\n",
         (f"{_HERE}/test_ring.py::test_fragments_are_kept_between_calls",),
     ),
     Mutant(
         "Q6 there is always room to cancel",
-        "shm_broadcast/records.py",
+        "shm_broadcast/ring/records.py",
         "RESERVED_FOR_CANCEL: Final = layout.RECORD_ALIGN",
         "RESERVED_FOR_CANCEL: Final = 0",
         (f"{_HERE}/test_ring.py::test_there_is_always_room_to_cancel",),
     ),
     Mutant(
         "Q7 a message of any size streams through",
-        "shm_broadcast/records.py",
+        "shm_broadcast/ring/records.py",
         "if self.total <= largest:",
         "if self.total:",
         (f"{_HERE}/test_ring.py::test_a_message_of_any_size_streams_through",),
@@ -182,7 +182,7 @@ MUTANTS = (
     ),
     Mutant(
         "Q9 the footprint is a function of the arguments",
-        "shm_broadcast/queue_handle.py",
+        "shm_broadcast/queue/handle.py",
         "return min(max_chunk_bytes * max_chunks, DEFAULT_CAPACITY)",
         "return max_chunk_bytes * max_chunks",
         (f"{_HERE}/test_queue.py::test_the_footprint_is_a_function_of_the_arguments",),
@@ -203,7 +203,7 @@ MUTANTS = (
     ),
     Mutant(
         "Q10 a respawned reader goes on where the dead one stopped",
-        "shm_broadcast/ring_reader.py",
+        "shm_broadcast/ring/reader.py",
         "if self._position() == layout.LEFT:",
         "if self._position() != layout.LEFT + 1:",
         (f"{_HERE}/test_ring.py::test_a_respawned_reader_goes_on_where_the_dead_one_stopped",),
@@ -220,14 +220,14 @@ MUTANTS = (
     ),
     Mutant(
         "Q12 who has no key on the list is not admitted",
-        "shm_broadcast/remote_keys.py",
+        "shm_broadcast/remote/keys.py",
         "return public_key in self._ranks",
         "return True",
         (f"{_HERE}/test_remote_intruders.py::TestIntruders::test_key_that_is_not_on_the_list",),
     ),
     Mutant(
         "Q12 a frame beyond the limit ends its connection",
-        "shm_broadcast/remote_end.py",
+        "shm_broadcast/remote/end.py",
         "self._zmq.maxmsgsize = frame_bytes + _FRAME_SLACK",
         "self._zmq.maxmsgsize = -1",
         (
@@ -236,30 +236,201 @@ MUTANTS = (
     ),
     Mutant(
         "Q13 one address is bound",
-        "shm_broadcast/remote_writer.py",
-        'self._zmq.bind(f"tcp://{host}:*")',
-        'self._zmq.bind("tcp://*:*")',
+        "shm_broadcast/remote/end.py",
+        'server.bind(f"tcp://{host}:*")',
+        'server.bind("tcp://*:*")',
         (f"{_HERE}/test_remote.py::TestResources::test_listens_on_its_one_address_only",),
     ),
     Mutant(
         "N1 whoever binds lets the system choose the port",
-        "shm_broadcast/remote_writer.py",
-        'self._zmq.bind(f"tcp://{host}:*")',
-        'self._zmq.bind(f"tcp://{host}:29517")',
+        "shm_broadcast/remote/end.py",
+        'server.bind(f"tcp://{host}:*")',
+        'server.bind(f"tcp://{host}:29517")',
         (f"{_HERE}/test_remote.py::TestResources::test_writers_never_collide",),
     ),
     Mutant(
         "N2 the binder picks an address of its own",
-        "coordinator/bootstrap.py",
+        "coordinator/setup/bootstrap.py",
         "if error.errno != errno.EADDRNOTAVAIL:",
         "if error.errno:",
         ("tests/coordinator/test_bootstrap.py::test_an_address_that_is_translated_on_the_way",),
     ),
     Mutant(
         "N3 readers are reached by IPv6",
-        "shm_broadcast/remote_writer.py",
+        "shm_broadcast/remote/writer.py",
         "ipv6=address.version == 6",
         "ipv6=False",
         (f"{_HERE}/test_remote_netns.py::test_messages_cross_hosts",),
+    ),
+    Mutant(
+        "R6 a group of one has process groups of one",
+        "coordinator/setup/process_groups.py",
+        "return self.cpu()",
+        "return None",
+        (
+            "tests/coordinator/test_groups_of_one.py::test_a_sum_in_a_group_of_one_is_over_its_member",
+        ),
+    ),
+    Mutant(
+        "R1 ranks in different calls do not use each other's data",
+        "device_comm/native/direct.c",
+        "memcpy(p->signature + SIGNATURE_CALL, &the_call, sizeof the_call);",
+        "",
+        ("tests/device_comm/test_call_number.py::test_ranks_in_different_calls_do_not_meet",),
+    ),
+    Mutant(
+        "R1 no answer holds another call's data, whatever the transport",
+        "server/calls/pending_call.py",
+        "found = difference(self._begun)",
+        "found = None if self._begun else difference(self._begun)",
+        (
+            "tests/server/test_pool_divergence.py::"
+            "test_calls_do_not_meet_where_a_rank_leaves_a_collective_out",
+        ),
+    ),
+    Mutant(
+        "R5 the readers on other hosts outlive those on this one",
+        "shm_broadcast/queue/writer.py",
+        "            with suppress(_DesertedError):\n",
+        "            with suppress(StopIteration):\n",
+        (
+            f"{_HERE}/test_queue_audience.py::"
+            "test_one_kind_of_reader_goes_while_the_writer_waits_amid_a_message",
+        ),
+    ),
+    Mutant(
+        "R5 the readers on this host outlive those on others",
+        "shm_broadcast/queue/writer.py",
+        "        if ring is not None and not ring.deserted():\n",
+        "        if ring and not ring.deserted() and not (remote and remote.deserted()):\n",
+        (f"{_HERE}/test_queue_audience.py::test_one_kind_of_reader_leaves_and_the_other_goes_on",),
+    ),
+    Mutant(
+        "R5 a message reaches all that are left or none",
+        "shm_broadcast/remote/writer.py",
+        "            self._messages += 1\n",
+        "            self._messages += 1\n            self._require_readers(operation)\n",
+        (
+            f"{_HERE}/test_queue_audience.py::"
+            "test_a_message_at_which_a_reader_is_found_lost_still_reaches_all_others",
+        ),
+    ),
+    Mutant(
+        "S1 what is forged is not unpickled",
+        "coordinator/messages/seal.py",
+        "if not hmac.compare_digest(tag, self._tag(kind, src, dst, number, payload)):",
+        "if not tag:",
+        ("tests/coordinator/test_seal.py::test_forged_changed_and_repeated_frames_are_refused",),
+    ),
+    Mutant(
+        "S1 what was sent before is not taken again",
+        "coordinator/messages/seal.py",
+        "if number != due:",
+        "if number < 0:",
+        ("tests/coordinator/test_seal.py::test_forged_changed_and_repeated_frames_are_refused",),
+    ),
+    Mutant(
+        "S1 without a secret nothing is unpickled between hosts",
+        "coordinator/messages/wire.py",
+        "return Wire(pickles=False)",
+        "return Wire()",
+        ("tests/coordinator/test_seal.py::test_what_travels_between_hosts",),
+    ),
+    Mutant(
+        "S1 a refusal is no value",
+        "coordinator/messages/wire.py",
+        "if kind == Kind.REFUSED:",
+        "if kind == 0:",
+        ("tests/coordinator/test_messages.py::test_every_kind_of_message",),
+    ),
+    Mutant(
+        "D4 what was begun over sockets goes on in the order it was asked for",
+        "device_comm/torch_group/torch_backend.py",
+        "            if before is not None:\n                before.join()\n",
+        "",
+        ("tests/coordinator/test_background_messages.py::test_what_was_begun_goes_on",),
+    ),
+    Mutant(
+        "D4 what was begun through shared memory goes on to its end",
+        "device_comm/shm/pipes/transfers.py",
+        "if tensor is None and self._following is not None:",
+        "if tensor is None and self._following is not None and not self._total:",
+        ("tests/coordinator/test_background_messages.py::test_what_was_begun_goes_on",),
+    ),
+    Mutant(
+        "D4 a small asynchronous send needs no receive, over sockets too",
+        "coordinator/messages/outgoing.py",
+        "            if copies and comm is self._routes.cpu:",
+        "            if copies and comm is not self._routes.cpu:",
+        ("tests/coordinator/test_background_messages.py::test_what_was_begun_goes_on",),
+    ),
+    Mutant(
+        "D5 what a blocking send cannot hand over is copied",
+        "coordinator/messages/outgoing.py",
+        "comm.isend(x.clone() if copy else x, dst)",
+        "comm.isend(x, dst)",
+        ("tests/coordinator/test_messages.py::test_every_kind_of_message",),
+    ),
+    Mutant(
+        "R3 a member that died on another host is named",
+        "shm_broadcast/board/members.py",
+        "or self.elsewhere.gone(member):",
+        "or self.elsewhere.gone(-1):",
+        ("tests/coordinator/test_hosts.py::test_a_killed_member_is_named_on_all_hosts",),
+    ),
+    Mutant(
+        "R3 the first failure reaches all hosts",
+        "coordinator/hosts/heartbeat.py",
+        "if self._board.aborted is None:",
+        "if self._board.aborted is not None:",
+        ("tests/coordinator/test_hosts.py::test_an_abort_reaches_all_hosts_with_its_cause",),
+    ),
+    Mutant(
+        "R3 a stopped process does not silence its host",
+        "coordinator/hosts/heartbeat.py",
+        "if wanted > self._done or age > _DUE_SECONDS * 1e9:",
+        "if wanted > self._done or self._board.member == self._members[0]:",
+        ("tests/coordinator/test_hosts.py::test_a_stopped_member_does_not_silence_its_host",),
+    ),
+    Mutant(
+        "R3 who has come to a collective is not late for it",
+        "device_comm/torch_group/arrivals.py",
+        "if not self._has_come(status.collective)",
+        "if status.rank >= 0",
+        ("tests/coordinator/test_hosts.py::test_a_deadline_lists_who_is_behind_and_nobody_else",),
+    ),
+    Mutant(
+        "S2 a process that another user has started is not opened",
+        "shm_broadcast/segment.py",
+        "if set(_user_ids(process)) != {me}:",
+        "if me not in _user_ids(process):",
+        (
+            "tests/shm_broadcast/test_segment_strangers.py::test_what_is_not_this_user_s_alone_is_not_opened",
+        ),
+    ),
+    Mutant(
+        "S2 memory of another user is not opened",
+        "shm_broadcast/segment.py",
+        "if os.stat(name, dir_fd=process).st_uid != me:",
+        "if os.stat(name, dir_fd=process).st_uid < 0:",
+        (
+            "tests/shm_broadcast/test_segment_strangers.py::test_what_is_not_this_user_s_alone_is_not_opened",
+        ),
+    ),
+    Mutant(
+        "S3 with a secret, members tell each other nothing in an open store",
+        "coordinator/stores/authenticated.py",
+        "if secret is None or isinstance(base, AskedStore):",
+        "if secret is None or exchange.size > 1:",
+        (
+            "tests/coordinator/test_curve_store.py::test_the_first_store_holds_one_address_and_nothing_else",
+        ),
+    ),
+    Mutant(
+        "S4 a pool on one host opens no socket with an address",
+        "coordinator/setup/link.py",
+        "over = below = build.shm()",
+        "over = below = build.shm()\n            groups.cpu(exchange.deadline)",
+        ("tests/server/test_pool_locked.py::test_nobody_can_reach_a_pool_on_the_cpu",),
     ),
 )

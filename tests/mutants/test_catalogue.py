@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.catalogue import MUTANTS, Mutant
+from tests.mutants.fuzzed import FUZZED_MUTANTS
 from tests.mutants.kernels import KERNEL_MUTANTS
 
 ROOT = Path(__file__).parents[2]
-ALL = (*MUTANTS, *KERNEL_MUTANTS)
-PROMISES = {f"Q{number}" for number in range(1, 14)} | {f"N{number}" for number in range(1, 4)}
+ALL = (*MUTANTS, *KERNEL_MUTANTS, *FUZZED_MUTANTS)
+PROMISES = (
+    {f"Q{number}" for number in range(1, 14)} | {f"N{number}" for number in range(1, 4)} | {"R5"}
+)
 
 
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.promise)
@@ -21,8 +24,8 @@ def test_a_mutant_applies(mutant: Mutant) -> None:
     assert mutant.tests
     for test in mutant.tests:
         file, *_, name = test.split("::")
-        assert f"def {name}(" in (ROOT / file).read_text()
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
 
 
 def test_every_promise_of_the_ground_floor_has_a_mutant() -> None:
-    assert {mutant.promise.split()[0].rstrip(",") for mutant in MUTANTS} == PROMISES
+    assert {mutant.promise.split()[0].rstrip(",") for mutant in MUTANTS} >= PROMISES

@@ -6,6 +6,7 @@ the test is about. Its own `Here` is a worker class of the main module.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from server.errors import PoolClosedError
 from server.pool import WorkerPool
 from tests.server.workers import Worker
 
@@ -33,7 +35,8 @@ def say(pids: list[int]) -> None:
 
 def wait(pool: WorkerPool, what: str) -> None:
     """Wait in a call; what that is, the test says."""
-    pids = [status.pid for status in pool.status()] + pool.collective_rpc("start_child")
+    pids = [status.pid for status in pool.status()]
+    pids += pool.collective_rpc("start_child") + pool.collective_rpc("start_daemon")
     say(pids)
     if what == "idle":
         time.sleep(600)
@@ -43,6 +46,16 @@ def wait(pool: WorkerPool, what: str) -> None:
         pool.call("hold_python", [0, 1])
     else:
         pool.call("sleep", 600.0)
+
+
+def use(pool: WorkerPool) -> None:
+    """Every door is shut in a forked child."""
+    for door in (pool.status, lambda: pool.call("echo"), lambda: pool.submit("echo")):
+        try:
+            door()
+        except PoolClosedError:
+            continue
+        os.abort()
 
 
 def main(what: str, argument: str = "") -> None:
@@ -78,11 +91,21 @@ def main(what: str, argument: str = "") -> None:
         if child == 0:
             if argument == "outlive":
                 signal.pause()
+            elif argument == "shutdown":
+                pool.shutdown()
+            elif argument == "block":
+                with pool:
+                    raise ValueError("the child's own")
+            elif argument == "use":
+                use(pool)
+            elif argument == "drop":
+                del pool
+                gc.collect()
             sys.exit(0)
         say([pool.call("where")[1]])
-        if argument != "outlive":
-            os.wait()
-        say([pool.call("echo", child)])
+        status = 0 if argument == "outlive" else os.wait()[1]
+        assert os.waitstatus_to_exitcode(status) == (1 if argument == "block" else 0)
+        say([pool.call("echo", child, timeout=10)])
         signal.pause()
     elif what == "main":
         with WorkerPool(Here) as pool:

@@ -1,26 +1,30 @@
-"""A service over a pool that is played here, in this process or behind a socket."""
+"""A service over a tokenizer and a pool of the tests' own, here or behind a socket."""
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
 import uvicorn
 
-from server.errors import WorkerError, WorkerLostError
-from server.http import Face
-from server.serve import listen
-from server.service import PROBE, EmbeddingService
-from server.web_server import WebServer
+from server.embedding.openai_api import ServedModel
+from server.embedding.service import PROBE, EmbeddingService
+from server.errors import CallTimeoutError, WorkerError, WorkerLostError
+from server.web.connections import ConnectionLimits, TimedConnection
+from server.web.face import Face
+from server.web.listener import listen
+from server.web.web_server import WebServer
+from server.workers.minilm import Encoded, InputTooLongError
 from shm_broadcast import CoordinatorError, MemberStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
+
+STUCK = MemberStatus(1, 4242, "busy", "all_reduce", 7, 12.5)
 
 
 class Pool:
@@ -32,30 +36,38 @@ class Pool:
         self.batches: list[list[str]] = []
         self.stopped = False
 
-    def submit(self, method: str, inputs: list[str]) -> Future[Any]:
-        assert method == "embed_counted"
+    def submit(self, method: str, tokens: list[np.ndarray], *, timeout: float) -> Future[Any]:
+        assert method == "embed"
+        inputs = ["".join(map(chr, each)) for each in tokens]
         if self.failure is not None:
             raise self.failure
         future: Future[Any] = Future()
         if inputs != [PROBE]:
             self.batches.append(inputs)
-        if self.held is None or inputs == [PROBE]:
+        if self.held is None:
             self.answer(future, inputs)
         else:
             self.held.append((future, inputs))
+            asyncio.get_running_loop().call_later(timeout, self.late, future, timeout)
         return future
+
+    def late(self, future: Future[Any], timeout: float) -> None:
+        if not future.done():
+            future.set_exception(
+                CallTimeoutError("embed", timeout, (STUCK,), stacks={1: "in all_reduce"})
+            )
 
     def answer(self, future: Future[Any], inputs: list[str]) -> None:
         if any(text == "boom" for text in inputs):
-            future.set_exception(WorkerError(0, "embed_counted", "ValueError", "boom", "trace"))
+            future.set_exception(WorkerError(0, "embed", "ValueError", "boom", "trace"))
             return
-        lengths = np.array([len(text) for text in inputs])
-        future.set_result((lengths[:, None].astype(np.float32), lengths))
+        future.set_result(np.array([[len(text)] for text in inputs], np.float32))
 
     def let_go(self) -> None:
         held, self.held = self.held or [], None
         for future, inputs in held:
-            self.answer(future, inputs)
+            if not future.done():
+                self.answer(future, inputs)
 
     def kill(self) -> None:
         self.failure = WorkerLostError(1, 4242, "killed by SIGKILL")
@@ -66,8 +78,12 @@ class Pool:
     def status(self) -> list[MemberStatus]:
         return [MemberStatus(0, 4241, "busy", "dequeue", 9, 0.5), MemberStatus(1, 4242, "lost")]
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float) -> None:
+        assert timeout >= 0
         self.stopped = True
+
+
+TIMES = {"request_timeout": 60.0, "stall_timeout": 10.0}
 
 
 class Site:
@@ -86,9 +102,31 @@ class Site:
             await asyncio.sleep(0.005)
 
 
-def check_inputs(inputs: list[Any]) -> None:
-    if any(isinstance(item, list) for item in inputs):
-        raise ValueError("input 0 has token id 9; ids are 0 to 8")
+class Tokenizer:
+    """Makes a token of each character."""
+
+    max_characters = 20_000
+
+    def encode(self, inputs: list[Any], *, truncate: bool, first: int = 0) -> Encoded:
+        found = Encoded()
+        for index, item in enumerate(inputs, first):
+            if isinstance(item, list) and not (item and all(0 <= each < 9 for each in item)):
+                raise ValueError(f"input {index} has no token ids; ids are 0 to 8")
+            if len(item) > MAX_TOKENS:
+                if not truncate:
+                    raise InputTooLongError(index, len(item), MAX_TOKENS, "tokens")
+                found.truncated.append(index)
+            cut = item[:MAX_TOKENS]
+            found.tokens.append(np.array(list(map(ord, cut)) if isinstance(cut, str) else cut))
+        return found
+
+
+MAX_TOKENS = 10_000
+MODEL = ServedModel("m", 1, MAX_TOKENS, 9)
+
+
+def face(service: EmbeddingService, api_key: str | None = None) -> Face:
+    return Face(service, MODEL, api_key=api_key, truncate=False, on_failure=lambda: None)
 
 
 @asynccontextmanager
@@ -96,13 +134,13 @@ async def site(
     api_key: str | None = None, start: Callable[[Pool], Any] = lambda pool: pool, **limits: Any
 ) -> AsyncIterator[Site]:
     pool = Pool()
-    folder: Any = SimpleNamespace(bert=SimpleNamespace(hidden_size=1), check_inputs=check_inputs)
+    tokenizer: Any = Tokenizer()
     service = EmbeddingService(
-        folder,
+        tokenizer,
         lambda: start(pool),
-        **{"max_batch": 4, "max_waiting": 4, "in_flight": 1, "call_timeout": 30.0, **limits},
+        **{"max_tokens": 16, "max_waiting": 4, "in_flight": 1, **TIMES, **limits},
     )
-    transport = httpx.ASGITransport(Face(service, "m", api_key, lambda: None).app())
+    transport = httpx.ASGITransport(face(service, api_key).app())
     service.start(lambda: None)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         here = Site(pool, service, client)
@@ -113,11 +151,17 @@ async def site(
 
 
 @asynccontextmanager
-async def listening(site: Site) -> AsyncIterator[str]:
-    """The service behind a socket of its own; gives its URL."""
-    face = Face(site.service, "m", None, lambda: None)
-    config = uvicorn.Config(face.app(), log_level="warning", lifespan="off")
-    server = WebServer(config, lambda: None)
+async def listening(site: Site, **limits: Any) -> AsyncIterator[str]:
+    """The service behind a socket of its own, with `ConnectionLimits`; gives its URL."""
+    config = uvicorn.Config(
+        face(site.service).app(),
+        http=TimedConnection.within(ConnectionLimits(**limits)),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+    )
+    server = WebServer(config, lambda _: None, 60.0)
     with listen("127.0.0.1", 0) as listener:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"

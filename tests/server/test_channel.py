@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
-from server.channel import Channel, ChannelClosedError
-from server.messages import Failed, FromWorker, Hello, Progress, Resume
-from shm_broadcast import Deadline, GroupTimeoutError
+from server.control.channel import Channel, ChannelClosedError
+from server.control.protocol import Failed, FromWorker, Hello, Resume, WorkProgress
+from shm_broadcast import Deadline, GroupTimeoutError, MessageDecodeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +28,9 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 
 def test_messages_come_in_order_and_whole(ends: tuple[Channel, Channel]) -> None:
     driver, worker = ends
-    messages = [Hello(), Progress(1, 2, "weights: é"), Failed(3, 4, "E", "m", "t", exception=b"\0")]
+    begun = (("tp", (0, 1), 0, b"\1\0\377"),)
+    failed = Failed(3, begun, "E", "m", "t", exception=b"\0")
+    messages = [Hello(7), WorkProgress(1, 2, "weights: é"), failed]
     for message in messages:
         worker.send(message)
     assert [driver.receive(), driver.receive(), driver.receive()] == messages
@@ -38,7 +41,7 @@ def test_a_message_larger_than_the_socket_holds_waits_for_its_reader(
     ends: tuple[Channel, Channel],
 ) -> None:
     driver, worker = ends
-    large = Progress(0, 0, "x" * (4 << 20))
+    large = WorkProgress(0, 0, "x" * (4 << 20))
     sender = threading.Thread(target=worker.send, args=(large,))
     sender.start()
     assert driver.receive(Deadline.after(30)) == large
@@ -47,7 +50,7 @@ def test_a_message_larger_than_the_socket_holds_waits_for_its_reader(
 
 def test_sending_gives_up_at_the_deadline(ends: tuple[Channel, Channel]) -> None:
     with pytest.raises(GroupTimeoutError, match="control channel send"):
-        ends[1].send(Progress(0, 0, "x" * (4 << 20)), Deadline.after(0.05))
+        ends[1].send(WorkProgress(0, 0, "x" * (4 << 20)), Deadline.after(0.05))
 
 
 def test_receiving_gives_up_at_the_deadline(ends: tuple[Channel, Channel]) -> None:
@@ -57,10 +60,31 @@ def test_receiving_gives_up_at_the_deadline(ends: tuple[Channel, Channel]) -> No
 
 def test_what_was_sent_comes_before_the_end(ends: tuple[Channel, Channel]) -> None:
     driver, worker = ends
-    worker.send(Hello())
+    worker.send(Hello(7))
     worker.close()
-    assert driver.receive() == Hello()
+    assert driver.receive() == Hello(7)
     with pytest.raises(ChannelClosedError):
         driver.receive()
     with pytest.raises(ChannelClosedError):
         driver.send(Resume(1))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        b"a line that a library has printed\n",
+        b"\0\0\0\5hello",
+        b'\0\0\0\x0f{"type":"Other"}',
+        b'\0\0\0\x22{"type":"Hello","pid":"no number"}',
+        b"\0\0\0\2\xff\xfe",
+    ],
+)
+def test_what_is_no_message_is_said_to_be_none(
+    ends: tuple[Channel, Channel], written: bytes
+) -> None:
+    driver, worker = ends
+    worker.send(Hello(7))
+    os.write(worker.fileno(), written)
+    assert driver.receive() == Hello(7)
+    with pytest.raises(MessageDecodeError, match="control channel"):
+        driver.receive(Deadline.after(10))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from server.cli import main
-from server.demo import read_lines
+from server.commands.demo import read_lines
 from tests.patience import STALL_SECONDS
 from tests.server.tiny_bert import SENTENCES, make_model
 
@@ -87,7 +87,7 @@ def test_a_wrong_answer_ends_with_status_1(
 ) -> None:
     model = make_model(tmp_path / "model")
     zeros = np.zeros((60, 24), dtype=np.float32)
-    monkeypatch.setattr("server.demo.reference", lambda *_: zeros)
+    monkeypatch.setattr("server.commands.demo.reference", lambda *_: zeros)
     assert main(["demo", "--tp=1", "--pp=1", f"--model={model}", "--json"]) == 1
     assert json.loads(capfd.readouterr().out)["ok"] is False
 
@@ -101,6 +101,7 @@ def test_a_wrong_answer_ends_with_status_1(
         (["--pp=-3"], "tp and pp must be at least 1; got tp=2, pp=-3"),
         (["--tp=1000", "--pp=1000"], "tp=1000 does not divide"),
         (["--tp=two"], "argument --tp: invalid int value: 'two'"),
+        (["--dp=2"], "--dp must be 1; got 2: a pool computes every call on all of its replicas"),
         (["--threads=0"], "--threads must be at least 1; got 0"),
         (["--timeout=-1"], "--timeout must be more than 0 seconds; got -1.0"),
         (["--model=TMP/nowhere"], "TMP/nowhere: no such model folder"),

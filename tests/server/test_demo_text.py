@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from server import demo_text
+from server.commands import demo_text
 from server.workers.minilm import Placed
 
 

@@ -9,11 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from server.openai_api import MAX_INPUTS, ApiError, read_request, write_response
+from server.embedding.openai_api import (
+    MAX_INPUTS,
+    ApiError,
+    ServedModel,
+    read_request,
+    write_response,
+)
+
+MODEL = ServedModel("m", 3, 8, 100)
 
 
 def read(**fields: Any) -> Any:
-    return read_request(json.dumps({"model": "m", **fields}).encode(), "m", 3)
+    return read_request(json.dumps({"model": "m", **fields}).encode(), MODEL)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +81,7 @@ def test_what_is_wrong_is_told(fields: Any, status: int, param: str, text: str) 
 )
 def test_bytes_that_are_no_request(body: bytes, text: str) -> None:
     with pytest.raises(ApiError, match=text) as raised:
-        read_request(body, "m", 3)
+        read_request(body, MODEL)
     assert raised.value.status == 400
 
 

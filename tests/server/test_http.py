@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from server.http import MAX_BODY_BYTES
+from server.web.body import MAX_BODY_BYTES
 from tests.server.fake_service import Pool, run, site
 
 
@@ -64,9 +64,9 @@ def test_what_could_never_wait_is_not_asked_to_try_again() -> None:
 def test_a_route_that_is_not_there_answers_in_the_same_shape() -> None:
     async def test() -> None:
         async with site() as here:
-            missing = await here.client.get("/v1/models")
+            missing = await here.client.get("/v1/files")
             assert missing.status_code == 404
-            assert missing.json()["error"]["message"] == "no GET /v1/models here"
+            assert missing.json()["error"]["message"] == "no GET /v1/files here"
             wrong = await here.client.get("/v1/embeddings")
             assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
             assert wrong.json()["error"]["type"] == "invalid_request_error"
@@ -88,22 +88,62 @@ def test_a_dead_worker_answers_503_by_rank_and_is_not_ready() -> None:
             ready = await here.client.get("/ready")
             assert ready.status_code == 503
             assert "rank 1" in ready.json()["reason"]
-            assert (await here.client.get("/health")).status_code == 200
+            health = await here.client.get("/health")
+            assert (health.status_code, "killed by SIGKILL" in health.text) == (503, True)
 
     run(test)
 
 
-def test_a_failed_batch_answers_500_and_workers_that_are_silent_504() -> None:
+def test_a_failed_batch_answers_500() -> None:
     async def test() -> None:
-        async with site(call_timeout=3.0) as here:
+        async with site() as here:
             failed = await here.embed("boom")
             assert failed.status_code == 500
             assert "ValueError: boom" in failed.json()["error"]["message"]
-            here.pool.held = []
-            late = await here.embed("x")
-            assert late.status_code == 504
-            here.pool.held = None
             assert (await here.embed("x")).status_code == 200
+
+    run(test)
+
+
+def test_calls_that_do_not_move_fail_readiness_until_they_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        async with site(request_timeout=4.0, stall_timeout=0.5) as here:
+            here.pool.held = []
+            asked = asyncio.create_task(here.embed("x"))
+            await here.until(lambda: here.service.state == "stalled")
+            for path in ("/ready", "/health/progress"):
+                answer = await here.client.get(path)
+                assert (answer.status_code, "rank 1 (pid 4242)" in answer.text) == (503, True)
+            assert (await here.client.get("/health")).status_code == 200
+            assert (await here.embed("y")).status_code == 503
+            late = await asked
+            assert late.status_code == 504
+            assert "rank 1 (pid 4242), last seen in all_reduce" in late.json()["error"]["message"]
+            assert here.service.state == "stalled"
+            here.pool.held = None
+            await here.until(lambda: here.service.state == "ready")
+            assert (await here.client.get("/health/progress")).status_code == 200
+            assert (await here.embed("x")).status_code == 200
+            await here.until(lambda: "calls are answered again" in caplog.messages)
+
+    run(test)
+    told = [record.getMessage() for record in caplog.records if "watched" in record.name]
+    assert "rank 1 (pid 4242)" in told[0]
+    assert "Stack of rank 1:\nin all_reduce" in told[1]
+
+
+def test_a_request_that_waits_too_long_is_told_so() -> None:
+    async def test() -> None:
+        async with site(request_timeout=1.0, in_flight=2, max_tokens=4) as here:
+            here.pool.held = []
+            asked = [asyncio.create_task(here.embed("x" * n)) for n in (1, 2)]
+            await here.until(lambda: len(here.pool.held or ()) == 2)
+            late = await here.embed("abc")
+            assert late.status_code == 504
+            assert late.json()["error"]["code"] == "timeout"
+            await asyncio.gather(*asked)
 
     run(test)
 
@@ -152,11 +192,16 @@ def test_status_and_metrics_show_the_workers() -> None:
             status = (await here.client.get("/status")).json()
             assert status["state"] == "ready"
             assert [worker["state"] for worker in status["workers"]] == ["busy", "lost"]
+            assert (status["calls_running"], status["oldest_call_seconds"]) == (0, 0.0)
             shown = (await here.client.get("/metrics")).text.splitlines()
             for line in (
                 'embedding_requests_total{status="200"} 1.0',
                 'pool_calls_total{outcome="ok"} 2.0',
                 "pool_batch_items_sum 3.0",
+                "pool_batch_tokens_sum 7.0",
+                'service_state{state="ready"} 1.0',
+                'service_state{state="stalled"} 0.0',
+                "pool_calls_running 0.0",
                 'worker_progress_age_seconds{rank="0"} 0.5',
                 'worker_up{rank="0"} 1.0',
                 'worker_up{rank="1"} 0.0',
@@ -172,8 +217,8 @@ def test_workers_that_do_not_start_leave_a_service_that_says_so() -> None:
 
     async def test() -> None:
         async with site(start=refuse) as here:
-            assert isinstance(here.service.start_failure, FileNotFoundError)
-            assert (await here.client.get("/health")).status_code == 200
+            assert isinstance(here.service.failure, FileNotFoundError)
+            assert (await here.client.get("/health")).status_code == 503
             ready = await here.client.get("/ready")
             assert (ready.status_code, "no such model" in ready.text) == (503, True)
 

@@ -8,25 +8,30 @@ from typing import Any
 
 import pytest
 
-from server.calls import PendingCall
-from server.errors import PoolClosedError, WorkerError, WorkerLostError
-from server.ledger import Ledger, LedgerHooks
-from server.messages import Failed, Reply
+from server.calls.ledger import Ledger, LedgerHooks
+from server.calls.pending_call import PendingCall
+from server.control.protocol import Failed, Reply
+from server.errors import CallDivergedError, PoolClosedError, WorkerError, WorkerLostError
+from tests.server.begun import begun
 
 
 class Book:
     """A ledger of two ranks, and what it asked for."""
 
-    def __init__(self, in_flight: int = 2, settle_seconds: float = 60.0) -> None:
+    def __init__(
+        self, in_flight: int = 2, settle_seconds: float = 60.0, call_seconds: float = math.inf
+    ) -> None:
         self.asked: list[Any] = []
         self.ledger = Ledger(
             in_flight,
+            call_seconds,
             settle_seconds,
             LedgerHooks(
                 resume=lambda rank, number: self.asked.append(("resume", rank, number)),
                 wake=lambda: None,
                 clock=lambda: None,
                 broke=lambda error: self.asked.append(("broke", type(error))),
+                late=lambda calls: self.asked.append(("late", [call.method for call in calls])),
             ),
         )
 
@@ -37,7 +42,7 @@ class Book:
         return call
 
     def reply(self, rank: int, number: int, value: Any = None, operations: int = 0) -> None:
-        self.ledger.replied(rank, Reply(number, operations, value))
+        self.ledger.replied(rank, Reply(number, begun((0, 1), all_reduce=operations), value))
 
     def fail(
         self,
@@ -47,9 +52,10 @@ class Book:
         operations: int = 0,
         hearsay: bool = False,
         final: bool = False,
-        orderly: bool = False,
+        diverged: bool = False,
     ) -> None:
-        failed = Failed(number, operations, kind, "text", "trace", hearsay, orderly)
+        did = begun((0, 1), all_reduce=operations)
+        failed = Failed(number, did, kind, "text", "trace", hearsay, diverged)
         self.ledger.failed(rank, failed, final)
 
 
@@ -100,22 +106,47 @@ def test_the_pool_breaks_when_operations_were_left_half_done() -> None:
             refused()
 
 
-def test_a_call_that_was_refused_in_order_lets_ranks_go_on_whatever_they_began() -> None:
+def test_a_refusal_lets_ranks_go_on_only_if_they_began_the_same() -> None:
     book = Book()
     call = book.send()
-    book.fail(1, 1, "CallRefusedError", operations=2, hearsay=True, orderly=True)
-    book.fail(0, 1, "ValueError", operations=1, orderly=True)
+    book.fail(1, 1, "CallRefusedError", operations=2, hearsay=True)
+    book.fail(0, 1, "ValueError", operations=2)
     assert book.asked == [("resume", 1, 1), ("resume", 0, 1)]
     with pytest.raises(WorkerError, match="rank 0 failed in embed: ValueError"):
         call.result()
-
-
-def test_a_refusal_does_not_vouch_for_a_rank_that_failed_otherwise() -> None:
-    book = Book()
     book.send()
-    book.fail(0, 1, "ValueError", operations=1, orderly=True)
-    book.fail(1, 1, "MemoryError", operations=2)
-    assert book.asked == [("broke", WorkerError)]
+    book.fail(1, 2, "CallRefusedError", operations=2, hearsay=True)
+    book.fail(0, 2, "ValueError", operations=1)
+    assert book.asked[2:] == [("broke", WorkerError)]
+
+
+def test_a_call_in_which_ranks_differ_fails_and_no_later_one_is_answered() -> None:
+    """Rank 0 is a call ahead: what it left out, rank 1 took from the next call."""
+    book = Book(in_flight=3)
+    first, second, third = (book.send() for _ in range(3))
+    for number in (1, 2):
+        book.reply(0, number, "a", operations=2)
+    book.reply(1, 1, "b", operations=2)
+    assert first.result() == ["a", "b"]
+    book.reply(0, 3, "a", operations=1)
+    book.reply(1, 2, "b", operations=1)
+    expected = r"call 2 \(embed\): in group tp, rank 0 began 2 all_reduce where rank 1 began 1"
+    for refused in (second.result, third.result, book.ledger.check, book.send):
+        with pytest.raises(CallDivergedError, match=expected):
+            refused()
+    assert book.asked == [("broke", CallDivergedError)]
+    book.reply(1, 3, "b", operations=1)
+    with pytest.raises(CallDivergedError):
+        third.result()
+
+
+def test_a_rank_that_meets_others_is_told_with_the_calls_under_way() -> None:
+    book = Book()
+    first, _ = book.send("forward"), book.send("backward")
+    book.fail(1, 1, "DivergenceError", diverged=True, final=True)
+    expected = r"text \(under way: call 1 \(forward\), call 2 \(backward\)\)"
+    with pytest.raises(WorkerError, match=expected):
+        first.result()
 
 
 def test_a_failed_call_is_overdue_only_after_all_calls_before_it() -> None:
@@ -216,7 +247,8 @@ def test_a_call_given_up_before_it_left_leaves_no_gap() -> None:
     call = PendingCall("embed", (), {}, 2, None)
     assert book.ledger.accept(call)
     book.ledger.unsent(call, None)
-    assert book.ledger.give_up(call) == []
+    book.ledger.give_up(call)
+    assert book.ledger.late(call) == []
     assert not call.done
     assert book.send().number == 1
 
@@ -284,8 +316,10 @@ def test_a_queued_call_can_be_withdrawn_and_a_cancelled_one_is_skipped() -> None
     assert cancelled.future().cancel()
     book.ledger.queue(cancelled)
     book.ledger.queue(last)
-    assert book.ledger.give_up(withdrawn) == []
-    assert book.ledger.give_up(first) == [0, 1]
+    for call in (withdrawn, first):
+        book.ledger.give_up(call)
+    assert book.ledger.late(withdrawn) == []
+    assert book.ledger.late(first) == [0, 1]
     book.reply(0, 1)
     book.reply(1, 1)
     assert book.ledger.next_to_send() is last

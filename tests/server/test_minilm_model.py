@@ -12,10 +12,9 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
 from coordinator.layout import MissingTensorError, TensorShapeError
-from server.errors import CallRefusedError
 from server.workers.minilm import MiniLMWorker, ModelFolder
 from server.workers.minilm.model import stage_layers
-from server.workers.minilm.tokenizer import SentenceTokenizer, make_batches
+from server.workers.minilm.tokenizer import SentenceTokenizer
 from tests.server.fake_groups import run_threads
 from tests.server.test_minilm_config import edit
 from tests.server.tiny_bert import SENTENCES, make_model, save_json
@@ -34,14 +33,19 @@ LINES = [
 ]
 
 
-def embed(folder: Path, tp: int, pp: int, inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+def embed(folder: Path, tp: int, pp: int, inputs: Any, **kwargs: Any) -> Any:
     def body(context: Any) -> Any:
-        return MiniLMWorker(context, folder, **kwargs).embed_counted(inputs)
+        return MiniLMWorker(context, folder, **kwargs).embed(tokens)
 
+    tokens = tokens_of(folder, inputs)
     results = run_threads(tp, pp, body)
     output = results[tp * (pp - 1)]
-    assert [result for result in results if result is not None] == [output]
+    assert sum(result is not None for result in results) == 1
     return output
+
+
+def tokens_of(folder: Path, inputs: Any) -> list[np.ndarray]:
+    return SentenceTokenizer(ModelFolder.open(folder)).encode(inputs, truncate=True).tokens
 
 
 def oracle(folder: Path, lines: list[str]) -> np.ndarray:
@@ -62,11 +66,12 @@ def expected_tokens() -> list[int]:
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 4), (3, 2), (1, 6)])
 def test_real_weights(tp: int, pp: int, expected: np.ndarray, expected_tokens: list[int]) -> None:
-    vectors, tokens = embed(REAL, tp, pp, LINES, batch_size=8)
+    vectors = embed(REAL, tp, pp, LINES, batch_tokens=300)
+    tokens = [len(each) for each in tokens_of(REAL, LINES)]
     assert vectors.dtype == np.float32
     assert np.abs(vectors - expected).max() <= 1e-5
-    assert tokens.tolist() == expected_tokens
-    assert tokens[1:3].tolist() == [2, 256]
+    assert tokens == expected_tokens
+    assert tokens[1:3] == [2, 256]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +91,7 @@ def test_odd_sizes(tmp_path: Path, options: dict[str, Any]) -> None:
     folder = make_model(tmp_path / "model", **options)
     expected = oracle(folder, SENTENCES)
     for tp, pp in [(1, 1), (3, 1), (3, 2)]:
-        vectors, _ = embed(folder, tp, pp, SENTENCES, batch_size=3)
+        vectors = embed(folder, tp, pp, SENTENCES, batch_tokens=20)
         assert np.abs(vectors - expected).max() <= 1e-5
 
 
@@ -97,10 +102,10 @@ def test_lower_case_is_the_folders_choice(tmp_path: Path) -> None:
         tokenizer.replace('"lowercase": true', '"lowercase": false')
     )
     edit(folder / "tokenizer_config.json", do_lower_case=False)
-    kept, _ = embed(folder, 1, 1, ["THE CAT"])
+    kept = embed(folder, 1, 1, ["THE CAT"])
     assert np.abs(kept - oracle(folder, ["THE CAT"])).max() <= 1e-5
     edit(folder / "sentence_bert_config.json", do_lower_case=True)
-    lowered, _ = embed(folder, 1, 1, ["THE CAT", "the cat"])
+    lowered = embed(folder, 1, 1, ["THE CAT", "the cat"])
     assert np.array_equal(lowered[0], lowered[1])
     assert np.abs(lowered - oracle(folder, ["THE CAT", "the cat"])).max() <= 1e-5
     assert np.abs(lowered[0] - kept[0]).max() > 1e-2
@@ -110,10 +115,10 @@ def test_tensor_names_with_a_prefix(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = make_model(tmp_path / "model")
-    expected, _ = embed(folder, 1, 1, SENTENCES)
+    expected = embed(folder, 1, 1, SENTENCES)
     weights = load_file(folder / "model.safetensors")
     save_file({f"bert.{k}": v for k, v in weights.items()}, folder / "model.safetensors")
-    assert np.array_equal(embed(folder, 1, 1, SENTENCES)[0], expected)
+    assert np.array_equal(embed(folder, 1, 1, SENTENCES), expected)
 
 
 def test_half_precision_weights_are_computed_in_float32(tmp_path: Path) -> None:
@@ -122,7 +127,7 @@ def test_half_precision_weights_are_computed_in_float32(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     save_file({k: v.half() for k, v in weights.items()}, folder / "model.safetensors")
-    vectors, _ = embed(folder, 3, 1, SENTENCES)
+    vectors = embed(folder, 3, 1, SENTENCES)
     model = SentenceTransformer(
         str(folder), device="cpu", local_files_only=True, model_kwargs={"dtype": torch.float32}
     )
@@ -130,63 +135,54 @@ def test_half_precision_weights_are_computed_in_float32(tmp_path: Path) -> None:
 
 
 def test_half_precision(expected: np.ndarray) -> None:
-    vectors, _ = embed(REAL, 2, 2, LINES, batch_size=8, dtype="float16")
+    vectors = embed(REAL, 2, 2, LINES, batch_tokens=300, dtype="float16")
     assert vectors.dtype == np.float32
     assert 1e-5 < np.abs(vectors - expected).max() <= 1e-3
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (3, 2)])
-def test_token_ids_are_taken_as_they_are(tmp_path: Path, tp: int, pp: int) -> None:
+def test_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
-    ids = SentenceTokenizer(ModelFolder.open(folder)).encode(SENTENCES)
-    text, _ = embed(folder, tp, pp, SENTENCES)
-    vectors, tokens = embed(folder, tp, pp, ids)
-    assert np.array_equal(vectors, text)
-    assert tokens.tolist() == [len(item) for item in ids]
-    mixed, _ = embed(folder, tp, pp, [*SENTENCES[:3], *ids[3:]])
-    assert np.array_equal(mixed, text)
+    ids = [each.tolist() for each in tokens_of(folder, SENTENCES)]
+    mixed = tokens_of(folder, [*SENTENCES[:3], *ids[3:]])
+    assert [each.tolist() for each in mixed] == ids
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2)])
 def test_nothing_to_embed(tmp_path: Path, tp: int, pp: int) -> None:
-    vectors, tokens = embed(make_model(tmp_path / "model"), tp, pp, [])
-    assert vectors.shape == (0, 24)
-    assert tokens.shape == (0,)
+    assert embed(make_model(tmp_path / "model"), tp, pp, []).shape == (0, 24)
 
 
-def test_bad_input_raises_everywhere_and_the_worker_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ([2, 99], "input 1 has token id 99"),
+        ([-1, 2], "input 1 has token id -1"),
+        ([], "input 1 is empty"),
+        ([2] * 17, "input 1 has 17 tokens; at most 16"),
+        ([[2]], "input 1 must be integers"),
+    ],
+)
+def test_bad_tokens_raise_everywhere_and_the_worker_goes_on(
+    tmp_path: Path, wrong: Any, text: str
+) -> None:
     folder = make_model(tmp_path / "model")
 
     def body(context: Any) -> Any:
         worker = MiniLMWorker(context, folder)
-        with pytest.raises(ValueError, match="token id 99"):
-            worker.embed([[2, 99]])
-        return worker.embed(SENTENCES)
+        with pytest.raises(ValueError, match=text):
+            worker.embed([np.array([2]), np.array(wrong, np.int32)])
+        return worker.embed(tokens_of(folder, SENTENCES))
 
     results = run_threads(1, 2, body)
     assert results[0] is None
-    assert np.array_equal(results[1], embed(folder, 1, 1, SENTENCES)[0])
-
-
-def test_a_text_that_cannot_be_tokenized_is_refused_on_every_rank(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", layers=3, heads=2)
-
-    def body(context: Any) -> Any:
-        worker = MiniLMWorker(context, folder)
-        with pytest.raises(CallRefusedError) as refused:
-            worker.embed([*SENTENCES, "\ud800"])
-        return refused.value.rank, worker.embed(SENTENCES)
-
-    results = run_threads(2, 3, body)
-    assert [rank for rank, _ in results] == [None, None, 0, 1, 0, 1]
-    assert np.array_equal(results[4][1], embed(folder, 2, 3, SENTENCES)[0])
+    assert np.array_equal(results[1], embed(folder, 1, 1, SENTENCES))
 
 
 def test_two_all_reduces_a_layer_and_one_for_the_words(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", layers=3)
 
     def body(context: Any) -> int:
-        MiniLMWorker(context, folder).embed(["the cat"])
+        MiniLMWorker(context, folder).embed([np.array([2, 5, 3])])
         return int(context.groups.tp.all_reduces)
 
     assert run_threads(3, 2, body) == [5, 5, 5, 2, 2, 2]
@@ -233,7 +229,7 @@ def test_a_dtype_that_it_does_not_compute_in(tmp_path: Path) -> None:
         embed(make_model(tmp_path / "model"), 1, 1, ["x"], dtype="int8")
 
 
-@pytest.mark.parametrize("arguments", [{"batch_size": 0}, {"threads": 0}])
+@pytest.mark.parametrize("arguments", [{"batch_tokens": 0}, {"threads": 0}])
 def test_arguments_that_are_not_positive(tmp_path: Path, arguments: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be 1 or more"):
         embed(make_model(tmp_path / "model"), 1, 1, ["x"], **arguments)
@@ -253,18 +249,4 @@ def test_a_bad_tokenizer(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     save_json(folder / "tokenizer.json", {"model": 3})
     with pytest.raises(ValueError, match=r"tokenizer.json: not a tokenizer"):
-        embed(folder, 1, 1, ["x"])
-
-
-def test_truncation_is_noticed(tmp_path: Path) -> None:
-    tokenizer = SentenceTokenizer(ModelFolder.open(make_model(tmp_path / "model")))
-    assert not tokenizer.truncates("cat " * 14)
-    assert tokenizer.truncates("cat " * 15)
-    assert [len(ids) for ids in tokenizer.encode(["cat " * 14, "cat " * 15])] == [16, 16]
-
-
-def test_batches_are_longest_first_and_padded_each_for_itself() -> None:
-    batches = list(make_batches([[7], [1, 2, 3], [4, 5], [6]], 2))
-    assert [batch.rows for batch in batches] == [[1, 2], [0, 3]]
-    assert [batch.lengths for batch in batches] == [[3, 2], [1, 1]]
-    assert [batch.ids.tolist() for batch in batches] == [[[1, 2, 3], [4, 5, 0]], [[7], [6]]]
+        SentenceTokenizer(ModelFolder.open(folder))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server.config import PoolConfig
+from server.control.reference import load, main_of, name_of
 from server.pool import WorkerPool
-from server.reference import load, main_of, name_of
+from server.pool_config import PoolConfig
 from tests.server.workers import Worker
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.parametrize(
@@ -52,15 +55,17 @@ def test_a_class_that_no_other_process_can_import_is_refused() -> None:
         name_of(Local)
 
 
-def test_a_class_of_a_session_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_of_a_session_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     session = type(sys)("__main__")
     monkeypatch.setitem(sys.modules, "__main__", session)
     typed = type("Typed", (), {"__module__": "__main__"})
     with pytest.raises(ValueError, match="Typed is defined where no other process"):
         name_of(typed)
-    session.__file__ = "/scripts/run.py"
+    script = tmp_path / "run.py"
+    script.touch()
+    session.__file__ = str(script)
     assert name_of(typed) == "__main__:Typed"
-    assert main_of("__main__:Typed") == {"init_main_from_path": "/scripts/run.py"}
+    assert main_of("__main__:Typed") == {"init_main_from_path": str(script)}
 
 
 @pytest.mark.parametrize("name", ["tests.server.workers:Nobody", "tests.server.workers:sys"])

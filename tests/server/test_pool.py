@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from server.config import PoolConfig
 from server.errors import CallTimeoutError, WorkerError
 from server.pool import WorkerPool
+from server.pool_config import PoolConfig
 from shm_broadcast import MessageDecodeError
 from tests.patience import STALL_SECONDS, until
 from tests.server.workers import BadInputError, Gate, Undecodable, Unpicklable, Worker
@@ -65,6 +65,26 @@ def test_one_reply_may_be_wanted(pool: WorkerPool) -> None:
     assert pool.collective_rpc("echo", kwargs={"value": "b"}) == ["b", "b"]
     with pytest.raises(ValueError, match=r"unique_reply_rank must be in 0\.\.1; got 2"):
         pool.collective_rpc("where", unique_reply_rank=2)
+
+
+@pytest.mark.parametrize("method", ["_secret", "__init__", "__class__"])
+def test_what_is_private_to_a_worker_cannot_be_called(pool: WorkerPool, method: str) -> None:
+    for refused in (pool.call, pool.submit, pool.collective_rpc):
+        with pytest.raises(ValueError, match=f"method '{method}' is private to the worker"):
+            refused(method)
+    assert pool.call("echo", 1) == 1
+
+
+def test_workers_without_a_call_are_idle(pool: WorkerPool, gate: Gate) -> None:
+    pool.call("total", 1.0)
+    assert [(status.state, status.operation) for status in pool.status()] == [("idle", "total")] * 2
+    held = pool.submit("hold", gate, [1])
+    until(lambda: gate.reached(1))
+    until(lambda: pool.status()[0].state == "idle")
+    busy = pool.status()[1]
+    assert (busy.state, busy.operation) == ("busy", "hold")
+    gate.open()
+    held.result(timeout=30)
 
 
 def test_workers_use_their_groups(pool: WorkerPool) -> None:
@@ -232,7 +252,7 @@ def test_only_the_late_ranks_are_named(pool: WorkerPool, gate: Gate) -> None:
 
 def test_a_call_that_never_left_says_so_and_is_not_made(pool: WorkerPool, gate: Gate) -> None:
     busy = [pool.submit("hold", gate) for _ in range(3)]
-    with pytest.raises(CallTimeoutError, match="never sent"):
+    with pytest.raises(CallTimeoutError, match="not sent"):
         pool.call("note", 2000, timeout=0.1)
     gate.open()
     for future in busy:

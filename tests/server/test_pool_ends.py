@@ -90,7 +90,7 @@ def test_a_killed_driver_takes_all_workers_along(drivers: list[Driver], what: st
     driver = Driver("wait", what)
     drivers.append(driver)
     driver.pids = driver.says()
-    assert len(driver.pids) == 4
+    assert len(driver.pids) == 6
     time.sleep(0.3)
     driver.process.kill()
     assert driver.left(5.0 + STALL_SECONDS) == []
@@ -151,8 +151,10 @@ def test_a_pool_that_nobody_refers_to_ends(drivers: list[Driver]) -> None:
     assert driver.left(10.0 + STALL_SECONDS) == []
 
 
-def test_a_forked_child_that_exits_leaves_the_pool_alone(drivers: list[Driver]) -> None:
-    driver = Driver("fork", "exit")
+@pytest.mark.parametrize("how", ["exit", "shutdown", "block", "drop", "use"])
+def test_a_forked_child_leaves_the_pool_alone(drivers: list[Driver], how: str) -> None:
+    """Whatever it does with it: the pool goes on in its own process."""
+    driver = Driver("fork", how)
     drivers.append(driver)
     driver.pids = driver.says()
     (child,) = driver.says()

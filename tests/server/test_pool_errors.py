@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from server.control.worker_failure import describe, rebuild
 from server.errors import (
     CallRefusedError,
     CallTimeoutError,
@@ -18,7 +19,6 @@ from server.errors import (
     WorkerStartError,
     again,
 )
-from server.failures import describe, rebuild
 from shm_broadcast import Failure, GroupAbortedError, GroupTimeoutError, MemberStatus, PeerLostError
 from tests.server.workers import BadInputError, Unpicklable, UnpicklableError
 
@@ -75,8 +75,8 @@ def _raised(error: BaseException) -> BaseException:
 
 
 def test_an_exception_comes_back_with_its_type_text_and_traceback() -> None:
-    failed = describe(_raised(BadInputError("line 3")), number=5, operations=2)
-    assert (failed.number, failed.operations, failed.consequence) == (5, 2, False)
+    failed = describe(_raised(BadInputError("line 3")), number=5)
+    assert (failed.number, failed.consequence) == (5, False)
     error = rebuild(failed, 1, "embed")
     assert str(error) == "rank 1 failed in embed: tests.server.workers.BadInputError: line 3"
     assert "in _raised" in error.traceback
@@ -148,9 +148,7 @@ def test_a_refusal_travels_as_what_it_was_raised_from() -> None:
     refusal.__cause__ = _raised(BadInputError("no such word"))
     told = describe(_raised(refusal), 1, 3)
     assert (told.kind, told.message) == ("tests.server.workers.BadInputError", "no such word")
-    assert told.orderly
     assert not told.consequence
     assert isinstance(rebuild(told, 0, "embed").__cause__, BadInputError)
     passed_on = describe(_raised(CallRefusedError(0)), 1, 4)
-    assert passed_on.orderly
     assert passed_on.message == "rank 0 has refused the call"

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from server.config import PoolConfig
 from server.errors import PoolClosedError, WorkerError, WorkerLostError, WorkerStartError
 from server.pool import WorkerPool
+from server.pool_config import PoolConfig
 from tests.patience import NAMED_WITHIN, STALL_SECONDS, quickest, until
 from tests.server.workers import BadInputError, Failing, Gate, Worker
 
@@ -114,7 +114,7 @@ def seconds_until_all_failed(pool: WorkerPool, victim: int, call: str) -> float:
 def test_a_killed_worker_is_named_though_a_peer_noticed_before_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.dispatcher._REASON_SECONDS", 60.0)
+    monkeypatch.setattr("server.calls.dispatcher._REASON_SECONDS", 60.0)
     driver_looks = threading.Event()
     with WorkerPool(Worker, tp=2, on_progress=lambda *_: driver_looks.wait(60)) as pool:
         pids = pids_of(pool)
@@ -250,11 +250,45 @@ def test_a_stack_shows_though_python_is_locked(tmp_path: Path) -> None:
         assert_gone(pids, 0.0)
 
 
-def test_what_a_worker_started_goes_with_it(pool: WorkerPool) -> None:
-    children = pool.collective_rpc("start_child")
+@pytest.mark.parametrize("what", ["start_child", "start_daemon"])
+@pytest.mark.parametrize("how", ["killed", "shut down"])
+def test_what_a_worker_started_goes_with_it(pool: WorkerPool, what: str, how: str) -> None:
+    children = pool.collective_rpc(what)
     assert all(psutil.pid_exists(child) for child in children)
-    os.kill(pids_of(pool)[0], signal.SIGKILL)
+    if how == "killed":
+        os.kill(pids_of(pool)[0], signal.SIGKILL)
+    else:
+        pool.shutdown()
     assert_gone(children)
+
+
+@pytest.mark.parametrize("written", [b"printed by a library\n", b"\0\0\0\2{}"])
+def test_a_control_channel_that_is_written_to_breaks_the_pool_and_names_the_worker(
+    pool: WorkerPool, written: bytes
+) -> None:
+    pids = pids_of(pool)
+    with pytest.raises(WorkerError, match=r"rank [01] .*control channel"):
+        pool.call("scribble", written)
+    assert isinstance(pool.failure, WorkerError)
+    pool.shutdown()
+    assert_gone(pids)
+
+
+def test_a_keeper_that_is_killed_takes_its_worker_along(pool: WorkerPool) -> None:
+    pids = pids_of(pool)
+    keeper = psutil.Process(pids[1]).ppid()
+    os.kill(keeper, signal.SIGKILL)
+    with pytest.raises(WorkerLostError, match=r"rank 1 \(pid \d+\): killed by SIGKILL") as raised:
+        pool.call("sleep", 600.0)
+    assert raised.value.pid == pids[1]
+    assert_gone([*pids, keeper])
+
+
+def test_what_a_worker_adopted_is_not_left_as_a_zombie(pool: WorkerPool) -> None:
+    daemon = pool.call("start_daemon")
+    os.kill(daemon, signal.SIGKILL)
+    assert_gone([daemon])
+    assert pool.call("echo", 1) == 1
 
 
 def test_a_stopped_worker_can_be_shut_down(pool: WorkerPool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from server.control.meeting import WorkerMeeting
 from server.launchers.local import end, launch
 from server.pool import WorkerPool
 from tests.server.workers import Worker
@@ -102,7 +104,8 @@ def test_a_launch_that_fails_midway_leaves_nothing(monkeypatch: pytest.MonkeyPat
 def test_a_worker_closed_by_many_threads_closes_each_descriptor_once() -> None:
     """A descriptor closed twice may be somebody else's by then."""
     for _ in range(20):
-        (worker,) = launch(1)
+        with contextlib.closing(WorkerMeeting(1)) as meeting:
+            (worker,) = launch(meeting.seats)
         end([worker], 0.0, 0.0)
         gate = threading.Barrier(8)
 

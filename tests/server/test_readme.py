@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -29,8 +30,16 @@ def block(text: str) -> str:
 
 
 def output(*command: str) -> str:
+    # Unbuffered, the pieces of a line that two processes print get between each other.
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, check=True, text=True, timeout=120
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        check=True,
+        text=True,
+        timeout=120,
     ).stdout
 
 
@@ -64,7 +73,10 @@ def test_the_official_client(served: Served) -> None:
     assert output(sys.executable, "-c", at_its_port(code, served)).strip() == expected
 
 
-def test_the_pool(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", ["", "server.py"])
+def test_the_pool(beside: str, tmp_path: Path) -> None:
+    if beside:
+        (tmp_path / beside).write_text("raise RuntimeError('a module of the user')\n")
     script = tmp_path / "readme.py"
     script.write_text(block("with WorkerPool("))
     first, second = output(sys.executable, str(script)).splitlines()

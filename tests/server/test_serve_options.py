@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server import serve
 from server.cli import main
+from server.commands import serve
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,9 +35,13 @@ def arguments(**given: Any) -> Any:
         ({"api_key": "two words"}, "printable ASCII"),
         ({"api_key": "schlüssel"}, "printable ASCII"),
         ({"tp": 5}, "tp=5 does not divide"),
-        ({"max_batch": 0}, "--max-batch must be at least 1"),
+        ({"max_batch_tokens": 0}, "--max-batch-tokens must be at least 1"),
+        ({"max_connections": 0}, "--max-connections must be at least 1"),
         ({"max_waiting": 0}, "--max-waiting must be at least 1"),
-        ({"timeout": 0.0}, "--timeout must be more than 0"),
+        ({"start_timeout": 0.0}, "--start-timeout must be more than 0"),
+        ({"request_timeout": -1.0}, "--request-timeout must be more than 0"),
+        ({"stall_timeout": float("nan")}, "--stall-timeout must be more than 0"),
+        ({"drain_timeout": float("inf")}, "--drain-timeout must be more than 0"),
     ],
 )
 def test_wrong_options_are_refused(given: Any, text: str) -> None:

@@ -80,9 +80,15 @@ class Worker:
             "folder": str(Path.cwd()),
             "device": self.context.device,
             "threads": torch.get_num_threads(),
+            "waiting": (os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT")),
             "fds": len(list(Path("/proc/self/fd").iterdir())),
             "session": os.getsid(0),
         }
+
+    def scribble(self, data: bytes) -> None:
+        """Write to the descriptor of this worker's control channel what is no message."""
+        os.write(int(sys.argv[1]), data)
+        time.sleep(600)
 
     def note(self, number: int, seconds: float = 0.0) -> list[int]:
         time.sleep(seconds)
@@ -184,6 +190,11 @@ class Worker:
 
     def start_child(self) -> int:
         return subprocess.Popen(["sleep", "600"]).pid
+
+    def start_daemon(self) -> int:
+        """As a daemon does: in a session of its own, by a process that has ended."""
+        daemon = "setsid sleep 600 >/dev/null 2>&1 & echo $!"
+        return int(subprocess.check_output(["sh", "-c", daemon]))
 
     def make(self, kind: str) -> Any:
         return {"unpicklable": Unpicklable, "undecodable": Undecodable}[kind]()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import Board, MessageQueue
-from shm_broadcast.queue_handle import SMALLEST_CAPACITY
+from shm_broadcast.queue.handle import SMALLEST_CAPACITY
 from tests.shm_broadcast.remote_peers import get, put
 
 if TYPE_CHECKING:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
+import zmq
 
-from tests.shm_broadcast.remote_peers import LIMIT
+from shm_broadcast.remote.frames import RemoteHandle
+from shm_broadcast.remote.keys import reader_key, writer_key
+from tests.shm_broadcast.remote_peers import CREDIT, LIMIT, SECRET
 
 if TYPE_CHECKING:
-    from shm_broadcast.remote_wire import RemoteHandle
+    from collections.abc import Iterator
 
 PAYLOAD = b"what nobody else should read" * 40
 """What the ends exchange; a tap takes only what is larger for a message."""
@@ -167,3 +171,29 @@ class Player:
                 except OSError:
                     pass
             self.played = True
+
+
+@contextmanager
+def raw_reader(handle: RemoteHandle, rank: int) -> Iterator[zmq.Socket[bytes]]:
+    """A plain socket with a reader's key."""
+    key = reader_key(SECRET, handle.nonce, rank)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.linger = 0
+        raw.curve_publickey, raw.curve_secretkey = key.public, key.secret
+        raw.curve_serverkey = writer_key(SECRET, handle.nonce).public
+        raw.connect(handle.address)
+        yield raw
+
+
+@contextmanager
+def raw_writer() -> Iterator[tuple[zmq.Socket[bytes], RemoteHandle]]:
+    """A plain socket with a writer's key, and the handle that names it."""
+    nonce = secrets.token_bytes(32)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as raw:
+        raw.linger = 0
+        raw.rcvtimeo = int(LIMIT * 1000)
+        raw.curve_server = True
+        raw.curve_secretkey = writer_key(SECRET, nonce).secret
+        raw.bind("tcp://127.0.0.1:*")
+        address = raw.get_string(zmq.LAST_ENDPOINT)
+        yield raw, RemoteHandle(address, nonce, 0, (1,), CREDIT, 10.0)

@@ -6,17 +6,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shm_broadcast import layout
-from shm_broadcast.board import Board
-from shm_broadcast.queue_handle import create_ring
-from shm_broadcast.ring_reader import RingReader
-from shm_broadcast.ring_writer import RingWriter
+from shm_broadcast.board.board import Board
+from shm_broadcast.queue.handle import create_ring
+from shm_broadcast.ring.reader import RingReader
+from shm_broadcast.ring.writer import RingWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from typing_extensions import Buffer
 
-    from shm_broadcast.ring_reader import Message
+    from shm_broadcast.ring.reader import Message
 
 CODEC = 1
 CAPACITY = 64 << 10

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from shm_broadcast.arena import BlockReader, BlockWriter, Placed
 from shm_broadcast.errors import SharedMemoryError
+from shm_broadcast.ring.arena import BlockReader, BlockWriter, PlacedBuffer
 from shm_broadcast.segment import Segment
 from tests.shm_broadcast.leaks import open_descriptors
 
@@ -40,7 +40,7 @@ class Rig:
     def runs(self, reader: int, pid: int) -> bool:
         return pid == os.getpid() and reader not in self.ended
 
-    def place(self, buffer: memoryview) -> Placed:
+    def place(self, buffer: memoryview) -> PlacedBuffer:
         placed = self.writer.place(buffer)
         assert placed is not None
         return placed

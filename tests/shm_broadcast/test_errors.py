@@ -11,11 +11,14 @@ from shm_broadcast.errors import (
     CoordinatorError,
     DivergenceError,
     Failure,
+    ForeignMemoryError,
     GroupAbortedError,
     GroupClosedError,
     GroupTimeoutError,
     MemberStatus,
     MessageDecodeError,
+    MessageRefusedError,
+    MessageSealError,
     MessageTooLargeError,
     PeerLostError,
     PeerProtocolError,
@@ -36,7 +39,10 @@ EVERY = [
     GroupClosedError("closed"),
     DivergenceError(1, "all_reduce", "barrier"),
     SharedMemoryError("5 bytes"),
+    ForeignMemoryError("pid 1 is no member"),
     MessageDecodeError("bad"),
+    MessageRefusedError(3, "a socket"),
+    MessageSealError(3, "not the next"),
     MessageTooLargeError(10, 5),
 ]
 
@@ -74,7 +80,7 @@ def test_builtin_classes_catch_what_they_should() -> None:
 def test_a_lost_peer_is_named_with_rank_pid_and_age() -> None:
     error = PeerLostError("tp:0 all_reduce", LOST)
     assert str(error) == (
-        "tp:0 all_reduce: lost rank 3 (pid 4242), lost, last seen in all_reduce #1041, 2.1 s ago"
+        "tp:0 all_reduce: lost rank 3 (pid 4242), last seen in all_reduce #1041, 2.1 s ago"
     )
     assert (error.rank, error.pid) == (3, 4242)
 
@@ -91,7 +97,7 @@ def test_members_that_never_came_or_did_nothing() -> None:
     assert str(MemberStatus(2, 0, "absent")) == "rank 2 (never joined)"
     assert str(MemberStatus(2, 5, "idle")) == "rank 2 (pid 5), has begun no operation"
     assert str(MemberStatus(2, 5, "lost", age=1.25)) == (
-        "rank 2 (pid 5), lost, has begun no operation, joined 1.2 s ago"
+        "rank 2 (pid 5) is lost, has begun no operation, joined 1.2 s ago"
     )
 
 

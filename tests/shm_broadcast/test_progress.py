@@ -71,7 +71,7 @@ def test_what_needs_no_waiting_is_done_at_once(progress: Progress) -> None:
     lane = lane_of(progress)
     assert lane.perform(task, soon, background=True) is None
     assert log == ["a"]
-    assert not lane.busy
+    assert not lane.tickets
     assert progress_threads() == 0, "no thread was needed"
 
 
@@ -80,11 +80,11 @@ def test_tasks_end_in_order_while_the_caller_is_busy(board: Board, progress: Pro
     tasks = [ByHand(log, name) for name in "abc"]
     lane = lane_of(progress)
     tickets = [lane.perform(task, soon, background=True) for task in tasks]
-    assert lane.busy
+    assert lane.tickets
     for task in reversed(tasks):
         task.may_end = True
     board.ring(0)
-    until(lambda: not lane.busy)
+    until(lambda: not lane.tickets)
     assert log == ["a", "b", "c"]
     for ticket in tickets:
         assert ticket is not None
@@ -145,7 +145,7 @@ def test_an_error_ends_all_behind_it_and_is_told(progress: Progress) -> None:
         with pytest.raises(DivergenceError):
             ticket.wait(soon())
     until(lambda: failures == [error])
-    assert not lane.busy
+    assert not lane.tickets
 
 
 def test_an_abort_ends_everything(board: Board, progress: Progress) -> None:

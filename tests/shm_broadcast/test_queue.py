@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from shm_broadcast.board import Board
-from shm_broadcast.errors import MessageDecodeError
-from shm_broadcast.queue import MessageQueue
-from shm_broadcast.queue_handle import DEFAULT_CAPACITY, QueueHandle
+from shm_broadcast.board.board import Board
+from shm_broadcast.errors import GroupClosedError, MessageDecodeError
+from shm_broadcast.queue.handle import DEFAULT_CAPACITY, QueueHandle
+from shm_broadcast.queue.message_queue import MessageQueue
+from tests.patience import until
 from tests.shm_broadcast.queues import CAPACITY, LIMIT, Running, ends
+from tests.shm_broadcast.remote_peers import SECRET
 
 
 def send(writer: MessageQueue, messages: list[Any]) -> None:
@@ -292,7 +294,7 @@ def test_the_footprint_is_a_function_of_the_arguments(
 @pytest.mark.parametrize(
     "arguments",
     [
-        (0, 0), (1, 2), (2, 1), (1, 1, [1, 2]), (2, 2, [1, 1]), (-1, -1),
+        (0, 1), (1, 2), (2, 1), (1, 1, [1, 2]), (2, 2, [1, 1]), (-1, -1),
     ],
 )  # fmt: skip
 def test_numbers_of_readers_that_do_not_fit(arguments: Any) -> None:
@@ -318,6 +320,82 @@ def test_vllm_s_constructor_and_names() -> None:
         MessageQueue.create_from_handle(handle, 5)
     for queue in (writer, *readers):
         queue.shutdown()
+
+
+@pytest.mark.parametrize("n_local", [1, 0], ids=["ring", "socket"])
+def test_indefinite_is_no_deadline(n_local: int) -> None:
+    """vLLM's argument is about its log."""
+    with (
+        MessageQueue(1, n_local, connect_ip="127.0.0.1", secret=SECRET) as writer,
+        MessageQueue.create_from_handle(writer.export_handle(), 0, secret=SECRET) as reader,
+    ):
+
+        def acquire() -> None:
+            with reader.acquire_read(timeout=0.05, indefinite=True):
+                pass
+
+        waits = (lambda: reader.dequeue(timeout=0.05, indefinite=True), acquire)
+        for wait in waits:
+            with pytest.raises(TimeoutError, match=r"0\.05 s"):
+                Running(wait).result()
+
+
+@pytest.mark.parametrize("n_local", [1, 0], ids=["ring", "socket"])
+def test_of_a_time_that_has_passed_nothing_is_left(n_local: int) -> None:
+    """Callers pass on what is left until a deadline of theirs, which may be less than nothing."""
+    with (
+        MessageQueue(1, n_local, connect_ip="127.0.0.1", secret=SECRET) as writer,
+        MessageQueue.create_from_handle(writer.export_handle(), 0, secret=SECRET) as reader,
+    ):
+        ready = Running(reader.wait_until_ready, LIMIT)
+        writer.wait_until_ready(LIMIT)
+        ready.result()
+        with pytest.raises(TimeoutError, match="after 0 s"):
+            reader.dequeue(-1.5)
+        with pytest.raises(TimeoutError), reader.acquire_read(-1.5):
+            pass
+        writer.enqueue("there is room", timeout=-1.5)
+        until(reader.readable)
+        assert reader.dequeue(-1.5) == "there is room"
+        with pytest.raises(TimeoutError):
+            writer.enqueue(b"x" * (20 << 20), timeout=-1.5)
+        with pytest.raises(ValueError, match="timeout"):
+            reader.dequeue(float("nan"))
+
+
+def test_a_queue_without_readers() -> None:
+    """That of a group of one: in vLLM it takes whatever it is given."""
+    with MessageQueue(0, 0) as queue:
+        queue.wait_until_ready(LIMIT)
+        for message in ("small", b"x" * (20 << 20), np.zeros(1 << 20)):
+            queue.enqueue(message)
+            assert queue.broadcast_object(message) is message
+        assert queue.behind() == {}
+        with pytest.raises(ValueError, match="rank 0 is no reader"):
+            MessageQueue.create_from_handle(queue.export_handle(), 0)
+        with pytest.raises(TypeError, match="cannot send"):
+            queue.enqueue(lambda: None)
+    with pytest.raises(GroupClosedError):
+        queue.enqueue("after it was shut down")
+
+
+def test_the_queue_of_a_group_of_one() -> None:
+    class Alone:
+        rank, world_size = 0, 1
+
+        def broadcast_obj(self, obj: Any | None, src: int) -> Any:  # noqa: ARG002
+            return obj
+
+        def all_gather_obj(self, obj: Any) -> list[Any]:
+            return [obj]
+
+    with MessageQueue.create_from_process_group(Alone()) as queue:
+        assert queue.is_writer
+        assert queue.broadcast_object({"a": 1}) == {"a": 1}
+    queue, (handle,) = MessageQueue.create_from_process_group_single_reader(Alone())
+    with queue, MessageQueue.create_from_handle(handle, 0) as reader:
+        queue.enqueue("to myself")
+        assert reader.dequeue(LIMIT) == "to myself"
 
 
 @pytest.mark.usefixtures("implementation")

@@ -21,7 +21,7 @@ from shm_broadcast import (
     PeerLostError,
     layout,
 )
-from shm_broadcast.board import Board
+from shm_broadcast.board.board import Board
 from shm_broadcast.doorbell import Doorbell
 from tests.patience import NAMED_WITHIN, quickest, until
 from tests.ranks import run_ranks
@@ -56,7 +56,7 @@ def kill_soon(folder: str, rank: int) -> Callable[[], float]:
 def assert_named(error: PeerLostError, folder: str, rank: int) -> None:
     assert (error.rank, error.pid) == (rank, get(folder, f"pid {rank}"))
     assert error.peer.age is not None and 0 <= error.peer.age < LIMIT
-    assert f"rank {rank} (pid {error.pid}), lost" in str(error)
+    assert f"lost rank {rank} (pid {error.pid}), " in str(error)
     assert "s ago" in str(error)
 
 

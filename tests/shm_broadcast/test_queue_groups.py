@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shm_broadcast import MessageQueue, PeerLostError, SharedMemoryError
+from shm_broadcast import GroupTimeoutError, MessageQueue, PeerLostError, SharedMemoryError
 from shm_broadcast import segment as segment_module
 from tests.ranks import init_gloo, run_ranks
 from tests.shm_broadcast.members import LIMIT, kill
@@ -52,6 +52,7 @@ def meet(rank: int, n: int, path: str, kind: str) -> None:
     an_outsider_writes(rank, n, group, path)
     one_rank_reads(rank, n, group)
     one_rank_cannot(rank, n, group)
+    some_do_not_come(rank, n, group)
     wrong_ranks(group)
 
 
@@ -126,6 +127,30 @@ def one_rank_cannot(rank: int, n: int, group: Any) -> None:
         finally:
             segment_module._free_bytes = free
         barrier(group)
+
+
+def some_do_not_come(rank: int, n: int, group: Any) -> None:
+    """Nobody is left with a queue that he was never given."""
+    wait, shutdown, closed = MessageQueue.wait_until_ready, MessageQueue.shutdown, []
+
+    def late(self: MessageQueue, timeout: Any = None) -> None:
+        barrier(group)  # all have attached
+        raise GroupTimeoutError("wait_until_ready", 0.0)
+
+    def counted(self: MessageQueue) -> None:
+        closed.append(self)
+        shutdown(self)
+
+    MessageQueue.wait_until_ready, MessageQueue.shutdown = late, counted
+    try:
+        with pytest.raises(GroupTimeoutError):
+            MessageQueue.create_from_process_group(group, 1 << 16)
+        with pytest.raises(GroupTimeoutError):
+            MessageQueue.create_from_process_group_single_reader(group, 1 << 16, blocking=True)
+    finally:
+        MessageQueue.wait_until_ready, MessageQueue.shutdown = wait, shutdown
+    assert len(closed) == 2
+    barrier(group)
 
 
 def wrong_ranks(group: Any) -> None:

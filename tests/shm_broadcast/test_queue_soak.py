@@ -11,7 +11,7 @@ import pytest
 from benchmarks.soak_kills import kill_at_random
 from benchmarks.soak_messages import stress
 from shm_broadcast import Board, MessageQueue
-from shm_broadcast.queue_handle import SMALLEST_CAPACITY
+from shm_broadcast.queue.handle import SMALLEST_CAPACITY
 from tests.ranks import run_ranks
 from tests.shm_broadcast.leaks import open_descriptors
 

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from shm_broadcast.errors import PeerLostError, PeerProtocolError
-from shm_broadcast.remote_keys import reader_key, writer_key
-from shm_broadcast.remote_link import RemoteLink
-from shm_broadcast.remote_wire import (
+from shm_broadcast.remote.frames import (
     FRAME_COST,
     Assembler,
     Closed,
@@ -22,7 +20,7 @@ from shm_broadcast.remote_wire import (
     CreditWindow,
     Fragment,
     FrameError,
-    Hello,
+    ReaderHello,
     Refused,
     RemoteHandle,
     Welcome,
@@ -30,6 +28,8 @@ from shm_broadcast.remote_wire import (
     encode,
     split,
 )
+from shm_broadcast.remote.keys import reader_key, writer_key
+from shm_broadcast.remote.peer import RemoteLink
 
 CREDIT = 1 << 16
 
@@ -134,7 +134,7 @@ class TestLink:
 
     def joined(self) -> RemoteLink:
         link = RemoteLink(3, CREDIT)
-        assert isinstance(link.take(b"A", [encode(Hello(77))]), Welcome)
+        assert isinstance(link.take(b"A", [encode(ReaderHello(77))]), Welcome)
         return link
 
     def test_absent_reader_can_take_nothing(self) -> None:
@@ -152,7 +152,7 @@ class TestLink:
 
     def test_another_connection_changes_nothing(self) -> None:
         link = self.joined()
-        for frame in (Hello(1), Credit(5, 5), Closed()):
+        for frame in (ReaderHello(1), Credit(5, 5), Closed()):
             assert isinstance(link.take(b"B", [encode(frame)]), Refused)
         assert link.can_take(CREDIT)
         assert link.status().pid == 77
@@ -163,7 +163,7 @@ class TestLink:
             ([b"\xc1"], "MessagePack"),
             ([b""], "truncated"),
             ([encode(Welcome(1))], "Invalid value 'welcome'"),
-            ([encode(Hello(2))], "second hello"),
+            ([encode(ReaderHello(2))], "second hello"),
             ([encode(Credit(1, 0))], "credit for 1 bytes of 0 sent"),
             ([encode(("credit", -1, 0))], ">= 0"),
             ([encode(Closed()), b"more"], "2 frames where 1 was due"),
@@ -187,7 +187,7 @@ class TestLink:
     def test_lost_reader_stays_lost(self) -> None:
         link = self.joined()
         link.lose()
-        assert isinstance(link.take(b"B", [encode(Hello(78))]), Refused)
+        assert isinstance(link.take(b"B", [encode(ReaderHello(78))]), Refused)
         with pytest.raises(PeerLostError, match=r"lost rank 3 \(pid 77\)") as caught:
             link.require("send")
         assert caught.value.rank == 3

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shm_broadcast import layout, ring_reader, ring_writer
+from shm_broadcast import layout
 from shm_broadcast.codec import MAX_BUFFERS
+from shm_broadcast.ring import reader as ring_reader
+from shm_broadcast.ring import writer as ring_writer
 from tests.shm_broadcast.rings import CAPACITY, CODEC, NoRoomError, Ring, ring
 
 if TYPE_CHECKING:
@@ -228,6 +230,33 @@ def test_what_fails_before_the_last_record_cancels(size: int) -> None:
         with pytest.raises(KeyError):
             made.writer.write(CODEC, [body(size)], [], lambda _: None, before_last=fail)
         assert made.read() is None
+        made.write(b"next")
+        assert made.read() == (b"next", [])
+
+
+def test_an_interrupt_before_the_first_record_cancels() -> None:
+    withdrawn: list[bool] = []
+    with ring() as made:
+        begin = made.writer._begin_message
+
+        def interrupted() -> None:
+            begin()
+            raise KeyboardInterrupt
+
+        made.writer._begin_message = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            made.writer.write(
+                CODEC,
+                [body(20_000)],
+                [],
+                lambda _: None,
+                before_last=lambda: None,
+                withdraw=lambda: withdrawn.append(True),
+            )
+        made.writer._begin_message = begin
+        assert withdrawn == [True]
+        assert made.read() is None
+        assert made.writer.behind() == {1: 0}
         made.write(b"next")
         assert made.read() == (b"next", [])
 

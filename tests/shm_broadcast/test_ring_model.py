@@ -6,7 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shm_broadcast import atomics, layout, ring_reader, ring_writer
+from shm_broadcast import atomics, layout
+from shm_broadcast.ring import reader as ring_reader
+from shm_broadcast.ring import writer as ring_writer
 from tests.shm_broadcast.rings import CAPACITY, CODEC, NoRoomError, Ring, ring
 
 SIZES = st.one_of(

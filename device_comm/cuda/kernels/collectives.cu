@@ -1,4 +1,4 @@
-/* The kernels, by the names that device_comm/cuda/launch.py knows. */
+/* The kernels, by the names that device_comm/cuda/launches/launch.py knows. */
 #include <packets.cuh>
 #include <staged.cuh>
 #include <transfer.cuh>

@@ -3,13 +3,16 @@
 Needs the packages safetensors and tokenizers (extra ``demo``) where a model is loaded.
 """
 
-from server.workers.minilm.config import BertConfig, ModelFolder, ModelFolderError
-from server.workers.minilm.packaged import packaged_model
-from server.workers.minilm.tokenizer import SentenceTokenizer
-from server.workers.minilm.worker import MiniLMWorker, Placed
+from .minilm_worker import BATCH_TOKENS, MiniLMWorker, Placed
+from .model_config import BertConfig, ModelFolder, ModelFolderError
+from .packaged import packaged_model
+from .tokenizer import Encoded, InputTooLongError, SentenceTokenizer
 
 __all__ = [
+    "BATCH_TOKENS",
     "BertConfig",
+    "Encoded",
+    "InputTooLongError",
     "MiniLMWorker",
     "ModelFolder",
     "ModelFolderError",

@@ -1,4 +1,7 @@
-"""One pipeline stage of a BERT encoder: embeddings on the first, some layers on each."""
+"""One pipeline stage of a BERT encoder: embeddings on the first, some layers on each.
+
+The tokens of a batch stand end to end, ``[tokens, hidden]``; see `workers.minilm.packing`.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,22 @@ from torch import nn
 from torch.nn import functional
 
 from coordinator.layout import load_sharded
-from server.workers.minilm.parallel import (
+
+from .parallel import (
     ColumnLinear,
+    MergedColumnLinear,
     RowLinear,
     VocabEmbedding,
     whole_parameters,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from coordinator import GroupCoordinator
-    from server.workers.minilm.config import BertConfig, ModelFolder
+
+    from .model_config import BertConfig, ModelFolder
+    from .packing import AttentionSpan, TokenArrangement
 
 _CHECKPOINT_NAMES = {
     "embeddings.words": "embeddings.word_embeddings",
@@ -39,7 +46,7 @@ _CHECKPOINT_NAMES = {
 
 
 class Embeddings(nn.Module):
-    """Token ids int64 [batch, length] → [batch, length, hidden], of the parameters' dtype.
+    """Token ids int64 [tokens] → [tokens, hidden], of the parameters' dtype.
 
     Collective: yes, every member of ``tp``.
     """
@@ -52,11 +59,14 @@ class Embeddings(nn.Module):
         self.types = nn.Embedding(config.type_vocab_size, size, device="meta")
         self.norm = nn.LayerNorm(size, config.layer_norm_eps, device="meta")
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Word, position and first-segment vectors, summed and normalised."""
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Word, position and first-segment vectors, summed and normalised.
+
+        ``positions``: int64 [tokens]: where in its input each token stands.
+        """
         words: torch.Tensor = self.words(ids)
         words += self.types.weight[0]
-        words += self.positions.weight[: ids.shape[1]]
+        words += self.positions.weight[positions]
         embedded: torch.Tensor = self.norm(words)
         return embedded
 
@@ -64,7 +74,7 @@ class Embeddings(nn.Module):
 class Layer(nn.Module):
     """One encoder layer, this rank's attention heads and part of the intermediate.
 
-    [batch, length, hidden] → the same. Collective: yes, every member of ``tp``.
+    [tokens, hidden] → the same. Collective: yes, every member of ``tp``.
     """
 
     def __init__(self, config: BertConfig, tp: GroupCoordinator) -> None:
@@ -81,23 +91,37 @@ class Layer(nn.Module):
         self.down = RowLinear(inner, size, tp)
         self.down_norm = nn.LayerNorm(size, eps, device="meta")
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """``mask``: bool [batch, 1, 1, length], true where there is a token."""
-        heads = functional.scaled_dot_product_attention(
-            self._heads(self.query(x)),
-            self._heads(self.key(x)),
-            self._heads(self.value(x)),
-            attn_mask=mask,
-        )
-        x = self.attended_norm(x + self.attended(heads.transpose(1, 2).flatten(2)))
+    def prepare(self) -> None:
+        """Merge and lay out what `forward` computes with, once the parameters are there."""
+        self.attending = MergedColumnLinear((self.query, self.key, self.value))
+        del self.query, self.key, self.value
+        for linear in (self.attending, self.attended, self.up, self.down):
+            linear.prepack()
+
+    def forward(self, x: torch.Tensor, spans: Sequence[AttentionSpan]) -> torch.Tensor:
+        """``spans``: what of the batch attends together."""
+        parts = self.attending(x).chunk(3, dim=1)
+        heads = [self._attend(span, *(part[span.tokens] for part in parts)) for span in spans]
+        attended = heads[0] if len(heads) == 1 else torch.cat(heads)
+        x = self.attended_norm(x + self.attended(attended))
         y: torch.Tensor = self.down_norm(x + self.down(self.activation(self.up(x))))
         return y
 
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(*x.shape[:2], -1, self.head_size).transpose(1, 2)
+    def _attend(self, span: AttentionSpan, *parts: torch.Tensor) -> torch.Tensor:
+        """Query, key and value, each [tokens, heads * head_size] → the same shape."""
+        query, key, value = (self._rows(span, part) for part in parts)
+        found = functional.scaled_dot_product_attention(query, key, value, attn_mask=span.mask)
+        packed = found.transpose(1, 2).flatten(2).flatten(0, 1)
+        return packed if span.places is None else packed[span.places]
+
+    def _rows(self, span: AttentionSpan, part: torch.Tensor) -> torch.Tensor:
+        if span.places is not None:
+            padded = part.new_zeros(span.shape[0] * span.shape[1], part.shape[1])
+            part = padded.index_copy_(0, span.places, part)
+        return part.view(*span.shape, -1, self.head_size).transpose(1, 2)
 
 
-class Stage(nn.Module):
+class ModelStage(nn.Module):
     """What one pipeline stage computes.
 
     Args:
@@ -111,24 +135,29 @@ class Stage(nn.Module):
         self.embeddings = Embeddings(config, tp) if layers.start == 0 else None
         self.layers = nn.ModuleDict({str(index): Layer(config, tp) for index in layers})
 
-    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def prepare(self) -> None:
+        """Make ready to compute, once the parameters are there."""
+        for module in self.modules():
+            if isinstance(module, Layer):
+                module.prepare()
+
+    def forward(self, x: torch.Tensor, batch: TokenArrangement) -> torch.Tensor:
         """Run this stage's part on a batch.
 
         Args:
-            x: token ids int64 [batch, length] on the first stage; otherwise what the stage
-                before returned.
-            lengths: tokens of each row, int64 [batch]; what follows them is padding.
+            x: token ids int64 [tokens] on the first stage; otherwise what the stage before
+                returned.
+            batch: how its tokens stand.
 
         Returns:
-            [batch, length, hidden], the same on every rank of the stage.
+            [tokens, hidden], the same on every rank of the stage.
 
         Collective: yes, every member of the tensor-parallel group.
         """
-        mask = token_mask(lengths, x.shape[1])[:, None, None, :]
         if self.embeddings is not None:
-            x = self.embeddings(x)
+            x = self.embeddings(x, batch.positions)
         for layer in self.layers.values():
-            x = layer(x, mask)
+            x = layer(x, batch.spans)
         return x
 
 
@@ -139,7 +168,7 @@ def load_stage(
     device: torch.device,
     report: Callable[[int, int, str], None] | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Stage:
+) -> ModelStage:
     """Make a stage and read this rank's part of its parameters, as ``dtype``.
 
     Raises:
@@ -147,7 +176,7 @@ def load_stage(
 
     Collective: no.
     """
-    stage = Stage(folder.bert, layers, tp)
+    stage = ModelStage(folder.bert, layers, tp)
     whole = whole_parameters(stage)
     tensors = load_sharded(
         folder.weights,
@@ -160,6 +189,7 @@ def load_stage(
         report=report,
     )
     stage.load_state_dict(tensors, assign=True)
+    stage.prepare()
     return stage.eval().requires_grad_(False)
 
 
@@ -179,25 +209,17 @@ def stage_layers(layers: int, stage: int, stages: int) -> range:
     return range(start, start + each + (stage < more))
 
 
-def token_mask(lengths: torch.Tensor, length: int) -> torch.Tensor:
-    """Bool [batch, length]: true where a row of ``lengths`` tokens has a token."""
-    return torch.arange(length, device=lengths.device) < lengths.unsqueeze(1)
-
-
 def pool(hidden: torch.Tensor, lengths: torch.Tensor, how: str) -> torch.Tensor:
-    """One vector for each row: [batch, length, hidden] → [batch, hidden].
+    """One vector for each input: [tokens, hidden] → [inputs, hidden].
 
     Args:
         hidden: the encoder's output.
-        lengths: tokens of each row, int64 [batch].
+        lengths: tokens of each input, int64 [inputs].
         how: ``"mean"`` or ``"max"`` over the tokens, or ``"cls"``, the first token's.
     """
     if how == "cls":
-        return hidden[:, 0]
-    mask = token_mask(lengths, hidden.shape[1]).unsqueeze(-1)
-    if how == "max":
-        return hidden.masked_fill(~mask, float("-inf")).amax(dim=1)
-    return (hidden * mask).sum(dim=1) / lengths.unsqueeze(1)
+        return hidden[lengths.cumsum(0) - lengths]
+    return torch.segment_reduce(hidden, how, lengths=lengths)
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:

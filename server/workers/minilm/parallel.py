@@ -16,7 +16,11 @@ from torch.nn import functional
 
 from coordinator.layout import Layout, Placement, Replicate, Shard
 
+from . import prepacked
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from coordinator import GroupCoordinator
 
 
@@ -55,14 +59,28 @@ class ShardedModule(nn.Module):
         self.register_parameter(name, nn.Parameter(local, requires_grad=False))
 
 
-class ColumnLinear(ShardedModule):
-    """``x @ weight.T + bias`` with the outputs cut: [..., inputs] → [..., ceil(outputs / tp)].
-
-    Collective: no.
-    """
+class ShardedLinear(ShardedModule):
+    """``x @ weight.T + bias``, of which this rank has a part."""
 
     weight: nn.Parameter
     bias: nn.Parameter
+
+    def prepack(self) -> None:
+        """Lay the weight out as this device computes best; no other use of it is possible then."""
+        if prepacked.can_prepack(self.weight):
+            self.weight = nn.Parameter(prepacked.prepack(self.weight), requires_grad=False)
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x @ weight.T + bias``, of this rank's part of the weight; a new tensor."""
+        linear = prepacked.linear if self.weight.is_mkldnn else functional.linear
+        return linear(x, self.weight, bias)
+
+
+class ColumnLinear(ShardedLinear):
+    """``x @ weight.T + bias`` with the outputs cut: [rows, inputs] → [rows, ceil(outputs / tp)].
+
+    Collective: no.
+    """
 
     def __init__(self, inputs: int, outputs: int, group: GroupCoordinator) -> None:
         super().__init__(group)
@@ -71,17 +89,34 @@ class ColumnLinear(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's outputs."""
-        return functional.linear(x, self.weight, self.bias)
+        return self.product(x, self.bias)
 
 
-class RowLinear(ShardedModule):
-    """``x @ weight.T + bias`` with the inputs cut: [..., ceil(inputs / tp)] → [..., outputs].
+class MergedColumnLinear(ShardedLinear):
+    """Column-parallel products of the same rows, computed as one: their outputs side by side.
+
+    Collective: no.
+
+    Args:
+        parts: those products, whose parameters are there.
+    """
+
+    def __init__(self, parts: Sequence[ColumnLinear]) -> None:
+        super().__init__(parts[0].group)
+        weight = torch.cat([part.weight for part in parts])
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's outputs of each part."""
+        return self.product(x, self.bias)
+
+
+class RowLinear(ShardedLinear):
+    """``x @ weight.T + bias`` with the inputs cut: [rows, ceil(inputs / tp)] → [rows, outputs].
 
     The bias is added once, to the sum. Collective: yes, every member of the group.
     """
-
-    weight: nn.Parameter
-    bias: nn.Parameter
 
     def __init__(self, inputs: int, outputs: int, group: GroupCoordinator) -> None:
         super().__init__(group)
@@ -90,7 +125,7 @@ class RowLinear(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """All outputs, the same on every rank."""
-        total: torch.Tensor = self.group.all_reduce_(functional.linear(x, self.weight))
+        total: torch.Tensor = self.group.all_reduce_(self.product(x, None))
         return total.add_(self.bias)
 
 

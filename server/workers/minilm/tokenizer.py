@@ -1,20 +1,58 @@
-"""Texts to token ids, as the model's own tokenizer.json says, in batches of like lengths."""
+"""Texts to token ids, as the model's own tokenizer.json says: in the driver, once for all ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from server.workers.minilm.config import ModelFolder
+    from .model_config import ModelFolder
+
+
+class InputTooLongError(ValueError):
+    """An input is longer than the model takes, and was not to be truncated.
+
+    Attributes:
+        index: which one.
+        length: how long it is.
+        limit: how long it may be.
+        unit: of both: ``"tokens"`` or ``"characters"``.
+    """
+
+    def __init__(self, index: int, length: int, limit: int, unit: str) -> None:
+        self.index = index
+        self.length = length
+        self.limit = limit
+        self.unit = unit
+        super().__init__(
+            f"input {index} has {length} {unit}; the model takes at most {limit}, and truncation "
+            "was not asked for"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Inputs as tokens.
+
+    Attributes:
+        tokens: int32 [length] for each input, special tokens included.
+        truncated: which inputs were longer.
+    """
+
+    tokens: list[np.ndarray] = field(default_factory=list)
+    truncated: list[int] = field(default_factory=list)
 
 
 class SentenceTokenizer:
     """The tokenizer of a model folder.
+
+    Attributes:
+        max_characters: of a text; what is beyond is not looked at, whatever it is. It is as many as
+            the model's most tokens can hold, so that a text costs no more than its tokens do.
 
     Args:
         folder: the model.
@@ -27,46 +65,52 @@ class SentenceTokenizer:
     def __init__(self, folder: ModelFolder) -> None:
         self._folder = folder
         self._tokenizer = _load(folder)
+        self._special = self._tokenizer.num_special_tokens_to_add(False)
+        longest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self.max_characters = folder.max_length * longest
 
-    def encode(self, inputs: Sequence[str | Sequence[int]]) -> list[list[int]]:
-        """The token ids of each input, truncated to the model's length, without padding.
+    def encode(
+        self, inputs: Sequence[str | Sequence[int]], *, truncate: bool, first: int = 0
+    ) -> Encoded:
+        """The tokens of each input: a text, or token ids with the special ones among them.
 
-        An input that is token ids already is taken as it is.
+        Args:
+            inputs: what to encode.
+            truncate: cut what is longer than the model takes, but for the last special token.
+            first: what errors and `Encoded.truncated` call the first input.
+
+        Raises:
+            TypeError, ValueError: see `ModelFolder.check_inputs`; or a text is not Unicode.
+            InputTooLongError: an input is too long, and ``truncate`` is false.
         """
-        texts = [item for item in inputs if isinstance(item, str)]
-        encoded = iter(self._tokenizer.encode_batch(texts))
-        return [next(encoded).ids if isinstance(item, str) else list(item) for item in inputs]
+        self._folder.check_inputs(inputs, first)
+        cut = [self._cut(first + at, item, truncate) for at, item in enumerate(inputs)]
+        texts = [item for item in cut if isinstance(item, str)]
+        encodings = iter(self._tokenizer.encode_batch_fast(texts))
+        found = Encoded()
+        for index, (given, item) in enumerate(zip(inputs, cut, strict=True), first):
+            tokens, length = item, len(item)
+            if isinstance(item, str):
+                encoding = next(encodings)
+                tokens = encoding.ids
+                length = len(tokens) + sum(
+                    len(more.ids) - self._special for more in encoding.overflowing
+                )
+            if length > self._folder.max_length and not truncate:
+                raise InputTooLongError(index, length, self._folder.max_length, "tokens")
+            if length > self._folder.max_length or len(item) < len(given):
+                found.truncated.append(index)
+            found.tokens.append(np.array(tokens, np.int32))
+        return found
 
-    def truncates(self, text: str) -> bool:
-        """Whether ``text`` is longer than the model takes."""
-        return bool(self._tokenizer.encode(text).overflowing)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenBatch:
-    """Some of the inputs, padded to the longest of them.
-
-    Attributes:
-        rows: which inputs they are.
-        lengths: tokens of each.
-        ids: int64 [batch, max(lengths)], 0 beyond a row's length.
-    """
-
-    rows: list[int]
-    lengths: list[int]
-    ids: torch.Tensor
-
-
-def make_batches(tokens: Sequence[Sequence[int]], size: int) -> Iterator[TokenBatch]:
-    """Batches of at most ``size`` inputs, longest first, so that little of them is padding."""
-    order = sorted(range(len(tokens)), key=lambda row: -len(tokens[row]))
-    for start in range(0, len(order), size):
-        rows = order[start : start + size]
-        lengths = [len(tokens[row]) for row in rows]
-        ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
-        for line, row in zip(ids, rows, strict=True):
-            line[: len(tokens[row])] = torch.tensor(tokens[row])
-        yield TokenBatch(rows, lengths, ids)
+    def _cut(self, index: int, item: str | Sequence[int], truncate: bool) -> str | Sequence[int]:
+        """What of an input is looked at."""
+        limit = self._folder.max_length
+        if not isinstance(item, str):
+            return [*item[: limit - 1], item[-1]] if truncate and len(item) > limit else item
+        if len(item) > self.max_characters and not truncate:
+            raise InputTooLongError(index, len(item), self.max_characters, "characters")
+        return item[: self.max_characters]
 
 
 def _load(folder: ModelFolder) -> Any:

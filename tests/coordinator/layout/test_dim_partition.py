@@ -78,8 +78,17 @@ def test_what_is_not_said_is_derived(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tp", "dp"), [([0, 1], 2, 2), ([0, 1, 2], 2, None), ([0, 0], None, None), ([], 1, 1)]
+    ("ranks", "tp", "dp"),
+    [
+        ([0, 1], 2, 2),
+        ([0, 1, 2], 2, None),
+        ([0, 0], None, None),
+        ([], 1, 1),
+        ([0, 1, 2, 3], 0, None),
+        ([0, 1, 2, 3], None, 0),
+        ([0, 1, 2, 3], -2, -2),
+    ],
 )
 def test_no_grid(ranks: list[int], tp: int | None, dp: int | None) -> None:
-    with pytest.raises(ValueError, match="rank"):
+    with pytest.raises(ValueError, match=r"rank|tp and dp"):
         ProcessGrid.of(ranks, tp, dp)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coordinator import ReduceOp
 from coordinator.layout import Layout, MeshCosts, Replicate, plan, redistribute
-from coordinator.layout.arrangement import Arrangement
+from coordinator.layout.planning.arrangement import Arrangement
 from tests.coordinator.layout.by_hand import hold, layouts, of_gradient, shapes, share
 from tests.coordinator.layout.thread_groups import ThreadGroup, on_mesh
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from coordinator import ReduceOp
 from coordinator.layout import Layout, Partial, Replicate, Shard, SubMesh
-from coordinator.layout.route import Piece, by_box, route
-from coordinator.layout.transfer import Transfer
+from coordinator.layout.moving.transfer import Transfer
+from coordinator.layout.planning.route import Piece, by_box, route
 from tests.coordinator.layout.by_hand import hold, layouts, of_gradient, shapes, share
 from tests.coordinator.layout.thread_groups import ThreadGroup, on_mesh
 

@@ -20,7 +20,7 @@ from coordinator.layout import (
     load_sharded,
     save_sharded,
 )
-from coordinator.layout.checkpoint_writer import encode_header, write_checkpoint
+from coordinator.layout.checkpoints.safetensors_writer import encode_header, write_checkpoint
 from tests.coordinator.layout.by_hand import hold
 from tests.coordinator.layout.meshes import open_mesh
 from tests.ranks import run_ranks
@@ -159,6 +159,14 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         write_checkpoint(file, header, fails())
     assert [each.name for each in tmp_path.iterdir()] == ["x.safetensors"]
     assert load_file(file)["x"].tolist() == [1, 1]
+
+
+def test_one_element_of_a_column(tmp_path: Path) -> None:
+    """It is contiguous, and its stride is not 1."""
+    x = torch.arange(4, dtype=torch.bfloat16).reshape(2, 2)[:1, 1]
+    file = tmp_path / "x.safetensors"
+    write_checkpoint(file, encode_header({"x": (x.dtype, x.shape)}), [x])
+    assert load_file(file)["x"].tolist() == [1]
 
 
 def test_a_checkpoint_holds_no_terms(tmp_path: Path) -> None:

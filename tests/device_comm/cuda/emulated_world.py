@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda import abi
-from device_comm.cuda.planner import Planner
+from device_comm.cuda.launches import abi
+from device_comm.cuda.launches.planner import Planner
 from tests.device_comm.cuda.emulator import LIMITS
 from tests.device_comm.oracle import values
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from device_comm.cuda.launch import Launch, Limits
+    from device_comm.cuda.launches.launch import KernelLaunch, Limits
     from tests.device_comm.cuda.emulator import Emulation
 
 NEAR_WRAP = 2**32 - 3
@@ -111,13 +111,13 @@ class Rank:
         self.plan = world.planner(rank)
         self._emulation = emulation
 
-    def run(self, launches: list[Launch]) -> None:
+    def run(self, launches: list[KernelLaunch]) -> None:
         """Run launches and require that nothing went wrong."""
         self.attempt(launches)
         record = self.world.record(self.rank)
         assert record.code is abi.ErrorCode.NONE, f"rank {self.rank}: {record}"
 
-    def attempt(self, launches: list[Launch]) -> None:
+    def attempt(self, launches: list[KernelLaunch]) -> None:
         self._emulation.run(launches)
 
 

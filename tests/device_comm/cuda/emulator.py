@@ -13,12 +13,12 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from device_comm.cuda.launch import Limits
+from device_comm.cuda.launches.launch import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from device_comm.cuda.launch import Launch
+    from device_comm.cuda.launches.launch import KernelLaunch
 
 ROOT = Path(__file__).parents[3]
 KERNELS = ROOT / "device_comm/cuda/kernels"
@@ -89,7 +89,7 @@ class Emulation:
         if status != 0:
             raise ValueError(f"no kernel {kernel}")
 
-    def run(self, launches: Sequence[Launch]) -> None:
+    def run(self, launches: Sequence[KernelLaunch]) -> None:
         """Run what a planner has planned, one launch after the other."""
         for launch in launches:
             self.launch(launch.kernel, launch.grid, launch.block, launch.args[0])

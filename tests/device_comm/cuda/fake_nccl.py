@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from device_comm.cuda import nccl_core
-from device_comm.cuda.nccl_comm import NcclComm
-from device_comm.cuda.nccl_library import NcclLibrary
+from device_comm import Communicator
+from device_comm.cuda.nccl import core as nccl_core
+from device_comm.cuda.nccl.library import NcclLibrary
+from device_comm.cuda.nccl.nccl_backend import NcclBackend
 from shm_broadcast import Board, BoardHandle
 from tests.device_comm.shm_ranks import share_through
 
@@ -98,7 +99,7 @@ def make_nccl(
     timeout: float = 20.0,
     hold: float = 5.0,
     **options: Any,
-) -> tuple[NcclComm, HostStreams]:
+) -> tuple[Communicator, HostStreams]:
     """This rank's end of a group, and its stream.
 
     ``hold``: seconds that messages are held back; so many that ranks which are stalled between a
@@ -107,7 +108,7 @@ def make_nccl(
     pytest.MonkeyPatch().setattr(nccl_core, "HOLD_SECONDS", hold)
     streams = HostStreams(library, patient)
     watch = Board.attach(board, rank) if isinstance(board, BoardHandle) else board
-    comm = NcclComm.create(
+    backend = NcclBackend.create(
         rank,
         n,
         share_through(path),
@@ -119,4 +120,10 @@ def make_nccl(
         streams=streams,
         **options,
     )
-    return comm, streams
+    return Communicator(backend), streams
+
+
+def nccl_of(comm: Communicator) -> NcclBackend:
+    """The backend of what `make_nccl` made."""
+    assert isinstance(comm.backend, NcclBackend)
+    return comm.backend

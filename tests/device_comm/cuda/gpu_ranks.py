@@ -1,4 +1,4 @@
-"""How GPU tests make an `IpcComm`: ranks share the devices there are."""
+"""How GPU tests make an `IpcBackend`: ranks share the devices there are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.device_comm.shm_ranks import make_comm
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from device_comm.cuda.ipc_comm import IpcComm
+    from device_comm import Communicator
     from shm_broadcast import BoardHandle
 
 
@@ -26,22 +26,25 @@ def make_cuda(
     *,
     index: int | None = None,
     **options: Any,
-) -> IpcComm:
+) -> Communicator:
     """This rank's end of a group on CUDA devices; ``index``: on this one."""
     with warnings.catch_warnings():  # CuPy may say something of its own about the machine
         warnings.simplefilter("ignore")
-        from device_comm.cuda.cupy_driver import CupyDriver
-        from device_comm.cuda.ipc_comm import IpcComm
+        from device_comm import Communicator
+        from device_comm.cuda.device.cupy_driver import CupyDriver
+        from device_comm.cuda.ipc.ipc_backend import IpcBackend
 
         device = rank % torch.cuda.device_count() if index is None else index
         torch.cuda.set_device(device)
-        return IpcComm.create(CupyDriver(device), rank, n, swap, name="tp", **options)
+        return Communicator(
+            IpcBackend.create(CupyDriver(device), rank, n, swap, name="tp", **options)
+        )
 
 
 @contextmanager
 def cuda_comm(
     rank: int, n: int, path: str, handle: BoardHandle, **options: Any
-) -> Iterator[IpcComm]:
+) -> Iterator[Communicator]:
     """The same among processes that share a board."""
     options = {"timeout": 60.0} | options
     with (

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from device_comm.cuda.abi import RegionLayout
-from device_comm.cuda.driver import Exported, HostBlock
+from device_comm.cuda.device.driver import Exported, HostBlock
 from device_comm.cuda.errors import DeviceError, NotShareableError
+from device_comm.cuda.launches.abi import RegionLayout
 from shm_broadcast.errors import SharedMemoryError
 from shm_broadcast.segment import Segment, SegmentHandle
 from tests.device_comm.cuda.emulator import Emulation
@@ -90,7 +90,7 @@ class HostGraph:
 
 
 class HostDriver:
-    """Implements `device_comm.cuda.driver.Driver`.
+    """Implements `device_comm.cuda.device.driver.Driver`.
 
     Attributes:
         pool_reason: why memory of torch's cannot be shared, as with expandable segments.

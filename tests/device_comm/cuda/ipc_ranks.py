@@ -1,4 +1,4 @@
-"""How tests make an `IpcComm` in the processes of `tests.ranks`, over a device of host threads."""
+"""How tests make communicators over `IpcBackend`, on a device of host threads."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from device_comm.cuda import endpoint
+from device_comm import Communicator
 from device_comm.cuda.agree import swap_over
-from device_comm.cuda.ipc_comm import IpcComm
+from device_comm.cuda.ipc import endpoint
+from device_comm.cuda.ipc.ipc_backend import IpcBackend
 from shm_broadcast import Board
 from tests.device_comm.cuda.emulator import LIMITS
 from tests.device_comm.cuda.host_driver import HostDriver, small_layout
@@ -17,7 +18,7 @@ from tests.device_comm.shm_ranks import make_comm
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from device_comm.cuda.launch import Limits
+    from device_comm.cuda.launches.launch import Limits
     from shm_broadcast import BoardHandle
 
 T = TypeVar("T")
@@ -58,20 +59,28 @@ def make_ipc(
     timeout: float = 20.0,
     limits: Limits = LIMITS,
     probe_seconds: float = 10.0,
-) -> IpcComm:
+) -> Communicator:
     """This rank's end of a group of all members of ``board``."""
     endpoint.LINGER = 30.0  # so that nothing is left to the end of the process
     mine = board if isinstance(board, Board) else Board.attach(board, rank)
     over = make_comm(rank, mine, path)
-    return IpcComm.create(
-        driver or HostDriver(library),
-        rank,
-        n,
-        swap_over(over),
-        name="tp",
-        timeout=timeout,
-        watch=mine,
-        layout=small_layout(n),
-        limits=limits,
-        probe_seconds=probe_seconds,
+    return Communicator(
+        IpcBackend.create(
+            driver or HostDriver(library),
+            rank,
+            n,
+            swap_over(over),
+            name="tp",
+            timeout=timeout,
+            watch=mine,
+            layout=small_layout(n),
+            limits=limits,
+            probe_seconds=probe_seconds,
+        )
     )
+
+
+def ipc_of(comm: Communicator) -> IpcBackend:
+    """The backend of what `make_ipc` made."""
+    assert isinstance(comm.backend, IpcBackend)
+    return comm.backend

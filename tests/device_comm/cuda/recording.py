@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from device_comm.cuda.abi import RegionLayout
-    from device_comm.cuda.launch import Launch
-    from device_comm.cuda.planner import Planner
+    from device_comm.cuda.launches.abi import RegionLayout
+    from device_comm.cuda.launches.launch import KernelLaunch
+    from device_comm.cuda.launches.planner import Planner
 
 REPLAY_SECONDS = 120.0
 _ROOM = 8 << 20
@@ -32,7 +32,7 @@ class Recording:
         self._memory = torch.zeros(_ROOM, dtype=torch.uint8)
         self._used = World.size(layout)
         self._world = World(layout, memory=self._memory[: self._used], timeout=timeout)
-        self._streams: dict[object, list[Launch]] = {}
+        self._streams: dict[object, list[KernelLaunch]] = {}
         self._addresses: list[int] = []
         self._expected: list[tuple[int, Tensor]] = []
         self.n = layout.world_size
@@ -54,7 +54,7 @@ class Recording:
         self._addresses += range(begin, begin + 8 * len(sources), 8)
         return address
 
-    def launch(self, stream: object, launches: list[Launch]) -> None:
+    def launch(self, stream: object, launches: list[KernelLaunch]) -> None:
         """Append to a stream; each runs by itself."""
         self._streams.setdefault(stream, []).extend(launches)
 

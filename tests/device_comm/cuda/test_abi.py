@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from device_comm import ReduceOp
-from device_comm.cuda import abi
-from device_comm.cuda.abi import ErrorCode, Job, Phase, RegionLayout, Span
+from device_comm.cuda.launches import abi
+from device_comm.cuda.launches.abi import ErrorCode, KernelJob, Phase, RegionLayout
+from device_comm.span import Span
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,7 +94,9 @@ def test_groups_that_cannot_be() -> None:
 def test_a_job_as_it_lies_in_memory() -> None:
     layout = RegionLayout(2, staging_bytes=64, packet_bytes=16, slot_bytes=32, lanes=3)
     group = abi.Group((0x1000, 0x2000), 0x3000, 1, layout, 5).with_timeout(7)
-    job = Job((Span(1, 2),), (Span(3, 4), Span(5, 6)), 0x4000, 48, 16, ReduceOp.MAX, abi.EXCHANGES)
+    job = KernelJob(
+        (Span(1, 2),), (Span(3, 4), Span(5, 6)), 0x4000, 48, 16, ReduceOp.MAX, abi.EXCHANGES
+    )
     expected = struct.pack("<8Q", 0x1000, 0x2000, *(0,) * 6)
     expected += struct.pack("<7Q4I", 0x3000, 7, 64, 8576, 16, 8704, 32, 1, 2, 3, 0)
     expected += struct.pack("<QQQII", 0x4000, 48, 16, 3, 1)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from device_comm.cuda import cupy_driver, kernel_source
-from device_comm.cuda.driver import Driver
+from device_comm.cuda.device import cupy_driver, kernel_source
+from device_comm.cuda.device.driver import Driver
 from device_comm.cuda.errors import DeviceError
-from device_comm.cuda.launch import KERNELS
+from device_comm.cuda.launches.launch import KERNELS
 from tests.device_comm.cuda.host_driver import HostDriver
 
 if TYPE_CHECKING:
@@ -55,14 +55,14 @@ def test_every_name_of_cupy_exists() -> None:
 
 
 def test_nobody_else_imports_cupy() -> None:
-    root = Path(cupy_driver.__file__).parents[2]
+    root = Path(cupy_driver.__file__).parents[3]
     users = [
         str(path.relative_to(root))
         for floor in ("shm_broadcast", "device_comm", "coordinator", "server")
         for path in (root / floor).rglob("*.py")
         if re.search(r"^\s*(import|from) cupy\b", path.read_text(), re.MULTILINE)
     ]
-    assert users == ["device_comm/cuda/cupy_driver.py"]
+    assert users == ["device_comm/cuda/device/cupy_driver.py"]
 
 
 @pytest.mark.parametrize("kind", [cupy_driver.CupyDriver, HostDriver])
@@ -117,7 +117,9 @@ def test_the_kernels_as_one_text() -> None:
     assert left
     assert all(name.startswith("<cuda/") for name in left)
     assert all(f"KERNEL({kernel}," in text for kernel in KERNELS)
-    files = [path.read_text() for path in Path(kernel_source.__file__).parent.glob("kernels/*.cu*")]
+    files = [
+        path.read_text() for path in Path(kernel_source.__file__).parents[1].glob("kernels/*.cu*")
+    ]
     guards = [guard for each in files for guard in re.findall(r"#define (GC_\w+_CUH)", each)]
     assert len(guards) == len(files) - 1
     assert all(text.count(f"#define {guard}") == 1 for guard in guards)

@@ -1,4 +1,4 @@
-"""The table over `IpcComm`, on a device of host threads."""
+"""The table over `IpcBackend`, on a device of host threads."""
 
 from __future__ import annotations
 

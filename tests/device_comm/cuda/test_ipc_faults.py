@@ -29,7 +29,7 @@ from tests.device_comm.meeting import SOON, meet, wait_for_abort
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
-    from device_comm.cuda.ipc_comm import IpcComm
+    from device_comm import Communicator
 
 BIG = 300_000
 """Numbers that go in many chunks."""
@@ -39,7 +39,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def use(comm: IpcComm, verb: str) -> None:
+def use(comm: Communicator, verb: str) -> None:
     """Go on for ever with rank 0's peers; one message is waited for in vain."""
     x = torch.ones(BIG)
     while True:

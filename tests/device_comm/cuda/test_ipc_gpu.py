@@ -1,4 +1,4 @@
-"""`IpcComm` on CUDA devices: processes that share one, and streams of one process."""
+"""`IpcBackend` on CUDA devices: processes that share one, and streams of one process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.cuda.gpu_ranks import cuda_comm, make_cuda
-from tests.device_comm.cuda.ipc_ranks import local_swaps, on_threads
+from tests.device_comm.cuda.ipc_ranks import ipc_of, local_swaps, on_threads
 from tests.device_comm.suite import check_table, run_table
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from device_comm.cuda.ipc_comm import IpcComm
+    from device_comm import Communicator
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +62,7 @@ def test_table_on_a_device_each(store_path: str) -> None:
 class Captured:
     """A graph of two collectives of one size."""
 
-    def __init__(self, comm: IpcComm, numel: int, stream: torch.cuda.Stream) -> None:
+    def __init__(self, comm: Communicator, numel: int, stream: torch.cuda.Stream) -> None:
         n, device = comm.world_size, comm.device
         self.comm = comm
         self.x = torch.zeros(numel, device=device)
@@ -107,7 +107,7 @@ def capture_and_replay(
                     each.check(turn)
                 assert total[0] == n * (n - 1) // 2
         comm.flush()
-        return comm.reasons
+        return ipc_of(comm).reasons
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
@@ -162,7 +162,7 @@ def test_replays_on_streams_of_one_process(n: int) -> None:
     on_threads(n, body, 300)
 
 
-def go_on(comm: IpcComm, step: Callable[[], object]) -> None:
+def go_on(comm: Communicator, step: Callable[[], object]) -> None:
     """Until it raises; for 20 s at most."""
     end = time.monotonic() + 20
     while time.monotonic() < end:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from device_comm.cuda.abi import GROUP_BYTES
+from device_comm.cuda.launches.abi import GROUP_BYTES
 from shm_broadcast import Board, BoardHandle, DivergenceError
 from tests.device_comm.cuda.host_driver import HostDriver, HostGraph
-from tests.device_comm.cuda.ipc_ranks import make_ipc
+from tests.device_comm.cuda.ipc_ranks import ipc_of, make_ipc
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
-    from device_comm.cuda.ipc_comm import IpcComm
+    from device_comm import Communicator
 
 SIZES = [1, 100, 700, 5_000, 40_001]
 """Numbers: in packets, in one shot, in two, and more than the staging holds."""
@@ -28,7 +28,7 @@ WITH_TABLES = 5 + 5 + 3 + 3
 class Captured:
     """A graph of an all-reduce, an all-gather and a reduce-scatter of one size."""
 
-    def __init__(self, comm: IpcComm, driver: HostDriver, numel: int) -> None:
+    def __init__(self, comm: Communicator, driver: HostDriver, numel: int) -> None:
         self.comm = comm
         n = comm.world_size
         self.x = driver.tensor((numel,), torch.float32)
@@ -76,7 +76,7 @@ def capture_and_replay(
         comm.flush()
         tables = set().union(*(each.tables for each in graphs)) - {0}
         assert len(tables) == (0 if pool_reason else WITH_TABLES)
-        return comm.reasons
+        return ipc_of(comm).reasons
 
 
 @pytest.mark.parametrize("n", [2, 4])

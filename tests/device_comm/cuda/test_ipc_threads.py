@@ -7,32 +7,35 @@ import time
 import pytest
 import torch
 
-from device_comm.cuda import endpoint
-from device_comm.cuda.ipc import Departures
-from device_comm.cuda.ipc_comm import IpcComm
+from device_comm import Communicator
+from device_comm.cuda.ipc import endpoint
+from device_comm.cuda.ipc.ipc_backend import IpcBackend
+from device_comm.cuda.ipc.mappings import Departures
 from shm_broadcast import Board, BoardHandle, Deadline, GroupTimeoutError
 from shm_broadcast.liveness import ProcessId
 from tests.device_comm.cuda.emulator import LIMITS
 from tests.device_comm.cuda.host_driver import HostDriver, small_layout
-from tests.device_comm.cuda.ipc_ranks import local_swaps, make_ipc, on_threads
+from tests.device_comm.cuda.ipc_ranks import ipc_of, local_swaps, make_ipc, on_threads
 from tests.device_comm.meeting import SOON
 from tests.ranks import run_ranks
 
 
-def make_local(library: str, n: int, board: Board | None) -> list[IpcComm]:
+def make_local(library: str, n: int, board: Board | None) -> list[Communicator]:
     """One communicator for each of ``n`` threads, on devices of their own."""
     swaps = local_swaps(n)
 
-    def make(rank: int) -> IpcComm:
-        return IpcComm.create(
-            HostDriver(library, f"device {rank}"),
-            rank,
-            n,
-            swaps[rank],
-            watch=None if board is None else Board.attach(board.handle(), rank),
-            timeout=10,
-            layout=small_layout(n),
-            limits=LIMITS,
+    def make(rank: int) -> Communicator:
+        return Communicator(
+            IpcBackend.create(
+                HostDriver(library, f"device {rank}"),
+                rank,
+                n,
+                swaps[rank],
+                watch=None if board is None else Board.attach(board.handle(), rank),
+                timeout=10,
+                layout=small_layout(n),
+                limits=LIMITS,
+            )
         )
 
     return on_threads(n, make)
@@ -46,7 +49,7 @@ def test_ranks_as_threads(watched: bool, emulation_library: str) -> None:
 
         def body(rank: int) -> None:
             comm = comms[rank]
-            driver = comm._driver
+            driver = ipc_of(comm)._driver
             assert isinstance(driver, HostDriver)
             assert not driver._mapped
             assert len(set(driver.reached)) == n - 1
@@ -60,7 +63,7 @@ def test_ranks_as_threads(watched: bool, emulation_library: str) -> None:
                 x.fill_(rank + turn)
                 graph.replay()
                 assert total[-1] == n * turn + 3
-            assert comm.reasons == ()
+            assert ipc_of(comm).reasons == ()
             comm.close()
             if isinstance(comm.watch, Board):
                 comm.watch.close()
@@ -84,7 +87,7 @@ def test_what_is_done_can_be_waited_for_when_all_is_closed(emulation_library: st
         comm = comms[rank]
         work = comm.isend(given, 1) if rank == 0 else comm.irecv(out=taken, src=0)
         comm.close()
-        driver, health = comm._driver, comm._health
+        driver, health = ipc_of(comm)._driver, ipc_of(comm)._health
         assert isinstance(driver, HostDriver)
         driver.orders.clear()
         work.wait()
@@ -128,7 +131,7 @@ def test_memory_that_a_peer_keeps_is_left(
     monkeypatch.setattr(endpoint, "LINGER", 0.1)
     first, second = make_local(str(emulation_library), 2, None)
     first.close()
-    driver = first._driver
+    driver = ipc_of(first)._driver
     assert isinstance(driver, HostDriver)
     assert driver.held == 1
     second.close()

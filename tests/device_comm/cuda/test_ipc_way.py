@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from device_comm import ReduceOp
-from device_comm.cuda.ipc_way import ways
-from device_comm.select import Candidate, Measured, Selection, Table
-from device_comm.select_measure import measure
-from device_comm.selecting_comm import SelectingComm
+from device_comm import Communicator, ReduceOp
+from device_comm.choosing.measuring import measure
+from device_comm.choosing.selecting_backend import SelectingBackend
+from device_comm.choosing.selection import Candidate, Measured, Selection, Table
+from device_comm.cuda.ipc.ipc_way import ways
 from shm_broadcast import Board, BoardHandle
-from tests.device_comm.cuda.ipc_ranks import make_ipc
+from tests.device_comm.cuda.ipc_ranks import ipc_of, make_ipc
 from tests.ranks import run_ranks
 
 NAMES = ["ipc packets", "ipc one-shot", "ipc two-shot"]
@@ -19,18 +19,19 @@ NAMES = ["ipc packets", "ipc one-shot", "ipc two-shot"]
 
 def reduced(rank: int, n: int, library: str, path: str, board: BoardHandle) -> list[str]:
     with make_ipc(rank, n, library, path, board) as ipc:
-        candidates = [*ways(ipc), Candidate("ipc", ipc)]
+        candidates = [*ways(ipc_of(ipc)), Candidate("ipc", ipc.backend)]
         assert [each.name for each in candidates[:3]] == NAMES
         limit = candidates[0].up_to
-        assert limit == ipc.packet_bytes
+        assert limit == ipc_of(ipc).packet_bytes
         for each in candidates[:3]:
-            assert each.comm is not None
+            assert each.backend is not None
+            way = Communicator(each.backend)
             for count in (1, 37, limit // 4):
                 x = torch.arange(count, dtype=torch.float32) + rank
                 expected = 2 * torch.arange(count, dtype=torch.float32) + 1
-                assert torch.equal(each.comm.all_reduce(x), expected)
+                assert torch.equal(way.all_reduce(x), expected)
             with pytest.raises(NotImplementedError, match=r"no kernel for SUM of torch\.int64"):
-                each.comm.all_reduce(torch.ones(2, dtype=torch.int64))
+                way.all_reduce(torch.ones(2, dtype=torch.int64))
         sizes = {"all_reduce": (64, 2 * limit), "barrier": (0,)}
         found = measure(candidates, {}, sizes).verbs
         assert list(found) == ["all_reduce"]
@@ -43,7 +44,7 @@ def reduced(rank: int, n: int, library: str, path: str, board: BoardHandle) -> l
             for size, best in zip((16, 256, 4096), NAMES, strict=True)
         ]
         selection = Selection(candidates, Table({}, {"all_reduce": rows}))
-        comm = SelectingComm(selection)
+        comm = Communicator(SelectingBackend(selection))
         used = []
         for count in (4, 64, 1024):
             x = torch.full((count,), rank + 1.0)

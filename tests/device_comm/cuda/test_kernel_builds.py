@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from device_comm.cuda import cupy_driver
-from device_comm.cuda.kernel_source import kernel_source
-from device_comm.cuda.launch import KERNELS
+from device_comm.cuda.device import cupy_driver
+from device_comm.cuda.device.kernel_source import kernel_source
+from device_comm.cuda.launches.launch import KERNELS
 from tests.device_comm.cuda.emulator import KERNELS as FOLDER
 from tests.device_comm.cuda.emulator import cccl
 
@@ -55,7 +55,7 @@ def test_nvcc_compiles_them_without_spills(tmp_path: Path) -> None:
 
 
 def test_nvrtc_compiles_them() -> None:
-    """With the options that CuPy makes of those of `device_comm.cuda.cupy_driver`."""
+    """With the options that CuPy makes of those of `device_comm.cuda.device.cupy_driver`."""
     if importlib.util.find_spec("cupy") is None:
         pytest.skip("CuPy is not installed")
     from cupy.cuda import nvrtc

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda import abi
-from device_comm.cuda.abi import ErrorCode, Phase
-from device_comm.cuda.launch import Protocol
+from device_comm.cuda.launches import abi
+from device_comm.cuda.launches.abi import ErrorCode, Phase
+from device_comm.cuda.launches.launch import Protocol
 from tests.device_comm.cuda.emulated_world import (
     NEAR_WRAP,
     SECONDS,
@@ -26,7 +26,7 @@ from tests.patience import until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from device_comm.cuda.launch import Launch
+    from device_comm.cuda.launches.launch import KernelLaunch
     from tests.device_comm.cuda.emulator import Emulation
 
 SIZE = 400
@@ -36,12 +36,12 @@ IMPATIENT = 3
 """The one whose time is over first. It begins when the patient ones have come."""
 
 
-def all_reduce(rank: Rank, buffer: int, protocol: Protocol) -> list[Launch]:
+def all_reduce(rank: Rank, buffer: int, protocol: Protocol) -> list[KernelLaunch]:
     op = ReduceOp.SUM
     return rank.plan.all_reduce(buffer, buffer, SIZE, torch.float32, op, protocol=protocol)
 
 
-KINDS: dict[str, tuple[Phase, Callable[[Rank, int], list[Launch]]]] = {
+KINDS: dict[str, tuple[Phase, Callable[[Rank, int], list[KernelLaunch]]]] = {
     "barrier": (Phase.START, lambda rank, _: rank.plan.barrier()),
     "broadcast": (Phase.START, lambda rank, buffer: rank.plan.broadcast(buffer, SIZE, 0)),
     "one-shot": (Phase.START, lambda rank, buffer: all_reduce(rank, buffer, Protocol.ONE_SHOT)),

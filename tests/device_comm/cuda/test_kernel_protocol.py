@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda import abi
-from device_comm.cuda.launch import Protocol
+from device_comm.cuda.launches import abi
+from device_comm.cuda.launches.launch import Protocol
 from tests.device_comm.cuda.emulated_world import (
     NEAR_WRAP,
     Rank,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.launch import Protocol
+from device_comm.cuda.launches.launch import Protocol
 from tests.device_comm.cuda.emulated_world import small_layout
 from tests.device_comm.cuda.emulator import KERNELS, build, why_not
 from tests.device_comm.cuda.recording import Recording

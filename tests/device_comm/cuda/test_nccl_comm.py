@@ -1,4 +1,4 @@
-"""The table over `NcclComm` and a fake libnccl: real processes, CPU tensors. And its faults."""
+"""The table over `NcclBackend` and a fake libnccl: real processes, CPU tensors. And its faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.nccl_library import (
+from device_comm.cuda.nccl.batch import HOLD_SECONDS
+from device_comm.cuda.nccl.library import (
     TYPES,
     NcclError,
     NcclLibrary,
@@ -24,7 +25,6 @@ from device_comm.cuda.nccl_library import (
     Result,
     loaded_library,
 )
-from device_comm.cuda.nccl_messages import HOLD_SECONDS
 from shm_broadcast import (
     Board,
     BoardHandle,
@@ -38,7 +38,7 @@ from shm_broadcast import (
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
-from tests.device_comm.cuda.fake_nccl import COMPILER, HostMark, compile_fake, make_nccl
+from tests.device_comm.cuda.fake_nccl import COMPILER, HostMark, compile_fake, make_nccl, nccl_of
 from tests.device_comm.meeting import SOON, die, meet, wait_for_abort
 from tests.device_comm.suite import check_table, run_table
 from tests.patience import until
@@ -47,7 +47,7 @@ from tests.ranks import run_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from device_comm.cuda.nccl_comm import NcclComm
+    from device_comm import Communicator
     from tests.device_comm.cuda.fake_nccl import HostStreams
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler to make a fake NCCL with")
@@ -200,7 +200,7 @@ def refused(
     return type(info.value).__name__, str(info.value)
 
 
-def use(comm: NcclComm, streams: HostStreams, x: torch.Tensor) -> None:
+def use(comm: Communicator, streams: HostStreams, x: torch.Tensor) -> None:
     comm.all_reduce_(x)
     streams.synchronize()
     comm.barrier()
@@ -261,7 +261,8 @@ def ended_meanwhile(rank: int, n: int, board: BoardHandle, library: str, path: s
         comm.abort("enough")
         return
     comm.all_reduce_(x)
-    handle, issue = comm._handle, comm._handle.issue
+    handle = nccl_of(comm)._handle
+    issue = handle.issue
 
     def issue_late(enqueue: Callable[[NcclLibrary, int], bool]) -> bool:
         until(lambda: handle._comm is None)
@@ -382,7 +383,7 @@ def test_numbers_are_those_of_the_public_header() -> None:
 
 
 ALONE = """
-from device_comm.cuda.nccl_library import NcclLibrary
+from device_comm.cuda.nccl.library import NcclLibrary
 try:
     print(NcclLibrary.of_torch().version >= (2, 14, 0))
 except Exception as error:

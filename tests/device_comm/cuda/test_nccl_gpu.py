@@ -1,4 +1,4 @@
-"""`NcclComm` on torch's own NCCL: as far as the devices allow."""
+"""`NcclBackend` on torch's own NCCL: as far as the devices allow."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from device_comm import Call, ReduceOp
-from device_comm.cuda.nccl_comm import NcclComm
-from device_comm.cuda.nccl_library import NcclError, NcclLibrary
+from device_comm import Communicator, Operation, ReduceOp
+from device_comm.cuda.nccl.library import NcclError, NcclLibrary
+from device_comm.cuda.nccl.nccl_backend import NcclBackend
 from shm_broadcast import Board, BoardHandle, GroupAbortedError, GroupTimeoutError
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
@@ -21,28 +21,30 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.gpu
 
 
-def make(rank: int, n: int, board: BoardHandle, path: str, timeout: float = 60.0) -> NcclComm:
+def make(rank: int, n: int, board: BoardHandle, path: str, timeout: float = 60.0) -> Communicator:
     watch = Board.attach(board, rank)
     share = share_through(path)
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    return NcclComm.create(rank, n, share, device=device, name="tp", timeout=timeout, watch=watch)
+    return Communicator(
+        NcclBackend.create(rank, n, share, device=device, name="tp", timeout=timeout, watch=watch)
+    )
 
 
 def alone(rank: int, n: int, board: BoardHandle, path: str) -> tuple[int, ...]:
-    """A group of one does not get to NCCL by itself: its primitives are called."""
+    """A group of one does not get to NCCL by itself: its backend is called."""
     comm = make(rank, n, board, path)
     with comm:
         x = torch.arange(1000.0, device=comm.device)
         y = torch.zeros_like(x)
-        call = Call("all_reduce", "tp all_reduce", 30.0, False)
-        comm._all_reduce(y, x, ReduceOp.SUM, call)
+        start, wait = comm.backend.start, {"name": "tp", "timeout": 30.0}
+        start(Operation("all_reduce", x, y, op=ReduceOp.SUM, **wait))
         comm.flush()
         assert torch.equal(x, y)
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            comm._all_reduce(y, x, ReduceOp.AVG, call)
-            comm._all_gather(y, x, call)
+            start(Operation("all_reduce", x, y, op=ReduceOp.AVG, **wait))
+            start(Operation("all_gather", x, y, **wait))
         for turn in range(100):
             x.fill_(turn)
             graph.replay()
@@ -61,11 +63,11 @@ def test_a_group_of_one_and_a_graph(store_path: str) -> None:
 def aborted(rank: int, n: int, board: BoardHandle, path: str) -> float:
     comm = make(rank, n, board, path)
     x = torch.ones(1000, device=comm.device)
-    comm._all_reduce(x, x, ReduceOp.SUM, Call("all_reduce", "tp all_reduce", 30.0, False))
+    comm.backend.start(Operation("all_reduce", x, x, timeout=30.0, name="tp all_reduce"))
     began = time.monotonic()
     comm.abort("enough")
     with pytest.raises(GroupAbortedError, match="enough"):
-        comm.barrier() if n > 1 else comm._enter("barrier")
+        comm.barrier() if n > 1 else comm.runner.enter("barrier")
     comm.close()
     torch.cuda.synchronize()
     assert float(torch.ones(5, device=comm.device).sum()) == 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from device_comm.cuda.order import Place, SideStreams, StreamOrder
+from device_comm.cuda.ipc.order import SideStreams, StreamOrder, StreamPlace
 from shm_broadcast import Board, BoardHandle
 from tests.device_comm.cuda.host_driver import HostDriver
 from tests.device_comm.cuda.ipc_ranks import make_ipc
@@ -23,7 +23,7 @@ def test_another_stream_comes_behind_the_last_one(driver: HostDriver) -> None:
     a, b = driver.make_stream(), driver.make_stream()
     for stream in (0, 0, a, b, b, 0):
         with driver.on(stream):
-            assert order.look() == order.place() == Place(stream, False)
+            assert order.look() == order.place() == StreamPlace(stream, False)
     assert driver.orders == [(0, a), (a, b), (b, 0)]
     assert order.marks()[0].passed()
     with driver.on(a):
@@ -37,14 +37,14 @@ def test_a_capture_has_one_stream(driver: HostDriver) -> None:
     order.place()
     driver.orders.clear()
     with driver.on(1), driver.capture():
-        assert order.place() == Place(1, True)
-        assert order.place() == Place(1, True)
+        assert order.place() == StreamPlace(1, True)
+        assert order.place() == StreamPlace(1, True)
         with driver.on(2), driver.capture(), pytest.raises(ValueError, match="stream 0x1"):
             order.place()
     with driver.on(2), driver.capture():
-        assert order.place() == Place(2, True)
+        assert order.place() == StreamPlace(2, True)
         with driver.on(0):
-            assert order.place() == Place(0, False)
+            assert order.place() == StreamPlace(0, False)
     assert driver.orders == []
 
 

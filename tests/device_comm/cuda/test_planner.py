@@ -9,9 +9,16 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda import abi
-from device_comm.cuda.launch import KERNELS, Launch, Limits, Protocol, kernels_reduce, warm_up
-from device_comm.cuda.planner import Planner
+from device_comm.cuda.launches import abi
+from device_comm.cuda.launches.launch import (
+    KERNELS,
+    KernelLaunch,
+    Limits,
+    Protocol,
+    kernels_reduce,
+    warm_up,
+)
+from device_comm.cuda.launches.planner import Planner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,17 +34,17 @@ def planner(rank: int = 0, n: int = 4, limits: Limits | None = None) -> Planner:
     return Planner(group, limits or Limits(packets_up_to=8 * KIB, one_shot_up_to=128 * KIB))
 
 
-def fields(launch: Launch) -> tuple[int, ...]:
+def fields(launch: KernelLaunch) -> tuple[int, ...]:
     """The job of a launch, without its group: table, offset, piece, op, set, puts, takes."""
     return struct.unpack("<3QII32Q", launch.args[0][abi.GROUP_BYTES :])
 
 
-def puts(launch: Launch) -> list[tuple[int, int]]:
+def puts(launch: KernelLaunch) -> list[tuple[int, int]]:
     numbers = fields(launch)[5:21]
     return [(a, b) for a, b in zip(numbers[::2], numbers[1::2], strict=True) if b]
 
 
-def takes(launch: Launch) -> list[tuple[int, int]]:
+def takes(launch: KernelLaunch) -> list[tuple[int, int]]:
     numbers = fields(launch)[21:]
     return [(a, b) for a, b in zip(numbers[::2], numbers[1::2], strict=True) if b]
 
@@ -119,7 +126,7 @@ def test_reduce_scatter_of_uneven_parts() -> None:
     assert takes(launch) == [(TO, 16 * KIB)]
 
 
-VERBS: dict[str, Callable[[Planner], list[Launch]]] = {
+VERBS: dict[str, Callable[[Planner], list[KernelLaunch]]] = {
     "all_reduce": lambda plan: plan.all_reduce(TO, FROM, 400 * KIB, torch.float32, SUM),
     "reduce": lambda plan: plan.reduce(TO, FROM, 70 * KIB, torch.bfloat16, SUM, 1),
     "reduce_scatter": lambda plan: plan.reduce_scatter(

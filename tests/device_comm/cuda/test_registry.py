@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from device_comm.cuda import graph
 from device_comm.cuda.errors import IpcUnavailableError
-from device_comm.cuda.graph import Registry
-from device_comm.cuda.ipc import Mappings
+from device_comm.cuda.ipc import registry as graph
+from device_comm.cuda.ipc.mappings import Mappings
+from device_comm.cuda.ipc.registry import Registry
 from shm_broadcast import DivergenceError
 from tests.device_comm.cuda.host_driver import HostDriver
 from tests.device_comm.cuda.ipc_ranks import local_swaps, on_threads

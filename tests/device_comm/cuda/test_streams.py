@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from device_comm.cuda import streams
+from device_comm.cuda.device import streams
 
 GLOBAL, RELAXED = 0, 2
 """Of CUstreamCaptureMode."""

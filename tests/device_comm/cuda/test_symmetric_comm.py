@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from device_comm.cuda.errors import DeviceError
-from device_comm.cuda.symmetric_comm import SymmetricComm
+from device_comm.cuda.symmetric_backend import SymmetricBackend
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here there may be a switch")
 def test_without_a_switch_it_is_refused_with_the_reason() -> None:
     with pytest.raises(DeviceError, match=r"symmetric memory: cuda:0 has no multicast"):
-        SymmetricComm.check(torch.device("cuda", 0))
+        SymmetricBackend.check(torch.device("cuda", 0))
 
 
 def test_torch_has_the_operation() -> None:

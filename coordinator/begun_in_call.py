@@ -1,0 +1,60 @@
+"""Counts the group operations that this process begins in a call, for each of its groups.
+
+`device_comm.begun` does the counting. A group is identified by its name, its ranks, and the number
+of groups with the same name and ranks before it: all members make them in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from device_comm.begun import Begun
+
+BegunInGroup: TypeAlias = tuple[str, tuple[int, ...], int, bytes]
+"""A group's name, its members' global ranks, its number among groups that have the same of both,
+and the counts, encoded by `device_comm.begun`."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """A group whose operations are counted; `close` it with the group."""
+
+    name: str
+    ranks: tuple[int, ...]
+    number: int
+    begun: Begun
+    closed: bool = False
+
+    def close(self) -> None:
+        """Drop the entry after its counts were taken once more."""
+        self.closed = True
+
+
+_entries: list[Entry] = []
+_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+
+def enter(name: str, ranks: Sequence[int], begun: Begun) -> Entry:
+    """Count the operations of a new group. Collective: no, but all members make the same groups."""
+    alike = name, tuple(ranks)
+    entry = Entry(*alike, _made[alike], begun)
+    _made[alike] += 1
+    _entries.append(entry)
+    return entry
+
+
+def take_begun() -> tuple[BegunInGroup, ...]:
+    """The counts since the last call, of the groups that have begun anything. Collective: no."""
+    taken = []
+    for entry in tuple(_entries):
+        counted = entry.begun.take()
+        if counted:
+            taken.append((entry.name, entry.ranks, entry.number, counted))
+        if entry.closed:
+            _entries.remove(entry)
+    return tuple(taken)

@@ -1,0 +1,96 @@
+"""SGLang's collectives over a model's groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from coordinator.compat.sglang.parallel_state import (
+    get_attn_cp_group,
+    get_attn_tp_group,
+    get_moe_ep_group,
+    get_moe_tp_group,
+    get_tp_group,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+
+def tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
+    """The sum of every ``input_``. Collective: yes, every member."""
+    return get_tp_group().all_reduce(input_)
+
+
+def tensor_model_parallel_quant_all_reduce(input_: Tensor) -> Tensor:
+    """As `tensor_model_parallel_all_reduce`: only NPUs quantise. Collective: yes."""
+    return get_tp_group().quant_all_reduce(input_)
+
+
+def tensor_model_parallel_fused_allreduce_rmsnorm(
+    input_: Tensor, residual_inp_: Tensor, weight_: Tensor, eps: float
+) -> None:
+    """None: there is no such kernel, and the caller does both steps. Collective: no."""
+
+
+def tensor_model_parallel_fused_allreduce_rmsnorm_quant_per_group(
+    input_: Tensor,
+    residual_inp_: Tensor,
+    weight_: Tensor,
+    eps: float,
+    group_size: int = 128,
+    emit_bf16: bool = False,
+    transpose_scale: bool = False,
+) -> None:
+    """None: there is no such kernel, and the caller does the steps. Collective: no."""
+
+
+def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor | None:
+    """Every ``input_``, concatenated along ``dim``. Collective: yes, every member."""
+    return get_tp_group().all_gather(input_, dim)
+
+
+def tensor_model_parallel_gather(input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
+    """Every ``input_``, concatenated, on ``dst``; None elsewhere. Collective: yes."""
+    return get_tp_group().gather(input_, dst, dim)
+
+
+def broadcast_tensor_dict(tensor_dict: Mapping[str, Any] | None = None, src: int = 0) -> Any:
+    """The dict of ``src``, on all; without torch's default group, one's own. Collective: yes."""
+    if not dist.is_initialized():
+        return tensor_dict
+    return get_tp_group().broadcast_tensor_dict(tensor_dict, src)
+
+
+def attn_cp_tp_broadcast_pyobj(data: list[Any]) -> list[Any]:
+    """The list of the first rank of an attention replica, on all of its ranks.
+
+    Collective: yes, every rank of the replica.
+    """
+    along, across = get_attn_cp_group(), get_attn_tp_group()
+    if across.is_first_rank:
+        data = along.broadcast_object(data)
+    return across.broadcast_object(data)  # type: ignore[no-any-return]
+
+
+def attention_tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
+    """The sum over the ranks that share an attention layer. Collective: yes."""
+    return get_attn_tp_group().all_reduce(input_)
+
+
+def attention_tensor_model_parallel_quant_all_reduce(input_: Tensor) -> Tensor:
+    """As `attention_tensor_model_parallel_all_reduce`: only NPUs quantise. Collective: yes."""
+    return get_attn_tp_group().quant_all_reduce(input_)
+
+
+def moe_tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
+    """The sum over the ranks that share an expert. Collective: yes, every member."""
+    return get_moe_tp_group().all_reduce(input_)
+
+
+def moe_expert_parallel_all_reduce(input_: Tensor) -> Tensor:
+    """The sum over the ranks that hold different experts. Collective: yes, every member."""
+    return get_moe_ep_group().all_reduce(input_)

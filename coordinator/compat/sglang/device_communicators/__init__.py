@@ -1,0 +1,1 @@
+"""`sglang.srt.distributed.device_communicators`: what of it is not one vendor's transport."""

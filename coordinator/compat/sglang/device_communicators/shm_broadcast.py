@@ -1,0 +1,5 @@
+"""SGLang's message queue: vLLM's, which takes all of its calls."""
+
+from coordinator.compat.vllm.device_communicators.shm_broadcast import Handle, MessageQueue
+
+__all__ = ["Handle", "MessageQueue"]

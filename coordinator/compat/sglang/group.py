@@ -1,0 +1,327 @@
+"""SGLang's `GroupCoordinator`, over ours."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from coordinator import group as native
+from coordinator.compat.group_face import GroupFace
+from coordinator.compat.sglang.tagged import P2PWork, TaggedMail
+from coordinator.compat.vllm.device_communicators.shm_broadcast import MessageQueue
+from coordinator.graph_capture import GraphCaptureContext
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from datetime import timedelta
+
+    from torch import Tensor
+
+
+class GroupCoordinator(GroupFace):
+    """One member's end of a named group, in SGLang's words.
+
+    Attributes:
+        pynccl_comm: None, like the others: what moves tensors is the group's own affair.
+        ca_comm: None.
+        torch_symm_mem_comm: None.
+    """
+
+    pynccl_comm: None = None
+    ca_comm: None = None
+    torch_symm_mem_comm: None = None
+
+    def __init__(
+        self,
+        group_ranks: Sequence[Sequence[int]],
+        local_rank: int,
+        torch_distributed_backend: str,
+        use_pynccl: bool,
+        use_mscclpp: bool,
+        use_custom_allreduce: bool,
+        use_torch_symm_mem_all_reduce: bool,
+        use_hpu_communicator: bool,
+        use_xpu_communicator: bool,
+        use_message_queue_broadcaster: bool = False,
+        group_name: str | None = None,
+        gloo_timeout: timedelta | None = None,
+        recovered_rank: bool = False,
+        rank_offset: int = 0,
+        max_world_size: int | None = None,
+    ) -> None:
+        """As `coordinator.GroupCoordinator`, over torch's default process group.
+
+        Args:
+            group_ranks: global ranks of all groups of this kind.
+            local_rank: this process's number on its node.
+            torch_distributed_backend: ``"gloo"`` or ``"nccl"``.
+            use_pynccl: a hint, like the five that follow: what fits this machine is taken, unless
+                all of them are False: then torch's process groups move all tensors.
+            use_mscclpp: a hint.
+            use_custom_allreduce: a hint.
+            use_torch_symm_mem_all_reduce: a hint.
+            use_hpu_communicator: a hint.
+            use_xpu_communicator: a hint.
+            use_message_queue_broadcaster: have a queue for the objects that rank 0 broadcasts.
+            group_name: for errors and status.
+            gloo_timeout: no effect: an operation has the group's own deadline.
+            recovered_rank: must be False.
+            rank_offset: added to all ranks.
+            max_world_size: must be None.
+
+        Collective: yes, every member of this process's group.
+
+        Raises:
+            ValueError: elastic groups are asked for.
+        """
+        del gloo_timeout
+        refuse_elastic(recovered_rank=recovered_rank, max_world_size=max_world_size)
+        kind = [[rank + rank_offset for rank in ranks] for ranks in group_ranks]
+        hints = (use_pynccl, use_mscclpp, use_custom_allreduce, use_torch_symm_mem_all_reduce)
+        group = native.GroupCoordinator(
+            kind,
+            local_rank,
+            torch_distributed_backend,
+            any((*hints, use_hpu_communicator, use_xpu_communicator)),
+            use_message_queue_broadcaster,
+            group_name,
+        )
+        self._show(group, lambda: kind)
+
+    def _show(self, group: native.GroupCoordinator, kind: Callable[[], list[list[int]]]) -> None:
+        """Show a group, with one more for its tagged messages. Collective: yes, every member."""
+        super()._show(group, kind)
+        self._tagged = TaggedMail(group._part("tagged", list(range(group.world_size))))
+
+    # --- tensors -------------------------------------------------------------------------
+
+    def quant_all_reduce(self, input_: Tensor) -> Tensor:
+        """`all_reduce` in full precision: only NPUs quantise. Collective: yes, every member."""
+        return self.all_reduce(input_)
+
+    def fused_allreduce_rmsnorm(
+        self, input_: Tensor, residual_inp_: Tensor, weight_: Tensor, eps: float
+    ) -> None:
+        """None: there is no such kernel, and the caller does both steps. Collective: no."""
+
+    def fused_allreduce_rmsnorm_quant_per_group(
+        self,
+        input_: Tensor,
+        residual_inp_: Tensor,
+        weight_: Tensor,
+        eps: float,
+        group_size: int = 128,
+        emit_bf16: bool = False,
+        transpose_scale: bool = False,
+    ) -> None:
+        """None: there is no such kernel, and the caller does the steps. Collective: no."""
+
+    def all_gather(
+        self, input_: Tensor, dim: int = -1, output_tensor_list: Sequence[Tensor] | None = None
+    ) -> Tensor | None:
+        """Every ``input_``, concatenated along ``dim``. Collective: yes, every member.
+
+        Args:
+            input_: the same shape on all members.
+            dim: without effect where there is a list.
+            output_tensor_list: one tensor for each member's ``input_``; then None is returned.
+        """
+        if output_tensor_list is not None:
+            gathered: Tensor = self.group.all_gather(input_.unsqueeze(0), 0)
+            for output, part in zip(output_tensor_list, gathered, strict=True):
+                output.copy_(part)
+            return None
+        if self.world_size == 1:
+            return input_
+        result: Tensor = self.group.all_gather(input_, dim)
+        return result
+
+    def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> None:  # noqa: A002
+        """Fill ``output`` with every ``input``, one after the other. Collective: yes.
+
+        Args:
+            output: contiguous, as many elements as all inputs.
+            input: as many elements on all members.
+        """
+        self.group.all_gather(input.reshape(-1), 0, out=output.view(-1))
+
+    def all_gatherv(
+        self,
+        input_: Tensor | Sequence[Tensor],
+        sizes: Sequence[int] | None = None,
+        output: Tensor | None = None,
+    ) -> Any:
+        """The rows of all members, ``sizes[r]`` from rank r; of a list, each tensor's.
+
+        Collective: yes, every member.
+        """
+        every: Any = self.group.all_gatherv
+        return every(input_, 0, sizes, out=output)
+
+    def reduce_scatter(self, output: Tensor, input_list: Sequence[Tensor]) -> Tensor:
+        """Fill ``output`` with the sum of the parts that are for this member; returns it.
+
+        Args:
+            output: contiguous.
+            input_list: a part for each member, of as many elements as ``output``.
+
+        Collective: yes, every member.
+        """
+        parts = torch.cat([part.reshape(-1) for part in input_list])
+        self.group.reduce_scatter(parts, 0, out=output.view(-1))
+        return output
+
+    def reduce_scatter_tensor(self, output: Tensor, input: Tensor) -> None:  # noqa: A002
+        """Fill ``output`` with this member's part of the sum. Collective: yes, every member.
+
+        Args:
+            output: contiguous, as many elements as a part.
+            input: the parts one after the other.
+        """
+        self.group.reduce_scatter(input.reshape(-1), 0, out=output.view(-1))
+
+    def reduce_scatter_along_dim(self, input_: Tensor, dim: int = -1) -> Tensor:
+        """This member's part of the sum, along ``dim``. Collective: yes, every member."""
+        if self.world_size == 1:
+            return input_
+        result: Tensor = self.group.reduce_scatter(input_, dim)
+        return result
+
+    def reduce_scatterv(
+        self, input_: Tensor, output: Tensor | None = None, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """This member's rows of the sum, ``sizes[r]`` for rank r. Collective: yes."""
+        result: Tensor = self.group.reduce_scatterv(input_, 0, sizes, out=output)
+        return result
+
+    def all_to_all_single(self, output: Tensor, input: Tensor) -> None:  # noqa: A002
+        """Part r of ``input``'s rows goes to rank r's ``output``. Collective: yes."""
+        self.group.all_to_all(input, 0, out=output)
+
+    # --- objects and dicts ---------------------------------------------------------------
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every member's object, by rank in the group. Collective: yes, every member."""
+        result: list[Any] = self.group.all_gather_object(obj)
+        return result
+
+    def send_object(
+        self, obj: Any, dst: int, async_send: bool = False, tag: int = 0
+    ) -> list[P2PWork]:
+        """Send a picklable object. Collective: no, the two members.
+
+        Args:
+            obj: the object.
+            dst: to whom.
+            async_send: return at once.
+            tag: only `recv_object` with the same gets it. Those with 0 are in order with all
+                other messages to ``dst``.
+
+        Returns:
+            With ``async_send``, what to wait for.
+        """
+        if tag:
+            work = self._tagged.isend(obj, dst, tag)
+        else:
+            work = P2PWork(self.group.isend_object(obj, dst), None)
+        if async_send:
+            return [work]
+        if work.work is not None:
+            work.work.wait()
+        return []
+
+    def recv_object(self, src: int, tag: int = 0) -> Any:
+        """Receive an object with this tag. Collective: no, the two members."""
+        if tag:
+            return self._tagged.recv(src, tag)
+        return self.group.recv_object(src)
+
+    def send_tensor_dict(
+        self,
+        tensor_dict: Mapping[str, Any],
+        dst: int | None = None,
+        all_gather_group: GroupCoordinator | None = None,
+        async_send: bool = False,
+    ) -> Mapping[str, Any] | list[P2PWork]:
+        """Send tensors and values by name. Collective: no, the two members.
+
+        Returns:
+            With ``async_send``, what to wait for; in a group of one, ``tensor_dict``.
+        """
+        if self.world_size == 1:
+            return tensor_dict
+        peers = _native(all_gather_group)
+        if async_send:
+            return [P2PWork(self.group.isend_tensor_dict(tensor_dict, dst, peers), None)]
+        self.group.send_tensor_dict(tensor_dict, dst, peers)
+        return []
+
+    def recv_tensor_dict(
+        self, src: int | None = None, all_gather_group: GroupCoordinator | None = None
+    ) -> dict[str, Any] | None:
+        """Receive a dict of tensors; None in a group of one.
+
+        Collective: no, the two members; yes over ``all_gather_group``.
+        """
+        if self.world_size == 1:
+            return None
+        return self.group.recv_tensor_dict(src, _native(all_gather_group))
+
+    def send_recv_tensor_dict(
+        self,
+        send_tensor_dict: Mapping[str, Any],
+        send_dst: int | None = None,
+        recv_src: int | None = None,
+        send_all_gather_group: GroupCoordinator | None = None,
+        recv_all_gather_group: GroupCoordinator | None = None,
+    ) -> dict[str, Any] | None:
+        """Send one dict and receive another at once; None in a group of one. Collective: no."""
+        if self.world_size == 1:
+            return None
+        peers = _native(send_all_gather_group)
+        sent = self.group.isend_tensor_dict(send_tensor_dict, send_dst, peers)
+        found = self.recv_tensor_dict(recv_src, recv_all_gather_group)
+        sent.wait()
+        return found
+
+    # --- the rest ------------------------------------------------------------------------
+
+    @property
+    def mq_broadcaster(self) -> MessageQueue | None:
+        """The queue of `broadcast_object` from rank 0, if there is one."""
+        queue = self.group.mq_broadcaster
+        return None if queue is None else MessageQueue.over(queue)
+
+    @contextmanager
+    def graph_capture(
+        self,
+        graph_capture_context: GraphCaptureContext | None = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> Iterator[GraphCaptureContext]:
+        """Capture a CUDA graph with this group's collectives; nothing on the CPU.
+
+        Collective: yes, every member.
+        """
+        if graph_capture_context is None and stream is not None:
+            graph_capture_context = GraphCaptureContext(stream)
+        with super().graph_capture(graph_capture_context) as context:
+            yield context
+
+
+def refuse_elastic(*, recovered_rank: bool, max_world_size: int | None) -> None:
+    """Accept only what a group that does not grow takes.
+
+    Raises:
+        ValueError: it is to take ranks in later.
+    """
+    if recovered_rank or max_world_size is not None:
+        raise ValueError(
+            "groups take no ranks in later (recovered_rank, max_world_size): "
+            "build a coordinator.StatelessGroupCoordinator and call resized()"
+        )
+
+
+def _native(face: GroupCoordinator | None) -> native.GroupCoordinator | None:
+    return None if face is None else face.group

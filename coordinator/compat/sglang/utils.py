@@ -1,0 +1,57 @@
+"""SGLang's helpers: arithmetic, stores, and groups over a store."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from torch.distributed import all_gather_into_tensor as all_gather_single
+from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
+
+from coordinator.compat.arithmetic import (
+    divide,
+    ensure_divisibility,
+    layers_as_told,
+    split_tensor_along_last_dim,
+)
+from coordinator.compat.sglang.parallel_state import get_global_tcp_store, set_global_tcp_store
+from coordinator.compat.vllm.stateless_process_group import StatelessProcessGroup
+
+if TYPE_CHECKING:
+    from coordinator.compat.sglang.group import GroupCoordinator
+
+__all__ = [
+    "StatelessProcessGroup",
+    "all_gather_single",
+    "divide",
+    "ensure_divisibility",
+    "get_global_tcp_store",
+    "get_group_rank_size",
+    "get_pp_indices",
+    "reduce_scatter_single",
+    "set_global_tcp_store",
+    "split_tensor_along_last_dim",
+]
+
+
+def get_group_rank_size(group: GroupCoordinator | None) -> tuple[int, int]:
+    """This rank in the group, and its size; without a group (0, 1)."""
+    return (0, 1) if group is None else (group.rank_in_group, group.world_size)
+
+
+def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
+    """The first layer of a stage and the first of the next.
+
+    The environment variable ``SGLANG_PP_LAYER_PARTITION`` may say how many layers each stage has:
+    ``"5,6,5"``; it does not concern a stage that is alone. Otherwise all have as many, and what is
+    left over goes to the last stages, one layer each.
+
+    Raises:
+        ValueError: the variable does not fit the layers and stages.
+    """
+    told = os.environ.get("SGLANG_PP_LAYER_PARTITION")
+    if told is not None and pp_size > 1:
+        return layers_as_told(told, num_hidden_layers, pp_rank, pp_size)
+    each, left = divmod(num_hidden_layers, pp_size)
+    start = pp_rank * each + max(0, pp_rank - (pp_size - left))
+    return start, start + each + (pp_rank >= pp_size - left)

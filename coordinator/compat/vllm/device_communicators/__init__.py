@@ -1,0 +1,1 @@
+"""`vllm.distributed.device_communicators`: what of it is not one vendor's transport."""

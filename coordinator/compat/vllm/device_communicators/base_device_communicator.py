@@ -1,0 +1,152 @@
+"""vLLM's verbs over tensors: `DeviceCommunicatorBase`, and what its groups share with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from coordinator import group as native
+from coordinator.compat.group_face import GroupFace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+
+class RowVerbs(GroupFace):
+    """Collectives over tensors. Collective: yes, every member, all of them."""
+
+    def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
+        """Every ``input_``, concatenated; of one member, ``input_`` itself."""
+        if self.world_size == 1:
+            return input_
+        result: Tensor = self.group.all_gather(input_, dim)
+        return result
+
+    def all_gatherv(
+        self,
+        input_: Tensor | Sequence[Tensor],
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+    ) -> Any:
+        """As `all_gather`, with ``sizes[r]`` rows from rank r; of a list, each tensor."""
+        return self.group.all_gatherv(input_, dim, sizes)
+
+    def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
+        """This member's part of the sum; of one member, ``input_`` itself."""
+        if self.world_size == 1:
+            return input_
+        result: Tensor = self.group.reduce_scatter(input_, dim)
+        return result
+
+    def reduce_scatterv(
+        self, input_: Tensor, dim: int = -1, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """As `reduce_scatter`, with ``sizes[r]`` rows for rank r."""
+        result: Tensor = self.group.reduce_scatterv(input_, dim, sizes)
+        return result
+
+    def reduce_scatterv_into_output(
+        self,
+        input_: Tensor,
+        output: Tensor,
+        dim: int = -1,
+        sizes: Sequence[int] | None = None,
+    ) -> Tensor:
+        """As `reduce_scatterv`, into ``output``, which is returned."""
+        result: Tensor = self.group.reduce_scatterv_into_output(input_, output, dim, sizes)
+        return result
+
+    # --- experts -------------------------------------------------------------------------
+
+    def dispatch_router_logits(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: Sequence[Tensor] | None = None,
+    ) -> Any:
+        """The rows of all members, before the experts are chosen."""
+        return self.group.dispatch_router_logits(
+            hidden_states, router_logits, is_sequence_parallel, extra_tensors
+        )
+
+    def dispatch(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: Sequence[Tensor] | None = None,
+    ) -> Any:
+        """The rows of all members."""
+        return self.group.dispatch(
+            hidden_states, topk_weights, topk_ids, is_sequence_parallel, extra_tensors
+        )
+
+    def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
+        """The sum of all members' results, for this member's rows."""
+        result: Tensor = self.group.combine(hidden_states, is_sequence_parallel)
+        return result
+
+    def allocate_combine_input(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        is_sequence_parallel: bool = False,
+    ) -> Tensor:
+        """Memory for what goes into `combine`, not initialised. Collective: no."""
+        return self.group.allocate_combine_input(shape, dtype, device, is_sequence_parallel)
+
+    def combine_into_output(
+        self, hidden_states: Tensor, output: Tensor, is_sequence_parallel: bool = False
+    ) -> Tensor:
+        """As `combine`, into ``output``, which is returned."""
+        result: Tensor = self.group.combine_into_output(hidden_states, output, is_sequence_parallel)
+        return result
+
+
+class DeviceCommunicatorBase(RowVerbs):
+    """The verbs over tensors alone, of a group or of a torch process group.
+
+    Attributes:
+        all2all_manager: None: rows go to experts by `all_gatherv` and `reduce_scatterv`.
+    """
+
+    all2all_manager: None = None
+
+    def __init__(
+        self,
+        cpu_group: ProcessGroup,
+        device: torch.device | None = None,
+        device_group: ProcessGroup | None = None,
+        unique_name: str = "",
+        global_ranks: Sequence[int] | None = None,
+        global_world_size: int | None = None,
+        use_all2all: bool = False,
+    ) -> None:
+        """Wrap torch process groups, which stay yours to destroy, after this.
+
+        Args:
+            cpu_group: the members.
+            device: where their tensors are; None: on the CPU.
+            device_group: the same members; None: ``cpu_group``.
+            unique_name: for errors and status.
+            global_ranks: what torch knows of the process group's members.
+            global_world_size: not needed.
+            use_all2all: `dispatch` and `combine` work without.
+
+        Collective: yes, every member.
+        """
+        del device, global_ranks, global_world_size, use_all2all
+        group = native.GroupCoordinator.from_process_group(
+            device_group or cpu_group, unique_name or "communicator"
+        )
+        self._show(group, lambda: [group.ranks])
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Fill ``tensor`` with that of ``src``; returns it. Collective: yes, every member."""
+        return super().broadcast(tensor, src)

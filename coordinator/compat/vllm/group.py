@@ -1,0 +1,192 @@
+"""vLLM's `GroupCoordinator`, over ours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from coordinator import group as native
+from coordinator.compat.vllm.device_communicators.base_device_communicator import (
+    DeviceCommunicatorBase,
+    RowVerbs,
+)
+from coordinator.compat.vllm.device_communicators.shm_broadcast import Handle, MessageQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from device_comm import Work
+
+
+class GroupCoordinator(RowVerbs):
+    """One member's end of a named group, in vLLM's words.
+
+    Attributes:
+        torch_distributed_backend: ``"gloo"`` or ``"nccl"``.
+        use_device_communicator: whether more than torch's process groups may move tensors.
+        device_communicator: this group's verbs over tensors, also in a group of one.
+    """
+
+    def __init__(
+        self,
+        group_ranks: Sequence[Sequence[int]],
+        local_rank: int,
+        torch_distributed_backend: str,
+        use_device_communicator: bool,
+        use_message_queue_broadcaster: bool = False,
+        group_name: str | None = None,
+        use_all2all: bool = False,  # noqa: ARG002 - dispatch and combine always work
+    ) -> None:
+        """As `coordinator.GroupCoordinator`, over torch's default process group.
+
+        Collective: yes, every member of this process's group.
+        """
+        group = native.GroupCoordinator(
+            group_ranks,
+            local_rank,
+            torch_distributed_backend,
+            use_device_communicator,
+            use_message_queue_broadcaster,
+            group_name,
+        )
+        self._show(group, lambda: [list(ranks) for ranks in group_ranks])
+
+    def _show(self, group: native.GroupCoordinator, kind: Callable[[], list[list[int]]]) -> None:
+        super()._show(group, kind)
+        settings = group._link.settings
+        self.torch_distributed_backend = settings.backend
+        self.use_device_communicator = not settings.torch_only
+        self.device_communicator = DeviceCommunicatorBase.over(group, kind)
+
+    def cpu_all_reduce_(self, tensor: Tensor) -> Tensor:
+        """Sum a CPU tensor into itself. Collective: yes, every member."""
+        result: Tensor = self.group.cpu_all_reduce_(tensor)
+        return result
+
+    def make_sibling_device_group(self, group_desc: str | None = None) -> ProcessGroup:
+        """One more torch process group of the members, closed with this. Collective: yes."""
+        return self.group.make_sibling_device_group(group_desc)
+
+    # --- objects and dicts ---------------------------------------------------------------
+
+    def send_object(self, obj: Any, dst: int) -> None:
+        """Send a picklable object. Collective: no, the two members."""
+        self.group.send_object(obj, dst)
+
+    def isend_object(self, obj: Any, dst: int) -> Work[None]:
+        """As `send_object`, at once. Collective: no."""
+        return self.group.isend_object(obj, dst)
+
+    def recv_object(self, src: int) -> Any:
+        """Receive an object. Collective: no, the two members."""
+        return self.group.recv_object(src)
+
+    def send_tensor_dict(
+        self,
+        tensor_dict: Mapping[str, Any],
+        dst: int | None = None,
+        all_gather_group: GroupCoordinator | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> Mapping[str, Any] | None:
+        """Send tensors and values by name. Collective: no, the two members.
+
+        Returns:
+            None; in a group of one, ``tensor_dict``.
+        """
+        if self.world_size == 1:
+            return tensor_dict
+        peers = _native(all_gather_group)
+        self.group.send_tensor_dict(tensor_dict, dst, peers, all_gather_tensors)
+        return None
+
+    def isend_tensor_dict(
+        self,
+        tensor_dict: Mapping[str, Any],
+        dst: int | None = None,
+        all_gather_group: GroupCoordinator | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> list[Work[None]]:
+        """As `send_tensor_dict`, at once; the tensors must not change meanwhile.
+
+        Returns:
+            One handle, which may be dropped; none in a group of one.
+        """
+        if self.world_size == 1:
+            return []
+        peers = _native(all_gather_group)
+        return [self.group.isend_tensor_dict(tensor_dict, dst, peers, all_gather_tensors)]
+
+    def recv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: GroupCoordinator | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> dict[str, Any] | None:
+        """Receive a dict of tensors; None in a group of one.
+
+        Collective: no, the two members; yes over ``all_gather_group``.
+        """
+        if self.world_size == 1:
+            return None
+        return self.group.recv_tensor_dict(src, _native(all_gather_group), all_gather_tensors)
+
+    def irecv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: GroupCoordinator | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> tuple[dict[str, Any] | None, list[Work[dict[str, Any]]], list[Callable[[], None]]]:
+        """As `recv_tensor_dict`, at once. Collective: no.
+
+        Returns:
+            A dict, handles to wait for, and functions to call then, which fill the dict. It is
+            empty before: also its keys come with the message.
+        """
+        if self.world_size == 1:
+            return None, [], []
+        work = self.group.irecv_tensor_dict(src, _native(all_gather_group), all_gather_tensors)
+        found: dict[str, Any] = {}
+        return found, [work], [lambda: found.update(work.wait())]
+
+    # --- queues --------------------------------------------------------------------------
+
+    @property
+    def mq_broadcaster(self) -> MessageQueue | None:
+        """The queue of `broadcast_object` from rank 0, if there is one."""
+        queue = self.group.mq_broadcaster
+        return None if queue is None else MessageQueue.over(queue)
+
+    def create_mq_broadcaster(
+        self,
+        writer_rank: int = 0,
+        external_writer_handle: Handle | None = None,
+        blocking: bool = True,
+    ) -> MessageQueue:
+        """A new queue from one member, or from outside, to all. Collective: yes.
+
+        Args:
+            writer_rank: the rank in the group of the member that writes, or has the handle.
+            external_writer_handle: of a queue whose writer is not in the group.
+            blocking: return once all have joined.
+        """
+        return MessageQueue.over(
+            self.group.create_mq_broadcaster(writer_rank, external_writer_handle, blocking)
+        )
+
+    def create_single_reader_mq_broadcasters(
+        self, reader_rank_in_group: int = 0, blocking: bool = False
+    ) -> tuple[MessageQueue, list[Handle]]:
+        """A queue from each member to one of them; there, the handles of all.
+
+        Collective: yes, every member.
+        """
+        queue, handles = self.group.create_single_reader_mq_broadcasters(
+            reader_rank_in_group, blocking
+        )
+        return MessageQueue.over(queue), [Handle.of(handle) for handle in handles]
+
+
+def _native(face: GroupCoordinator | None) -> native.GroupCoordinator | None:
+    return None if face is None else face.group

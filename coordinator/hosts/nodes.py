@@ -1,0 +1,192 @@
+"""Finds out which members share a host ("node"), and makes a board for each node.
+
+Members are on one node if they can attach the same board. They try it, and do not guess from host
+names, addresses or rank arithmetic: two containers of one machine that cannot see each other's
+processes are two nodes. The machine's boot id is only a hint about whom to try first; if no
+processes are isolated from each other, one round is enough.
+
+    round   among the undecided members with the same hint, the first one creates a board and the
+            others try to attach it; those that can, and the first one, are decided
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from coordinator.hosts.heartbeat import Heartbeat
+from shm_broadcast import Board, BoardHandle, ForeignMemoryError, SharedMemoryError
+from shm_broadcast.progress import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from coordinator.setup.exchange import Exchange
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The nodes of a group, and this node's board.
+
+    Attributes:
+        board: the board of this node's members. A member's slot need not be its rank in the group.
+        members: each member's slot on the board, by rank in the group.
+        node_of: for each rank in the group, the first rank of its node.
+        progress: runs background operations, for all groups on the board.
+        closing: closes what was made here; a board that was given stays open.
+    """
+
+    board: Board
+    members: tuple[int, ...]
+    node_of: tuple[int, ...]
+    progress: Progress
+    closing: ExitStack
+
+    def all(self) -> list[list[int]]:
+        """The ranks of each node; the nodes in the order of their first ranks."""
+        return [
+            [rank for rank, first in enumerate(self.node_of) if first == node]
+            for node in sorted(set(self.node_of))
+        ]
+
+    def sub(self, ranks: Sequence[int]) -> Nodes:
+        """The nodes of the subgroup of ``ranks``; the board stays the same."""
+        first: dict[int, int] = {}
+        for index, rank in enumerate(ranks):
+            first.setdefault(self.node_of[rank], index)
+        return Nodes(
+            self.board,
+            tuple(self.members[rank] for rank in ranks),
+            tuple(first[self.node_of[rank]] for rank in ranks),
+            self.progress,
+            self.closing,
+        )
+
+    def close(self) -> None:
+        """Leave the board and end the heartbeat; idempotent. Collective: no."""
+        self.closing.close()
+
+
+def find_nodes(exchange: Exchange, board: Board | None = None, address: str = "") -> Nodes:
+    """Find out which members share a host; with several hosts, start the heartbeat between them.
+
+    Args:
+        exchange: swaps values between the members.
+        board: this node's board, if a launcher made it: member i is rank i. None: each node makes
+            one.
+        address: this host's address, to tell hosts of the same name apart.
+
+    Returns:
+        The nodes; the caller closes them.
+
+    Collective: yes, every member; all give a board, or none does.
+
+    Raises:
+        GroupTimeoutError: a member did not take part in time.
+        SharedMemoryError: too little memory is free.
+        ForeignMemoryError: somebody outside the group has offered a board.
+    """
+    with ExitStack() as undo:
+        made = board or _make_board(exchange, exchange)
+        if board is None:
+            undo.callback(made.close)
+        # A board's nonce names its segment: members with the same segment are on one node.
+        segments = exchange.all_gather("board", made.handle().segment.nonce)
+        node_of = tuple(segments.index(each) for each in segments)
+        if any(node_of):
+            _start_heartbeat(exchange, made, node_of, address, undo)
+        if board is None:
+            # Runs before the heartbeat is closed, whose last beat then says that this one has left.
+            undo.callback(made.leave)
+        progress = Progress(made, "coordinator")
+        undo.callback(progress.close)
+        return Nodes(made, tuple(range(exchange.size)), node_of, progress, undo.pop_all())
+
+
+def known_nodes(board: Board, node_of: Sequence[int]) -> Nodes:
+    """The nodes that a launcher has named; nothing is exchanged.
+
+    Args:
+        board: this node's board; member i is rank i.
+        node_of: for each rank the first rank on its node.
+
+    Collective: no.
+    """
+    return _on_given(board, tuple(range(len(node_of))), tuple(node_of))
+
+
+def lone_node(board: Board) -> Nodes:
+    """The nodes of a group of one, this process. Collective: no."""
+    return _on_given(board, (board.member or 0,), (0,))
+
+
+def _on_given(board: Board, members: tuple[int, ...], node_of: tuple[int, ...]) -> Nodes:
+    progress = Progress(board, "coordinator")
+    closing = ExitStack()
+    closing.callback(progress.close)
+    return Nodes(board, members, node_of, progress, closing)
+
+
+def _start_heartbeat(
+    exchange: Exchange, board: Board, node_of: Sequence[int], address: str, undo: ExitStack
+) -> None:
+    told = exchange.all_gather("hosts", msgspec.msgpack.encode((socket.gethostname(), address)))
+    names = _named([msgspec.msgpack.decode(each, type=tuple[str, str]) for each in told], node_of)
+    heartbeat = Heartbeat(
+        exchange.store,
+        board,
+        {
+            name: [rank for rank, first in enumerate(node_of) if first == node]
+            for node, name in names.items()
+        },
+        names[node_of[exchange.rank]],
+        keeper=exchange.keeper,
+        where=exchange.host,
+    )
+    heartbeat.first_beat()
+    exchange.all_gather("heartbeat")
+    undo.callback(heartbeat.close)
+    heartbeat.start()
+
+
+def _named(told: Sequence[tuple[str, str]], node_of: Sequence[int]) -> dict[int, str]:
+    """A unique name for each node: its host's; if these are not unique, with address or rank."""
+    nodes = sorted(set(node_of))
+    plain = [told[node][0] for node in nodes]
+    addressed = [f"{name} ({told[node][1]})" for node, name in zip(nodes, plain, strict=True)]
+    numbered = [f"{name} (of rank {node})" for node, name in zip(nodes, plain, strict=True)]
+    different = (each for each in (plain, addressed) if len(set(each)) == len(nodes))
+    return dict(zip(nodes, next(different, numbered), strict=True))
+
+
+def _make_board(group: Exchange, members: Exchange) -> Board:
+    """One round among the undecided ``members`` of ``group``: make or attach this node's board."""
+    hints = members.all_gather("host", _BOOT_ID.read_bytes())
+    leader = hints.index(hints[members.rank])
+    board: Board | None = None
+    if leader == members.rank:
+        board = Board.create(group.size, group.rank, "", group.called or None)
+    offers = members.all_gather("boards", msgspec.msgpack.encode(board and board.handle()))
+    if board is None:
+        board = _try_to_attach(offers[leader], group.rank)
+    decided = members.all_gather("decided", b"yes" if board else b"")
+    if board is not None:
+        return board
+    undecided = [each for each, answer in enumerate(decided) if not answer]
+    return _make_board(group, members.sub("undecided", undecided))
+
+
+def _try_to_attach(offer: bytes, rank: int) -> Board | None:
+    try:
+        return Board.attach(msgspec.msgpack.decode(offer, type=BoardHandle), rank)
+    except ForeignMemoryError:
+        raise
+    except SharedMemoryError:
+        return None

@@ -1,0 +1,1 @@
+"""Reading and writing the parts of tensors that a rank holds, as safetensors files."""

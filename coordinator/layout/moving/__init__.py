@@ -1,0 +1,1 @@
+"""Changes the layouts of tensors, within one mesh and between meshes."""

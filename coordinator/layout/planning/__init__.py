@@ -1,0 +1,1 @@
+"""Plans how to get from one layout to another, and what it costs. Only measuring communicates."""

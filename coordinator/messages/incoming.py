@@ -1,0 +1,225 @@
+"""A message on its way in: which tensors come next, and what they are when all are there.
+
+Nothing here communicates. Whoever receives the message asks `following` for tensors, fills them
+with what its sender sends, in that order, and asks again, until there are none; a blocking call
+does so by itself, in the background the transport does, on a thread of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from coordinator.messages.framing import Message
+from coordinator.messages.tensor_dict import from_payload, unpack
+from shm_broadcast import DivergenceError, MessageSealError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from coordinator.messages.framing import Kind
+    from coordinator.messages.tensor_dict import Header, TensorMeta
+    from coordinator.messages.wire import Wire
+    from device_comm import Communicator
+
+T = TypeVar("T")
+
+
+class Routes(NamedTuple):
+    """The communicators of one member's group.
+
+    Attributes:
+        cpu: moves tensors on the CPU.
+        device: moves those of the group's device; the same if that is the CPU.
+    """
+
+    cpu: Communicator
+    device: Communicator
+
+    def of(self, device_type: str) -> Communicator:
+        """What moves tensors of such a device."""
+        return self.cpu if device_type == "cpu" else self.device
+
+
+class Incoming(Generic[T]):
+    """One message that is received.
+
+    Attributes:
+        on_device: tensors of the group's device, which follow by its communicator, once
+            `following` gives no more.
+    """
+
+    def __init__(self, wire: Wire, kind: Kind, src: int, dst: int) -> None:
+        """The next message of rank ``src`` to ``dst``, a rank or `seal.EVERYONE`."""
+        self.on_device: Sequence[Tensor] = ()
+        self._wire = wire
+        self._src = src
+        self._dst = dst
+        self._due = wire.expect(src, dst)
+        self._message = Message(kind)
+        self._next: Callable[[], Sequence[Tensor]] = self._frame
+        self._error: Exception | None = None
+
+    def following(self) -> Sequence[Tensor]:
+        """The tensors on the CPU that come next; none once all are there.
+
+        What only concerns this message is raised by `result`.
+
+        Raises:
+            DivergenceError: the sender has sent something else.
+            MessageSealError: what has come is not the sender's next message.
+        """
+        try:
+            return self._next()
+        except (DivergenceError, MessageSealError):
+            raise
+        except Exception as error:  # noqa: BLE001 - `result` raises it
+            self._next, self._error = _nothing, error
+            return ()
+
+    def result(self) -> T:
+        """What was sent.
+
+        Raises:
+            MessageRefusedError: its sender could not send it.
+            MessageDecodeError: it cannot be restored here.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._restore()
+
+    def _frame(self) -> Sequence[Tensor]:
+        self._next = self._rest
+        return (self._message.first,)
+
+    def _rest(self) -> Sequence[Tensor]:
+        self._message.check(self._src)
+        self._next = self._open
+        rest = self._message.rest()
+        return self._open() if rest is None else (rest,)
+
+    def _open(self) -> Sequence[Tensor]:
+        self._next, message = _nothing, self._message
+        sent = self._wire.open(message.kind, message.payload, self._src, self._dst, self._due)
+        return self._read(sent)
+
+    def _read(self, payload: memoryview) -> Sequence[Tensor]:
+        """Take the payload; what comes behind it."""
+        raise NotImplementedError
+
+    def _restore(self) -> T:
+        """What was sent, from all that has come."""
+        raise NotImplementedError
+
+
+class IncomingObject(Incoming[Any]):
+    """An object that is received."""
+
+    def _read(self, payload: memoryview) -> Sequence[Tensor]:
+        self._payload = payload
+        return ()
+
+    def _restore(self) -> Any:
+        return self._wire.load(self._payload)
+
+
+class IncomingDict(Incoming[dict[Any, Any]]):
+    """A tensor dict that is received."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        kind: Kind,
+        src: int,
+        dst: int,
+        routes: Routes,
+        peers: Routes | None = None,
+        like: IncomingDict | None = None,
+    ) -> None:
+        """The next message of rank ``src`` to ``dst``.
+
+        Args:
+            wire: as for the others.
+            kind: likewise.
+            src: likewise.
+            dst: likewise.
+            routes: of this group.
+            peers: of the group that receives the other slices.
+            like: an earlier message with the same header, which this one therefore lacks.
+        """
+        self._routes = routes
+        self._peers = peers
+        self._like = like
+        self._header: Header | None = None
+        self._tensors: dict[Any, Tensor] = {}
+        if like is None:
+            super().__init__(wire, kind, src, dst)
+        else:
+            self.on_device, self._error = (), None
+            self._wire = wire
+            self._next = self._tensors_alone
+
+    def header(self) -> Header:
+        """The dict's header, once everything is there.
+
+        Raises:
+            What `result` raises.
+        """
+        if self._header is None:
+            raise self._error or RuntimeError("a header is read once it is there, not before")
+        return self._header
+
+    def _tensors_alone(self) -> Sequence[Tensor]:
+        self._next = _nothing
+        if self._like is not None:
+            self._header, self._like = self._like.header(), None
+        return self._make_room({})
+
+    def _read(self, payload: memoryview) -> Sequence[Tensor]:
+        self._header, small = from_payload(payload)
+        return self._make_room(small)
+
+    def _make_room(self, tensors: dict[Any, Tensor]) -> Sequence[Tensor]:
+        """Room for all tensors of the header but those that have come; the rooms on the CPU."""
+        self._tensors = tensors
+        following: dict[bool, list[Tensor]] = {True: [], False: []}
+        for key, meta in self.header().tensors.items():
+            if key not in tensors:
+                tensors[key] = room = self._room(key, meta)
+                if room.numel():
+                    following[meta.device == "cpu"].append(room)
+        self.on_device = following[False]
+        return following[True]
+
+    def _room(self, key: Any, meta: TensorMeta) -> Tensor:
+        comm = self._routes.of(meta.device)
+        if comm.device.type != meta.device:
+            raise ValueError(f"{key!r} comes from a {meta.device}; this group is on {comm.device}")
+        return comm.empty((meta.numel_sent,), meta.torch_dtype)
+
+    def _restore(self) -> dict[Any, Any]:
+        header, peers, tensors = self.header(), self._peers, self._tensors
+        for key, meta in header.tensors.items():
+            if meta.slices and (
+                peers is None or (peers.cpu.world_size, peers.cpu.rank) != (meta.slices, meta.slice)
+            ):
+                raise ValueError(
+                    f"{key!r} came as slice {meta.slice} of {meta.slices}: receive it with an "
+                    "all_gather_group of that size, at that rank"
+                )
+        whole = {}
+        for key, meta in header.tensors.items():
+            tensor = tensors[key]
+            if meta.slices and peers is not None:
+                tensor = peers.of(meta.device).all_gather(tensor, dim=0)
+            tensor = tensor.view(meta.shape)
+            may_require = meta.requires_grad and torch.is_grad_enabled()
+            whole[key] = tensor.requires_grad_() if may_require else tensor
+        return unpack(header, whole, self._wire)
+
+
+def _nothing() -> Sequence[Tensor]:
+    return ()

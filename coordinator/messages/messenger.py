@@ -1,0 +1,214 @@
+"""Tensors, and dicts of them, from one member of a group to another, or to all.
+
+The header of a dict goes over the CPU communicator, and small tensors with it; the others over that
+of their device, those on the CPU first, in the header's order. `coordinator.messages.tensor_dict`
+says what is in a header and how tensors are cut, `coordinator.messages.object_messenger` what is
+guaranteed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor
+
+from coordinator.messages.framing import Kind
+from coordinator.messages.incoming import IncomingDict
+from coordinator.messages.object_messenger import ObjectMessenger
+from coordinator.messages.seal import EVERYONE
+from coordinator.messages.tensor_dict import WHOLE, Slicing, pack, to_payload
+from device_comm import Work
+from device_comm.verbs.checks import check_tensor
+from shm_broadcast import GroupTimeoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from coordinator.messages.framing import Message
+    from coordinator.messages.tensor_dict import Header
+    from device_comm.verbs.checks import Shape
+
+T = TypeVar("T")
+
+
+class Messenger(ObjectMessenger):
+    """One member's messages, tensors included. The communicators stay the group's."""
+
+    # --- tensors -------------------------------------------------------------------------
+
+    def send_tensor(self, x: Tensor, dst: int, timeout: float | None) -> None:
+        """Send a tensor of the group's device, which may be changed after that."""
+        check_tensor("x", x, self.routes.device.device)
+        self._outgoing.send(None, (x.detach(),), dst, self._deadline(timeout))
+
+    def isend_tensor(self, x: Tensor, dst: int, timeout: float | None) -> Work[None]:
+        """Begin to send a tensor of the group's device, which must not change until done."""
+        check_tensor("x", x, self.routes.device.device)
+        return self._sending(self._outgoing.begin(None, (x.detach(),), dst), None, timeout)
+
+    def recv_tensor(
+        self,
+        size: Shape | None,
+        dtype: torch.dtype | None,
+        src: int,
+        out: Tensor | None,
+        timeout: float | None,
+    ) -> Tensor:
+        """Receive a tensor of the group's device, behind what was asked for before."""
+        deadline = self._deadline(timeout)
+        if src in self._turns:
+            self._turns[src].has_asked(deadline)
+        tensor = self.routes.device.recv(size, dtype, src, out=out, timeout=deadline)
+        self.cpu.begun.count_received(src)
+        return tensor
+
+    def irecv_tensor(
+        self,
+        size: Shape | None,
+        dtype: torch.dtype | None,
+        src: int,
+        out: Tensor | None,
+        timeout: float | None,
+    ) -> Work[Tensor]:
+        """Begin to receive a tensor of the group's device, behind what was asked for before."""
+
+        self.cpu.begun.count_received(src)
+        asked: list[Work[Tensor]] = []
+
+        def ask() -> list[Work[Tensor]]:
+            asked.append(self.routes.device.irecv(size, dtype, src, out=out, timeout=timeout))
+            return asked
+
+        if src not in self._turns:
+            return ask()[0]
+        turn = self._in_turn(src, ask)
+        work: Work[Any] = Work(None, turn, lambda: asked[0].wait(), self._allowed(timeout))
+        return work
+
+    # --- dicts of tensors ----------------------------------------------------------------
+
+    def send_dict(
+        self, values: Mapping[Any, Any], dst: int, slicing: Slicing, timeout: float | None
+    ) -> None:
+        """Send a dict, whose tensors may be changed after that."""
+        make = lambda: to_payload(*self.pack(values, slicing))  # noqa: E731
+        self._send(Kind.TENSOR_DICT, dst, make, timeout)
+
+    def isend_dict(
+        self, values: Mapping[Any, Any], dst: int, slicing: Slicing, timeout: float | None
+    ) -> Work[None]:
+        """Begin to send a dict, whose tensors must not change until that is done."""
+        make = lambda: to_payload(*self.pack(values, slicing))  # noqa: E731
+        return self._isend(Kind.TENSOR_DICT, (dst,), make, None, timeout)
+
+    def send_packed(
+        self, dst: int, header: Header | None, parts: Sequence[Tensor], timeout: float | None
+    ) -> None:
+        """Send what `pack` made; a header of None is one that ``dst`` knows."""
+        message, apart = self._framed(dst, header, parts)
+        self._outgoing.send(message, apart, dst, self._deadline(timeout))
+
+    def isend_packed(
+        self, dst: int, header: Header | None, parts: Sequence[Tensor], timeout: float | None
+    ) -> Work[None]:
+        """As `send_packed`, without waiting; the parts must not change until that is done."""
+        message, apart = self._framed(dst, header, parts)
+        return self._sending(self._outgoing.begin(message, apart, dst), None, timeout)
+
+    def recv_dict(self, src: int, peers: Messenger | None, timeout: float | None) -> dict[Any, Any]:
+        """As `irecv_dict`, and wait for it."""
+        return self._receive(self.incoming_dict(src, peers), src, timeout)
+
+    def irecv_dict(
+        self, src: int, peers: Messenger | None, timeout: float | None
+    ) -> Work[dict[Any, Any]]:
+        """Begin to receive the next message of ``src``, a dict.
+
+        Args:
+            src: a rank in the group.
+            peers: of the group that receives the other slices.
+            timeout: seconds that its `wait` allows; None: the communicator's.
+        """
+        return self._ireceive(self.incoming_dict(src, peers), src, timeout)
+
+    def incoming_dict(
+        self, src: int, peers: Messenger | None, like: IncomingDict | None = None
+    ) -> IncomingDict:
+        """The next message of ``src``, a dict; ``like`` an earlier one, if it has no header."""
+        kind, routes = Kind.TENSOR_DICT, None if peers is None else peers.routes
+        return IncomingDict(self.wire, kind, src, self.cpu.rank, self.routes, routes, like)
+
+    def finish(self, work: Work[T]) -> T:
+        """The end of a blocking receive; what cannot be taken back ends the group.
+
+        Raises:
+            GroupTimeoutError: it did not come in time; the group has been aborted.
+        """
+        try:
+            return work.wait()
+        except GroupTimeoutError as error:
+            self.cpu.abort(error)
+            raise
+
+    def broadcast_dict(
+        self,
+        values: Mapping[Any, Any] | None,
+        src: int,
+        timeout: float | None,
+        *,
+        async_op: bool = False,
+    ) -> Any:
+        """The dict of ``src``, on all members. Collective: yes, every member."""
+        kind = Kind.BROADCAST_TENSOR_DICT
+        if self._has_others(src):
+            if self.cpu.rank == src:
+                make = lambda: self._pack_source(values)  # noqa: E731
+                return self._broadcast(kind, make, dict(values or {}), timeout, async_op)
+            dst = self.cpu.rank if async_op else EVERYONE
+            incoming = IncomingDict(self.wire, kind, src, dst, self.routes)
+            return self._receive_broadcast(incoming, src, timeout, async_op)
+        return self.broadcast_object(_a_dict(values, src), src, timeout, async_op=async_op)
+
+    def slicing(self, overrides: Mapping[Any, bool] | None) -> Slicing:
+        """How to cut tensors that all members of this group hold."""
+        return Slicing(self.cpu.world_size, self.cpu.rank, overrides or {})
+
+    def pack(self, values: Mapping[Any, Any], slicing: Slicing) -> tuple[Header, list[Tensor]]:
+        """What a dict is sent as.
+
+        Raises:
+            ValueError: a tensor is elsewhere, or has to be cut and cannot be.
+            TypeError: a key or a value cannot be written, or a tensor is not dense.
+        """
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.device not in (
+                self.cpu.device,
+                self.routes.device.device,
+            ):
+                raise ValueError(
+                    f"{key!r} is on {value.device}; this group moves tensors on "
+                    f"{self.cpu.device} and {self.routes.device.device}"
+                )
+        return pack(values, slicing, self.wire)
+
+    def _framed(
+        self, dst: int, header: Header | None, parts: Sequence[Tensor]
+    ) -> tuple[Message | None, Sequence[Tensor]]:
+        if header is None:
+            return None, parts
+        payload, apart = to_payload(header, parts)
+        return self.wire.message(Kind.TENSOR_DICT, payload, dst), apart
+
+    def _pack_source(self, values: Mapping[Any, Any] | None) -> tuple[bytes, list[Tensor]]:
+        payload, apart = to_payload(*self.pack(_a_dict(values, self.cpu.rank), WHOLE))
+        # A root's tensor is written to, and elements of an expanded one share their memory.
+        dense = [part.contiguous() for part in apart]
+        return payload, sorted(dense, key=lambda part: part.device.type != "cpu")
+
+
+def _a_dict(values: Mapping[Any, Any] | None, src: int) -> Mapping[Any, Any]:
+    if values is None:
+        raise ValueError(f"rank {src} is the source: it needs a dict")
+    return values

@@ -1,0 +1,157 @@
+"""Objects from one member of a group to another, or to all, over its CPU communicator.
+
+Guarantees
+    - What one member sends to another arrives in the order sent; receives from one peer
+      take effect in the order they were asked for, also those whose handles were dropped.
+    - A handle owns all that its message needs, and may be dropped. What was begun goes on
+      while the caller is busy, or waits for something else.
+    - Blocking sends do not wait for their receives, so members that send to each other
+      first both go on. They wait once `OUTSTANDING_BYTES` to that peer are under way, besides
+      what shared memory takes. `coordinator.messages.outgoing` says when a handle is done.
+    - A receive that meets a message of another kind or call ends the group with `DivergenceError`.
+    - What cannot be sent raises `MessageRefusedError` where it was to be sent and where it is to
+      be received: the sender's call counts as a message. The group can be used on.
+
+A collective over objects is two collectives over tensors, of which the second depends on what
+the first brought. In the background it therefore is messages instead, from each source to each
+member, in order with the others between these two.
+
+Assumes: the members trust each other; `coordinator.messages.wire` says when objects are pickled.
+One thread at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from coordinator.messages.framing import Kind
+from coordinator.messages.seal import EVERYONE
+from coordinator.messages.transport import MessageTransport
+from coordinator.messages.wire import refusal_text
+from device_comm import Joined, Work
+from device_comm.call_number import call_number, naming_call
+from shm_broadcast import DivergenceError, MessageRefusedError, MessageSealError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from shm_broadcast import MessageQueue
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """Goes through a queue in the place of what cannot: see `Kind.REFUSED`."""
+
+    why: str
+
+
+class ObjectMessenger(MessageTransport):
+    """One member's objects to and from the others."""
+
+    def send_object(self, obj: Any, dst: int, timeout: float | None) -> None:
+        """Send an object. Collective: no."""
+        self._send(Kind.OBJECT, dst, lambda: (self.wire.dump(obj), ()), timeout)
+
+    def isend_object(self, obj: Any, dst: int, timeout: float | None) -> Work[None]:
+        """Begin to send an object. Collective: no."""
+        return self._isend(Kind.OBJECT, (dst,), lambda: (self.wire.dump(obj), ()), None, timeout)
+
+    def recv_object(self, src: int, timeout: float | None) -> Any:
+        """The next message of ``src``, an object. Collective: no."""
+        return self._receive(self._object_of(Kind.OBJECT, src), src, timeout)
+
+    def irecv_object(self, src: int, timeout: float | None) -> Work[Any]:
+        """Begin to receive the next message of ``src``, an object. Collective: no."""
+        return self._ireceive(self._object_of(Kind.OBJECT, src), src, timeout)
+
+    def broadcast_object(
+        self, obj: Any, src: int, timeout: float | None, *, async_op: bool = False
+    ) -> Any:
+        """The object of ``src``, on all members. Collective: yes, every member."""
+        kind = Kind.BROADCAST_OBJECT
+        if self._has_others(src):
+            if self.cpu.rank == src:
+                make = lambda: (self.wire.dump(obj), ())  # noqa: E731
+                return self._broadcast(kind, make, obj, timeout, async_op)
+            incoming = self._object_of(kind, src, None if async_op else EVERYONE)
+            return self._receive_broadcast(incoming, src, timeout, async_op)
+        return self.cpu.runner.skip("broadcast", obj, async_op)
+
+    def broadcast_through(self, queue: MessageQueue, obj: Any, timeout: float | None) -> Any:
+        """The object of the queue's writer, rank 0, on all members. Collective: yes."""
+        self.cpu.begun.count("broadcast")
+        ours = call_number()
+        deadline = self._deadline(timeout)
+        try:
+            theirs, found = queue.broadcast_object((ours, obj), deadline)
+        except TypeError as why:
+            queue.broadcast_object((ours, _Refused(str(why))), deadline)
+            raise MessageRefusedError(self.cpu.rank, str(why)) from why
+        if theirs != ours:
+            what = Kind.BROADCAST_OBJECT
+            error = DivergenceError(
+                0, naming_call(f"receive of {what}", ours), naming_call(f"send of {what}", theirs)
+            )
+            self.cpu.abort(error)
+            raise error
+        if type(found) is _Refused:
+            raise MessageRefusedError(0, found.why)
+        return found
+
+    def all_gather_object(self, obj: Any, timeout: float | None) -> list[Any]:
+        """Every member's object, by rank. Collective: yes, every member."""
+        if self.cpu.world_size == 1:
+            return [self.broadcast_object(obj, 0, timeout)]
+        deadline = self._deadline(timeout)
+        me, own, kind, refused = self.cpu.rank, b"", Kind.GATHERED_OBJECT, ""
+        try:
+            own = self.wire.dump(obj)
+        except TypeError as error:
+            kind, refused = Kind.REFUSED, str(error)
+        sealed = self.wire.close(kind, own or refusal_text(refused), EVERYONE)
+        mine = torch.frombuffer(bytearray([kind]) + sealed, dtype=torch.uint8)
+        lengths = self.cpu.all_gather(torch.tensor([mine.numel()]), timeout=deadline).tolist()
+        everyone = self.cpu.all_gatherv(mine, sizes=lengths, timeout=deadline)
+        dues = {src: self.wire.expect(src, EVERYONE) for src in self._others}
+        if refused:
+            raise MessageRefusedError(me, refused)
+        payloads = [memoryview(part.numpy()) for part in everyone.split(lengths)]  # type: ignore[no-untyped-call]
+        try:
+            found = [
+                own if src == me else self.wire.open(each[0], each[1:], src, EVERYONE, dues[src])
+                for src, each in enumerate(payloads)
+            ]
+        except MessageSealError as error:
+            self.cpu.abort(error)
+            raise
+        return [self.wire.load(payload) for payload in found]
+
+    def iall_gather_object(self, obj: Any, timeout: float | None) -> Work[list[Any]]:
+        """As `all_gather_object`, in the background. Collective: yes, every member."""
+        if self.cpu.world_size == 1:
+            return Work(self.all_gather_object(obj, timeout))
+        kind = Kind.GATHERED_OBJECT
+        works = {
+            src: self._ireceive(self._object_of(kind, src), src, timeout) for src in self._others
+        }
+        payload = b""
+
+        def make() -> tuple[bytes, Sequence[Tensor]]:
+            nonlocal payload
+            payload = self.wire.dump(obj)
+            return payload, ()
+
+        sent = self._isend(kind, self._others, make, None, timeout)
+
+        def everyone() -> list[Any]:
+            return [
+                works[rank].wait() if rank in works else self.wire.load(payload)
+                for rank in range(self.cpu.world_size)
+            ]
+
+        return Work([], Joined([*works.values(), sent]), everyone, self._allowed(timeout))

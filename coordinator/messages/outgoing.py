@@ -1,0 +1,127 @@
+"""What one member sends to the others, and has under way to each.
+
+No send waits for its receive, whatever moves it:
+
+    blocking        until more than `OUTSTANDING_BYTES` to that peer are under way; what the
+                    transport does not take ahead is copied, and goes on in the background
+    asynchronous    a message whose tensors on the CPU are of `COPIED_BYTES` or less is treated
+                    alike, and is done at once; larger ones are not copied, and done when the
+                    transport has taken them: shared memory ahead of the receive (see
+                    `device_comm.shm.channels.overflow`), torch's groups with the receive
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from device_comm.call_number import call_number
+from shm_broadcast import NEVER, Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from coordinator.messages.framing import Message
+    from coordinator.messages.incoming import Routes
+    from device_comm import Communicator, Work
+
+OUTSTANDING_BYTES: Final = 64 << 20
+"""What may be under way to one peer before a blocking send waits; one message always may."""
+
+COPIED_BYTES: Final = 1 << 20
+"""Of an asynchronous message that is copied where it cannot be taken ahead of its receive."""
+
+
+class Outgoing:
+    """The sends of one member."""
+
+    def __init__(self, routes: Routes) -> None:
+        """Send over these."""
+        self._routes = routes
+        self._under_way: dict[int, deque[tuple[int, Work[None]]]] = {}
+
+    def send(
+        self, message: Message | None, parts: Sequence[Tensor], dst: int, deadline: Deadline
+    ) -> None:
+        """Send a message, if there is one, and the tensors behind it; all may then be changed.
+
+        Raises:
+            GroupTimeoutError: too much is under way, and the peer has not received it in time.
+            CoordinatorError: this send or an older one failed.
+        """
+        self._frame(message, dst)
+        for part in self._in_order(parts):
+            self._ahead(self._routes.of(part.device.type), part, dst)
+        self._count(dst)
+        under_way = self._under_way.get(dst)
+        while under_way and len(under_way) > 1 and _bytes_of(under_way) > OUTSTANDING_BYTES:
+            self._finish_first(under_way, deadline)
+
+    def begin(self, message: Message | None, parts: Sequence[Tensor], dst: int) -> list[Work[None]]:
+        """As `send`, without waiting; the tensors must not change until these works are done."""
+        self._frame(message, dst)
+        works = []
+        wanted = sum(part.nbytes for part in parts if part.device.type == "cpu")
+        copies = wanted <= COPIED_BYTES and (
+            wanted + _bytes_of(self._under_way.get(dst, ())) <= OUTSTANDING_BYTES
+        )
+        for part in self._in_order(parts):
+            comm = self._routes.of(part.device.type)
+            if copies and comm is self._routes.cpu:
+                self._ahead(comm, part, dst)
+            else:
+                works.append(self._keep(comm.isend(part, dst), part.nbytes, dst))
+        self._count(dst)
+        return works
+
+    def flush(self, deadline: Deadline) -> None:
+        """Wait until nothing is under way.
+
+        Raises:
+            What `send` raises.
+        """
+        for under_way in self._under_way.values():
+            while under_way:
+                self._finish_first(under_way, deadline)
+        for comm in dict.fromkeys(self._routes):
+            comm.flush(deadline)
+
+    def _frame(self, message: Message | None, dst: int) -> None:
+        """Nobody else changes a message: it need not be copied."""
+        for frame in () if message is None else message.frames():
+            self._ahead(self._routes.cpu, frame, dst, copy=False)
+
+    def _ahead(self, comm: Communicator, x: Tensor, dst: int, *, copy: bool = True) -> None:
+        """Send a tensor, which may then be changed, ahead of its receive. Never blocks."""
+        if comm.goes_ahead(dst, x.nbytes):
+            comm.send(x, dst)
+        else:
+            self._keep(comm.isend(x.clone() if copy else x, dst), x.nbytes, dst)
+
+    def _keep(self, work: Work[None], size: int, dst: int) -> Work[None]:
+        """Keep a send of ``size`` bytes; forget those that are done."""
+        under_way = self._under_way.setdefault(dst, deque())
+        under_way.append((size, work))
+        while under_way and under_way[0][1].is_completed():
+            self._finish_first(under_way, NEVER)
+        return work
+
+    def _finish_first(self, under_way: deque[tuple[int, Work[None]]], deadline: Deadline) -> None:
+        under_way[0][1].wait(deadline)
+        under_way.popleft()
+
+    def _in_order(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """As they are received: those on the CPU first."""
+        if self._routes.device is self._routes.cpu:
+            return parts
+        return sorted(parts, key=lambda part: part.device.type != "cpu")
+
+    def _count(self, dst: int) -> None:
+        if call_number():
+            self._routes.cpu.begun.count_sent(dst)
+
+
+def _bytes_of(under_way: Sequence[tuple[int, Work[None]]]) -> int:
+    return sum(size for size, _ in under_way)

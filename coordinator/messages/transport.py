@@ -1,0 +1,210 @@
+"""Messages of any kind from one member of a group to another, or to all.
+
+What is to be sent is made by whoever sends it; if that fails, the receivers are told so in its
+place. `coordinator.messages.outgoing` and `coordinator.messages.incoming` are the two ends.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from coordinator.messages.incoming import IncomingObject, Routes
+from coordinator.messages.outgoing import Outgoing
+from coordinator.messages.seal import EVERYONE
+from coordinator.messages.turns import Turn
+from device_comm import Joined, Work
+from device_comm.call_number import call_number
+from device_comm.verbs.checks import check_peer, check_rank
+from shm_broadcast import (
+    NEVER,
+    CoordinatorError,
+    Deadline,
+    DivergenceError,
+    MessageRefusedError,
+    MessageSealError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from coordinator.messages.framing import Kind
+    from coordinator.messages.incoming import Incoming
+    from coordinator.messages.wire import Wire
+    from device_comm import Communicator, Pending
+
+    Make = Callable[[], tuple[bytes, Sequence[Tensor]]]
+    """Makes the payload of a message, and the tensors behind it."""
+
+T = TypeVar("T")
+
+
+class MessageTransport:
+    """One member's messages to and from the others. The communicators stay the group's.
+
+    Attributes:
+        cpu: moves messages.
+        wire: how they are written.
+        routes: the communicators of the tensors behind them.
+    """
+
+    def __init__(self, cpu: Communicator, device: Communicator, wire: Wire) -> None:
+        """Send and receive over these; they are one where the group's device is the CPU."""
+        self.cpu = cpu
+        self.wire = wire
+        self.routes = Routes(cpu, device)
+        self._outgoing = Outgoing(self.routes)
+        self._turns: dict[int, Turn] = {}
+        self._others = [rank for rank in range(cpu.world_size) if rank != cpu.rank]
+
+    def flush(self, linger: float) -> None:
+        """Let messages that are under way arrive; give up after ``linger`` seconds."""
+        with suppress(CoordinatorError):
+            self._outgoing.flush(Deadline.after(linger))
+
+    def _send(self, kind: Kind, dst: int, make: Make, timeout: float | None) -> None:
+        """Send what ``make`` makes; if it cannot, say so in its place."""
+        with self._or_refuse(dst):
+            payload, parts = make()
+        message = self.wire.message(kind, payload, dst)
+        self._outgoing.send(message, parts, dst, self._deadline(timeout))
+
+    def _isend(
+        self, kind: Kind, dsts: Sequence[int], make: Make, result: T, timeout: float | None
+    ) -> Work[T]:
+        """Begin to send what ``make`` makes; the work has a ``result``."""
+        with self._or_refuse(*dsts):
+            payload, parts = make()
+        works = []
+        for dst in dsts:
+            works += self._outgoing.begin(self.wire.message(kind, payload, dst), parts, dst)
+        return self._sending(works, result, timeout)
+
+    def _sending(self, works: Sequence[Work[None]], result: T, timeout: float | None) -> Work[T]:
+        return Work(result, Joined(works) if works else None, timeout=self._allowed(timeout))
+
+    def _receive(self, incoming: Incoming[T], src: int, timeout: float | None) -> T:
+        deadline = Deadline.after(self.cpu.timeout if timeout is None else timeout)
+        if src in self._turns:
+            self._turns[src].has_asked(deadline)
+        if call_number():
+            self.cpu.begun.count_received(src)
+        self.cpu.recv_series(incoming.following, src, timeout=deadline)
+        for part in incoming.on_device:
+            self.routes.device.recv(out=part, src=src, timeout=deadline)
+        return incoming.result()
+
+    def _ireceive(self, incoming: Incoming[T], src: int, timeout: float | None) -> Work[T]:
+        pending = self.begin(incoming, src)
+        work: Work[Any] = Work(None, pending, incoming.result, self._allowed(timeout))
+        return work
+
+    def begin(self, incoming: Incoming[Any], src: int) -> Pending:
+        """Begin to receive a message, behind what was asked for before. Never blocks."""
+        cpu, device = self.routes
+        cpu.begun.count_received(src)
+        if device is cpu:
+            return cpu.irecv_series(incoming.following, src)
+        return self._in_turn(
+            src,
+            lambda: [device.irecv(out=part, src=src) for part in incoming.on_device],
+            lambda: cpu.irecv_series(incoming.following, src),
+        )
+
+    def _in_turn(
+        self,
+        src: int,
+        ask: Callable[[], Sequence[Work[Any]]],
+        begin: Callable[[], Work[None]] | None = None,
+    ) -> Turn:
+        turn = self._turns[src] = Turn(self._turns.get(src), begin, ask)
+        return turn
+
+    def _broadcast(
+        self, kind: Kind, make: Make, result: Any, timeout: float | None, async_op: bool
+    ) -> Any:
+        """Broadcast what ``make`` makes on this member. Collective: yes, every member."""
+        if async_op:
+            return self._isend(kind, self._others, make, result, timeout)
+        deadline = self._deadline(timeout)
+        with self._or_refuse(EVERYONE, deadline=deadline):
+            payload, parts = make()
+        self._broadcast_parts(self.wire.message(kind, payload, EVERYONE).frames(), deadline)
+        self._broadcast_parts(parts, deadline)
+        return result
+
+    def _receive_broadcast(
+        self, incoming: Incoming[Any], src: int, timeout: float | None, async_op: bool
+    ) -> Any:
+        """What ``src`` broadcasts. Collective: yes, every member."""
+        if async_op:
+            return self._ireceive(incoming, src, timeout)
+        deadline = self._deadline(timeout)
+        try:
+            while parts := incoming.following():
+                self._broadcast_parts(parts, deadline, src)
+        except (DivergenceError, MessageSealError) as error:
+            self.cpu.abort(error)
+            raise
+        self._broadcast_parts(incoming.on_device, deadline, src)
+        return incoming.result()
+
+    def _broadcast_parts(
+        self, parts: Sequence[Tensor], deadline: Deadline, src: int | None = None
+    ) -> None:
+        """Broadcast tensors, from this member or from ``src``."""
+        root = self.cpu.rank if src is None else src
+        works: list[Work[Tensor]] = []
+        for part in parts:
+            comm = self.routes.of(part.device.type)
+            if len(parts) > 1 and comm.capabilities.overlaps:
+                works.append(comm.broadcast_(part, src=root, async_op=True))
+            else:
+                comm.broadcast_(part, src=root, timeout=deadline)
+        for work in works:
+            work.wait(deadline)
+
+    def _object_of(self, kind: Kind, src: int, dst: int | None = None) -> IncomingObject:
+        return IncomingObject(self.wire, kind, src, self.cpu.rank if dst is None else dst)
+
+    def _has_others(self, src: int) -> bool:
+        """Whether the group has more than one member; ``src`` has to be one of them."""
+        check_rank("src", src, self.cpu.world_size)
+        return self.cpu.world_size > 1
+
+    @contextmanager
+    def _or_refuse(self, *dsts: int, deadline: Deadline = NEVER) -> Iterator[None]:
+        """Make what is sent to ``dsts``; if that fails, tell them so in its place.
+
+        Args:
+            dsts: ranks, or `EVERYONE`: who takes part in a broadcast of this one's.
+            deadline: of the broadcast.
+
+        Raises:
+            ValueError: one of ``dsts`` is not another rank of the group.
+            MessageRefusedError: a value cannot be sent.
+        """
+        for dst in dsts:
+            if dst != EVERYONE:
+                check_peer("dst", dst, self.cpu.rank, self.cpu.world_size)
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            with suppress(CoordinatorError):
+                for dst in dsts:
+                    refusal = self.wire.refusal(str(error), dst)
+                    if dst == EVERYONE:
+                        self._broadcast_parts(refusal.frames(), deadline)
+                    else:
+                        self._outgoing.begin(refusal, (), dst)
+            if isinstance(error, TypeError):
+                raise MessageRefusedError(self.cpu.rank, str(error)) from error
+            raise
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline.after(self._allowed(timeout))
+
+    def _allowed(self, timeout: float | None) -> float | None:
+        return self.cpu.timeout if timeout is None else timeout

@@ -1,0 +1,142 @@
+"""What a group's messages look like on their way, and what is believed of them.
+
+    way                                        values            seal
+    shared memory of one host                  pickled           none: it reaches members only
+    sockets, where members share a key         pickled           yes
+    other sockets                              plain data only   none
+
+Sockets of torch's ask nobody who he is, also on loopback. Nothing is ever unpickled that came
+over one without a seal, whatever it says of itself: that is decided where the group is built.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import TYPE_CHECKING, Any
+
+from coordinator.messages.framing import Kind, Message
+from coordinator.messages.plain import WHAT_IS_PLAIN, decode_plain, encode_plain
+from coordinator.messages.seal import NONCE_BYTES, Seal
+from coordinator.stores.secret import SecretError
+from shm_broadcast import MessageDecodeError, MessageRefusedError
+
+if TYPE_CHECKING:
+    from coordinator.setup.exchange import Exchange
+
+_REFUSAL_BYTES = 900
+
+
+class Wire:
+    """One member's way of writing and reading messages.
+
+    Attributes:
+        pickles: whether values are pickled; otherwise they have to be plain.
+    """
+
+    def __init__(self, seal: Seal | None = None, *, pickles: bool = True) -> None:
+        """Write and read so.
+
+        Args:
+            seal: of all messages; None: they have none.
+            pickles: only with a seal, or where nobody but the members can write.
+        """
+        self._seal = seal
+        self.pickles = pickles
+
+    def dump(self, value: Any) -> bytes:
+        """The bytes of a value.
+
+        Raises:
+            TypeError: it cannot be sent this way; says why, and the cure.
+        """
+        if not self.pickles:
+            try:
+                return encode_plain(value)
+            except TypeError as error:
+                raise TypeError(f"{error} {_NOT_PLAIN}") from None
+        try:
+            return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(f"cannot pickle a {type(value).__name__}: {error}") from error
+
+    def load(self, data: bytes | memoryview) -> Any:
+        """The value of these bytes.
+
+        Raises:
+            MessageDecodeError: it cannot be restored here.
+        """
+        if not self.pickles:
+            return decode_plain(data)
+        try:
+            return pickle.loads(data)
+        except Exception as error:
+            raise MessageDecodeError(f"cannot restore an object: {error}") from error
+
+    def message(self, kind: Kind, payload: bytes, dst: int) -> Message:
+        """The next message to ``dst``, a rank or `seal.EVERYONE`."""
+        return Message(kind, self.close(kind, payload, dst))
+
+    def refusal(self, why: str, dst: int) -> Message:
+        """The next message to ``dst``, which says that there is none. It fits a frame."""
+        return self.message(Kind.REFUSED, refusal_text(why), dst)
+
+    def close(self, kind: Kind, payload: bytes, dst: int) -> bytes:
+        """What is sent of ``payload``."""
+        return payload if self._seal is None else self._seal.close(kind, payload, dst)
+
+    def expect(self, src: int, dst: int) -> int:
+        """The number of the next message of ``src`` to ``dst``; call it in their order."""
+        return 0 if self._seal is None else self._seal.expect(src, dst)
+
+    def open(self, kind: int, data: memoryview, src: int, dst: int, due: int) -> memoryview:
+        """The payload of what has come.
+
+        Raises:
+            MessageSealError: it is not the message that is due.
+            MessageRefusedError: its sender says that it cannot send it.
+        """
+        payload = data if self._seal is None else self._seal.open(kind, data, src, dst, due)
+        if kind == Kind.REFUSED:
+            raise MessageRefusedError(src, bytes(payload).decode(errors="replace"))
+        return payload
+
+
+def agree_on_wire(exchange: Exchange, secret: bytes | None, *, only_members_write: bool) -> Wire:
+    """The wire of a new group.
+
+    Args:
+        exchange: of the members.
+        secret: what only the members know; None: there is nothing.
+        only_members_write: where messages travel.
+
+    Collective: yes, every member.
+
+    Raises:
+        GroupTimeoutError: some members did not come in time.
+        SecretError: some have a secret and some have none.
+    """
+    nonces = exchange.all_gather("members", bytes([secret is not None]) + os.urandom(NONCE_BYTES))
+    if only_members_write:
+        return Wire()
+    without = [rank for rank, nonce in enumerate(nonces) if not nonce.startswith(b"\1")]
+    if without and len(without) < len(nonces):
+        raise SecretError(
+            f"{exchange.name}: ranks {without} were given no secret, the others were: give the "
+            "launcher's secret to all ranks, or to none"
+        )
+    if secret is None:
+        return Wire(pickles=False)
+    return Wire(Seal(secret, exchange.name, nonces, exchange.rank))
+
+
+def refusal_text(why: str) -> bytes:
+    """Why a message is refused, as much as fits a frame."""
+    return why.encode()[:_REFUSAL_BYTES].decode(errors="ignore").encode()
+
+
+_NOT_PLAIN = (
+    "would have to be pickled, and nothing proves who sends what arrives over this group's "
+    "sockets: give all ranks one secret (a 0600 file that GROUP_COORDINATOR_SECRET_FILE names, or "
+    f"secret=), or send only {WHAT_IS_PLAIN}"
+)

@@ -1,0 +1,127 @@
+"""Messages from one peer, sorted by the way they go.
+
+In a ring of two stages the next stage is the previous one: activations and gradients come from
+the same peer, in the order in which it sent them, which need not be the order in which they are
+asked for. A message therefore says which way it goes, and is kept for who asks for that.
+
+    want(NEXT) ──┐   ┌── coming: receives that were begun, not there or not looked at yet
+    want(PREV) ──┤   ├── arrived[way]: there, and nobody asked for it yet
+                 └───┴── a `Request` has its message once one of its way is there
+
+Only `Request.finish` communicates with other peers (it gathers slices), so that order is the
+caller's. One thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from coordinator.pipeline.message import NEXT, PREV, from_dict, way_of
+
+if TYPE_CHECKING:
+    from coordinator.messages.incoming import IncomingDict
+    from coordinator.messages.messenger import Messenger
+    from device_comm import Pending
+    from shm_broadcast import Deadline
+
+
+class Request:
+    """A message that was asked for; a `device_comm.Pending`. Made by `Inflow.want`."""
+
+    def __init__(self, inflow: Inflow) -> None:
+        """Wait for a message of ``inflow``."""
+        self._inflow = inflow
+        self.message: IncomingDict | None = None
+
+    def ready(self) -> bool:
+        """Whether `wait` would return or raise at once. Never blocks."""
+        while self.message is None and self._inflow.has_come():
+            self._inflow.sort_one()
+        return self.message is not None
+
+    def wait(self, deadline: Deadline) -> None:
+        """Return once the message is there.
+
+        Raises:
+            GroupTimeoutError: not yet; it is still under way.
+        """
+        while self.message is None:
+            self._inflow.settle(deadline)
+
+    def finish(self) -> Any:
+        """The tree. Collective: yes over the peers' group, if it came in slices."""
+        if self.message is None:
+            raise RuntimeError("a message is finished once it is ready, not before")
+        way_of(self.message.header())
+        return from_dict(self.message.result())
+
+
+class Inflow:
+    """What one peer sends to this stage."""
+
+    def __init__(
+        self, messenger: Messenger, src: int, peers: Messenger | None, *, once: bool = False
+    ) -> None:
+        """Sort the messages of ``src``.
+
+        Args:
+            messenger: the pipeline group's.
+            src: a rank in it.
+            peers: of the group that receives the other slices.
+            once: only the first message has a header; the others are as it says.
+        """
+        self._messenger = messenger
+        self._src = src
+        self._peers = peers
+        self._once = once
+        self._first: IncomingDict | None = None
+        self._coming: deque[tuple[IncomingDict, Pending]] = deque()
+        self._arrived: dict[str, deque[IncomingDict]] = {NEXT: deque(), PREV: deque()}
+        self._wanting: list[tuple[str, Request]] = []
+
+    def want(self, way: str) -> Request:
+        """Ask for the next message that goes ``way``. Never blocks."""
+        request = Request(self)
+        if self._arrived[way]:
+            request.message = self._arrived[way].popleft()
+        else:
+            self._wanting.append((way, request))
+            self._begin()
+        return request
+
+    def has_come(self) -> bool:
+        """Whether a message is there that was not sorted, or failed. Never blocks."""
+        return bool(self._coming) and self._coming[0][1].ready()
+
+    def settle(self, deadline: Deadline) -> None:
+        """Wait until one more message is there, and sort it.
+
+        Raises:
+            GroupTimeoutError: none is; it is still under way.
+        """
+        self._coming[0][1].wait(deadline)
+        self.sort_one()
+
+    def sort_one(self) -> None:
+        """Give the message that is there to who asked for it, or keep it. Never blocks."""
+        message, _ = self._coming.popleft()
+        try:
+            way = way_of(message.header())
+            wanted = [each for each in self._wanting if each[0] == way]
+        except Exception:  # noqa: BLE001 - who has waited longest gets it, and the error
+            wanted = self._wanting
+        if wanted:
+            wanted[0][1].message = message
+            self._wanting.remove(wanted[0])
+        else:
+            self._arrived[way].append(message)
+            self._begin()
+
+    def _begin(self) -> None:
+        """Have a receive begun for every request that has no message yet. Never blocks."""
+        while len(self._coming) < len(self._wanting):
+            message = self._messenger.incoming_dict(self._src, self._peers, self._first)
+            if self._once and self._first is None:
+                self._first = message
+            self._coming.append((message, self._messenger.begin(message, self._src)))

@@ -1,0 +1,76 @@
+"""What the environment variable ``GROUP_COORDINATOR`` switches on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+VARIABLE = "GROUP_COORDINATOR"
+_ALL = ("1", "force")
+
+
+class UntestedVersionError(RuntimeError):
+    """The engine is of a version that this has not been tested with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switches:
+    """Which parts are on.
+
+    Attributes:
+        parts: their names.
+        force: go on with a version of the engine that was not tested.
+    """
+
+    parts: frozenset[str]
+    force: bool = False
+
+    @classmethod
+    def of(cls, text: str, known: Collection[str]) -> Switches:
+        """What a value of the variable means.
+
+        Args:
+            text: ``""`` or ``"0"``: nothing; ``"1"``: all parts; else names of parts with commas
+                between; ``"force"``, alone or among them: also on a version not tested.
+            known: the names of all parts.
+
+        Raises:
+            ValueError: one of the names is none of a part.
+        """
+        words = [word for each in text.split(",") if (word := each.strip())]
+        if not words or words == ["0"]:
+            return cls(frozenset())
+        unknown = [word for word in words if word not in known and word not in _ALL]
+        if unknown:
+            raise ValueError(
+                f"{VARIABLE}={text!r}: there is no part {unknown[0]!r}; "
+                f"it is 0, 1, force, or some of {','.join(sorted(known))}"
+            )
+        named = frozenset(words) - {*_ALL}
+        return cls(named if named and "1" not in words else frozenset(known), "force" in words)
+
+    @classmethod
+    def from_environment(cls, known: Collection[str]) -> Switches:
+        """What the variable says now.
+
+        Raises:
+            ValueError: it names an unknown part.
+        """
+        return cls.of(os.environ.get(VARIABLE, ""), known)
+
+    def check_version(self, engine: str, version: str, tested: Collection[str]) -> None:
+        """Accept a version that was tested; any, with ``force``.
+
+        Raises:
+            UntestedVersionError: it was not.
+        """
+        if self.parts and not self.force and version.partition("+")[0] not in tested:
+            raise UntestedVersionError(
+                f"{VARIABLE} is set, but {engine} is {version}, and what takes the place of its "
+                f"parts was tested with {', '.join(tested)}: unset {VARIABLE}, or try all the same "
+                f"with {VARIABLE}=force"
+            )

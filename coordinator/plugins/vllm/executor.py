@@ -1,0 +1,22 @@
+"""An executor for ``LLM(distributed_executor_backend=GroupCoordinatorExecutor)``."""
+
+from __future__ import annotations
+
+import os
+
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+from coordinator.plugins.switches import VARIABLE
+from coordinator.plugins.vllm.hooks import install
+
+
+class GroupCoordinatorExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM may be absent
+    """vLLM's multiprocess executor with all our parts in place, also in its workers.
+
+    For programs that choose an executor rather than set ``GROUP_COORDINATOR``; what is set holds.
+    """
+
+    def _init_executor(self) -> None:
+        os.environ.setdefault(VARIABLE, "1")
+        install()
+        super()._init_executor()

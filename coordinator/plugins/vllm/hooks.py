@@ -1,0 +1,129 @@
+"""All that takes the place of something of vLLM's, each with the line that it replaces.
+
+Lines are those of vLLM 0.32.0, under ``vllm/``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from coordinator.plugins.switches import Switches
+from coordinator.plugins.vllm import page
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TESTED: Final = ("0.32.0",)
+"""The versions of vLLM whose engine our tests have run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One name of vLLM's, and what takes its place.
+
+    Attributes:
+        part: the switch that puts it in place.
+        module: where vLLM has the name.
+        name: the name; one of a class's attributes with a dot between.
+        ours: ``module:name`` of what takes its place.
+        line: the file and line in vLLM where it is defined or imported.
+        load: import the module for this; otherwise it is replaced only where it is loaded by then,
+            and a later import finds ours where the name is defined.
+    """
+
+    part: str
+    module: str
+    name: str
+    ours: str
+    line: str
+    load: bool = True
+
+    def install(self) -> None:
+        """Replace the name. Collective: no."""
+        if not self.load and self.module not in sys.modules:
+            return
+        holder: Any = importlib.import_module(self.module)
+        *classes, last = self.name.split(".")
+        for each in classes:
+            holder = getattr(holder, each)
+        module, _, ours = self.ours.partition(":")
+        setattr(holder, last, getattr(importlib.import_module(module), ours))
+
+
+_QUEUE = "coordinator.plugins.vllm.queue:MessageQueue"
+_SHM_BROADCAST = "vllm.distributed.device_communicators.shm_broadcast"
+
+HOOKS: Final = (
+    Hook(
+        "queue",
+        _SHM_BROADCAST,
+        "MessageQueue",
+        _QUEUE,
+        "distributed/device_communicators/shm_broadcast.py:484: class MessageQueue:",
+    ),
+    Hook(
+        "queue",
+        "vllm.v1.executor.multiproc_executor",
+        "MessageQueue",
+        _QUEUE,
+        "v1/executor/multiproc_executor.py:31: from vllm.distributed",
+        load=False,
+    ),
+    Hook(
+        "queue",
+        "vllm.v1.executor.ray_executor_v2",
+        "MessageQueue",
+        _QUEUE,
+        "v1/executor/ray_executor_v2.py:17: MessageQueue,",
+        load=False,
+    ),
+    Hook(
+        "communicator",
+        "vllm.distributed.device_communicators.cpu_communicator",
+        "CpuCommunicator",
+        "coordinator.plugins.vllm.communicator:CpuCommunicator",
+        "distributed/device_communicators/cpu_communicator.py:20: class CpuCommunicator(",
+    ),
+    Hook(
+        "status",
+        "vllm.v1.executor.multiproc_executor",
+        "MultiprocExecutor.start_worker_monitor",
+        "coordinator.plugins.vllm.liveness:start_worker_monitor",
+        "v1/executor/multiproc_executor.py:299: def start_worker_monitor(",
+    ),
+)
+
+PARTS: Final = tuple(sorted({each.part for each in HOOKS}))
+
+
+def install(version: Callable[[], str] | None = None) -> frozenset[str]:
+    """Put in place the parts that the environment asks for; the second time changes nothing.
+
+    Args:
+        version: tells vLLM's version; None: asks vLLM.
+
+    Returns:
+        The parts that are in place.
+
+    Raises:
+        ValueError: the variable names a part that does not exist.
+        UntestedVersionError: vLLM is of another version than was tested.
+    """
+    switches = Switches.from_environment(PARTS)
+    if switches.parts:
+        switches.check_version("vLLM", version() if version else _version(), TESTED)
+    for hook in HOOKS:
+        if hook.part in switches.parts:
+            hook.install()
+    if "status" in switches.parts:
+        page.keep()
+    return switches.parts
+
+
+def _version() -> str:
+    import vllm  # noqa: PLC0415
+
+    return str(vllm.__version__)

@@ -1,0 +1,1 @@
+"""Sets groups up: processes find each other, then make boards, process groups and backends."""

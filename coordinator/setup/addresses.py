@@ -1,0 +1,29 @@
+"""Names and addresses of hosts."""
+
+from __future__ import annotations
+
+import socket
+
+
+def own_address(host: str, port: int) -> str:
+    """This host's address on the route to ``host``; nothing is sent.
+
+    Raises:
+        OSError: the name cannot be resolved, or there is no route.
+    """
+    # Connecting a datagram socket only looks the route up.
+    family, kind, protocol, _, address = resolve(host, port, socket.SOCK_DGRAM)
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def resolve(
+    host: str, port: int, kind: socket.SocketKind
+) -> tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str | int, ...]]:
+    """The first result of ``getaddrinfo`` for ``host``, a name or an address.
+
+    Raises:
+        OSError: the name cannot be resolved.
+    """
+    return socket.getaddrinfo(host, port, type=kind)[0]  # type: ignore[return-value]

@@ -1,0 +1,317 @@
+"""The rendezvous: how processes that were started together find each other.
+
+A process learns its rank and where to meet from torchrun's environment (read once, into a
+`Launch`) or from explicit arguments. The ranks meet in a torch store: a given one, one that the
+launcher hosts, or one that rank 0 hosts. The host binds one address, never all interfaces. It may
+let the system choose the port, which `host_store` returns: a free port is never searched first and
+bound later, when somebody else may have taken it.
+
+Several topologies may use one store, at once or one after the other, if all ranks set them up in
+the same order (`Exchange.visit`).
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch.distributed import Store, TCPStore
+
+from coordinator.setup.addresses import own_address, resolve
+from coordinator.setup.exchange import Exchange
+from coordinator.stores.secret import checked_secret, launcher_secret
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import GroupTimeoutError, MemberStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DEFAULT_TIMEOUT = 60.0
+"""Default seconds for all ranks to meet and to set their groups up."""
+
+_STORE_TIMEOUT = timedelta(seconds=300)
+_BACKLOG = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """This process's rank in the job, and where the ranks meet.
+
+    Attributes:
+        rank: this process's global rank.
+        world_size: the number of processes.
+        local_rank: this process's number on its node; chooses its GPU.
+        master_addr: host name or address of the node that hosts the store.
+        master_port: the store's port; 0 is for a world of one.
+        hosted: whether the launcher hosts the store; otherwise rank 0 does.
+        attempt: how often the launcher has restarted the ranks.
+        interface: network interface for gloo's sockets; ``""``: the one on the route to the store.
+        secret: the launcher's secret, which all ranks have and nobody else; None: there is none.
+
+    Raises:
+        ValueError: a value is out of range.
+        SecretError: the secret is too short.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    hosted: bool = False
+    attempt: int = 0
+    interface: str = ""
+    secret: bytes | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is not in a world of {self.world_size}")
+        if self.local_rank < 0:
+            raise ValueError(f"local_rank must be 0 or more; got {self.local_rank}")
+        if not 0 <= self.master_port < 1 << 16:
+            raise ValueError(f"master_port must be below 65536; got {self.master_port}")
+        if self.secret is not None:
+            checked_secret(self.secret, "the secret")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch:
+        """Read the environment variables that torchrun sets.
+
+        Without ``RANK`` the process is a world of one.
+
+        Raises:
+            ValueError: a variable is missing or is not a number.
+            SecretError: the file that `SECRET_FILE` names holds no secret, or others can read it.
+        """
+        if "RANK" not in environ:
+            return cls(secret=launcher_secret(environ=environ))
+        return cls(
+            rank=_number(environ, "RANK"),
+            world_size=_number(environ, "WORLD_SIZE"),
+            local_rank=_number(environ, "LOCAL_RANK", environ["RANK"]),
+            master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=_number(environ, "MASTER_PORT"),
+            hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
+            interface=environ.get("GLOO_SOCKET_IFNAME", ""),
+            secret=launcher_secret(environ=environ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The result of a rendezvous.
+
+    Attributes:
+        launch: this process's.
+        exchange: swaps values between all ranks, under keys of this topology's own. On rank 0 it
+            also keeps the store alive that this rank hosts.
+        address: this host's address on the route to the store; ``""`` if it is not a `TCPStore`.
+    """
+
+    launch: Launch
+    exchange: Exchange
+    address: str
+
+
+def meet(
+    launch: Launch,
+    store: Store | None = None,
+    timeout: float | Deadline | None = DEFAULT_TIMEOUT,
+) -> Meeting:
+    """Wait until every rank has come to the store.
+
+    Args:
+        launch: this process's rank, and where to meet.
+        store: a store to meet in instead.
+        timeout: seconds for this and for the set-up over the exchange later; ``None``: for ever.
+
+    Collective: yes, every rank.
+
+    Raises:
+        GroupTimeoutError: the deadline passed; ``waiting_for`` lists the absent ranks.
+        OSError: rank 0 cannot bind the store's port.
+    """
+    deadline = Deadline.after(timeout)
+    keeper = 0 if store is None and not launch.hosted else None
+    if store is None:
+        store = open_store(launch, deadline)
+    host = f"{store.host}:{store.port}" if isinstance(store, TCPStore) else ""
+    place = f"world/{launch.attempt}"
+    exchange = Exchange.visit(
+        store, place, launch.rank, launch.world_size, "world", deadline, host, keeper
+    )
+    exchange.all_gather("rendezvous")
+    address = own_address(store.host, store.port) if isinstance(store, TCPStore) else ""
+    return Meeting(launch, exchange, address)
+
+
+def host_store(address: str = "127.0.0.1", port: int = 0) -> TCPStore:
+    """Host a store at one address, for as long as the returned object lives. Collective: no.
+
+    Args:
+        address: host name or address, IPv4 or IPv6. If it is not an address of this host (behind
+            address translation, for example), this host's address on the route to it is bound.
+        port: 0 lets the system choose; the result's ``.port`` is the port that was bound. If a
+            store of this process has the port already, both share it.
+
+    Raises:
+        ValueError: the address is a wildcard, 0.0.0.0 or ::.
+        OSError: the port is in use, or the address cannot be resolved.
+    """
+    try:
+        listener = _listen(address, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return _shared_store(address, port, error)
+    host, port = listener.getsockname()[:2]
+    return TCPStore(
+        host,
+        port,
+        None,
+        True,
+        _STORE_TIMEOUT,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def connect_store(
+    address: str, port: int, timeout: float | Deadline | None = DEFAULT_TIMEOUT
+) -> TCPStore:
+    """Connect to a store, waiting until its host listens. Collective: no.
+
+    Args:
+        address: host name or address, IPv4 or IPv6.
+        port: the store's port.
+        timeout: seconds to wait; ``None``: for ever.
+
+    Raises:
+        GroupTimeoutError: nobody answered in time, or what answers is no store.
+    """
+    deadline = Deadline.after(timeout)
+    while True:
+        try:
+            host = _who_listens(address, port, deadline.remaining(5.0))
+            return _connected(host, port, deadline)
+        except OSError as error:
+            trouble = f"nobody answers at {address}:{port}: {error}"
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            trouble = f"what listens at {address}:{port} is no store: {why}"
+        if deadline.expired:
+            absent = (MemberStatus(0, 0, "absent"),)
+            raise GroupTimeoutError("rendezvous", deadline.timeout, absent, trouble)
+        time.sleep(deadline.remaining(at_most=0.05))
+
+
+def _connected(host: str, port: int, deadline: Deadline) -> TCPStore:
+    """A client of the store at ``host``, which accepts connections.
+
+    Torch waits without a limit for a host that accepts a connection and never answers. So it
+    connects in a daemon thread, which is left behind at the deadline.
+
+    Raises:
+        RuntimeError: what listens is not a store, or does not answer until the deadline.
+    """
+    made: Future[TCPStore] = Future()
+    seconds = deadline.remaining(_STORE_TIMEOUT.total_seconds())
+
+    def connect() -> None:
+        try:
+            patience = timedelta(seconds=max(seconds, 0.001))
+            made.set_result(TCPStore(host, port, None, False, patience, wait_for_workers=False))
+        except Exception as error:  # noqa: BLE001 - it is raised where it is waited for
+            made.set_exception(error)
+
+    threading.Thread(target=connect, name="store-connect", daemon=True).start()
+    try:
+        store = made.result(seconds)
+    except TimeoutError:
+        raise RuntimeError("it accepts connections and does not answer") from None
+    store.set_timeout(_STORE_TIMEOUT)
+    return store
+
+
+def _who_listens(address: str, port: int, seconds: float) -> str:
+    """The IP address of ``address`` at which something accepts connections on ``port``.
+
+    Raises:
+        OSError: nothing does.
+    """
+    with socket.create_connection((address, port), seconds) as probe:
+        # If nobody listens and the system gave this socket the very same port, TCP connects the
+        # socket with itself.
+        if probe.getsockname() == probe.getpeername():
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
+        return str(probe.getpeername()[0])
+
+
+def open_store(launch: Launch, deadline: Deadline) -> TCPStore:
+    """Host the store of ``launch`` if that is this rank's task, else connect to it.
+
+    Raises:
+        GroupTimeoutError: nobody hosts it in time.
+        OSError: rank 0 cannot bind its port.
+        ValueError: the port is 0, or the address is a wildcard.
+    """
+    if launch.rank == 0 and not launch.hosted:
+        return host_store(launch.master_addr, launch.master_port)
+    if not launch.master_port:
+        raise ValueError(
+            "master_port 0 tells nobody where to meet: let one process call host_store() "
+            "and give its port to the ranks"
+        )
+    return connect_store(launch.master_addr, launch.master_port, deadline)
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family, kind, protocol, _, bind_to = resolve(address, port, socket.SOCK_STREAM)
+    if ipaddress.ip_address(bind_to[0]).is_unspecified:
+        raise ValueError(f"a store listens at one address, not at all of this host's: {address!r}")
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(bind_to)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            listener.bind((own_address(address, port or 1), port))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _shared_store(address: str, port: int, in_use: OSError) -> TCPStore:
+    """The store that this process hosts at ``port`` already; raises ``in_use`` if it does not."""
+    host = resolve(address, port, socket.SOCK_STREAM)[4][0]
+    try:
+        return TCPStore(
+            str(host), port, None, True, _STORE_TIMEOUT, wait_for_workers=False, multi_tenant=True
+        )
+    except RuntimeError:
+        raise in_use from None
+
+
+def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    value = environ.get(name, default)
+    if value is None:
+        raise ValueError(f"the environment has RANK but not {name}")
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name} must be a number; the environment has {value!r}") from None

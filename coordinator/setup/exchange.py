@@ -1,0 +1,177 @@
+"""Swaps small values between the members of a group during set-up, over a torch store.
+
+It needs nothing but the store; process groups, boards and queues are set up with it. Each swap has
+a name, and keys under that name:
+
+    NAME/RANK   the value of that member
+    NAME/count  the number of members that have put their value
+    NAME/all    set by the last of them: all values are there
+
+However many members there are, each polls one key only. None blocks inside the store: torch's own
+wait cannot be interrupted, and prints to stderr when it times out.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.distributed import PrefixStore, Store
+
+from shm_broadcast.errors import GroupTimeoutError, MemberStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from shm_broadcast.deadline import Deadline
+
+_FIRST_NAP = 0.0005
+_LONGEST_NAP = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Swaps bytes between the members of one group, over a store.
+
+    Attributes:
+        store: where the members meet, with a key prefix that nothing else uses.
+        rank: this member's rank in the group.
+        size: the number of members.
+        name: the group's name, for errors.
+        deadline: for the whole set-up.
+        host: the store's address, for errors.
+        keeper: the member whose process hosts the store; None: not a member, or not known.
+        called: the members' global ranks, for errors; empty: the same as their ranks in the group.
+    """
+
+    store: Store
+    rank: int
+    size: int
+    name: str
+    deadline: Deadline
+    host: str = ""
+    keeper: int | None = None
+    called: tuple[int, ...] = ()
+
+    @classmethod
+    def visit(
+        cls,
+        store: Store,
+        place: str,
+        rank: int,
+        size: int,
+        name: str,
+        deadline: Deadline,
+        host: str = "",
+        keeper: int | None = None,
+        called: Sequence[int] = (),
+    ) -> Exchange:
+        """An exchange under a key prefix, ``place``, that may have been used before.
+
+        The store counts each member's visits to the place. The n-th visit uses keys of its own, so
+        it meets the other members' n-th visits, and never an earlier one's values.
+
+        Collective: no.
+        """
+        place = f"group-coordinator/{place}"
+        count = store.add(f"{place}/visits/{rank}", 1)
+        prefixed = PrefixStore(f"{place}/{count}", store)
+        return cls(prefixed, rank, size, name, deadline, host, keeper, tuple(called))
+
+    def all_gather(self, what: str, payload: bytes = b"") -> list[bytes]:
+        """Put ``payload``, wait for everyone's, and return them by rank.
+
+        Args:
+            what: the swap's name, for keys and errors. It can be used once.
+            payload: any bytes; kilobytes, not megabytes.
+
+        Collective: yes, every member.
+
+        Raises:
+            GroupTimeoutError: the deadline passed; ``waiting_for`` lists the absent members.
+        """
+        keys = [f"{what}/{rank}" for rank in range(self.size)]
+        self._put(keys[self.rank], payload)
+        if self.store.add(f"{what}/count", 1) == self.size:
+            self._put(f"{what}/all", b"")
+        self._wait_for(f"{what}/all", what, lambda: self._absent(keys))
+        if self.store.has_extended_api():  # type: ignore[attr-defined]
+            return self.store.multi_get(keys)
+        return [self.store.get(key) for key in keys]
+
+    def broadcast(self, what: str, payload: bytes | None, src: int = 0) -> bytes:
+        """Return the payload of member ``src``.
+
+        Args:
+            what: the swap's name, for keys and errors. It can be used once.
+            payload: at ``src`` any bytes, kilobytes rather than megabytes; ``None`` elsewhere.
+            src: the sender's rank in the group.
+
+        Collective: yes, every member; ``src`` does not wait for the others.
+
+        Raises:
+            GroupTimeoutError: ``src`` did not put it in time.
+            ValueError: ``payload`` is ``None`` at ``src``.
+        """
+        key = f"{what}/{src}"
+        if self.rank == src:
+            if payload is None:
+                raise ValueError(f"{self.name}: member {src} has to give what it broadcasts")
+            self._put(key, payload)
+            return payload
+        self._wait_for(key, what, lambda: [src])
+        return self.store.get(key)
+
+    def sub(self, name: str, ranks: Sequence[int], deadline: Deadline | None = None) -> Exchange:
+        """The exchange of a subgroup.
+
+        Args:
+            name: the subgroup's name. The same name and ranks may be used again: see `visit`.
+            ranks: the subgroup's members as ranks in this group, this member's among them.
+            deadline: for the subgroup's set-up; None: this exchange's.
+
+        Collective: no.
+        """
+        return Exchange.visit(
+            self.store,
+            f"{name}:{'.'.join(map(str, ranks))}",
+            ranks.index(self.rank),
+            len(ranks),
+            name,
+            deadline or self.deadline,
+            self.host,
+            ranks.index(self.keeper) if self.keeper in ranks else None,
+            [self.global_rank(rank) for rank in ranks],
+        )
+
+    def global_rank(self, rank: int) -> int:
+        """What errors call the member of that rank in the group."""
+        return self.called[rank] if self.called else rank
+
+    def _put(self, key: str, value: bytes) -> None:
+        self.store.set(key, value)  # type: ignore[arg-type] # the stub knows text only
+
+    def _absent(self, keys: Sequence[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+
+    def _wait_for(self, key: str, what: str, absent: Callable[[], list[int]]) -> None:
+        for nap in naps():
+            if self.store.check([key]):
+                return
+            if self.deadline.expired:
+                raise GroupTimeoutError(
+                    f"{self.name} {what}",
+                    self.deadline.timeout,
+                    tuple(MemberStatus(self.global_rank(rank), 0, "absent") for rank in absent()),
+                    self.host and f"over the store at {self.host}",
+                )
+            time.sleep(self.deadline.remaining(at_most=nap))
+
+
+def naps() -> Iterator[float]:
+    """Seconds to sleep between two looks at a store: short at first, then doubled each time."""
+    nap = _FIRST_NAP
+    while True:
+        yield nap
+        nap = min(nap * 2, _LONGEST_NAP)

@@ -1,0 +1,258 @@
+"""Builds everything that one member needs of its group: board, process groups, communicators.
+
+All members of a group build their `Link` together, over an `Exchange`. A group of one has no board
+of its own, and its communicators do nothing. Torch process groups are made only if nothing else
+connects all members, or when a caller asks for one.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from torch.distributed import HashStore
+
+from coordinator.hosts.nodes import Nodes, find_nodes
+from coordinator.messages.wire import Wire, agree_on_wire
+from coordinator.setup.cuda_link import cuda_comm
+from coordinator.setup.exchange import Exchange
+from coordinator.setup.process_groups import ProcessGroups, new_process_group
+from coordinator.setup.torch_groups import SocketChoice
+from coordinator.stores.authenticated import authenticated
+from device_comm import Backend, Communicator, LoopbackBackend, ShmBackend, TorchBackend
+from device_comm.wrappers.checked import CheckedBackend
+from device_comm.wrappers.on_stream import CudaSideStream, OnStream
+from shm_broadcast import NEVER, Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from coordinator.setup.settings import Settings
+
+B = TypeVar("B", bound=Backend)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One member's connections to its group.
+
+    Attributes:
+        name: the group's name, for errors and status.
+        ranks: the members' global ranks, by rank in the group.
+        rank_in_group: this member's rank in the group.
+        settings: the topology's settings.
+        cpu_group: returns the torch process group for the CPU; makes it at the first call. It is
+            destroyed with the link.
+        device_group: returns the one for the device; the same if the device is the CPU.
+        cpu: the communicator for CPU tensors.
+        device: the communicator for tensors on the device; the same if the device is the CPU.
+        wire: how messages are encoded and sealed, and which received ones are accepted.
+        nodes: which members share a host; None in a group of one without a board.
+        exchange: swaps small values between the members, for further set-up.
+        closing: closes everything.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank_in_group: int
+    settings: Settings
+    cpu_group: Callable[[], ProcessGroup]
+    device_group: Callable[[], ProcessGroup]
+    cpu: Communicator
+    device: Communicator
+    wire: Wire
+    nodes: Nodes | None
+    exchange: Exchange
+    closing: ExitStack
+
+    def part(self, name: str, members: Sequence[int]) -> Link:
+        """Build the link of a subgroup; ``members`` are ranks in this group, with this member's.
+
+        Collective: yes, these members.
+        """
+        ranks = [self.ranks[member] for member in members]
+        nodes = self.nodes and self.nodes.sub(members)
+        if len(members) == 1:
+            return alone(name, self.ranks[self.rank_in_group], self.settings, nodes)
+        return connect(self.exchange.sub(name, members), ranks, self.settings, nodes)
+
+    def sibling(self, name: str, timeout: float | None) -> ProcessGroup:
+        """Make one more torch process group of the members, for the device.
+
+        Args:
+            name: its name for torch, behind this group's.
+            timeout: seconds for its set-up; None: for ever.
+
+        Collective: yes, every member.
+        """
+        members = range(len(self.ranks))
+        exchange = self.exchange.sub(f"{self.name}.{name}", members, Deadline.after(timeout))
+        exchange.all_gather("members")
+        return new_process_group(
+            exchange, self.ranks, self.settings.backend, self.settings, self.closing
+        )
+
+
+def alone(
+    name: str,
+    rank: int,
+    settings: Settings,
+    nodes: Nodes | None = None,
+    given: ProcessGroup | None = None,
+) -> Link:
+    """The link of a group of one; the arguments are those of `connect`. Collective: no."""
+    settings = replace(settings, sockets=SocketChoice(address="127.0.0.1"))
+    exchange = Exchange(HashStore(), 0, 1, name, NEVER)
+    closing = ExitStack()
+    groups = ProcessGroups(exchange, (rank,), settings, given, closing)
+    watch, member = (None, 0) if nodes is None else (nodes.board, nodes.members[0])
+    device = Communicator(LoopbackBackend(settings.device, name=name, watch=watch, member=member))
+    closing.callback(device.close)
+    cpu = device
+    if settings.device.type != "cpu":
+        cpu = Communicator(LoopbackBackend("cpu", name=name, watch=watch, member=member))
+        closing.callback(cpu.close)
+    return Link(
+        name,
+        (rank,),
+        0,
+        settings,
+        groups.cpu,
+        groups.device,
+        cpu,
+        device,
+        Wire(),
+        nodes,
+        exchange,
+        closing,
+    )
+
+
+def connect(
+    exchange: Exchange,
+    ranks: Sequence[int],
+    settings: Settings,
+    nodes: Nodes | None = None,
+    given: ProcessGroup | None = None,
+) -> Link:
+    """Build the link of a group of two or more.
+
+    Args:
+        exchange: the members' exchange, with keys that no other group uses; has the group's name.
+        ranks: the members' global ranks, by rank in the group.
+        settings: the same on all members, except for the local rank and the device.
+        nodes: which members share a host, and their board; None: it is found out, and a board made.
+        given: a torch process group of the members, to use for the devices that it handles; it is
+            not destroyed with the link.
+
+    Collective: yes, every member, and nobody else.
+
+    Raises:
+        GroupTimeoutError: some members did not come in time; names them.
+        ValueError: the backend is unknown.
+        SecretError: some members were given the launcher's secret, and some were not.
+    """
+    with ExitStack() as undo:
+        closing = undo.enter_context(ExitStack())
+        exchange = authenticated(exchange, settings.secret, closing, settings.sockets.address)
+        if nodes is None:
+            nodes = find_nodes(exchange, address=settings.sockets.address)
+            closing.callback(nodes.close)
+        groups = ProcessGroups(exchange, ranks, settings, given, closing)
+        build = _Builder(exchange, settings, nodes, groups, closing)
+        wire = build.wire()
+        over: Backend
+        below: Backend
+        if build.may_use_shm():
+            over = below = build.shm()
+        else:
+            over = build.torch(groups.cpu(exchange.deadline), "cpu")
+            below = build.checked(over, over)
+        device = cpu = Communicator(below)
+        if settings.device.type != "cpu":
+            device = Communicator(build.on_stream(build.checked(build.cuda(over), over)))
+        undo.pop_all()
+        return Link(
+            exchange.name,
+            tuple(ranks),
+            exchange.rank,
+            settings,
+            groups.cpu,
+            groups.device,
+            cpu,
+            device,
+            wire,
+            nodes,
+            exchange,
+            closing,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    """Builds the parts of a link; each is closed with ``undo``."""
+
+    exchange: Exchange
+    settings: Settings
+    nodes: Nodes
+    groups: ProcessGroups
+    undo: ExitStack
+
+    def wire(self) -> Wire:
+        """Agree on how messages are sealed; returns when all members are there."""
+        one_host = len(self.nodes.all()) == 1
+        secret = self.nodes.board.key if one_host else self.settings.secret
+        return agree_on_wire(self.exchange, secret, only_members_write=self.may_use_shm())
+
+    def may_use_shm(self) -> bool:
+        """Whether all members share a host, and the settings do not say ``torch_only``."""
+        return len(self.nodes.all()) == 1 and not self.settings.torch_only
+
+    def shm(self) -> ShmBackend:
+        """A backend over shared memory."""
+        return self._keep(
+            ShmBackend.create(
+                self.nodes.board,
+                self.nodes.members,
+                lambda handle: self.exchange.broadcast("segment", handle),
+                name=self.exchange.name,
+                timeout=self.settings.timeout,
+                progress=self.nodes.progress,
+            )
+        )
+
+    def torch(self, group: ProcessGroup, device: torch.device | str) -> TorchBackend:
+        """A backend over a torch process group."""
+        board, members = self.nodes.board, self.nodes.members
+        return self._keep(
+            TorchBackend(group, device, board, members, self.exchange.name, self.settings.timeout)
+        )
+
+    def cuda(self, over: Backend) -> Backend:
+        """The backend for CUDA devices: the best there are, or with ``torch_only`` torch's."""
+        device, deadline = self.settings.device, self.exchange.deadline
+        group = self.groups.device
+        if self.settings.torch_only:
+            return self.torch(group(), device)
+        return self._keep(
+            cuda_comm(device, self.nodes, Communicator(over), group, deadline, self.undo)
+        )
+
+    def checked(self, backend: Backend, over: Backend) -> Backend:
+        """``backend``, wrapped in the debug mode's checks if the settings say ``checked``."""
+        return self._keep(CheckedBackend(backend, over)) if self.settings.checked else backend
+
+    def on_stream(self, backend: Backend) -> Backend:
+        """``backend``, moved to the settings' stream if they name one."""
+        stream = self.settings.stream
+        if stream is None:
+            return backend
+        return self._keep(OnStream(backend, CudaSideStream(stream)))
+
+    def _keep(self, backend: B) -> B:
+        self.undo.callback(backend.close)
+        return backend

@@ -1,0 +1,93 @@
+"""The settings that all groups of one topology share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from coordinator.setup import torch_groups
+from coordinator.setup.torch_groups import SocketChoice
+
+OPERATION_TIMEOUT = 600.0
+"""Default seconds that an operation may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How the groups of one topology move tensors, and how long they wait.
+
+    Attributes:
+        backend: the device's torch backend, named as for `torch.distributed.new_group`.
+        device: the device of the tensors in collectives.
+        local_rank: this process's number on its node.
+        sockets: where gloo listens.
+        timeout: seconds that an operation may take; None: for ever.
+        torch_only: whether to move tensors only by torch's process groups.
+        checked: debug mode: whether to compare the members' operations before each collective,
+            for backends that do not do so anyway.
+        stream: the stream that collectives on the device run on; None: the current stream.
+        secret: the launcher's secret, which all ranks have and nobody else; None: there is none.
+    """
+
+    backend: str
+    device: torch.device
+    local_rank: int
+    sockets: SocketChoice
+    timeout: float | None
+    torch_only: bool
+    checked: bool
+    stream: torch.cuda.Stream | None = None
+    secret: bytes | None = field(default=None, repr=False)
+
+    def on(self, stream: torch.cuda.Stream | None) -> Settings:
+        """The same settings with ``stream``.
+
+        Raises:
+            ValueError: the stream belongs to another device, or the device is the CPU.
+        """
+        if stream is not None and stream.device != self.device:
+            raise ValueError(f"a stream of {stream.device} is not for a group on {self.device}")
+        return replace(self, stream=stream)
+
+    @classmethod
+    def of(
+        cls,
+        backend: str | None,
+        local_rank: int,
+        sockets: SocketChoice | None = None,
+        timeout: float | None = OPERATION_TIMEOUT,
+        *,
+        torch_only: bool = False,
+        checked: bool = False,
+        secret: bytes | None = None,
+    ) -> Settings:
+        """Settings for a backend, with the device that it implies: the CPU for gloo, else a GPU.
+
+        Args:
+            backend: None: NCCL if this process sees a GPU, else gloo.
+            local_rank: chooses the GPU.
+            sockets: where gloo listens; None: torch's choice.
+            timeout: seconds that an operation may take; None: for ever.
+            torch_only: see the attribute.
+            checked: see the attribute.
+            secret: see the attribute.
+
+        Raises:
+            ValueError: ``backend`` names another one than gloo and NCCL.
+        """
+        if backend is None:
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
+        device = torch.device("cpu")
+        if "nccl" in torch_groups.kinds(backend):
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        return cls(
+            backend,
+            device,
+            local_rank,
+            sockets or SocketChoice(),
+            timeout,
+            torch_only,
+            checked,
+            secret=secret,
+        )

@@ -1,0 +1,125 @@
+"""All ranks of a job, before they are divided into groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from coordinator.group import GroupCoordinator
+from coordinator.hosts.nodes import find_nodes, known_nodes, lone_node
+from coordinator.setup.bootstrap import DEFAULT_TIMEOUT, Launch, meet
+from coordinator.setup.link import alone, connect
+from coordinator.setup.settings import OPERATION_TIMEOUT, Settings
+from coordinator.setup.torch_groups import SocketChoice
+from coordinator.stores.authenticated import authenticated
+from shm_broadcast import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import ExitStack
+
+    from torch.distributed.distributed_c10d import Store
+
+    from coordinator.hosts.nodes import Nodes
+    from coordinator.setup.exchange import Exchange
+    from shm_broadcast import Board
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What the groups of a job are built from.
+
+    Attributes:
+        rank: this process's global rank.
+        world_size: the number of ranks.
+        settings: the settings of all groups.
+        nodes: which ranks share a host, and this host's board; None for a world of one without a
+            board.
+        exchange: swaps values between all ranks; None for a world of one.
+    """
+
+    rank: int
+    world_size: int
+    settings: Settings
+    nodes: Nodes | None
+    exchange: Exchange | None
+
+    @classmethod
+    def meet(
+        cls,
+        launch: Launch,
+        closing: ExitStack,
+        *,
+        store: Store | None = None,
+        board: Board | None = None,
+        node_of: Sequence[int] | None = None,
+        backend: str | None = None,
+        timeout: float | Deadline | None = DEFAULT_TIMEOUT,
+        operation_timeout: float | None = OPERATION_TIMEOUT,
+        torch_only: bool = False,
+        checked: bool = False,
+    ) -> Topology:
+        """Wait for all ranks and find out which share a host.
+
+        Args:
+            launch: this process's rank, and where to meet.
+            closing: closes what is made here.
+            store: a store to meet in instead.
+            board: this node's board, if a launcher made it: member i is rank i.
+            node_of: for each rank the first rank on its node, if the launcher that made the boards
+                knows; None: the ranks find out.
+            backend: as for `Settings.of`.
+            timeout: seconds for all set-up; None: for ever.
+            operation_timeout: seconds that an operation may take; None: for ever.
+            torch_only: as for `Settings`.
+            checked: as for `Settings`.
+
+        Collective: yes, every rank.
+
+        Raises:
+            GroupTimeoutError: some ranks did not come in time; names them.
+        """
+        settings = Settings.of(
+            backend,
+            launch.local_rank,
+            None,
+            operation_timeout,
+            torch_only=torch_only,
+            checked=checked,
+            secret=launch.secret,
+        )
+        if launch.world_size == 1:
+            return cls(0, 1, settings, None if board is None else lone_node(board), None)
+        meeting = meet(launch, store, timeout)
+        exchange = authenticated(meeting.exchange, launch.secret, closing, meeting.address)
+        if board is None or node_of is None:
+            nodes = find_nodes(exchange, board, meeting.address)
+        else:
+            nodes = known_nodes(board, node_of)
+        closing.callback(nodes.close)
+        address = meeting.address or ("127.0.0.1" if len(nodes.all()) == 1 else "")
+        settings = replace(settings, sockets=SocketChoice(launch.interface, address))
+        return cls(launch.rank, launch.world_size, settings, nodes, exchange)
+
+    def group(
+        self, name: str, ranks: Sequence[int], timeout: float | Deadline | None = DEFAULT_TIMEOUT
+    ) -> GroupCoordinator:
+        """Build the group of these global ranks, this process's among them.
+
+        Args:
+            name: the group's name.
+            ranks: the members' global ranks, by rank in the group.
+            timeout: seconds for the group's set-up; None: for ever.
+
+        Collective: yes, these ranks.
+
+        Raises:
+            GroupTimeoutError: some of them did not come in time; names them.
+        """
+        nodes = self.nodes and self.nodes.sub(ranks)
+        if self.exchange is None or len(ranks) == 1:
+            link = alone(name, self.rank, self.settings, nodes)
+        else:
+            exchange = self.exchange.sub(name, ranks, Deadline.after(timeout))
+            link = connect(exchange, ranks, self.settings, nodes)
+        return GroupCoordinator.from_link(link)

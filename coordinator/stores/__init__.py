@@ -1,0 +1,1 @@
+"""Stores for the rendezvous, also authenticated ones, and the launcher's secret."""

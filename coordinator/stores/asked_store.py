@@ -1,0 +1,148 @@
+"""A torch store that another process keeps: every method sends it a question.
+
+The caller chooses how questions travel: over an inherited socket, or encrypted between hosts
+(`coordinator.stores.curve_store`). To torch it is a store like any other, so process groups can be
+made with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, ClassVar
+
+from torch.distributed import DistStoreError, PrefixStore, Store
+
+from coordinator.setup.exchange import naps
+from coordinator.stores import key_values as kv
+from shm_broadcast import Deadline, GroupClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+_FOR_EVER = timedelta(days=365)
+
+
+class AskedStore(Store):
+    """A store that is asked by messages. Any thread may use it; close it.
+
+    Args:
+        ask: sends a question and returns its answer, before the deadline; called by one thread at a
+            time. The store's methods raise what it raises.
+        timeout: seconds to wait for an answer, and in `wait` for keys; None: for ever.
+    """
+
+    _open: ClassVar[list[AskedStore]] = []
+    """References to all open stores. torch keeps only the C++ half of a store alive; the Python
+    half, with the methods that it calls, would go with the caller's last reference."""
+
+    def __init__(
+        self, ask: Callable[[kv.Question, Deadline], kv.Answer], timeout: float | None
+    ) -> None:
+        super().__init__()
+        self._ask = ask
+        self.set_timeout(_FOR_EVER if timeout is None else timedelta(seconds=timeout))
+        self._numbers = itertools.count(1)
+        self._asking = threading.Lock()
+        self._closed = False
+        self._open.append(self)
+
+    def close(self) -> None:
+        """Refuse further calls; idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._open.remove(self)
+
+    # --- what torch calls; values are bytes, or text in UTF-8 ------------------------------
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set ``key`` to a value of at most `coordinator.stores.key_values.MAX_BYTES` bytes."""
+        self._answer(kv.Set(self._number(), key, _bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        """Wait until ``key`` exists; return its value."""
+        self.wait([key])
+        return self.multi_get([key])[0]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add ``amount`` to the number in ``key``, 0 if it does not exist; return the sum."""
+        return self._answer(kv.Add(self._number(), key, amount)).count
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to the value of ``key``."""
+        self._answer(kv.Append(self._number(), key, _bytes(value)))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set ``key`` to ``desired`` if its value is ``expected``; return its value then."""
+        question = kv.CompareSet(self._number(), key, _bytes(expected), _bytes(desired))
+        return self._answer(question).values[0]
+
+    def delete_key(self, key: str) -> bool:
+        """Delete ``key``; return whether it existed."""
+        return bool(self._answer(kv.Delete(self._number(), key)).count)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all of ``keys`` exist."""
+        return bool(self._answer(kv.Check(self._number(), list(keys))).count)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of ``keys``, which must all exist."""
+        values: list[bytes] = []
+        while len(values) < len(keys):
+            values += self._answer(kv.Get(self._number(), list(keys[len(values) :]))).values
+        return values
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set each of ``keys`` to its value."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all of ``keys`` exist.
+
+        Raises:
+            DistStoreError: some do not exist after the timeout.
+        """
+        deadline = self._deadline() if timeout is None else Deadline.after(timeout.total_seconds())
+        for nap in naps():
+            if self.check(keys):
+                return
+            if deadline.expired:
+                absent = ", ".join(key for key in keys if not self.check([key]))
+                raise DistStoreError(f"wait timeout after {deadline.timeout:g} s, keys: {absent}")
+            time.sleep(deadline.remaining(at_most=nap))
+
+    def has_extended_api(self) -> bool:
+        """Whether `multi_get` and the like are offered: yes."""
+        return True
+
+    # --------------------------------------------------------------------------------------
+
+    def _number(self) -> int:
+        return next(self._numbers)
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(self.timeout.total_seconds())  # type: ignore[attr-defined]
+
+    def _answer(self, question: kv.Question) -> kv.Answer:
+        with self._asking:
+            if self._closed:
+                raise GroupClosedError("the store where the group met is closed in this process")
+            answer = self._ask(question, self._deadline())
+        if answer.error:
+            raise ValueError(answer.error)
+        return answer
+
+
+def behind_prefixes(store: Store) -> Store:
+    """The store under all `PrefixStore` layers of ``store``."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value

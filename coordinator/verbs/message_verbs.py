@@ -1,0 +1,352 @@
+"""The verbs for messages between members: tensors, objects, and dicts of tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
+
+from coordinator.messages.tensor_dict import WHOLE
+from coordinator.verbs.member import Member
+from device_comm import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from torch import Tensor
+
+    from device_comm.verbs.arguments import Later, Maybe, Now
+    from device_comm.verbs.checks import Shape
+
+
+T = TypeVar("T")
+
+
+class MessageVerbs(Member):
+    """Sending and receiving. Ranks are ranks in the group; the default is the ring neighbour.
+
+    What one member sends to another arrives in the order sent, whatever its kind; the
+    receiver asks for the same kinds in the same order. Blocking sends do not wait for their
+    receives, until 64 MiB to one member are under way. Members trust each other: objects are
+    pickled, unless they travel where nothing proves who sent them (`coordinator.messages.wire`).
+
+    What is begun asynchronously goes on while the caller computes, or waits for anything else; of
+    tensors on a GPU only once it is waited for. An asynchronous send
+
+        of objects, or of tensors on the CPU of 1 MiB or less in all    is done at once
+        of larger ones, through shared memory                           is done without its receive,
+                                                                        up to 64 MiB in all
+        of larger ones, over sockets                                    is done with its receive
+
+    A group of one hands back what it is given, the same object, neither copied nor pickled.
+    """
+
+    # --- tensors -------------------------------------------------------------------------
+
+    def send(self, x: Tensor, dst: int | None = None, *, timeout: float | None = None) -> None:
+        """Send a tensor; it may be changed afterwards. Collective: no, the two members.
+
+        Args:
+            x: any shape and dtype.
+            dst: None: the next rank.
+            timeout: seconds; None: what the group allows.
+        """
+        self._messenger.send_tensor(x, self._next(dst), timeout)
+
+    def isend(
+        self, x: Tensor, dst: int | None = None, *, timeout: float | None = None
+    ) -> Work[None]:
+        """As `send`, at once; ``x`` must not change until the work is done. Collective: no.
+
+        Up to 1 MiB it is done without its receive; above, see `MessageVerbs`.
+        """
+        return self._messenger.isend_tensor(x, self._next(dst), timeout)
+
+    def recv(
+        self,
+        size: Shape | None = None,
+        dtype: torch.dtype | None = None,
+        src: int | None = None,
+        *,
+        out: Tensor | None = None,
+        timeout: float | None = None,
+    ) -> Tensor:
+        """Receive a tensor. Collective: no, the two members.
+
+        Args:
+            size: its shape, an int for one dimension; not needed with ``out``.
+            dtype: its dtype; not needed with ``out``.
+            src: None: the previous rank.
+            out: where to put it.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            ``out``, or a new tensor on the group's device.
+        """
+        return self._messenger.recv_tensor(size, dtype, self._previous(src), out, timeout)
+
+    def irecv(
+        self,
+        size: Shape | None = None,
+        dtype: torch.dtype | None = None,
+        src: int | None = None,
+        *,
+        out: Tensor | None = None,
+        timeout: float | None = None,
+    ) -> Work[Tensor]:
+        """As `recv`, at once. Collective: no."""
+        src = self._previous(src)
+        return self._messenger.irecv_tensor(size, dtype, src, out, timeout)
+
+    # --- objects -------------------------------------------------------------------------
+
+    def send_object(self, obj: Any, dst: int, *, timeout: float | None = None) -> None:
+        """Send a picklable object of any size. Collective: no, the two members."""
+        self._messenger.send_object(obj, dst, timeout)
+
+    def isend_object(self, obj: Any, dst: int, *, timeout: float | None = None) -> Work[None]:
+        """As `send_object`; done at once, for the object is pickled at once. Collective: no."""
+        return self._messenger.isend_object(obj, dst, timeout)
+
+    def recv_object(self, src: int, *, timeout: float | None = None) -> Any:
+        """Receive an object. Collective: no, the two members."""
+        return self._messenger.recv_object(src, timeout)
+
+    def irecv_object(self, src: int, *, timeout: float | None = None) -> Work[Any]:
+        """As `recv_object`, at once. Collective: no."""
+        return self._messenger.irecv_object(src, timeout)
+
+    @overload
+    def broadcast_object(self, obj: Any = ..., src: int = ..., **how: Unpack[Now]) -> Any: ...
+    @overload
+    def broadcast_object(
+        self, obj: Any = ..., src: int = ..., **how: Unpack[Later]
+    ) -> Work[Any]: ...
+    @overload
+    def broadcast_object(
+        self, obj: Any = ..., src: int = ..., **how: Unpack[Maybe]
+    ) -> Any | Work[Any]: ...
+    def broadcast_object(
+        self, obj: Any = None, src: int = 0, *, async_op: bool = False, timeout: Any = None
+    ) -> Any:
+        """The object of ``src``; that of rank 0 goes through the group's queue, if it has one.
+
+        Collective: yes, every member; ``src`` gets ``obj`` itself back, uncopied, as does a group
+        of one. ``async_op`` is the same on all members, and goes round the queue: a `Work`, in
+        order with the messages of ``src``.
+        """
+        queue = self.mq_broadcaster
+        if queue is not None and src == 0 and not async_op:
+            return self._messenger.broadcast_through(queue, obj, timeout)
+        return self._messenger.broadcast_object(obj, src, timeout, async_op=async_op)
+
+    @overload
+    def broadcast_object_list(
+        self, obj_list: list[Any], src: int = ..., **how: Unpack[Now]
+    ) -> list[Any]: ...
+    @overload
+    def broadcast_object_list(
+        self, obj_list: list[Any], src: int = ..., **how: Unpack[Later]
+    ) -> Work[list[Any]]: ...
+    @overload
+    def broadcast_object_list(
+        self, obj_list: list[Any], src: int = ..., **how: Unpack[Maybe]
+    ) -> list[Any] | Work[list[Any]]: ...
+    def broadcast_object_list(
+        self, obj_list: list[Any], src: int = 0, *, async_op: bool = False, timeout: Any = None
+    ) -> Any:
+        """Fill every member's list with the objects of ``src``'s. Collective: yes, every member.
+
+        Args:
+            obj_list: as long on all members; changed in place.
+            src: a rank in the group.
+            async_op: as `broadcast_object`.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            ``obj_list``.
+
+        Raises:
+            ValueError: ``src``'s list has another length.
+        """
+
+        def fill(found: list[Any]) -> list[Any]:
+            if len(found) != len(obj_list):
+                raise ValueError(f"rank {src} has {len(found)} objects, this one {len(obj_list)}")
+            obj_list[:] = found
+            return obj_list
+
+        if async_op:
+            return self._messenger.broadcast_object(obj_list, src, timeout, async_op=True).then(
+                fill
+            )
+        return fill(self._messenger.broadcast_object(obj_list, src, timeout))
+
+    @overload
+    def all_gather_object(self, obj: T, **how: Unpack[Now]) -> list[T]: ...
+    @overload
+    def all_gather_object(self, obj: T, **how: Unpack[Later]) -> Work[list[T]]: ...
+    @overload
+    def all_gather_object(self, obj: T, **how: Unpack[Maybe]) -> list[T] | Work[list[T]]: ...
+    def all_gather_object(self, obj: Any, *, async_op: bool = False, timeout: Any = None) -> Any:
+        """Every member's object, by rank in the group. Collective: yes, every member.
+
+        ``async_op``: as `broadcast_object`. In a group of one the list holds ``obj`` itself.
+        """
+        if async_op:
+            return self._messenger.iall_gather_object(obj, timeout)
+        return self._messenger.all_gather_object(obj, timeout)
+
+    # --- dicts of tensors ----------------------------------------------------------------
+
+    def send_tensor_dict(
+        self,
+        tensor_dict: Mapping[Any, Any],
+        dst: int | None = None,
+        all_gather_group: MessageVerbs | None = None,
+        all_gather_tensors: Mapping[Any, bool] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Mapping[Any, Any] | None:
+        """Send tensors and other values by key. Collective: no, the two members.
+
+        Args:
+            tensor_dict: tensors on the group's device or on the CPU, of any dtype and layout
+                in memory, and other values (see `coordinator.messages.wire` for which). Keys are
+                text, bytes, numbers, bools, None, or tuples of these. It may be changed afterwards.
+            dst: None: the next rank.
+            all_gather_group: members that all hold the same tensors, of which each sends a
+                slice; the receivers' group of that size gathers them. Usually the tensor-
+                parallel group.
+            all_gather_tensors: by name: slice this tensor, or do not. By default those are
+                sliced whose elements divide. The sender alone decides.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            None; in a group of one, where nothing is sent, ``tensor_dict`` itself, as in vLLM.
+
+        Raises:
+            ValueError: a tensor is to be sliced and does not divide, or is elsewhere; the
+                receiver's call raises `MessageRefusedError` with the same words.
+            MessageRefusedError: a key or a value cannot be sent, or a tensor is not dense;
+                likewise. It is a `TypeError`.
+        """
+        if self.world_size == 1:
+            return self._messenger.broadcast_dict(tensor_dict, 0, timeout)  # type: ignore[no-any-return]
+        slicing = (
+            all_gather_group._messenger.slicing(all_gather_tensors) if all_gather_group else WHOLE
+        )
+        self._messenger.send_dict(tensor_dict, self._next(dst), slicing, timeout)
+        return None
+
+    def isend_tensor_dict(
+        self,
+        tensor_dict: Mapping[Any, Any],
+        dst: int | None = None,
+        all_gather_group: MessageVerbs | None = None,
+        all_gather_tensors: Mapping[Any, bool] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Work[None]:
+        """As `send_tensor_dict`; tensors must not change until it is done.
+
+        Up to 1 MiB in all it is done without its receive; larger tensors are not copied, and may
+        have to wait for it: see `MessageVerbs`. In a group of one nothing is sent, and the work is
+        done. Collective: no.
+        """
+        if self.world_size == 1:
+            self._messenger.broadcast_dict(tensor_dict, 0, timeout)
+            return Work(None)
+        slicing = (
+            all_gather_group._messenger.slicing(all_gather_tensors) if all_gather_group else WHOLE
+        )
+        return self._messenger.isend_dict(tensor_dict, self._next(dst), slicing, timeout)
+
+    def recv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: MessageVerbs | None = None,
+        all_gather_tensors: Mapping[Any, bool] | None = None,  # noqa: ARG002 - the header says it
+        *,
+        timeout: float | None = None,
+    ) -> dict[Any, Any]:
+        """Receive a dict of tensors.
+
+        Collective: no, the two members; yes over ``all_gather_group``, if anything is sliced.
+
+        Args:
+            src: None: the previous rank.
+            all_gather_group: the group of this member that receives the other slices.
+            all_gather_tensors: for vLLM's callers; what was sliced stands in the header.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            New tensors and values, in the sender's order; in a group of one, where nobody sends,
+            None, as in vLLM.
+
+        Raises:
+            ValueError: a slice came and ``all_gather_group`` is not of the sender's size.
+            MessageRefusedError: the sender cannot send what it was given; says why.
+            MessageDecodeError: a value cannot be restored here.
+            MessageSealError: the message is not the sender's next; the group is aborted.
+        """
+        if self.world_size == 1:
+            return self._messenger.broadcast_object(None, 0, timeout)  # type: ignore[no-any-return]
+        peers = all_gather_group._messenger if all_gather_group else None
+        return self._messenger.recv_dict(self._previous(src), peers, timeout)
+
+    def irecv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: MessageVerbs | None = None,
+        all_gather_tensors: Mapping[Any, bool] | None = None,  # noqa: ARG002 - the header says it
+        *,
+        timeout: float | None = None,
+    ) -> Work[dict[Any, Any]]:
+        """As `recv_tensor_dict`, at once. Slices are gathered by the work's ``wait()``.
+
+        Collective: no; ``wait()`` as `recv_tensor_dict`.
+        """
+        if self.world_size == 1:
+            return Work(self._messenger.broadcast_object(None, 0, timeout))
+        peers = all_gather_group._messenger if all_gather_group else None
+        return self._messenger.irecv_dict(self._previous(src), peers, timeout)
+
+    @overload
+    def broadcast_tensor_dict(
+        self, tensor_dict: Mapping[Any, Any] | None = ..., src: int = ..., **how: Unpack[Now]
+    ) -> dict[Any, Any]: ...
+    @overload
+    def broadcast_tensor_dict(
+        self, tensor_dict: Mapping[Any, Any] | None = ..., src: int = ..., **how: Unpack[Later]
+    ) -> Work[dict[Any, Any]]: ...
+    @overload
+    def broadcast_tensor_dict(
+        self, tensor_dict: Mapping[Any, Any] | None = ..., src: int = ..., **how: Unpack[Maybe]
+    ) -> dict[Any, Any] | Work[dict[Any, Any]]: ...
+    def broadcast_tensor_dict(
+        self,
+        tensor_dict: Mapping[Any, Any] | None = None,
+        src: int = 0,
+        *,
+        async_op: bool = False,
+        timeout: Any = None,
+    ) -> Any:
+        """The dict of ``src``, on all members. Collective: yes, every member.
+
+        Args:
+            tensor_dict: as for `send_tensor_dict`; only that of ``src`` matters.
+            src: a rank in the group.
+            async_op: as `broadcast_object`; tensors must not change until the work is done.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            New tensors and values in the order of ``src``; there, its own, in a new dict. In a
+            group of one ``tensor_dict`` itself.
+        """
+        return self._messenger.broadcast_dict(tensor_dict, src, timeout, async_op=async_op)
+
+    def _next(self, dst: int | None) -> int:
+        return (self.rank_in_group + 1) % self.world_size if dst is None else dst
+
+    def _previous(self, src: int | None) -> int:
+        return (self.rank_in_group - 1) % self.world_size if src is None else src

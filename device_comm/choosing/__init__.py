@@ -1,0 +1,1 @@
+"""Chooses, by measured times, which of several backends carries out an operation."""

@@ -1,0 +1,230 @@
+"""Chooses among several backends by measured times. Pure logic, without communication.
+
+Candidates are in order of preference; some are refused, with a reason. A table has the time that
+each took on this machine, for some sizes of each verb; the fastest is chosen. A size that was not
+measured is treated as the nearest one that was, on a logarithmic scale. A verb that was not
+measured goes to the first candidate that offers it.
+
+All ranks of a group must have the same candidates and the same table.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from device_comm.choice import Choice, in_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from device_comm.backend import Backend
+    from device_comm.operation import Operation
+    from device_comm.reduce_op import ReduceOp
+
+MEASURED_AS: Final = {
+    "all_gatherv": "all_gather",
+    "reduce_scatterv": "reduce_scatter",
+    "recv": "send",
+}
+"""Verbs that are not measured themselves, with the verb whose times are used for them."""
+
+SIZELESS: Final = frozenset({"all_to_all", "barrier"})
+"""Verbs for which a rank does not know the others' sizes: one candidate is used for all sizes."""
+
+
+def size_of(operation: Operation, world_size: int) -> int:
+    """The size on which the choice depends: the bytes of the whole tensor, equal on all ranks.
+
+    0 for verbs in `SIZELESS`.
+    """
+    verb = operation.verb
+    if verb in SIZELESS:
+        return 0
+    if verb == "gather":
+        return operation.source.nbytes * world_size
+    if verb == "scatter":
+        return operation.output.nbytes * world_size
+    if verb == "broadcast":
+        return operation.buffer.nbytes
+    takes_all = verb in ("all_gather", "all_gatherv", "recv")
+    return operation.output.nbytes if takes_all else operation.source.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A backend that may be chosen.
+
+    Attributes:
+        name: its name in tables and explanations.
+        backend: the backend; None if it was refused.
+        refused: why it was refused.
+        up_to: the largest tensor that it takes, in bytes; None: no limit.
+    """
+
+    name: str
+    backend: Backend | None
+    refused: str = ""
+    up_to: int | None = None
+
+    def objection(self, verb: str, size: int) -> str:
+        """Why it cannot carry out ``verb`` on a tensor of ``size`` bytes; ``""`` if it can."""
+        if self.backend is None:
+            return self.refused
+        if verb not in self.backend.capabilities.verbs:
+            return f"has no {verb}"
+        if self.up_to is not None and size > self.up_to:
+            return f"takes up to {in_bytes(self.up_to)}"
+        return ""
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """The times of one verb for one size.
+
+    Attributes:
+        size: bytes of the whole tensor.
+        seconds: the time of each candidate, by its name.
+    """
+
+    size: int
+    seconds: dict[str, float]
+
+
+class Table(msgspec.Struct, frozen=True):
+    """The times measured on a machine.
+
+    Attributes:
+        key: the machine and the group; see `device_comm.choosing.cache.Key`.
+        verbs: the measurements of each verb, in ascending order of sizes.
+    """
+
+    key: dict[str, str]
+    verbs: dict[str, list[Measured]]
+
+    def sound(self) -> bool:
+        """Whether sizes ascend, and times are positive and finite."""
+        return all(_sound(rows) for rows in self.verbs.values())
+
+
+class Selection:
+    """Which candidate carries out which verb and size. The same on all ranks."""
+
+    def __init__(self, candidates: Sequence[Candidate], table: Table | None = None) -> None:
+        """Choose among ``candidates`` by ``table``; None: the first that offers the verb."""
+        self.candidates = tuple(candidates)
+        self.table = table
+        offered = [
+            each.backend.capabilities.verbs for each in candidates if each.backend is not None
+        ]
+        self.verbs = frozenset[str]().union(*offered)
+        self._ranges = {verb: self._divide(verb) for verb in self.verbs}
+        self._limits = {
+            verb: [limit for limit, _, _ in ranges[:-1]] for verb, ranges in self._ranges.items()
+        }
+        general = [each for each in candidates if not _is_special(each)]
+        self._general = self if len(general) == len(candidates) else Selection(general, table)
+
+    def candidate(self, verb: str, size: int) -> Candidate:
+        """The candidate for ``verb`` on a tensor of ``size`` bytes; one of them must offer it."""
+        ranges = self._ranges[verb]
+        return ranges[bisect_left(self._limits[verb], size)][1]
+
+    def reducer(self, verb: str, size: int, op: ReduceOp, dtype: torch.dtype) -> Candidate:
+        """As `candidate`, for a reduction. If the chosen one does not support ``op`` on ``dtype``,
+        one of the candidates that support all reductions.
+        """
+        chosen = self.candidate(verb, size)
+        if chosen.backend is None or chosen.backend.capabilities.reduces(op, dtype):
+            return chosen
+        return self._general.candidate(verb, size)
+
+    def choices(self) -> list[Choice]:
+        """For every verb and range of sizes the chosen candidate, and why not the others."""
+        found = []
+        for verb in sorted(self._ranges):
+            above = -1
+            for limit, chosen, reason in self._ranges[verb]:
+                up_to = None if limit == math.inf else int(limit)
+                refused = self._refused(verb, above + 1, chosen)
+                found.append(Choice(verb, above, up_to, chosen.name, reason, refused))
+                above = -1 if up_to is None else up_to
+        return found
+
+    def _refused(self, verb: str, size: int, chosen: Candidate) -> tuple[tuple[str, str], ...]:
+        """The other candidates, with the reason; without those that have no backend at all."""
+        others = [
+            each for each in self.candidates if each is not chosen and each.backend is not None
+        ]
+        return tuple((each.name, each.objection(verb, size) or "slower") for each in others)
+
+    def _divide(self, verb: str) -> list[tuple[float, Candidate, str]]:
+        """The ranges of sizes of a verb: (largest size in bytes, candidate, reason), ascending.
+
+        Neighbouring ranges with the same candidate are merged.
+        """
+        rows = self._rows(verb)
+        if verb in SIZELESS:
+            return [(math.inf, *self._choose(verb, rows, sys.maxsize))]
+        # Halfway between two measured sizes on a logarithmic scale.
+        cuts = [math.sqrt(max(a.size, 1) * b.size) for a, b in pairwise(rows)]
+        ranges: list[tuple[float, Candidate, str]] = []
+        low = 0
+        for limit in [*sorted({*map(math.floor, cuts), *self._ends(verb)}), math.inf]:
+            near = rows[bisect_left(cuts, low) :][:1]
+            chosen, reason = self._choose(verb, near, low)
+            if ranges and ranges[-1][1] is chosen:
+                reason = ranges.pop()[2]
+            ranges.append((limit, chosen, reason))
+            low = int(limit) + 1 if limit != math.inf else low
+        return ranges
+
+    def _ends(self, verb: str) -> list[int]:
+        """The sizes up to which candidates with a limit offer ``verb``."""
+        return [
+            each.up_to
+            for each in self.candidates
+            if each.up_to is not None and not each.objection(verb, 0)
+        ]
+
+    def _choose(self, verb: str, rows: Sequence[Measured], size: int) -> tuple[Candidate, str]:
+        """The fastest candidate that can carry out ``verb``, and the reason for the choice.
+
+        With several ``rows`` the geometric mean of the times counts.
+        """
+        able = [each for each in self.candidates if not each.objection(verb, size)]
+        timed = [each for each in able if all(each.name in row.seconds for row in rows)]
+        if not rows or not timed:
+            return able[0], "the only one" if len(able) == 1 else "the first; not measured"
+        best = min(timed, key=lambda each: sum(math.log(row.seconds[each.name]) for row in rows))
+        if len(rows) > 1:
+            return best, "the quickest over all sizes"
+        took = rows[0].seconds[best.name] * 1e6
+        return best, f"{took:.1f} us at {in_bytes(rows[0].size)}"
+
+    def _rows(self, verb: str) -> Sequence[Measured]:
+        if self.table is None:
+            return ()
+        return self.table.verbs.get(MEASURED_AS.get(verb, verb), ())
+
+
+def _is_special(candidate: Candidate) -> bool:
+    return candidate.backend is not None and candidate.backend.capabilities.reductions is not None
+
+
+def _sound(rows: Sequence[Measured]) -> bool:
+    sizes = [row.size for row in rows]
+    times = [seconds for row in rows for seconds in row.seconds.values()]
+    return (
+        bool(times)
+        and sizes == sorted(set(sizes))
+        and min(sizes) >= 0
+        and all(math.isfinite(seconds) and seconds > 0 for seconds in times)
+    )

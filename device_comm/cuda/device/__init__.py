@@ -1,0 +1,1 @@
+"""What backends need of a CUDA device: memory, kernel launches, streams, and a watchdog."""

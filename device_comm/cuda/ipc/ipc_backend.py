@@ -1,0 +1,323 @@
+"""Collectives and messages of ranks on one host whose devices can access each other's memory.
+
+Every rank shares a region of its device memory with the others. Kernels of this project move data
+through these regions; in graphs they read large inputs directly. Ranks may be processes or threads,
+with a device each or several on one device. Reductions run in rank order, so results are bitwise
+equal on all ranks.
+
+Device memory per rank, with n ranks, by default: ``16 MiB + 2.25 n MiB``, and 1 MiB more once
+graphs are captured.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Self
+
+from device_comm.backend import Backend, Capabilities, Identity
+from device_comm.cuda.ipc.completion import POLL, StreamCompletion
+from device_comm.cuda.ipc.endpoint import PROBE_SECONDS, meet
+from device_comm.cuda.ipc.order import SideStreams, StreamOrder
+from device_comm.cuda.ipc.recipes import recipe
+from device_comm.cuda.ipc.registry import Registry
+from device_comm.cuda.launches.launch import kernels_reduce
+from device_comm.cuda.launches.planner import Planner
+from device_comm.operation import REDUCTIONS
+from device_comm.torch_group.pending import Boundary
+from device_comm.torch_group.reduce_here import reduce_here
+from device_comm.watch import LoneWatch
+from device_comm.work import Followed
+from shm_broadcast.deadline import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from device_comm.choice import Explanation
+    from device_comm.cuda.agree import Swap
+    from device_comm.cuda.device.driver import Driver, Mark
+    from device_comm.cuda.ipc.endpoint import Endpoint
+    from device_comm.cuda.ipc.order import StreamPlace
+    from device_comm.cuda.launches.abi import RegionLayout
+    from device_comm.cuda.launches.launch import KernelLaunch, Limits, Protocol
+    from device_comm.operation import Operation
+    from device_comm.watch import Watch
+    from device_comm.work import Pending
+
+_FINISH = 5.0
+"""How long `close` waits for the device to finish this rank's operations."""
+
+
+class IpcBackend(Backend):
+    """One rank's end of a group. One thread at a time. Make it with `create`.
+
+    - Calls return when the work is queued on torch's current stream; `barrier` and `flush` when the
+      device has done it. A call on another stream than the last one is ordered after it, except in
+      a capture: there a call on a second stream raises ValueError.
+    - A kernel waits for a peer as long as the call's timeout. An error is raised by the next call,
+      by `barrier` or by `flush`; results until then are undefined.
+    - `isend` and `irecv` run on side streams, so the current stream does not wait for the peer. In
+      a capture they run on the captured stream.
+    - Calls may be captured in CUDA graphs: see `graph_capture`.
+
+    Attributes:
+        reasons: why captured collectives had to be staged, if some were; for `explain`.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        name: str,
+        timeout: float | None,
+        watch: Watch,
+        members: Sequence[int],
+    ) -> None:
+        """Use `create`."""
+        driver, group = endpoint.driver, endpoint.group
+        super().__init__(
+            Identity.of(
+                group.rank,
+                len(group.regions),
+                driver.device,
+                name=name,
+                timeout=timeout,
+                watch=watch,
+                members=members,
+            ),
+            Capabilities(
+                "ipc",
+                stream_ordered=True,
+                detects_loss=not isinstance(watch, LoneWatch),
+                sends_ahead=True,
+            ),
+        )
+        self._driver = driver
+        self._endpoint = endpoint
+        self._health = endpoint.health
+        self._boundary = Boundary(self.watch)
+        self._order = StreamOrder(driver, name)
+        self._messages = SideStreams(driver)
+        self._planner = Planner(group, endpoint.limits)
+        self._registry = Registry(driver, endpoint.mappings, group.rank, endpoint.swap)
+        self._closing.callback(self._give_back)
+
+    @classmethod
+    def create(
+        cls,
+        driver: Driver,
+        rank: int,
+        world_size: int,
+        swap: Swap,
+        *,
+        name: str = "group",
+        timeout: float | None = 60.0,
+        watch: Watch | None = None,
+        members: Sequence[int] | None = None,
+        layout: RegionLayout | None = None,
+        limits: Limits | None = None,
+        probe_seconds: float = PROBE_SECONDS,
+    ) -> Self:
+        """Set up a group of ranks on one host, and test it. Collective: yes, every member.
+
+        Args:
+            driver: the driver of this rank's device: a `CupyDriver`. The caller closes it.
+            rank: this process's rank in the group.
+            world_size: the number of ranks, from 2 to 8.
+            swap: gives this rank's bytes to all ranks and returns all ranks' bytes, by rank. Called
+                several times, here and in `graph_capture`; has its own deadline.
+            name: the group's name for errors and status, the same on all ranks.
+            timeout: default seconds that a call may take; None: for ever.
+            watch: the group's board; None: deadlines only, peers are not seen.
+            members: each rank's member number on the board; None: the rank itself.
+            layout: the sizes of the shared regions, the same on all ranks; None: the default.
+            limits: the sizes of launches, the same on all ranks; None: the default.
+            probe_seconds: how long the collectives of the test wait for a peer.
+
+        Raises:
+            IpcUnavailableError: a rank cannot use another one's memory; all ranks raise this, with
+                the first such rank and the reason. Everything is released.
+            ValueError: the sizes are out of range.
+            CoordinatorError: ``swap`` failed.
+        """
+        watch = LoneWatch(rank) if watch is None else watch
+        members = range(world_size) if members is None else members
+        endpoint = meet(
+            driver,
+            rank,
+            world_size,
+            swap,
+            watch,
+            members,
+            name=name,
+            timeout=timeout,
+            layout=layout,
+            limits=limits,
+            probe_seconds=probe_seconds,
+        )
+        return cls(endpoint, name=name, timeout=timeout, watch=watch, members=members)
+
+    @property
+    def packet_bytes(self) -> int:
+        """The largest all-reduce, in bytes, that the packet protocol can do."""
+        return self._endpoint.group.layout.packet_bytes
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why captured collectives had to be staged, if some were."""
+        return tuple(self._registry.reasons)
+
+    def explain(self) -> Explanation:
+        """As `Backend.explain`, and why captured collectives had to be staged. Collective: no."""
+        refused = tuple(("ipc without staging in graphs", reason) for reason in self.reasons)
+        return replace(super().explain(), refused=refused)
+
+    @contextmanager
+    def graph_capture(self) -> Iterator[None]:
+        """A context in which CUDA graphs with collectives of this group may be captured.
+
+        Large captured collectives read their inputs directly, without a copy into the region: at
+        the end of the context all ranks swap the inputs' addresses. From then on, until `close`,
+        graphs may be replayed, on all ranks in the same order, and on the stream that the group's
+        other calls are on.
+
+        Collective: yes, every member.
+
+        Raises:
+            DivergenceError: ranks have captured different collectives; do not replay them.
+            IpcUnavailableError: a rank cannot map the captured memory; do not replay the graphs.
+        """
+        self._registry.begin()
+        try:
+            yield
+        except BaseException:
+            self._registry.finish(failed=True)
+            raise
+        self._registry.finish()
+
+    def flush(self, deadline: Deadline) -> None:
+        """Wait until the device has finished all operations of this backend.
+
+        Raises:
+            GroupTimeoutError: some are still under way at the deadline.
+            CoordinatorError: an operation failed.
+        """
+        operation = self.identity.operation("flush")
+        for mark in (*self._messages.marks(), *self._order.marks()):
+            self._wait_for(mark, operation, deadline.timeout).wait(deadline)
+
+    def discard(self) -> None:
+        """Stop all waiting kernels of this rank."""
+        self._health.abort()
+
+    def start(self, operation: Operation, protocol: Protocol | None = None) -> Pending | None:
+        """Launch the kernels of an operation. Reductions without a kernel are computed by torch.
+
+        Args:
+            operation: as for `Backend.start`.
+            protocol: the protocol of an all-reduce; None: chosen by its size.
+        """
+        self._check(operation)
+        if protocol is None:
+            protocol = self._planner.protocol(operation.source.nbytes)
+        pending: Pending | None = None
+        if operation.verb in ("send", "recv"):
+            pending = self._transfer(operation, protocol)
+        elif operation.verb in REDUCTIONS and not kernels_reduce(
+            operation.op, operation.source.dtype
+        ):
+            moving, reduce = reduce_here(operation, self.rank, self.world_size)
+            self._issue(moving, protocol)
+            reduce()
+        else:
+            self._issue(operation, protocol)
+            if operation.verb == "barrier":
+                pending = self._arrival(operation)
+        self._check(operation)
+        return pending
+
+    # --- issuing -------------------------------------------------------------------------
+
+    def _issue(self, operation: Operation, protocol: Protocol) -> None:
+        """Launch on the current stream."""
+        launches, direct = recipe(operation, self.world_size, protocol)
+        place = self._order.place()
+        table = 0
+        if place.captured and direct is not None:
+            what = f"{operation.verb} of {direct.nbytes} bytes of {direct.dtype}"
+            table = self._registry.reserve(what, direct.data_ptr())
+        self._put(launches(self._planner_for(operation), table), place)
+
+    def _transfer(self, operation: Operation, protocol: Protocol) -> Pending | None:
+        """Launch a message beside the current stream."""
+        place = self._order.look()
+        message = recipe(operation, self.world_size, protocol)
+        launches = message.launches(self._planner_for(operation), 0)
+        if place.captured:
+            self._put(launches, place)
+            return None
+        way = (operation.verb, operation.peer)
+        passage = self._messages.run(way, launches, place.stream, operation)
+        transfer = Followed(passage, lambda: self._check(operation))
+        if operation.background:
+            return transfer
+        transfer.wait(operation.deadline)
+        return None
+
+    def _arrival(self, operation: Operation) -> Pending | None:
+        """A `Pending` for all work launched so far, which blocks the host; None in a capture."""
+        place = self._order.look()
+        if place.captured:
+            return None
+        mark = self._driver.mark(place.stream)
+        return self._wait_for(mark, operation.name, operation.deadline.timeout)
+
+    def _wait_for(self, mark: Mark, operation: str, timeout: float | None) -> Pending:
+        def check() -> None:
+            self._health.check(operation, timeout)
+
+        return StreamCompletion(mark, operation, self.peers, self._boundary, check)
+
+    def _put(self, launches: Sequence[KernelLaunch], place: StreamPlace) -> None:
+        for kernel, grid, block, args in launches:
+            self._driver.launch(kernel, grid, block, args, place.stream)
+
+    def _planner_for(self, operation: Operation) -> Planner:
+        """A planner whose kernels have the time limit of ``operation``."""
+        deadline = operation.deadline
+        if deadline.timeout == self.timeout:
+            return self._planner
+        group = self._endpoint.group.with_timeout(_nanoseconds(deadline))
+        return Planner(group, self._endpoint.limits)
+
+    def _check(self, operation: Operation) -> None:
+        self._health.check(operation.name, operation.deadline.timeout)
+
+    def _give_back(self) -> None:
+        marks = [*self._messages.marks(), *self._order.marks()]
+        if not _pass(marks):
+            self._health.abort()
+            if not _pass(marks):
+                return  # the device still uses the memory: never free it
+        self._messages.close()
+        self._registry.close()
+        self._endpoint.closing.close()
+
+
+def _nanoseconds(deadline: Deadline) -> int:
+    """The remaining time for a kernel, to which 0 means for ever."""
+    return 0 if deadline.timeout is None else max(int(deadline.remaining() * 1e9), 1)
+
+
+def _pass(marks: Sequence[Mark]) -> bool:
+    """Wait up to `_FINISH` until the device has reached all ``marks``; whether it has."""
+    deadline = Deadline.after(_FINISH)
+    while not all(mark.passed() for mark in marks):
+        if deadline.expired:
+            return False
+        time.sleep(POLL)
+    return True
+
+
+__all__ = ["IpcBackend"]

@@ -1,0 +1,94 @@
+"""Translates operations to kernel launches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from device_comm.cuda.launches.launch import Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from device_comm.cuda.launches.launch import KernelLaunch
+    from device_comm.cuda.launches.planner import Planner
+    from device_comm.operation import Operation
+
+
+class Recipe(NamedTuple):
+    """How an operation is carried out.
+
+    Attributes:
+        launches: makes the launches, given a planner and the address of a table, or 0.
+        direct: the tensor that peers read directly if there is a table; None: there is none.
+    """
+
+    launches: Callable[[Planner, int], list[KernelLaunch]]
+    direct: Tensor | None = None
+
+
+def recipe(operation: Operation, world_size: int, protocol: Protocol) -> Recipe:
+    """How to carry out an operation.
+
+    Args:
+        operation: the operation; if it reduces, there must be a kernel for its dtype.
+        world_size: the number of ranks.
+        protocol: the protocol of an all-reduce.
+    """
+    source, output = operation.source, operation.output
+    given, taken, size = source.data_ptr(), output.data_ptr(), source.nbytes
+    dtype, op, peer = source.dtype, operation.op, operation.peer
+    match operation.verb:
+        case "all_reduce":
+            from_table = protocol is Protocol.TWO_SHOT or (
+                protocol is Protocol.ONE_SHOT and given != taken
+            )
+            return Recipe(
+                lambda plan, table: plan.all_reduce(
+                    taken, given, size, dtype, op, protocol=protocol, table=table
+                ),
+                source if from_table else None,
+            )
+        case "all_gather":
+            sizes = [size] * world_size
+            return Recipe(
+                lambda plan, table: plan.all_gather(taken, given, sizes, table=table), source
+            )
+        case "all_gatherv":
+            takes = _in_bytes(operation.output_parts(world_size), source)
+            return Recipe(lambda plan, _: plan.all_gather(taken, given, takes))
+        case "reduce_scatter" | "reduce_scatterv":
+            gives = _in_bytes(operation.source_parts(world_size), source)
+            return Recipe(
+                lambda plan, table: plan.reduce_scatter(
+                    taken, given, gives, dtype, op, table=table
+                ),
+                source,
+            )
+        case "all_to_all":
+            takes = _in_bytes(operation.output_parts(world_size), source)
+            gives = _in_bytes(operation.source_parts(world_size), source)
+            return Recipe(lambda plan, _: plan.all_to_all(taken, given, takes, gives))
+        case "broadcast":
+            buffer = operation.buffer
+            return Recipe(lambda plan, _: plan.broadcast(buffer.data_ptr(), buffer.nbytes, peer))
+        case "reduce":
+            return Recipe(lambda plan, _: plan.reduce(taken, given, size, dtype, op, peer))
+        case "gather":
+            return Recipe(lambda plan, _: plan.gather(taken, given, size, peer))
+        case "scatter":
+            return Recipe(lambda plan, _: plan.scatter(taken, given, output.nbytes, peer))
+        case "send":
+            return Recipe(lambda plan, _: plan.send(given, size, peer))
+        case "recv":
+            return Recipe(lambda plan, _: plan.recv(taken, output.nbytes, peer))
+        case _:
+            return Recipe(lambda plan, _: plan.barrier())
+
+
+def _in_bytes(sizes: Sequence[int], like: Tensor) -> list[int]:
+    return [size * like.element_size() for size in sizes]
+
+
+__all__ = ["Recipe", "recipe"]

@@ -1,0 +1,1 @@
+"""Plans kernel launches (pure functions), and the memory layout shared with the C++ kernels."""

@@ -1,0 +1,324 @@
+"""The base of the NCCL backend: set-up, issuing operations, watching them, and closing.
+
+The communicator is non-blocking: its set-up has a deadline, and a `StreamGuard` ends operations
+that do not end by themselves. The price is that NCCL hands each eager call to a thread of its own,
+which costs some microseconds; captured calls do not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from device_comm.backend import Backend, Capabilities, Identity
+from device_comm.cuda.device.stream_guard import Issued, StreamGuard
+from device_comm.cuda.device.streams import CudaStreams
+from device_comm.cuda.nccl.batch import HOLD_SECONDS, MessageBatch
+from device_comm.cuda.nccl.library import NcclError, NcclLibrary, Result
+from device_comm.cuda.nccl.pending import POLL, NcclArrival, NcclPassage, Underway
+from device_comm.cuda.nccl.shared_handle import NcclHandle
+from device_comm.torch_group.helper_threads import HelperThreads
+from device_comm.torch_group.pending import Boundary
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import CoordinatorError, GroupClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from device_comm.cuda.device.streams import Stream, StreamMark, Streams
+    from device_comm.operation import Operation
+    from device_comm.watch import Watch
+    from device_comm.work import Pending
+
+    Share = Callable[[bytes | None], bytes]
+    Enqueue = Callable[[NcclLibrary, int, int], bool]
+    """Issues operations, given (library, communicator, stream); whether NCCL goes on with them in
+    the background."""
+
+_FINISH = 5.0
+"""How long `close` waits for issued operations to end."""
+
+_USAGE = frozenset({Result.INVALID_ARGUMENT, Result.INVALID_USAGE})
+"""Results that are this rank's own fault, so that no peer is to blame."""
+
+
+class NcclCore(Backend):
+    """An NCCL communicator without the verbs, which `device_comm.cuda.nccl.nccl_backend` adds."""
+
+    def __init__(
+        self,
+        handle: NcclHandle,
+        library: NcclLibrary,
+        streams: Streams,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        name: str,
+        timeout: float | None,
+        watch: Watch | None,
+        members: Sequence[int] | None,
+    ) -> None:
+        """Use `create`."""
+        super().__init__(
+            Identity.of(
+                rank,
+                world_size,
+                device,
+                name=name,
+                timeout=timeout,
+                watch=watch,
+                members=members,
+            ),
+            Capabilities("nccl", stream_ordered=True, detects_loss=watch is not None),
+        )
+        self.library = library
+        self._handle = handle
+        self._streams = streams
+        self._boundary = Boundary(self.watch)
+        self._guard = StreamGuard(f"{name}-nccl", self._boundary, self.peers, self._fail_later)
+        self._helpers = HelperThreads(f"{name}-nccl-helper")
+        self._order = threading.RLock()
+        self._held: MessageBatch | None = None
+        self._failure: CoordinatorError | None = None
+        self._token = torch.zeros(1, dtype=torch.uint8, device=device)
+        self._closing.callback(self._give_back)
+
+    @classmethod
+    def create(
+        cls,
+        rank: int,
+        world_size: int,
+        share: Share,
+        *,
+        device: torch.device | str = "cuda",
+        name: str = "group",
+        timeout: float | None = 60.0,
+        watch: Watch | None = None,
+        members: Sequence[int] | None = None,
+        set_up: float | Deadline | None = None,
+        library: NcclLibrary | None = None,
+        streams: Streams | None = None,
+    ) -> Self:
+        """Set up an NCCL communicator. Collective: yes, every member.
+
+        Args:
+            rank: this process's rank in the group.
+            world_size: the number of ranks.
+            share: broadcasts bytes from rank 0: rank 0 passes them, the others None, and it returns
+                them on all ranks. Called once.
+            device: this rank's device; ``"cuda"`` is the current one.
+            name: the group's name for errors and status, the same on all ranks.
+            timeout: default seconds that a call may take; None: for ever.
+            watch: the group's board; None: deadlines only, peers are not seen.
+            members: each rank's member number on the board; None: the rank itself.
+            set_up: seconds for the set-up; None: ``timeout``.
+            library: the NCCL library; None: the one that torch has loaded.
+            streams: the device's streams; None: torch's.
+
+        Raises:
+            NcclUnavailableError: torch has no NCCL.
+            NcclError: NCCL refuses: two ranks share a device, or cannot reach each other.
+            GroupTimeoutError: some ranks did not come in time; says what each was last doing.
+        """
+        library = library or NcclLibrary.of_torch()
+        device = torch.device(device)
+        if str(device) == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        streams = streams or CudaStreams(device)
+        unique_id = share(library.unique_id() if rank == 0 else None)
+        with streams.device():
+            handle = NcclHandle(library, library.begin_init(world_size, unique_id, rank))
+        comm = cls(
+            handle,
+            library,
+            streams,
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            name=name,
+            timeout=timeout,
+            watch=watch,
+            members=members,
+        )
+        operation = f"{name} nccl set-up"
+        comm.watch.stamp(operation)
+        try:
+            comm._settle(
+                operation, Deadline.after(timeout if set_up is None else set_up), comm.peers
+            )
+        except CoordinatorError:
+            handle.abort()
+            raise
+        finally:
+            comm.watch.idle()
+        return comm
+
+    def flush(self, deadline: Deadline) -> None:
+        """Wait until the device has finished all operations of this backend.
+
+        Raises:
+            GroupTimeoutError: some are still under way at the deadline.
+            CoordinatorError: an operation failed.
+        """
+        self._release()
+        mark = self._streams.current().mark()
+        operation = self.identity.operation("flush")
+        NcclArrival(mark, operation, self.peers, self._boundary).wait(deadline)
+        self._raise_failure()
+
+    def discard(self) -> None:
+        """Abort the NCCL communicator, which is never used again."""
+        self._guard.close(0.0)
+        # In a thread: ncclCommAbort may take long, and the caller has an error to raise.
+        self._helpers.start(self._handle.abort, lambda: None)
+
+    def _give_back(self) -> None:
+        over = self._failure is not None or self.watch.aborted is not None
+        if not over:
+            self._release()
+        self._guard.close()
+        if over:
+            self._handle.abort()
+        else:
+            self._handle.finish(Deadline.after(_FINISH))
+
+    # --- issuing -------------------------------------------------------------------------
+
+    def _issue(self, operation: Operation, enqueue: Enqueue) -> None:
+        """Issue one collective on the current stream, and have it watched."""
+        with self._order:
+            self._release()
+            stream, captured = self._streams.current(), self._streams.capturing()
+            self._put(enqueue, stream, operation.name, operation.deadline, self.peers, captured)
+
+    def _message(self, message: Operation) -> Pending | None:
+        """Add a message to those that are held back; issue them all if the caller waits for it."""
+        captured = self._streams.capturing()
+        with self._order:
+            batch = self._batch_on(self._streams.current())
+            batch.messages.append(message)
+            if captured or not message.background:
+                self._release(captured)
+                return None
+            if len(batch.messages) == 1:
+                self._helpers.start(lambda: self._release_later(batch), lambda: None)
+        return Underway(batch, self._release_batch)
+
+    def _batch_on(self, stream: Stream) -> MessageBatch:
+        held = self._held
+        if held is not None and held.stream.address != stream.address:
+            self._release()
+            held = None
+        if held is None:
+            held = self._held = MessageBatch(stream)
+        return held
+
+    def _release(self, captured: bool = False) -> None:
+        """Issue the messages that are held back, if there are any."""
+        with self._order:
+            batch, self._held = self._held, None
+            if batch is None:
+                return
+            last = batch.messages[-1]
+            peers = sorted({self.members[each.peer] for each in batch.messages})
+            try:
+                batch.mark = self._put(
+                    batch.enqueue, batch.stream, last.name, last.deadline, peers, captured
+                )
+            except CoordinatorError as error:
+                batch.error = error
+                raise
+            finally:
+                batch.messages.clear()
+
+    def _release_batch(self, batch: MessageBatch) -> None:
+        with self._order:
+            if self._held is batch:
+                self._release()
+
+    def _release_later(self, batch: MessageBatch) -> None:
+        time.sleep(HOLD_SECONDS)
+        try:
+            self._release_batch(batch)
+        except CoordinatorError as error:
+            self._fail_later(error)
+
+    def _put(
+        self,
+        enqueue: Enqueue,
+        stream: Stream,
+        operation: str,
+        deadline: Deadline,
+        peers: Sequence[int],
+        captured: bool,
+    ) -> StreamMark | None:
+        self._raise_failure()
+        try:
+            busy = self._handle.issue(lambda nccl, comm: enqueue(nccl, comm, stream.address))
+        except NcclError as error:
+            raise self._translate(error, operation, peers, deadline) from error
+        except GroupClosedError:
+            self._raise_failure()
+            raise
+        if busy:
+            self._settle(operation, deadline, peers)
+        if captured:
+            self._guard.follow_replays()
+            return None
+        mark = stream.mark()
+        self._guard.follow(Issued(mark, operation, deadline, peers))
+        return mark
+
+    def _settle(self, operation: str, deadline: Deadline, peers: Sequence[int]) -> None:
+        """Wait until NCCL's background thread has issued the work; the device may still run it."""
+        try:
+            self._boundary.wait(
+                lambda: not self._handle.busy(), deadline, operation, peers, poll=POLL
+            )
+        except NcclError as error:
+            raise self._translate(error, operation, peers, deadline) from error
+        except GroupClosedError:
+            self._raise_failure()
+            raise
+
+    # --- what starting returns ------------------------------------------------------------
+
+    def _after(self, operation: Operation) -> Pending | None:
+        """The `Pending` of an operation on the current stream; None if the caller needs none."""
+        if not operation.background or self._streams.capturing():
+            return None
+        return NcclPassage(self._streams.current().mark())
+
+    def _arrival(self, operation: Operation) -> Pending | None:
+        """A `Pending` that blocks the host until the device has done the operation."""
+        if self._streams.capturing():
+            return None
+        mark = self._streams.current().mark()
+        return NcclArrival(mark, operation.name, self.peers, self._boundary)
+
+    # --- failing -------------------------------------------------------------------------
+
+    def _translate(
+        self, error: NcclError, operation: str, peers: Sequence[int], deadline: Deadline
+    ) -> CoordinatorError:
+        """The error to raise instead of ``error``: the cause, if another rank has failed."""
+        if error.result in _USAGE:
+            return NcclError(f"{operation}: {error.function}", error.result, error.detail)
+        return self._boundary.translate(error, operation, peers, deadline)
+
+    def _fail_later(self, error: CoordinatorError) -> None:
+        """Abort the group because of an issued operation, and keep the error for the next call.
+
+        Called by the watching threads.
+        """
+        self._failure = error
+        self.fail(error)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            self.watch.check(self.name)
+            raise self._failure

@@ -1,0 +1,310 @@
+"""Calls NCCL by ctypes: the library that torch has loaded, never a second copy.
+
+The names, argument orders and enumeration values are those of NCCL's C interface, the same from
+2.14 to 2.30. Nothing here waits: a call that NCCL goes on with in the background returns True, and
+`async_result` tells when it has ended.
+
+The configuration has the layout of NCCL 2.14, the first with one: later libraries look at its
+``size`` and ``version`` and use defaults for newer fields.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+import torch
+
+from shm_broadcast.errors import CoordinatorError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+UNIQUE_ID_BYTES: Final = 128
+_CONFIG_MAGIC: Final = 0xCAFEBEEF
+_CONFIG_VERSION: Final = 2 * 10000 + 14 * 100
+_OLDEST: Final = (2, 14, 0)
+_MAPS = Path("/proc/self/maps")
+
+
+class Result(IntEnum):
+    """NCCL's result codes."""
+
+    SUCCESS = 0
+    UNHANDLED_CUDA_ERROR = 1
+    SYSTEM_ERROR = 2
+    INTERNAL_ERROR = 3
+    INVALID_ARGUMENT = 4
+    INVALID_USAGE = 5
+    REMOTE_ERROR = 6
+    IN_PROGRESS = 7
+
+
+class Op(IntEnum):
+    """The reductions that NCCL has."""
+
+    SUM = 0
+    PROD = 1
+    MAX = 2
+    MIN = 3
+    AVG = 4
+
+
+TYPES: Final[dict[torch.dtype, int]] = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.uint32: 3,
+    torch.int64: 4,
+    torch.uint64: 5,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+"""NCCL's number of each dtype that it computes with."""
+
+
+class NcclError(CoordinatorError):
+    """NCCL refused a call, or an operation failed in the background.
+
+    Attributes:
+        function: the function that was called.
+        result: NCCL's result code, a `Result` if it is a known one.
+        detail: NCCL's error text.
+    """
+
+    def __init__(self, function: str, result: int, detail: str = "") -> None:
+        self.function = function
+        self.result = result
+        self.detail = detail
+        known = any(result == each for each in Result)
+        name = Result(result).name if known else f"error {result}"
+        super().__init__(f"{function}: {name}{detail and ': '}{detail}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.function, self.result, self.detail)
+
+
+class NcclUnavailableError(CoordinatorError):
+    """This process has no usable NCCL; the message says why."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_BYTES),)
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+    )
+
+
+_POINTER, _COUNT, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_SIGNATURES: Final[dict[str, tuple[type, ...]]] = {
+    "ncclGetVersion": (ctypes.POINTER(_INT),),
+    "ncclGetUniqueId": (ctypes.POINTER(_UniqueId),),
+    "ncclCommInitRankConfig": (
+        ctypes.POINTER(_POINTER), _INT, _UniqueId, _INT, ctypes.POINTER(_Config),
+    ),
+    "ncclCommGetAsyncError": (_POINTER, ctypes.POINTER(_INT)),
+    "ncclCommFinalize": (_POINTER,),
+    "ncclCommDestroy": (_POINTER,),
+    "ncclCommAbort": (_POINTER,),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+    "ncclAllReduce": (_POINTER, _POINTER, _COUNT, _INT, _INT, _POINTER, _POINTER),
+    "ncclReduce": (_POINTER, _POINTER, _COUNT, _INT, _INT, _INT, _POINTER, _POINTER),
+    "ncclReduceScatter": (_POINTER, _POINTER, _COUNT, _INT, _INT, _POINTER, _POINTER),
+    "ncclAllGather": (_POINTER, _POINTER, _COUNT, _INT, _POINTER, _POINTER),
+    "ncclBroadcast": (_POINTER, _POINTER, _COUNT, _INT, _INT, _POINTER, _POINTER),
+    "ncclSend": (_POINTER, _COUNT, _INT, _INT, _POINTER, _POINTER),
+    "ncclRecv": (_POINTER, _COUNT, _INT, _INT, _POINTER, _POINTER),
+}  # fmt: skip
+
+
+def loaded_library(maps: Iterable[str]) -> str | None:
+    """The path of the libnccl that a process has loaded, from the lines of its /proc/PID/maps."""
+    for line in maps:
+        path = line.rstrip("\n").partition("/")
+        if Path(path[2]).name.startswith("libnccl.so"):
+            return f"/{path[2]}"
+    return None
+
+
+class NcclLibrary:
+    """A loaded libnccl. Addresses, communicators and streams are ints; counts are in elements.
+
+    Operations return True if NCCL goes on with them in the background, as non-blocking
+    communicators do. All methods raise `NcclError`.
+
+    Attributes:
+        path: the library's file.
+        version: its version, such as (2, 28, 9).
+    """
+
+    def __init__(self, path: str) -> None:
+        """Bind the library at ``path``; if it is loaded already, that copy is used.
+
+        Raises:
+            NcclUnavailableError: the library cannot be loaded, or is too old.
+        """
+        self.path = path
+        try:
+            library = ctypes.CDLL(path)
+            self._functions = {name: getattr(library, name) for name in _SIGNATURES}
+            self._error_string = library.ncclGetErrorString
+            self._last_error = library.ncclGetLastError
+        except (OSError, AttributeError) as error:
+            raise NcclUnavailableError(f"{path} cannot be used: {error}") from error
+        for name, arguments in _SIGNATURES.items():
+            self._functions[name].argtypes = arguments
+            self._functions[name].restype = _INT
+        self._error_string.argtypes, self._error_string.restype = (_INT,), ctypes.c_char_p
+        self._last_error.argtypes, self._last_error.restype = (_POINTER,), ctypes.c_char_p
+        code = _INT()
+        self._call("ncclGetVersion", ctypes.byref(code))
+        self.version = (code.value // 10000, code.value // 100 % 100, code.value % 100)
+        if self.version < _OLDEST:
+            raise NcclUnavailableError(
+                f"{path} is older than NCCL 2.14: its version is {code.value}"
+            )
+
+    @classmethod
+    def of_torch(cls) -> Self:
+        """The library that torch has loaded into this process.
+
+        Raises:
+            NcclUnavailableError: torch has loaded none, or one that cannot be used.
+        """
+        with _MAPS.open() as maps:
+            path = loaded_library(maps)
+        if path is None:
+            raise NcclUnavailableError(f"torch {torch.__version__} has loaded no libnccl")
+        return cls(path)
+
+    # --- communicators -------------------------------------------------------------------
+
+    def unique_id(self) -> bytes:
+        """A new communicator's unique id, of `UNIQUE_ID_BYTES`; all its ranks need it."""
+        made = _UniqueId()
+        self._call("ncclGetUniqueId", ctypes.byref(made))
+        return bytes(made)
+
+    def begin_init(self, world_size: int, unique_id: bytes, rank: int) -> int:
+        """Begin to make a non-blocking communicator on the current CUDA device; returns it at once.
+
+        It can be used when `async_result` is no longer ``IN_PROGRESS``.
+
+        Raises:
+            NcclError: NCCL refuses.
+            ValueError: ``unique_id`` has not `UNIQUE_ID_BYTES`.
+        """
+        if len(unique_id) != UNIQUE_ID_BYTES:
+            raise ValueError(f"a unique id has {UNIQUE_ID_BYTES} bytes; got {len(unique_id)}")
+        config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0)
+        comm = _POINTER()
+        self._call(
+            "ncclCommInitRankConfig",
+            ctypes.byref(comm),
+            world_size,
+            _UniqueId.from_buffer_copy(unique_id),
+            rank,
+            ctypes.byref(config),
+        )
+        if comm.value is None:
+            raise NcclError("ncclCommInitRankConfig", Result.INTERNAL_ERROR, "made nothing")
+        return comm.value
+
+    def async_result(self, comm: int) -> int:
+        """The state of the communicator's background work: a `Result`."""
+        found = _INT()
+        self._call("ncclCommGetAsyncError", comm, ctypes.byref(found))
+        return found.value
+
+    def error(self, function: str, result: int, comm: int | None = None) -> NcclError:
+        """The error for a result code, with NCCL's text."""
+        said = [self._error_string(result), None if comm is None else self._last_error(comm)]
+        words = [each.decode(errors="replace").strip() for each in said if each]
+        return NcclError(function, result, "; ".join(filter(None, words)))
+
+    def finalize(self, comm: int) -> bool:
+        """Begin to complete all issued operations."""
+        return self._call("ncclCommFinalize", comm)
+
+    def destroy(self, comm: int) -> None:
+        """Free a communicator that was finalized."""
+        self._call("ncclCommDestroy", comm)
+
+    def abort(self, comm: int) -> None:
+        """End the communicator's operations, also on the device, and free it."""
+        self._call("ncclCommAbort", comm)
+
+    def group_start(self) -> None:
+        """Begin a group: collect this thread's following calls."""
+        self._call("ncclGroupStart")
+
+    def group_end(self) -> bool:
+        """Issue the group's calls as one."""
+        return self._call("ncclGroupEnd")
+
+    # --- operations ----------------------------------------------------------------------
+
+    def all_reduce(
+        self, source: int, output: int, count: int, dtype: int, op: int, comm: int, stream: int
+    ) -> bool:
+        """Reduce ``count`` elements of all ranks; in place if both addresses are equal."""
+        return self._call("ncclAllReduce", source, output, count, dtype, op, comm, stream)
+
+    def reduce(
+        self,
+        source: int,
+        output: int,
+        count: int,
+        dtype: int,
+        op: int,
+        root: int,
+        comm: int,
+        stream: int,
+    ) -> bool:
+        """Reduce ``count`` elements into the root's ``output``, which is 0 on other ranks."""
+        return self._call("ncclReduce", source, output, count, dtype, op, root, comm, stream)
+
+    def reduce_scatter(
+        self, source: int, output: int, count: int, dtype: int, op: int, comm: int, stream: int
+    ) -> bool:
+        """Reduce; rank r gets ``count`` elements of the result, from element ``r * count`` on."""
+        return self._call("ncclReduceScatter", source, output, count, dtype, op, comm, stream)
+
+    def all_gather(
+        self, source: int, output: int, count: int, dtype: int, comm: int, stream: int
+    ) -> bool:
+        """Concatenate ``count`` elements of each rank, in rank order, in ``output``."""
+        return self._call("ncclAllGather", source, output, count, dtype, comm, stream)
+
+    def broadcast(
+        self, source: int, output: int, count: int, dtype: int, root: int, comm: int, stream: int
+    ) -> bool:
+        """Copy the root's ``source`` to every rank's ``output``."""
+        return self._call("ncclBroadcast", source, output, count, dtype, root, comm, stream)
+
+    def send(self, source: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> bool:
+        """Send ``count`` elements to ``peer``."""
+        return self._call("ncclSend", source, count, dtype, peer, comm, stream)
+
+    def recv(self, output: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> bool:
+        """Receive ``count`` elements from ``peer``."""
+        return self._call("ncclRecv", output, count, dtype, peer, comm, stream)
+
+    def _call(self, name: str, *arguments: object) -> bool:
+        result = self._functions[name](*arguments)
+        if result == Result.SUCCESS:
+            return False
+        if result == Result.IN_PROGRESS:
+            return True
+        raise self.error(name, result)

@@ -1,0 +1,160 @@
+"""NCCL as a backend: all verbs, on torch's current stream.
+
+Data is moved as bytes, so every dtype works; `device_comm.cuda.nccl.carried_types` maps reductions
+to NCCL's. What NCCL cannot reduce is exchanged, and reduced by torch in rank order. Parts of
+different sizes are exchanged by grouped sends and receives.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from device_comm.cuda.nccl.carried_types import BYTE, NcclWire, nccl_wire
+from device_comm.cuda.nccl.core import NcclCore
+from device_comm.cuda.nccl.library import Op
+from device_comm.operation import NO_TENSOR, REDUCTIONS
+from device_comm.torch_group.carried_types import as_bytes
+from device_comm.torch_group.reduce_here import reduce_here
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from device_comm.cuda.nccl.library import NcclLibrary
+    from device_comm.operation import Operation
+    from device_comm.work import Pending
+
+_MEETING = NcclWire(Op.MAX, BYTE)
+"""A barrier is an all-reduce of one byte."""
+
+
+class NcclBackend(NcclCore):
+    """One rank's end of a group over NCCL. One thread at a time. Make it with `create`.
+
+    Calls return when the work is queued on the stream, `barrier` when every rank has called it;
+    all can be captured into a graph. If an operation fails later, misses its deadline, or waits for
+    a lost peer, it is ended on the device, the group is aborted, and the next call raises. Graphs
+    with operations of this backend must be destroyed before it is closed.
+
+    A `send` ends, in stream order, when it is received. Each rank needs a device of its own: NCCL
+    refuses ranks that share one.
+    """
+
+    def start(self, operation: Operation) -> Pending | None:
+        """Issue the operation to NCCL."""
+        if operation.verb in ("send", "recv"):
+            return self._message(operation)
+        if operation.verb == "barrier":
+            self._reduce(operation.instead(self._token, self._token, verb="all_reduce"), _MEETING)
+            return self._arrival(operation)
+        if operation.verb in REDUCTIONS:
+            wire = nccl_wire(operation.op, operation.source.dtype)
+            if wire is None or operation.verb == "reduce_scatterv":
+                moving, reduce = reduce_here(operation, self.rank, self.world_size)
+                self._move(moving)
+                reduce()
+            else:
+                self._reduce(operation, wire)
+        else:
+            self._move(operation)
+        return self._after(operation)
+
+    def _reduce(self, operation: Operation, wire: NcclWire) -> None:
+        """Issue a reduction, converting to NCCL's dtype and back if need be."""
+        source, output, root = operation.source, operation.output, operation.peer
+        given = source if wire.wider is None else source.to(wire.wider)
+        taken = output
+        if output is not NO_TENSOR and wire.wider is not None:
+            in_place = output.numel() == given.numel()
+            taken = given if in_place else torch.empty_like(output, dtype=wire.wider)
+
+        def enqueue(nccl: NcclLibrary, comm: int, stream: int) -> bool:
+            there, numbers = (given.data_ptr(), taken.data_ptr()), (wire.dtype, wire.op)
+            if operation.verb == "reduce_scatter":
+                count = output.numel() * wire.width
+                return nccl.reduce_scatter(*there, count, *numbers, comm, stream)
+            count = source.numel() * wire.width
+            if operation.verb == "reduce":
+                return nccl.reduce(*there, count, *numbers, root, comm, stream)
+            return nccl.all_reduce(*there, count, *numbers, comm, stream)
+
+        self._issue(operation, enqueue)
+        if taken is not output:
+            output.copy_(taken)
+
+    def _move(self, operation: Operation) -> None:
+        """Issue an operation that moves data without reducing it."""
+        source, output, root = operation.source, operation.output, operation.peer
+        n = self.world_size
+        nothing: list[Tensor | None] = [None] * n
+        match operation.verb:
+            case "all_gather":
+                given, taken, size = source.data_ptr(), output.data_ptr(), source.nbytes
+                self._issue(
+                    operation,
+                    lambda nccl, comm, stream: nccl.all_gather(
+                        given, taken, size, BYTE, comm, stream
+                    ),
+                )
+            case "broadcast":
+                at, size = operation.buffer.data_ptr(), operation.buffer.nbytes
+                self._issue(
+                    operation,
+                    lambda nccl, comm, stream: nccl.broadcast(
+                        at, at, size, BYTE, root, comm, stream
+                    ),
+                )
+            case "all_gatherv":
+                takes = _cut(output, operation.output_parts(n))
+                self._exchange(operation, [as_bytes(source)] * n, takes)
+            case "all_to_all":
+                gives = _cut(source, operation.source_parts(n))
+                self._exchange(operation, gives, _cut(output, operation.output_parts(n)))
+            case "gather":
+                to_root = [*nothing]
+                to_root[root] = as_bytes(source)
+                parts = nothing if self.rank != root else as_bytes(output).chunk(n)
+                self._exchange(operation, to_root, parts)
+            case "scatter":
+                from_root = [*nothing]
+                from_root[root] = as_bytes(output)
+                parts = nothing if self.rank != root else as_bytes(source).chunk(n)
+                self._exchange(operation, parts, from_root)
+
+    def _exchange(
+        self,
+        operation: Operation,
+        gives: Sequence[Tensor | None],
+        takes: Sequence[Tensor | None],
+    ) -> None:
+        """Send ``gives[r]`` to rank r and receive ``takes[r]`` from it, for all r; skip None."""
+        mine, kept = gives[self.rank], takes[self.rank]
+        if mine is not None and kept is not None:
+            kept.copy_(mine)
+
+        def enqueue(nccl: NcclLibrary, comm: int, stream: int) -> bool:
+            nccl.group_start()
+            try:
+                for peer, (give, take) in enumerate(zip(gives, takes, strict=True)):
+                    if peer == self.rank:
+                        continue
+                    if give is not None and give.numel():
+                        nccl.send(give.data_ptr(), give.numel(), BYTE, peer, comm, stream)
+                    if take is not None and take.numel():
+                        nccl.recv(take.data_ptr(), take.numel(), BYTE, peer, comm, stream)
+            finally:
+                busy = nccl.group_end()
+            return busy
+
+        self._issue(operation, enqueue)
+
+
+def _cut(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The parts of ``x`` as bytes; ``sizes`` are their numbers of elements."""
+    flat, width = as_bytes(x), x.element_size()
+    ends = list(accumulate(size * width for size in sizes))
+    return [flat[end - size * width : end] for size, end in zip(sizes, ends, strict=True)]

@@ -1,0 +1,128 @@
+"""All-reduce by torch's symmetric memory, inside the NVLink switch between the devices (multimem).
+
+A candidate for large sums on machines whose devices share an NVLink switch with multicast. It only
+does all_reduce, with SUM of float32 and bfloat16. Tensors are copied into memory that all devices
+share, and back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from device_comm.backend import Backend, Capabilities, Identity
+from device_comm.cuda.errors import DeviceError
+from device_comm.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from device_comm.operation import Operation
+    from device_comm.watch import Watch
+
+_REDUCTIONS: Final = frozenset({(ReduceOp.SUM, torch.float32), (ReduceOp.SUM, torch.bfloat16)})
+_LIMIT: Final = 16 << 20
+_ALIGN: Final = 16
+
+
+class SymmetricBackend(Backend):
+    """One rank's end of a group whose devices share a switch. Calls can be captured into graphs.
+
+    It does not notice lost peers: use it only beside another backend of the group, which does.
+
+    Attributes:
+        limit: the size in bytes of the largest tensor that it takes.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        *,
+        name: str = "group",
+        timeout: float | None = 60.0,
+        watch: Watch | None = None,
+        members: Sequence[int] | None = None,
+        limit: int = _LIMIT,
+    ) -> None:
+        """Share memory with the other ranks. Collective: yes, every member.
+
+        Args:
+            group: a torch process group of the ranks, with NCCL.
+            device: this rank's device, which `check` has accepted.
+            name: the group's name, for errors and status.
+            timeout: default seconds that a call may take; None: for ever.
+            watch: the group's board; None: deadlines only.
+            members: each rank's member number on the board; None: the rank itself.
+            limit: bytes of shared memory, and so of the largest tensor.
+
+        Raises:
+            DeviceError: torch cannot share memory between these devices.
+        """
+        super().__init__(
+            Identity.of(
+                group.rank(),
+                group.size(),
+                device,
+                name=name,
+                timeout=timeout,
+                watch=watch,
+                members=members,
+            ),
+            Capabilities(
+                "multimem",
+                verbs=frozenset({"all_reduce"}),
+                stream_ordered=True,
+                reductions=_REDUCTIONS,
+            ),
+        )
+        from torch.distributed import _symmetric_memory  # noqa: PLC0415 - not in every build
+
+        self.limit = limit
+        self._group = group.group_name
+        self._shared = _symmetric_memory.empty(limit, dtype=torch.uint8, device=device)
+        try:
+            handle = _symmetric_memory.rendezvous(self._shared, group)
+        except RuntimeError as error:
+            raise DeviceError("symmetric memory rendezvous", _first_line(error)) from error
+        if not handle.multicast_ptr:
+            raise DeviceError("symmetric memory rendezvous", "it has no multicast address")
+
+    @staticmethod
+    def check(device: torch.device) -> None:
+        """Check that a device supports multicast. Collective: no.
+
+        Raises:
+            DeviceError: it does not, or torch cannot tell; says why.
+        """
+        try:
+            from torch._C._autograd import DeviceType  # noqa: PLC0415
+            from torch._C._distributed_c10d import _SymmetricMemory  # noqa: PLC0415
+        except ImportError as error:
+            raise DeviceError("symmetric memory", f"this torch has none: {error}") from error
+        try:
+            able = _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index or 0)
+        except RuntimeError as error:
+            raise DeviceError("symmetric memory", _first_line(error)) from error
+        if not able:
+            raise DeviceError("symmetric memory", f"{device} has no multicast")
+
+    def start(self, operation: Operation) -> None:
+        """Copy the tensor into the shared memory, reduce in the switch, and copy the result out."""
+        source, op = operation.source, operation.op
+        if not self.capabilities.reduces(op, source.dtype) or source.nbytes > self.limit:
+            raise NotImplementedError(
+                f"{operation.name}: no {op.name} of {source.nbytes} bytes of {source.dtype}"
+            )
+        padded = -(-source.nbytes // _ALIGN) * _ALIGN
+        shared = self._shared[:padded].view(source.dtype)
+        shared[: source.numel()].copy_(source.view(-1))
+        torch.ops.symm_mem.multimem_all_reduce_(shared, "sum", self._group)
+        operation.output.view(-1).copy_(shared[: source.numel()])
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0]

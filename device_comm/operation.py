@@ -1,0 +1,179 @@
+"""An operation as an object: what one rank asks a backend to do.
+
+The source is this rank's input, the output its result. N is the number of ranks:
+
+    verb             source                           output
+    ---------------  -------------------------------  --------------------------------
+    all_reduce       a tensor, alike on all ranks     their reduction
+    all_gather       this rank's part                 the N parts, in rank order
+    all_gatherv      ``output_sizes[rank]`` elements  the N parts, of ``output_sizes``
+    reduce_scatter   N equal parts                    the reduction of part ``rank``
+    reduce_scatterv  N parts, of ``source_sizes``     the reduction of part ``rank``
+    all_to_all       N parts, of ``source_sizes``     part ``rank`` of every rank
+    broadcast        on ``peer``: the tensor          on the others: the tensor
+    reduce           a tensor, alike on all ranks     on ``peer``: their reduction
+    gather           this rank's part                 on ``peer``: the N parts
+    scatter          on ``peer``: N equal parts       part ``rank``
+    send             the tensor, to ``peer``
+    recv                                              the tensor, from ``peer``; or a series
+    barrier
+
+Where an entry does not apply, the tensor is `NO_TENSOR`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from device_comm.reduce_op import ReduceOp
+from shm_broadcast.deadline import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+ALL_VERBS: Final = frozenset(
+    {
+        "all_reduce",
+        "all_gather",
+        "all_gatherv",
+        "reduce_scatter",
+        "reduce_scatterv",
+        "all_to_all",
+        "broadcast",
+        "reduce",
+        "gather",
+        "scatter",
+        "send",
+        "recv",
+        "barrier",
+    }
+)
+
+REDUCTIONS: Final = frozenset({"all_reduce", "reduce_scatter", "reduce_scatterv", "reduce"})
+"""The verbs that reduce tensors of several ranks to one."""
+
+NO_TENSOR: Final = torch.empty(0)
+"""The source of a rank that has no input, or the output of one that gets no result."""
+
+
+class Operation:
+    """One rank's part in one operation of its group. It keeps its tensors alive.
+
+    Attributes:
+        verb: one of `ALL_VERBS`.
+        source: this rank's input; contiguous.
+        output: where this rank's result goes; contiguous. It shares no memory with ``source``,
+            except that in an all_reduce or a reduce both may be the same memory (in place).
+        op: the reduction; used by the verbs in `REDUCTIONS` only.
+        peer: the root, or the other rank of a send or recv.
+        source_sizes: the number of elements of each part of ``source``; None: parts are equal.
+        output_sizes: the number of elements of each part of ``output``; None: parts are equal. An
+            all_to_all has both or neither.
+        background: whether the caller goes on without waiting (``async_op=True``).
+        timeout: seconds, or a deadline; None: for ever.
+        name: the communicator's name and the verb, for the board and errors.
+        following: only for a background recv of a series of tensors, which has no ``output``:
+            returns the contiguous tensors to fill next, when the ones before are filled; an empty
+            sequence ends the series. Any thread may call it.
+    """
+
+    __slots__ = (
+        "background",
+        "following",
+        "name",
+        "op",
+        "output",
+        "output_sizes",
+        "peer",
+        "source",
+        "source_sizes",
+        "timeout",
+        "verb",
+    )
+
+    def __init__(
+        self,
+        verb: str,
+        source: Tensor = NO_TENSOR,
+        output: Tensor = NO_TENSOR,
+        background: bool = False,
+        timeout: float | Deadline | None = None,
+        op: ReduceOp = ReduceOp.SUM,
+        peer: int = 0,
+        source_sizes: Sequence[int] | None = None,
+        output_sizes: Sequence[int] | None = None,
+        name: str = "",
+        following: Callable[[], Sequence[Tensor]] | None = None,
+    ) -> None:
+        """Make an operation. Communicators set ``name``, and ``timeout`` if the caller gave none.
+
+        The arguments that every verb has come first, to be passed by position: a keyword argument
+        costs a tenth of a microsecond.
+        """
+        self.verb = verb
+        self.source = source
+        self.output = output
+        self.op = op
+        self.peer = peer
+        self.source_sizes = source_sizes
+        self.output_sizes = output_sizes
+        self.background = background
+        self.timeout = timeout
+        self.name = name
+        self.following = following
+
+    @property
+    def deadline(self) -> Deadline:
+        """When to give up. Made at the first use: an operation that never waits reads no clock."""
+        if not isinstance(self.timeout, Deadline):
+            self.timeout = Deadline.after(self.timeout)
+        return self.timeout
+
+    @property
+    def buffer(self) -> Tensor:
+        """The tensor of a broadcast: the root's source, the others' output."""
+        return self.output if self.source is NO_TENSOR else self.source
+
+    def source_parts(self, world_size: int) -> Sequence[int]:
+        """The number of elements of each part of ``source``."""
+        return self.source_sizes or (self.source.numel() // world_size,) * world_size
+
+    def output_parts(self, world_size: int) -> Sequence[int]:
+        """The number of elements of each part of ``output``."""
+        return self.output_sizes or (self.output.numel() // world_size,) * world_size
+
+    def instead(
+        self,
+        source: Tensor,
+        output: Tensor,
+        *,
+        verb: str | None = None,
+        source_sizes: Sequence[int] | None = None,
+        output_sizes: Sequence[int] | None = None,
+    ) -> Operation:
+        """A copy of this operation with other tensors; the deadline is the same.
+
+        Without ``verb`` the verb and the sizes stay the same. With ``verb`` the sizes are those of
+        the arguments.
+        """
+        same = verb is None
+        return Operation(
+            verb or self.verb,
+            source,
+            output,
+            self.background,
+            self.deadline,
+            self.op,
+            self.peer,
+            self.source_sizes if same else source_sizes,
+            self.output_sizes if same else output_sizes,
+            self.name,
+            self.following if same else None,
+        )
+
+    def __repr__(self) -> str:
+        return f"<Operation {self.name or self.verb}>"

@@ -1,0 +1,1 @@
+"""Collectives through shared memory."""

@@ -1,0 +1,87 @@
+"""Collectives as tasks: plans that are carried out one after the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from device_comm.call_number import call_number
+from device_comm.shm.collectives.steps import Status
+from device_comm.shm.signature import describe
+from shm_broadcast.errors import DivergenceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from device_comm.shm.collectives.slot_plan import SlotPlan
+    from device_comm.shm.collectives.steps import Steps
+
+
+class Collective:
+    """One collective on its way; a `shm_broadcast.progress.Task`."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        members: Sequence[int],
+        operation: str,
+        plans: Iterator[SlotPlan],
+        keep: object = None,
+        *,
+        begun: bool = False,
+    ) -> None:
+        """Carry out ``plans`` by ``steps``; the next is asked for when the last is done.
+
+        Args:
+            steps: nobody else uses them until this is done.
+            members: the board's member number of each rank.
+            operation: what this is, for messages.
+            plans: one or more.
+            keep: the tensors whose memory is used.
+            begun: ``steps`` have a plan already, which comes first.
+        """
+        self.operation = operation
+        self._steps = steps
+        self._members = members
+        self._plans = plans
+        self._keep = keep
+        self._begun = begun
+        self._call = call_number()
+
+    def advance(self, spin_ns: int) -> bool:
+        """Go on as far as possible; whether all is done.
+
+        Raises:
+            DivergenceError: another rank is in another operation.
+        """
+        while True:
+            if not self._begun:
+                plan = next(self._plans, None)
+                if plan is None:
+                    return True
+                self._steps.begin(plan, self._call)
+                self._begun = True
+            status = self._steps.advance(spin_ns)
+            if status == Status.BLOCKED:
+                return False
+            if status == Status.DIVERGED:
+                self._raise_divergence()
+            self._begun = False
+
+    def ready(self) -> bool:
+        """Whether `advance` would get further."""
+        return not self._begun or self._steps.ready()
+
+    def missing(self) -> list[int]:
+        """The members that have not arrived."""
+        return [self._members[rank] for rank in self._steps.missing()] if self._begun else []
+
+    def check_divergence(self) -> None:
+        """Raise `DivergenceError` if a rank has arrived in another operation."""
+        if self._begun and self._steps.divergent() is not None:
+            self._raise_divergence()
+
+    def _raise_divergence(self) -> None:
+        found = self._steps.divergent()
+        if found is not None:
+            rank, ours, theirs = found
+            raise DivergenceError(rank, describe(ours), describe(theirs))

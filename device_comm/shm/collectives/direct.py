@@ -1,0 +1,135 @@
+"""The short way to the collectives of plain tensors, through the C extension.
+
+What `device_comm.communicator` checks and arranges in Python for every call costs ten times as much
+as moving a kilobyte. So the extension is asked first: it takes the calls that need none of that,
+and leaves the others, wrong ones among them, to the long way. It answers with the result, with
+NotImplemented, or with Ellipsis: begun, and blocked. Where but the strides of an input are in its
+way, it is asked once more with a contiguous copy, which the long way would make as well.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from device_comm.operation import Operation
+from device_comm.shm.collectives.collective import Collective
+from device_comm.shm.pipes.transfers import ReceiveTask, SendTask
+from device_comm.verbs.arrange import plain
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import CoordinatorError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from device_comm._native import Comm
+    from device_comm.backend import Identity
+    from device_comm.shm.execution import Execution
+    from device_comm.shm.pipes.peer_pipes import PeerPipes
+    from shm_broadcast.progress import Lane, Task
+
+VERBS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+)
+"""Those that the extension knows; `device_comm/native/direct.h` says what each is given."""
+
+_OF_ANY_STRIDES = ("all_reduce", "reduce")
+"""Those in which it is but the strides of the input that the extension cannot take."""
+
+
+class DirectCalls:
+    """The calls of one rank that the extension takes; a `device_comm.backend.Shortcut`."""
+
+    def __init__(
+        self, native: Comm, pipes: PeerPipes, execution: Execution, identity: Identity
+    ) -> None:
+        """Ask ``native`` first; messages go through ``pipes``."""
+        self._native = native
+        self._calls = {verb: getattr(native, verb) for verb in VERBS}
+        self._pipes = pipes
+        self._execution = execution
+        self._collectives = execution.collectives
+        self._identity = identity
+
+    def collective(self, verb: str, timeout: float | Deadline | None, *arguments: Any) -> Any:
+        """As `Shortcut.collective`."""
+        if timeout is not None and not _is_duration(timeout):
+            return NotImplemented
+        if self._collectives.tickets:
+            return NotImplemented
+        result = self._calls[verb](*arguments)
+        if result is NotImplemented and verb in _OF_ANY_STRIDES:
+            x, out = arguments[0], arguments[-1]
+            if out is not x and _is_strided(x):
+                result = self._calls[verb](plain(x), *arguments[1:])
+        return self._finish(verb, timeout) if result is ... else result
+
+    def message(self, verb: str, timeout: float | Deadline | None, x: Tensor, peer: int) -> Any:
+        """As `Shortcut.message`."""
+        # True and 1.0 would be found for 1.
+        lane = self._execution.messages.get((verb, peer)) if type(peer) is int else None
+        if timeout is not None and not _is_duration(timeout):
+            return NotImplemented
+        if lane is None or lane.tickets:
+            return NotImplemented
+        # There was a lane, so there was a transfer, and there is a pipe.
+        if verb == "send":
+            moved = self._native.send(x, self._pipes.outgoing[peer].mover)
+        else:
+            moved = self._native.recv(x, self._pipes.coming[peer].mover)
+        return self._go_on(verb, timeout, x, peer, moved) if type(moved) is int else moved
+
+    def _finish(self, verb: str, timeout: float | Deadline | None) -> Any:
+        """Wait for the call that is blocked in the extension, and return its result."""
+        operation = self._operation(verb, timeout)
+        members = self._identity.members
+        task = Collective(self._native, members, operation.name, iter(()), begun=True)
+        self._perform(self._collectives, task, operation)
+        return self._native.finish()
+
+    def _go_on(
+        self, verb: str, timeout: float | Deadline | None, x: Tensor, peer: int, moved: int
+    ) -> None:
+        """Send or receive what follows the first ``moved`` bytes of ``x``."""
+        operation, watch = self._operation(verb, timeout), self._identity.watch
+        watch.check(operation.name)
+        watch.stamp(operation.name)
+        task: Task
+        if verb == "send":
+            task = SendTask(self._pipes, peer, operation.name, x, moved)
+        else:
+            task = ReceiveTask(self._pipes, peer, operation.name, (x,), received=moved)
+        try:
+            self._perform(self._execution.messages[verb, peer], task, operation)
+        finally:
+            watch.idle()
+
+    def _perform(self, lane: Lane, task: Task, operation: Operation) -> None:
+        try:
+            self._execution.perform(lane, task, operation)
+        except CoordinatorError as error:
+            self._execution.fail(error)
+            raise
+
+    def _operation(self, verb: str, timeout: float | Deadline | None) -> Operation:
+        allowed = self._identity.timeout if timeout is None else timeout
+        return Operation(verb, timeout=allowed, name=self._identity.operation(verb))
+
+
+def _is_duration(timeout: object) -> bool:
+    """Whether it can be waited so long: a number may be negative, or none."""
+    return isinstance(timeout, Deadline) or (type(timeout) in (float, int) and timeout >= 0)  # type: ignore[operator]
+
+
+def _is_strided(x: object) -> bool:
+    """Whether ``x`` is a dense tensor whose elements do not lie one after the other."""
+    return type(x) is torch.Tensor and x.layout is torch.strided and not x.is_contiguous()

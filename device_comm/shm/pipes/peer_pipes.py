@@ -1,0 +1,231 @@
+"""The pipes of one rank to and from its peers: making them, and finding them.
+
+The sender makes a pipe at its first transfer, and says in the group's segment where it is (see
+`device_comm.shm.layout`); the receiver looks there.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Final
+
+from device_comm.shm.layout import PIPE_HANDLE, PIPE_OPEN, GroupLayout
+from device_comm.shm.pipes.pipe import (
+    CLOSED,
+    HEADER_BYTES,
+    PIECE_BYTES,
+    POSTED,
+    RING,
+    RING_BYTES,
+    SMALL_BYTES,
+    TAKEN,
+    Chunk,
+    has_chunk,
+    peek,
+    post,
+    take,
+    wanted_room,
+)
+from device_comm.shm.pipes.spills import ReceivedSpills, SpillPool
+from shm_broadcast.segment import Segment, SegmentHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from device_comm.shm.pipes.pipe import MakeMover, Mover
+    from device_comm.shm.pipes.spills import Spill
+    from shm_broadcast.board.board import Board
+
+CHUNKS_ABOUT_SPILLS: Final = 32
+"""More than any transfer takes: four kept ones, and then of twice the size each time."""
+
+_HANDLE = struct.Struct("<IIxxxxQQ16s")
+
+
+class PeerPipes:
+    """All pipes of one rank. They are made when they are first used.
+
+    Attributes:
+        board: the node's.
+        members: the board's member number of each rank.
+        rank: this one.
+        group: the group's segment.
+        layout: its layout.
+        make_mover: makes what moves bytes through a pipe's segment, for the rank at its other end.
+        spills: what this rank sends large tensors in.
+        outgoing: the ends of the pipes to ranks, as far as they were made.
+        coming: the ends of the pipes from ranks, likewise.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        members: Sequence[int],
+        rank: int,
+        group: Segment,
+        layout: GroupLayout,
+        make_mover: MakeMover,
+    ) -> None:
+        self.board = board
+        self.members = members
+        self.rank = rank
+        self.group = group
+        self.layout = layout
+        self.make_mover = make_mover
+        self.spills = SpillPool()
+        self.outgoing: dict[int, SendingEnd] = {}
+        self.coming: dict[int, ReceivingEnd] = {}
+
+    def to(self, peer: int) -> SendingEnd:
+        """The end of the pipe to rank ``peer``."""
+        end = self.outgoing.get(peer)
+        if end is None:
+            end = self.outgoing[peer] = SendingEnd(self, peer)
+        return end
+
+    def from_(self, peer: int) -> ReceivingEnd:
+        """The end of the pipe from rank ``peer``."""
+        end = self.coming.get(peer)
+        if end is None:
+            end = self.coming[peer] = ReceivingEnd(self, peer)
+        return end
+
+    def goes_ahead(self, peer: int, size: int) -> bool:
+        """Whether ``size`` bytes to rank ``peer`` can be sent now, if none wait."""
+        end = self.outgoing.get(peer)
+        room = RING_BYTES if end is None else end.room
+        if size <= PIECE_BYTES and room >= wanted_room(size):
+            return True
+        spills = room >= CHUNKS_ABOUT_SPILLS * HEADER_BYTES
+        return size > SMALL_BYTES and spills and self.spills.allow(size)
+
+    def undelivered(self) -> list[int]:
+        """The ranks that have not received all that was sent to them."""
+        if self.spills.waiting:
+            return list(self.outgoing)
+        return [rank for rank, end in self.outgoing.items() if not end.empty]
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for sending in self.outgoing.values():
+            sending.close()
+        for receiving in self.coming.values():
+            receiving.close()
+        self.spills.close()
+
+
+class SendingEnd:
+    """The sender's end of a pipe.
+
+    Attributes:
+        mover: moves bytes into it.
+    """
+
+    def __init__(self, pipes: PeerPipes, peer: int) -> None:
+        """Make the pipe and tell where it is. Collective: no."""
+        self._segment = Segment.create(RING + RING_BYTES, "group-pipe")
+        self._words = self._segment.words
+        self._board, self._member = pipes.board, pipes.members[peer]
+        self.mover = pipes.make_mover(self._segment, peer)
+        handle, place = self._segment.handle(), pipes.layout.pipe(pipes.rank, peer)
+        pipes.group.words.write(
+            place + PIPE_HANDLE,
+            _HANDLE.pack(handle.fd, handle.pid, handle.start_time, handle.size, handle.nonce),
+        )
+        pipes.group.words.store32(place + PIPE_OPEN, 1)
+        self._board.ring(self._member)
+
+    @property
+    def room(self) -> int:
+        """Bytes that are free, reserved ones included."""
+        return RING_BYTES - (self._words.load64(POSTED) - self._words.load64(TAKEN))
+
+    def takes_inside(self, left: int) -> bool:
+        """Whether a chunk can be posted with the next of ``left`` bytes in it."""
+        return self.room >= wanted_room(left)
+
+    @property
+    def empty(self) -> bool:
+        """Whether all chunks have been taken."""
+        return self.room == RING_BYTES
+
+    def post(self, chunk: Chunk) -> None:
+        """Post a chunk about a spill. There is room."""
+        post(self._words, chunk)
+        self._board.ring(self._member)
+
+    def close(self) -> None:
+        """Post no more."""
+        self._words.store32(CLOSED, 1)
+        self._board.ring(self._member)
+        self._segment.close()
+
+
+class ReceivingEnd:
+    """The receiver's end of a pipe.
+
+    Attributes:
+        mover: moves bytes out of it; None before it was found.
+
+    Its methods raise `SharedMemoryError` if the sender had ended before the pipe was found.
+    """
+
+    def __init__(self, pipes: PeerPipes, peer: int) -> None:
+        """Look for the pipe when asked. Collective: no."""
+        self._pipes = pipes
+        self._peer = peer
+        self._place = pipes.layout.pipe(peer, pipes.rank)
+        self._segment: Segment | None = None
+        self.mover: Mover | None = None
+        self._sender: SegmentHandle
+        self._spills = ReceivedSpills()
+
+    def find_mover(self) -> Mover | None:
+        """The mover; looks for the pipe. None before the sender has made it."""
+        self._find()
+        return self.mover
+
+    def readable(self) -> bool:
+        """Whether a chunk is there, or will never be."""
+        segment = self._find()
+        return segment is not None and (segment.words.load32(CLOSED) != 0 or has_chunk(segment))
+
+    def peek(self) -> Chunk | None:
+        """The next chunk, left in the pipe; None if there is none."""
+        segment = self._find()
+        return None if segment is None else peek(segment)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will come any more."""
+        segment = self._segment
+        return segment is not None and segment.words.load32(CLOSED) != 0 and not has_chunk(segment)
+
+    def take(self, chunk: Chunk) -> None:
+        """Give the room of the next chunk back, which is ``chunk``."""
+        if self._segment is not None:
+            take(self._segment.words, chunk)
+            self._pipes.board.ring(self._pipes.members[self._peer])
+
+    def spill(self, chunk: Chunk) -> Spill:
+        """The spill that a chunk is about."""
+        pid, start = self._sender.pid, self._sender.start_time
+        handle = SegmentHandle(pid, start, chunk.fd, chunk.nonce, chunk.size)
+        return self._spills.find(handle, chunk.kept)
+
+    def close(self) -> None:
+        """Let go of the pipe."""
+        if self._segment is not None:
+            self._segment.close()
+        self._spills.close()
+
+    def _find(self) -> Segment | None:
+        group = self._pipes.group
+        if self._segment is None and group.words.load32(self._place + PIPE_OPEN):
+            fd, pid, start, size, nonce = _HANDLE.unpack_from(
+                group.memory, self._place + PIPE_HANDLE
+            )
+            self._sender = SegmentHandle(pid, start, fd, nonce, size)
+            self._segment = Segment.attach(self._sender)
+            self.mover = self._pipes.make_mover(self._segment, self._peer)
+        return self._segment

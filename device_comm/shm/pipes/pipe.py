@@ -1,0 +1,207 @@
+"""One-way pipes between two ranks: a ring of bytes that one writes and the other reads.
+
+A pipe is a segment of its own (`device_comm.shm.pipes.peer_pipes` makes and finds it)::
+
+    64   | posted u64: bytes of chunks written, by the sender | closed u32: no more will be |
+    128  | taken u64: bytes of chunks read, by the receiver                                 |
+    192  | ring of RING_BYTES: chunks in a row                                              |
+
+    Chunk, at a multiple of 64; where the ring ends, its data goes on at the beginning
+     0   | kind u8 | dtype u8 | kept u8 | - | fd u32 | total u64 | offset u64 | used u64 |
+     32  | spill: size u64, nonce 16 bytes | call u32 | -                                |
+     64  | ``used`` bytes of data and what fills up 64, unless they are in the spill         |
+
+A chunk brings ``used`` bytes of a transfer of ``total`` bytes, from ``offset`` on: inside, or in a
+spill (`device_comm.shm.pipes.spills`). Its call is the sender's (`device_comm.call_number`). Large
+transfers are cut into chunks of `PIECE_BYTES`, so that both ends copy at the same time. The last
+`RESERVED_BYTES` of room are for chunks about spills and for the ends of transfers up to
+`SMALL_BYTES`: however large transfers are, some never lack room.
+
+The sender writes a chunk, then stores ``posted`` with release; the receiver loads it with acquire,
+reads the chunk, and stores ``taken`` with release, which the sender loads with acquire before it
+writes there again. Both then ring the other's doorbell.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from device_comm.shm.memory import address_of, copy
+from shm_broadcast.layout import align
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shm_broadcast.atomics import WordsLike
+    from shm_broadcast.segment import Segment
+
+    MakeMover = Callable[[Segment, int], "Mover"]
+    """Makes what moves bytes through a pipe, from its segment and the rank at the other end."""
+
+POSTED: Final = 64
+CLOSED: Final = 72
+TAKEN: Final = 128
+RING: Final = 192
+RING_BYTES: Final = 256 << 10
+PIECE_BYTES: Final = 64 << 10
+RESERVED_BYTES: Final = 16 << 10
+SMALL_BYTES: Final = 192
+HEADER_BYTES: Final = 64
+
+INSIDE: Final = 1
+SPILL: Final = 2
+
+_CHUNK = struct.Struct("<BBBxIQQQQ16sI4x")
+
+
+class Chunk(NamedTuple):
+    """What a chunk says.
+
+    Attributes:
+        kind: `INSIDE` or `SPILL`.
+        dtype: the code of the transfer's elements.
+        kept: the spill will be used again.
+        fd: the descriptor of the spill's segment in the sender.
+        total: bytes of the transfer.
+        offset: where in the transfer these bytes belong.
+        used: how many they are.
+        size: of the spill's segment.
+        nonce: of that segment.
+        call: the number of the sender's call.
+    """
+
+    kind: int
+    dtype: int
+    kept: bool
+    fd: int
+    total: int
+    offset: int
+    used: int
+    size: int = 0
+    nonce: bytes = b""
+    call: int = 0
+
+    @property
+    def size_in_ring(self) -> int:
+        """Bytes that it takes in a pipe."""
+        return HEADER_BYTES + (align(self.used, HEADER_BYTES) if self.kind == INSIDE else 0)
+
+    def continues(self, total: int, dtype: int, call: int, offset: int) -> bool:
+        """Whether it brings what comes next of a transfer."""
+        about = (self.total, self.dtype, self.call, self.offset)
+        return about == (total, dtype, call, offset) and 0 < self.used <= total - offset
+
+
+class Mover(Protocol):
+    """What moves bytes through one pipe: the C extension's ``Pipe``, or `PythonMover`."""
+
+    def push(
+        self, address: int, total: int, dtype: int, call: int, sent: int, patience_ns: int, /
+    ) -> int:
+        """Sender: post what is at ``address`` of a tensor, from byte ``sent`` on.
+
+        Returns:
+            How many of ``total`` bytes are sent: all, or what there was room for; then the receiver
+            has taken nothing for ``patience_ns``.
+        """
+
+    def pull(
+        self, address: int, total: int, dtype: int, call: int, received: int, spin_ns: int, /
+    ) -> int:
+        """Receiver: put what has come of a tensor to ``address``, from byte ``received`` on.
+
+        Returns:
+            How many of ``total`` bytes are received: all, or what came before nothing did for
+            ``spin_ns``, or before a chunk of another transfer or about a spill.
+        """
+
+
+class PythonMover:
+    """`Mover` in Python."""
+
+    def __init__(self, segment: Segment, ring: Callable[[], None]) -> None:
+        """Work on ``segment``; ``ring`` wakes the other end."""
+        self._segment = segment
+        self._words = segment.words
+        self._data = address_of(segment) + RING
+        self._ring = ring
+
+    def push(
+        self, address: int, total: int, dtype: int, call: int, sent: int, patience_ns: int, /
+    ) -> int:
+        """As `Mover.push`."""
+        while sent < total:
+            posted, taken = self._words.load64(POSTED), self._words.load64(TAKEN)
+            used = min(total - sent, PIECE_BYTES)
+            if RING_BYTES - (posted - taken) < wanted_room(total - sent):
+                if not self._words.spin64(TAKEN, taken, patience_ns):
+                    break
+                continue
+            for place, at, size in _stretches(posted + HEADER_BYTES, used):
+                copy(self._data + place, address + sent + at, size)
+            chunk = Chunk(INSIDE, dtype, False, 0, total, sent, used, call=call)
+            post(self._words, chunk)
+            self._ring()
+            sent += used
+        return sent
+
+    def pull(
+        self, address: int, total: int, dtype: int, call: int, received: int, spin_ns: int, /
+    ) -> int:
+        """As `Mover.pull`."""
+        while received < total:
+            taken = self._words.load64(TAKEN)
+            chunk = peek(self._segment)
+            if chunk is None:
+                if not self._words.spin64(POSTED, taken, spin_ns):
+                    break
+                continue
+            if chunk.kind != INSIDE or not chunk.continues(total, dtype, call, received):
+                break
+            for place, at, size in _stretches(taken + HEADER_BYTES, chunk.used):
+                copy(address + received + at, self._data + place, size)
+            take(self._words, chunk)
+            self._ring()
+            received += chunk.used
+        return received
+
+
+def wanted_room(left: int) -> int:
+    """The room that a chunk needs with the next of ``left`` bytes in it, and leaves reserved."""
+    reserved = 0 if left <= SMALL_BYTES else RESERVED_BYTES
+    return HEADER_BYTES + align(min(left, PIECE_BYTES), HEADER_BYTES) + reserved
+
+
+def post(words: WordsLike, chunk: Chunk) -> None:
+    """Post a chunk whose data, if any, is in place. There is room."""
+    posted = words.load64(POSTED)
+    words.write(RING + posted % RING_BYTES, _CHUNK.pack(*chunk))
+    words.store64(POSTED, posted + chunk.size_in_ring)
+
+
+def has_chunk(segment: Segment) -> bool:
+    """Whether one has come that has not been taken."""
+    return segment.words.load64(POSTED) != segment.words.load64(TAKEN)
+
+
+def peek(segment: Segment) -> Chunk | None:
+    """The next chunk, left in the pipe; None if there is none."""
+    if not has_chunk(segment):
+        return None
+    taken = segment.words.load64(TAKEN)
+    return Chunk(*_CHUNK.unpack_from(segment.memory, RING + taken % RING_BYTES))
+
+
+def take(words: WordsLike, chunk: Chunk) -> None:
+    """Give the room of the next chunk back, which is ``chunk``."""
+    words.store64(TAKEN, words.load64(TAKEN) + chunk.size_in_ring)
+
+
+def _stretches(begin: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """The one or two stretches of ``size`` bytes from byte ``begin`` on: place, offset, size."""
+    place = begin % RING_BYTES
+    first = min(size, RING_BYTES - place)
+    yield place, 0, first
+    if first < size:
+        yield 0, first, size - first

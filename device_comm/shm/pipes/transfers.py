@@ -1,0 +1,206 @@
+"""Tensors between two ranks, as tasks: sending one, and receiving one or a series.
+
+They travel through the pipe between the two. A sender needs no receiver: where the pipe is full,
+and the receiver does not empty it, the rest of a tensor goes into spills, as long as the pipe has
+room for chunks about them, and spills of no more than `AHEAD_BYTES` wait to be received.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from device_comm.call_number import call_number, naming_call
+from device_comm.shm.memory import copy
+from device_comm.shm.pipes.pipe import HEADER_BYTES, SMALL_BYTES, SPILL, Chunk
+from device_comm.shm.signature import DTYPE_CODES
+from shm_broadcast.errors import DivergenceError, GroupClosedError, PeerLostError, SharedMemoryError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from device_comm.shm.pipes.peer_pipes import PeerPipes
+    from device_comm.shm.pipes.spills import SentSpill
+
+PATIENCE_NS: Final = 300_000
+"""What a receiver that keeps up needs to empty a pipe, several times over."""
+
+
+class SendTask:
+    """One tensor on its way out; a `shm_broadcast.progress.Task`."""
+
+    def __init__(
+        self, pipes: PeerPipes, peer: int, operation: str, tensor: Tensor, sent: int = 0
+    ) -> None:
+        """Send ``tensor``, contiguous, to rank ``peer``, from byte ``sent`` on."""
+        self.operation = operation
+        self._end = pipes.to(peer)
+        self._spills = pipes.spills
+        self._tensor = tensor
+        self._address = tensor.data_ptr()
+        self._total = tensor.nbytes
+        self._dtype = DTYPE_CODES.get(tensor.dtype, 0)
+        self._member = pipes.members[peer]
+        self._sent = sent
+        self._call = call_number()
+        self._ahead = False
+
+    def advance(self, spin_ns: int) -> bool:
+        """Send what there is room for; whether all is sent."""
+        patience, spare = PATIENCE_NS if self._left > SMALL_BYTES else spin_ns, 0
+        while True:
+            self._sent = self._end.mover.push(
+                self._address, self._total, self._dtype, self._call, self._sent, patience
+            )
+            if self._sent == self._total:
+                return True
+            if self._may_spill():
+                self._ahead = True
+                spill = self._spills.take(self._left, spare)
+                self._post(spill)
+                patience, spare = 0, 0 if spill.kept else 2 * spill.room
+            elif not self._end.takes_inside(self._left):
+                return False
+
+    def ready(self) -> bool:
+        """Whether there is room."""
+        return self._end.takes_inside(self._left) or self._may_spill()
+
+    def missing(self) -> tuple[int, ...]:
+        """The receiver."""
+        return (self._member,)
+
+    @property
+    def _left(self) -> int:
+        return self._total - self._sent
+
+    def _may_spill(self) -> bool:
+        """Whether more may go into spills: of a tensor, all or nothing."""
+        if self._left <= SMALL_BYTES or self._end.room < HEADER_BYTES:
+            return False
+        return self._ahead or self._spills.allow(self._left)
+
+    def _post(self, spill: SentSpill) -> None:
+        """Send in ``spill`` what goes into it."""
+        used = min(self._left, spill.room)
+        copy(spill.address, self._address + self._sent, used)
+        fd, size, nonce = spill.handle.fd, spill.handle.size, spill.handle.nonce
+        about = self._dtype, spill.kept, fd, self._total, self._sent, used
+        self._end.post(Chunk(SPILL, *about, size, nonce, self._call))
+        self._sent += used
+
+
+class ReceiveTask:
+    """Tensors on their way in; a `shm_broadcast.progress.Task`."""
+
+    def __init__(
+        self,
+        pipes: PeerPipes,
+        peer: int,
+        operation: str,
+        tensors: Sequence[Tensor],
+        following: Callable[[], Sequence[Tensor]] | None = None,
+        received: int = 0,
+    ) -> None:
+        """Fill tensors, contiguous, with what rank ``peer`` sends next.
+
+        Args:
+            pipes: this rank's.
+            peer: the sender.
+            operation: for messages.
+            tensors: at least one, or none where there is ``following``.
+            following: gives those that come next, once these are filled; none: that was all.
+            received: bytes of the first tensor that are there already.
+        """
+        self.operation = operation
+        self._board = pipes.board
+        self._end = pipes.from_(peer)
+        self._peer = peer
+        self._member = pipes.members[peer]
+        self._call = call_number()
+        self._following = following
+        self._tensors: Iterator[Tensor] = iter(tensors)
+        self._total = self._received = 0
+        if tensors:
+            self._take_next()
+            self._received = received
+
+    def advance(self, spin_ns: int) -> bool:
+        """Take what has come; whether that is all.
+
+        Raises:
+            DivergenceError: the sender sent another dtype or size, or in another call.
+            GroupClosedError: the sender has closed its communicator.
+            PeerLostError: the sender ended before what it has sent could be found.
+        """
+        try:
+            while self._received < self._total or self._take_next():
+                if self._pull(spin_ns):
+                    continue
+                chunk = self._end.peek()
+                if chunk is None:
+                    if not self._end.ended:
+                        return False
+                    self._board.check(self.operation)  # why it has, if the group was aborted
+                    raise GroupClosedError(f"{self.operation}: rank {self._peer} has closed")
+                self._check(chunk)
+                if chunk.kind == SPILL:
+                    self._take_from_spill(chunk)
+        except SharedMemoryError as error:
+            raise PeerLostError(self.operation, self._board.member_status(self._member)) from error
+        return True
+
+    def ready(self) -> bool:
+        """Whether something has come, or nothing will."""
+        try:
+            return self._end.readable()
+        except SharedMemoryError:  # `advance` tells
+            return True
+
+    def missing(self) -> tuple[int, ...]:
+        """The sender."""
+        return (self._member,)
+
+    def _take_next(self) -> bool:
+        """Turn to the next tensor; whether there is one."""
+        tensor = next(self._tensors, None)
+        if tensor is None and self._following is not None:
+            self._tensors = iter(self._following())
+            tensor = next(self._tensors, None)
+        if tensor is None:
+            return False
+        self._tensor = tensor
+        self._address = tensor.data_ptr()
+        self._total, self._received = tensor.nbytes, 0
+        self._dtype = DTYPE_CODES.get(tensor.dtype, 0)
+        return True
+
+    def _pull(self, spin_ns: int) -> bool:
+        """Take what has come inside chunks; whether the tensor is filled."""
+        mover = self._end.find_mover()
+        if mover is not None:
+            self._received = mover.pull(
+                self._address, self._total, self._dtype, self._call, self._received, spin_ns
+            )
+        return self._received == self._total
+
+    def _check(self, chunk: Chunk) -> None:
+        if not chunk.continues(self._total, self._dtype, self._call, self._received):
+            names = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}
+            ours = f"{self.operation} of {self._total} bytes of {self._tensor.dtype}"
+            dtype = names.get(chunk.dtype, "another dtype")
+            raise DivergenceError(
+                self._peer,
+                naming_call(ours, self._call),
+                naming_call(f"send of {chunk.total} bytes of {dtype}", chunk.call),
+            )
+
+    def _take_from_spill(self, chunk: Chunk) -> None:
+        spill = self._end.spill(chunk)
+        copy(self._address + self._received, spill.address, chunk.used)
+        spill.mark(taken=False)
+        if not chunk.kept:
+            spill.segment.close()
+        self._end.take(chunk)
+        self._received += chunk.used

@@ -1,0 +1,275 @@
+"""Collectives and messages between ranks of one host, through shared memory.
+
+Every group has one segment, with two slots for each rank, through which all collectives go in
+steps: `device_comm.shm.layout` draws it and states the protocol. Reductions are in rank order, so
+all ranks hold the same bits. Messages between two ranks go through a ring of their own, and what
+nobody has received yet through memory of its own (`device_comm.shm.pipes.transfers`). Nothing goes
+through a socket.
+
+Memory: for n ranks ``2 n (slot + 64) + 64 n (n + 1)`` bytes, in whole pages, where the slot is 128
+KiB, or less where n is more than 16: 0.5 MiB for two ranks, 1 MiB for four, never more than 4 MiB
+but for headers. Each ordered pair of ranks that exchanges messages adds a pipe of 256 KiB and a
+page. Messages that do not fit one take what they need while they wait to be received; each rank
+keeps at most 4 MiB of that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+import torch
+
+from device_comm.backend import Backend, Capabilities, Identity
+from device_comm.reduce_op import ReduceOp
+from device_comm.shm import layout
+from device_comm.shm.collectives.collective import Collective
+from device_comm.shm.collectives.direct import DirectCalls
+from device_comm.shm.collectives.planned import Plans
+from device_comm.shm.collectives.python_steps import PythonSteps
+from device_comm.shm.execution import Execution
+from device_comm.shm.layout import GroupLayout
+from device_comm.shm.pipes.peer_pipes import PeerPipes
+from device_comm.shm.pipes.pipe import PythonMover
+from device_comm.shm.pipes.transfers import ReceiveTask, SendTask
+from device_comm.shm.results import Results
+from device_comm.shm.signature import VERBS
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.extension import COST, extension_of
+from shm_broadcast.progress import Progress
+from shm_broadcast.segment import Segment, SegmentHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+
+    from torch import Tensor
+
+    from device_comm._native import Comm
+    from device_comm.choice import Explanation
+    from device_comm.operation import Operation
+    from device_comm.shm.collectives.steps import Steps
+    from device_comm.shm.pipes.pipe import Mover
+    from device_comm.work import Pending
+    from shm_broadcast.board.board import Board
+    from shm_broadcast.progress import Task
+
+    Share = Callable[[bytes | None], bytes]
+
+native: ModuleType | None = extension_of("device_comm")
+
+
+class ShmBackend(Backend):
+    """One rank's end of a group on one host. One thread at a time. Use `create`.
+
+    Ranks that issue different operations get `DivergenceError` before data is used; one that has
+    nothing to wait for, such as a second root, learns of it by its next call. Asynchronous
+    operations go on while the caller is busy, on the thread of a `Progress`. Ranks in errors about
+    lost and late processes are the board's members.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        members: Sequence[int],
+        segment: Segment,
+        *,
+        name: str = "group",
+        timeout: float | None = 60.0,
+        progress: Progress | None = None,
+        use_native: bool = True,
+    ) -> None:
+        """Use `create`, which makes the segment and says what the arguments are."""
+        rank, size = _rank_of(board, members), len(members)
+        super().__init__(
+            Identity.of(rank, size, name=name, timeout=timeout, watch=board, members=members),
+            Capabilities(
+                "shm", detects_divergence=True, detects_loss=True, sends_ahead=True, overlaps=False
+            ),
+        )
+        self.board = board
+        self._segment = segment
+        self._closing.callback(segment.close)
+        self._layout = GroupLayout.read(segment.words)
+        self._results = Results()
+        self._plans: Plans
+        self._pipes = PeerPipes(board, self.members, rank, segment, self._layout, self._make_mover)
+        self._closing.callback(self._pipes.close)
+        if progress is None:
+            progress = Progress(board, f"{name} progress")
+            self._closing.callback(progress.close)
+        self._execution = Execution(progress, self.fail)
+        self._native = self._make_native() if use_native and size > 1 else None
+        self._steps: Steps = self._native or PythonSteps(
+            segment, self._layout, rank, self._ring_others
+        )
+        if self._native is not None:
+            self.shortcut = DirectCalls(self._native, self._pipes, self._execution, self.identity)
+            self._closing.callback(self._leave_shortcut)
+
+    @classmethod
+    def create(
+        cls,
+        board: Board,
+        members: Sequence[int],
+        share: Share,
+        *,
+        name: str = "group",
+        timeout: float | None = 60.0,
+        progress: Progress | None = None,
+        use_native: bool = True,
+    ) -> Self:
+        """Set up a group of members of ``board``. Collective: yes, every member.
+
+        Args:
+            board: the node's; its abort ends the group, too.
+            members: the board's member number of each rank, by rank.
+            share: hands bytes from rank 0 to all: rank 0 calls it with them, the others with
+                None, and it returns them to all. Called once.
+            name: for errors and status, the same on all ranks.
+            timeout: seconds for this, and for a call unless it says otherwise; None: for ever.
+            progress: drives asynchronous operations; None: one of its own. Groups
+                on one board should share one, which then stays its maker's to close.
+            use_native: False: do without the C extension, slowly. Ranks may differ about it.
+
+        Raises:
+            ValueError: this process is not one of the members, or they are not distinct.
+            GroupTimeoutError: some members did not come; names them.
+            SharedMemoryError: too little memory is free, or the members are not on one host.
+            ForeignMemoryError: what ``share`` gave is not rank 0's.
+        """
+        group = GroupLayout.for_ranks(len(members))
+        if _rank_of(board, members) == 0:
+            segment = Segment.create(group.size, "group-collectives")
+            group.write(segment.words)
+            share(msgspec.msgpack.encode(segment.handle()))
+        else:
+            handle = msgspec.msgpack.decode(share(None), type=SegmentHandle)
+            segment = Segment.attach(handle, lambda pid: board.runs(members[0], pid))
+        backend = cls(
+            board,
+            members,
+            segment,
+            name=name,
+            timeout=timeout,
+            progress=progress,
+            use_native=use_native,
+        )
+        backend._join()
+        return backend
+
+    @property
+    def uses_native(self) -> bool:
+        """Whether the C extension does the work."""
+        return self._native is not None
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the group's segment; pipes and spills come on top."""
+        return self._segment.size
+
+    def start(self, operation: Operation) -> Pending | None:
+        """Carry out a collective by its plans, a message through its pipe."""
+        execution, name, peer = self._execution, operation.name, operation.peer
+        task: Task
+        match operation.verb:
+            case "send":
+                task = SendTask(self._pipes, peer, name, operation.source)
+                return execution.perform(execution.message_lane("send", peer), task, operation)
+            case "recv":
+                tensors = () if operation.following is not None else (operation.output,)
+                task = ReceiveTask(self._pipes, peer, name, tensors, operation.following)
+                return execution.perform(execution.message_lane("recv", peer), task, operation)
+        plans = self._plans.of(operation)
+        task = Collective(self._steps, self.members, name, plans, operation)
+        return execution.perform(execution.collectives, task, operation)
+
+    def explain(self) -> Explanation:
+        """As every backend's; says so if the C extension is missing."""
+        told = super().explain()
+        if self.uses_native or self.world_size == 1:
+            return told
+        why = f"{'not built' if native is None else 'not wanted'}: {COST}"
+        return replace(told, refused=(*told.refused, ("the C extension", why)))
+
+    def flush(self, deadline: Deadline) -> None:
+        """Return once all that was sent ahead of its receivers has arrived."""
+        self.board.wait(
+            lambda: not self._pipes.undelivered(),
+            deadline,
+            self.identity.operation("flush"),
+            lambda: [self.members[rank] for rank in self._pipes.undelivered()],
+        )
+
+    def goes_ahead(self, peer: int, size: int) -> bool:
+        """As every backend's: if nothing to that rank is under way, and there is room."""
+        lane = self._execution.messages.get(("send", peer))
+        return (lane is None or not lane.tickets) and self._pipes.goes_ahead(peer, size)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        """As every backend's; large ones lie in memory that was used before."""
+        return self._results.empty(shape, dtype)
+
+    # --- setting up ----------------------------------------------------------------------
+
+    def _make_native(self) -> Comm | None:
+        if native is None:
+            return None
+        comm: Comm = native.Comm(
+            self._segment.memory,
+            self.board.memory,
+            self.rank,
+            self.board.slot_offset(self.members[self.rank]),
+            tuple(self.board.doorbell_offset(member) for member in self.members),
+            tuple(self.identity.operation(verb) for verb in (*VERBS, "send", "recv")),
+            torch.Tensor,
+            ReduceOp,
+            self._results.empty_like,
+            self.begun.words,
+        )
+        return comm
+
+    def _make_mover(self, segment: Segment, peer: int) -> Mover:
+        member = self.members[peer]
+        if self._native is None or native is None:
+            return PythonMover(segment, lambda: self.board.ring(member))
+        mover: Mover = native.Pipe(
+            segment.memory, self.board.memory, self.board.doorbell_offset(member)
+        )
+        return mover
+
+    def _leave_shortcut(self) -> None:
+        self.shortcut = None
+
+    def _ring_others(self) -> None:
+        for peer in self.peers:
+            self.board.ring(peer)
+
+    def _join(self) -> None:
+        """Say that this rank is there, and wait for the others."""
+        words, present = self._segment.words, layout.RANK_PRESENT
+        if self._native is None:
+            words.store64(layout.GROUP_WHOLE_BYTES, layout.WHOLE_ALWAYS)
+        words.store32(self._layout.rank_line(self.rank) + present, 1)
+        self._ring_others()
+
+        def absent() -> list[int]:
+            return [
+                member
+                for rank, member in enumerate(self.members)
+                if not words.load32(self._layout.rank_line(rank) + present)
+            ]
+
+        deadline = Deadline.after(self.timeout)
+        self.board.wait(lambda: not absent(), deadline, f"{self.name} create", absent)
+        whole_bytes = GroupLayout.read(words).whole_bytes
+        self._plans = Plans(self.rank, self.world_size, whole_bytes)
+
+
+def _rank_of(board: Board, members: Sequence[int]) -> int:
+    if len(set(members)) != len(members):
+        raise ValueError(f"members must be distinct; got {list(members)}")
+    if board.member is None or board.member not in members:
+        raise ValueError(f"member {board.member} of {board.name} is not one of {list(members)}")
+    return list(members).index(board.member)

@@ -1,0 +1,1 @@
+"""The backend that works over any torch process group."""

@@ -1,0 +1,312 @@
+"""Any torch process group as a backend: the reference, and the oracle of the others.
+
+Data is moved as bytes, so every dtype travels; `device_comm.torch_group.carried_types` says how
+reductions do. Reduce-scatter is an exchange of parts and a local reduction in rank order, the same
+for equal and unequal parts, and all-gather of unequal parts is an exchange too: gloo has neither.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from device_comm.backend import Backend, Capabilities, Identity
+from device_comm.operation import NO_TENSOR, Operation
+from device_comm.torch_group.arrivals import Arrivals
+from device_comm.torch_group.carried_types import as_bytes, as_cargo, reduction_wire
+from device_comm.torch_group.guard import Guard
+from device_comm.torch_group.helper_threads import HelperThreads
+from device_comm.torch_group.pending import (
+    Boundary,
+    CollectivePending,
+    StreamPending,
+    TransferPending,
+    break_off,
+    wait_to_the_end,
+)
+from device_comm.torch_group.reduce_here import reduce_here
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from device_comm.reduce_op import ReduceOp
+    from device_comm.torch_group.helper_threads import Job
+    from device_comm.watch import Watch
+    from device_comm.work import Pending
+
+_TAG = 0
+
+
+class TorchBackend(Backend):
+    """Collectives and p2p over a torch process group, which stays its maker's to destroy.
+
+    Do not use the group beside this backend: operations are matched in order. After an
+    abort its connections are broken off, so that whatever waits in it ends, and it is never
+    used again.
+
+    With gloo, a call returns once the result is there, and a lost peer is noticed through
+    the board. With NCCL a call returns once the work is in stream order; what fails later is
+    left to NCCL's own watchdog.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        device: torch.device | str = "cpu",
+        board: Watch | None = None,
+        members: Sequence[int] | None = None,
+        name: str = "group",
+        timeout: float | None = 60.0,
+    ) -> None:
+        """Wrap ``process_group``. Collective: no.
+
+        Args:
+            process_group: of the ranks of this group; its backend must handle ``device``.
+            device: where the tensors are.
+            board: the group's `shm_broadcast.Board`; None: deadlines only.
+            members: the board's member number of each rank; None: the rank itself.
+            name: the group's name, for errors and status.
+            timeout: seconds that a call allows unless it says otherwise; None: for ever.
+                torch's own timeout of the group ends an operation too, if it is shorter.
+        """
+        backend = process_group._get_backend(torch.device(device)).name()
+        super().__init__(
+            Identity.of(
+                process_group.rank(),
+                process_group.size(),
+                device,
+                name=name,
+                timeout=timeout,
+                watch=board,
+                members=members,
+            ),
+            Capabilities(
+                backend=backend,
+                stream_ordered=backend == "nccl",
+                detects_loss=board is not None and backend != "nccl",
+            ),
+        )
+        self._group = process_group
+        self._boundary = Boundary(self.watch)
+        self._arrivals = Arrivals(self.watch, name, self.members, self.rank)
+        self._helpers = HelperThreads(f"{name}-transfer")
+        self._guard = Guard(f"{name}-guard", self._boundary, self.discard)
+        self._series: dict[int, Job] = {}
+        self._broken_off = False
+
+    def discard(self) -> None:
+        """Break the connections off, so that whatever waits in them ends."""
+        if self.world_size > 1 and not self._broken_off:
+            self._broken_off = True
+            break_off(self._group)
+
+    def start(self, operation: Operation) -> Pending | None:
+        """Issue what torch has for the verb."""
+        match operation.verb:
+            case "all_reduce":
+                return self._all_reduce(operation)
+            case "all_gather":
+                return self._all_gather(operation)
+            case "all_gatherv":
+                return self._all_gatherv(operation)
+            case "reduce_scatter" | "reduce_scatterv":
+                return self._reduce_here(operation)
+            case "all_to_all":
+                return self._all_to_all(operation)
+            case "broadcast":
+                return self._broadcast(operation)
+            case "reduce":
+                return self._reduce(operation)
+            case "gather":
+                return self._gather(operation)
+            case "scatter":
+                return self._scatter(operation)
+            case "send" | "recv":
+                return self._transfer(operation)
+            case _:
+                return self._barrier(operation)
+
+    # --- collectives ---------------------------------------------------------------------
+
+    def _all_reduce(self, operation: Operation) -> Pending:
+        source, output = operation.source, operation.output
+        wire = reduction_wire(operation.op, source.dtype)
+        if wire is None:
+            return self._reduce_here(operation)
+        travelling = wire.wrap(output)
+        wire.load(travelling, source)
+        return self._follow(
+            operation,
+            lambda: self._group.allreduce([travelling], _all_reduce_options(wire.op)),
+            lambda: wire.unload(travelling, output, self.world_size),
+        )
+
+    def _reduce_here(self, operation: Operation) -> Pending:
+        moving, reduce = reduce_here(operation, self.rank, self.world_size)
+        if moving.verb == "all_gather":
+            return self._all_gather(moving, reduce)
+        if moving.verb == "gather":
+            return self._gather(moving, reduce)
+        return self._all_to_all(moving, reduce)
+
+    def _all_gather(
+        self, operation: Operation, finish: Callable[[], None] | None = None
+    ) -> Pending:
+        output, source = as_cargo(operation.output), as_cargo(operation.source)
+        return self._follow(operation, lambda: self._group._allgather_base(output, source), finish)
+
+    def _all_gatherv(self, operation: Operation) -> Pending:
+        source, n = operation.source, self.world_size
+        return self._all_to_all(
+            operation.instead(
+                source.view(-1).repeat(n),
+                operation.output,
+                verb="all_to_all",
+                source_sizes=(source.numel(),) * n,
+                output_sizes=operation.output_sizes,
+            )
+        )
+
+    def _all_to_all(
+        self, operation: Operation, finish: Callable[[], None] | None = None
+    ) -> Pending:
+        output, source = as_bytes(operation.output), as_bytes(operation.source)
+        width, n = operation.source.element_size(), self.world_size
+        takes = [size * width for size in operation.output_parts(n)]
+        gives = [size * width for size in operation.source_parts(n)]
+        return self._follow(
+            operation, lambda: self._group.alltoall_base(output, source, takes, gives), finish
+        )
+
+    def _broadcast(self, operation: Operation) -> Pending:
+        options = dist.BroadcastOptions()
+        options.rootRank = operation.peer
+        cargo = as_cargo(operation.buffer)
+        return self._follow(operation, lambda: self._group.broadcast([cargo], options))
+
+    def _reduce(self, operation: Operation) -> Pending:
+        source, output = operation.source, operation.output
+        wire = reduction_wire(operation.op, source.dtype)
+        if wire is None:
+            return self._reduce_here(operation)
+        is_root = operation.peer == self.rank
+        # torch leaves partial sums in the tensor of every rank
+        travelling = wire.wrap(output if is_root else torch.empty_like(source))
+        wire.load(travelling, source)
+        options = dist.ReduceOptions()
+        options.reduceOp = wire.op.torch
+        options.rootRank = operation.peer
+        return self._follow(
+            operation,
+            lambda: self._group.reduce([travelling], options),
+            (lambda: wire.unload(travelling, output, self.world_size)) if is_root else None,
+        )
+
+    def _gather(self, operation: Operation, finish: Callable[[], None] | None = None) -> Pending:
+        options = dist.GatherOptions()
+        options.rootRank = operation.peer
+        source, output = as_bytes(operation.source), operation.output
+        rows = [] if output is NO_TENSOR else [list(as_bytes(output).chunk(self.world_size))]
+        return self._follow(operation, lambda: self._group.gather(rows, [source], options), finish)
+
+    def _scatter(self, operation: Operation) -> Pending:
+        options = dist.ScatterOptions()
+        options.rootRank = operation.peer
+        source, output = operation.source, as_bytes(operation.output)
+        rows = [] if source is NO_TENSOR else [list(as_bytes(source).chunk(self.world_size))]
+        return self._follow(operation, lambda: self._group.scatter([output], rows, options))
+
+    def _barrier(self, operation: Operation) -> Pending:
+        options = dist.BarrierOptions()
+        if self.device.type != "cpu":
+            options.device = self.device
+        return self._follow(operation, lambda: self._group.barrier(options))
+
+    # --- following what was issued -------------------------------------------------------
+
+    def _follow(
+        self,
+        operation: Operation,
+        issue: Callable[[], dist.Work],
+        finish: Callable[[], None] | None = None,
+    ) -> Pending:
+        """Follow ``issue``, a call of torch's and nothing else: its errors are the connections'."""
+        if self.capabilities.stream_ordered:
+            return StreamPending(self._issue(operation, issue, self.peers), finish)
+        arrival = self._arrivals.begin(operation.name)
+        work = self._issue(operation, issue, self.peers)
+        name, peers = operation.name, self.peers
+        return CollectivePending(work, finish, name, peers, self._boundary, arrival)
+
+    def _transfer(self, operation: Operation) -> Pending | None:
+        peer, name = operation.peer, operation.name
+        peers = (self.members[peer],)
+        sends = operation.verb == "send"
+        before = None if sends else self._series.get(peer)
+        if operation.following is not None or (before is not None and not before.done):
+            return self._receive_series(operation, before)
+        cargo = as_cargo(operation.source if sends else operation.output)
+        move = self._group.send if sends else self._group.recv
+        work = self._issue(operation, lambda: move([cargo], peer, _TAG), peers)
+        if self.capabilities.stream_ordered:
+            return StreamPending(work, None)
+        if operation.background:
+            job = self._helpers.start(work.wait, self._wake)
+            return TransferPending(job, name, peers, self._boundary)
+        deadline = operation.deadline
+        try:
+            self._guard.call(lambda: wait_to_the_end(work, deadline), name, peers)
+        except RuntimeError as error:
+            raise self._boundary.translate(error, name, peers, deadline) from error
+        return None
+
+    def _receive_series(self, operation: Operation, before: Job | None) -> Pending | None:
+        """Receive on a helper thread, behind what it is receiving from that rank already."""
+        group, peer, following = self._group, operation.peer, operation.following
+
+        def receive(tensors: Sequence[Tensor]) -> None:
+            for work in [group.recv([as_cargo(tensor)], peer, _TAG) for tensor in tensors]:
+                work.wait()
+
+        def receive_all() -> None:
+            if before is not None:
+                before.join()
+            if following is None:
+                receive([operation.output])
+                return
+            while tensors := following():
+                receive(tensors)
+
+        job = self._series[peer] = self._helpers.start(receive_all, self._wake)
+        peers = (self.members[peer],)
+        pending = TransferPending(job, operation.name, peers, self._boundary)
+        if operation.background:
+            return pending
+        pending.wait(operation.deadline)
+        return None
+
+    def _issue(
+        self, operation: Operation, issue: Callable[[], dist.Work], peers: Sequence[int]
+    ) -> dist.Work:
+        try:
+            return issue()
+        except RuntimeError as error:
+            raise self._boundary.translate(
+                error, operation.name, peers, operation.deadline
+            ) from error
+
+    def _wake(self) -> None:
+        if self.watch.member is not None:
+            self.watch.ring(self.watch.member)
+
+
+@cache
+def _all_reduce_options(op: ReduceOp) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op.torch
+    return options

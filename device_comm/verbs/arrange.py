@@ -1,0 +1,138 @@
+"""Between the shapes that callers use and the contiguous tensors that backends move.
+
+A verb with a ``dim`` sees a tensor as (outer, count, rest): the dimensions before ``dim``
+together, then ``count`` equal pieces of ``dim`` with all that follows. Backends want the
+pieces first: (count, outer, rest). With one outer row, and so always with ``dim`` 0, the two
+are the same memory, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch import Tensor
+
+    Empty = Callable[[Sequence[int], torch.dtype, Tensor | None], Tensor]
+    """`device_comm.backend.Backend.empty`."""
+    Landing = tuple[Tensor, Callable[[], Tensor] | None]
+    """Where a backend writes, and the last step that returns the result (None: it is that)."""
+
+
+def plain(x: Tensor) -> Tensor:
+    """``x`` itself or a copy of it: contiguous, no autograd history, nothing lazy."""
+    if x.requires_grad:
+        x = x.detach()
+    if is_plain(x):
+        return x
+    return x.resolve_conj().resolve_neg().contiguous()
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether the elements of ``x`` lie in its memory in order and as they are."""
+    return x.is_contiguous() and not x.is_neg() and not (x.is_complex() and x.is_conj())
+
+
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether ``a`` and ``b`` are views of one storage: they may overlap."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def resized(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
+    """``shape`` with ``rows`` in dimension ``dim``."""
+    sizes = list(shape)
+    sizes[dim] = rows
+    return tuple(sizes)
+
+
+def row_elements(shape: Sequence[int], dim: int) -> int:
+    """Elements of one row along ``dim``."""
+    return math.prod(resized(shape, dim, 1))
+
+
+def elements_of(rows: Sequence[int], row: int) -> tuple[int, ...]:
+    """Elements of each of so many rows of ``row`` elements."""
+    return tuple(count * row for count in rows)
+
+
+def rows_before(shape: Sequence[int], dim: int) -> int:
+    """How many outer rows there are: the product of the dimensions before ``dim``."""
+    return math.prod(tuple(shape)[:dim]) if dim else 1  # a slice of torch.Size is slow
+
+
+def pieces_first(x: Tensor, dim: int, count: int) -> Tensor:
+    """``x`` with its ``count`` pieces along ``dim`` one after the other, contiguous."""
+    outer = rows_before(x.shape, dim)
+    if outer == 1 or x.numel() == 0:
+        return plain(x)
+    return plain(x.reshape(outer, count, x.numel() // (outer * count)).transpose(0, 1))
+
+
+def landing(
+    empty: Empty,
+    out: Tensor | None,
+    shape: Sequence[int],
+    like: Tensor,
+    source: Tensor | None,
+    *,
+    in_place: bool = False,
+) -> Landing:
+    """A landing for a result of ``shape``.
+
+    Args:
+        empty: makes a new contiguous tensor.
+        out: what the caller wants filled; None: a new tensor.
+        shape: the result's.
+        like: of the result's dtype.
+        source: what the result must not overlap while it is written.
+        in_place: ``out`` is the input, and the backend can work in place.
+    """
+    if out is None:
+        return empty(shape, like.dtype, like), None
+    given = out
+    target = out.detach() if out.requires_grad else out
+    apart = in_place or source is None or not shares_memory(target, source)
+    if apart and is_plain(target):
+        return target, lambda: given
+    buffer = empty(shape, like.dtype, like)
+
+    def finish() -> Tensor:
+        target.copy_(buffer)
+        return given
+
+    return buffer, finish
+
+
+def landing_pieces(
+    empty: Empty,
+    out: Tensor | None,
+    shape: Sequence[int],
+    dim: int,
+    count: int,
+    like: Tensor,
+    source: Tensor,
+) -> Landing:
+    """A landing for ``count`` pieces, one after the other, of a result of ``shape``."""
+    outer = rows_before(shape, dim)
+    if outer == 1:
+        return landing(empty, out, shape, like, source)
+    numel = math.prod(shape)
+    if numel == 0:
+        return landing(empty, out, shape, like, source)
+    rest = numel // (outer * count)
+    buffer = empty((count, outer, rest), like.dtype, like)
+
+    def finish() -> Tensor:
+        result = empty(shape, like.dtype, like) if out is None else out
+        target = result.detach()
+        if is_plain(target):
+            target.view(outer, count, rest).copy_(buffer.transpose(0, 1))
+        else:
+            target.copy_(buffer.transpose(0, 1).reshape(shape))
+        return result
+
+    return buffer, finish

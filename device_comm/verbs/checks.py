@@ -1,0 +1,100 @@
+"""Validation of what callers pass, before anything moves: `ValueError` or `TypeError`.
+
+Pure functions; nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Shape = int | Sequence[int]
+"""A tensor's shape; an int for one dimension."""
+
+
+def check_tensor(label: str, x: object, device: torch.device) -> None:
+    """Require a dense tensor on ``device``."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{label} must be a tensor, not {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_quantized:
+        raise TypeError(f"{label} must be a dense tensor, not {x.layout}, {x.dtype}")
+    if x.device != device:
+        raise ValueError(f"{label} is on {x.device}; this communicator moves tensors on {device}")
+
+
+def check_out(
+    out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Require that a result of ``shape`` and ``dtype`` fits ``out`` exactly."""
+    check_tensor("out", out, device)
+    if out.dtype != dtype:
+        raise TypeError(f"out is {out.dtype}; the result is {dtype}")
+    if out.shape != shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}; the result has {tuple(shape)}")
+
+
+def check_dim(dim: int, x: Tensor) -> int:
+    """Return ``dim`` counted from the front; tensors without dimensions have none."""
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be an int, not {dim!r}")
+    count = x.dim()
+    if not -count <= dim < count:
+        raise ValueError(f"dim {dim} is out of range for a tensor of {count} dimensions")
+    return dim % count
+
+
+def check_shape(label: str, size: Shape) -> tuple[int, ...]:
+    """The shape that ``size`` says: an int stands for one dimension."""
+    given = (size,) if isinstance(size, int) else size
+    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
+        raise TypeError(f"{label} must be an int or a sequence of ints, not {size!r}")
+    for each in given:
+        if isinstance(each, bool) or not isinstance(each, int):
+            raise TypeError(f"{label} must be an int or a sequence of ints, not {size!r}")
+        if each < 0:
+            raise ValueError(f"{label} must not be negative: {size}")
+    return tuple(given)
+
+
+def check_rank(label: str, rank: int, world_size: int) -> None:
+    """Require a rank of the group, counted from 0: no negative ranks."""
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise TypeError(f"{label} must be a rank in the group, not {rank!r}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"{label}={rank} is not a rank of a group of {world_size}")
+
+
+def check_peer(label: str, peer: int, rank: int, world_size: int) -> None:
+    """Require a rank of the group that is another than ``rank``."""
+    check_rank(label, peer, world_size)
+    if peer == rank:
+        raise ValueError(f"{label}={peer} is this rank itself")
+
+
+def check_sizes(label: str, sizes: object, world_size: int) -> tuple[int, ...]:
+    """Require one size of 0 or more for each rank."""
+    if not isinstance(sizes, (tuple, list, Sequence)):
+        raise TypeError(f"{label} must be a sequence of ints, not {sizes!r}")
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{label} must be a sequence of ints, not {sizes!r}")
+    if len(sizes) != world_size:
+        raise ValueError(f"{label} has {len(sizes)} entries for a group of {world_size}")
+    if min(sizes) < 0:
+        raise ValueError(f"{label} must not be negative: {list(sizes)}")
+    return tuple(sizes)
+
+
+def check_total(label: str, sizes: Sequence[int], total: int, dim: int) -> None:
+    """Require that ``sizes`` cut up exactly the ``total`` rows that a tensor has."""
+    if sum(sizes) != total:
+        raise ValueError(f"{label} add up to {sum(sizes)}; dimension {dim} has {total}")
+
+
+def equal_share(total: int, world_size: int, dim: int) -> int:
+    """What each rank gets of ``total`` rows; they must divide."""
+    if total % world_size:
+        raise ValueError(f"dimension {dim} has {total} rows, not divisible by {world_size} ranks")
+    return total // world_size

@@ -1,0 +1,226 @@
+"""The verbs between two ranks, and the barrier."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Unpack, overload
+
+from device_comm.operation import NO_TENSOR, Operation
+from device_comm.verbs.arrange import landing, plain
+from device_comm.verbs.checks import check_out, check_peer, check_shape, check_tensor
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import CoordinatorError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from device_comm.verbs.arguments import Later, Maybe, Now, Out, Timeout
+    from device_comm.verbs.checks import Shape
+    from device_comm.verbs.runner import Runner
+    from device_comm.work import Work
+
+
+class PointToPointVerbs:
+    """Sending, receiving, meeting. See `device_comm.communicator` for what all verbs share.
+
+    What one rank sends to another arrives in the order sent; sender and receiver agree on
+    shape and dtype.
+    """
+
+    runner: Runner
+
+    def send(self, x: Tensor, dst: int | None = None, *, timeout: Timeout = None) -> None:
+        """Send ``x`` to rank ``dst``. Collective: no, the two ranks only.
+
+        Args:
+            x: any shape and dtype.
+            dst: a rank in the group, not this one; None: the next rank, modulo N.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            None, once ``x`` may be changed. Whether it has been received then is not said.
+        """
+        run = self.runner
+        if (shortcut := run.backend.shortcut) is not None:
+            peer = (run.rank + 1) % run.world_size if dst is None else dst
+            if shortcut.message("send", timeout, x, peer) is not NotImplemented:
+                return
+        self._start_send(x, dst, async_op=False, timeout=timeout)
+
+    def empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """A new contiguous tensor on the device, of any content, for something to be received.
+
+        Large ones may lie in memory that was used before, which is faster than fresh pages.
+        Collective: no.
+        """
+        return self.runner.empty(shape, dtype)
+
+    def goes_ahead(self, dst: int, size: int) -> bool:
+        """Whether a `send` of ``size`` bytes to rank ``dst`` would now return without its `recv`.
+
+        Collective: no. Else it would wait; an `isend` never does.
+        """
+        return self.runner.backend.goes_ahead(dst, size)
+
+    def isend(self, x: Tensor, dst: int | None = None, *, timeout: Timeout = None) -> Work[None]:
+        """As `send`, at once and without a matching `recv`. Collective: no.
+
+        Returns:
+            A `Work`; ``x`` must not be changed until it is done. ``timeout`` is its `wait`'s.
+        """
+        return self._start_send(x, dst, async_op=True, timeout=timeout)  # type: ignore[no-any-return]
+
+    def recv(
+        self,
+        size: Shape | None = None,
+        dtype: torch.dtype | None = None,
+        src: int | None = None,
+        *,
+        out: Out = None,
+        timeout: Timeout = None,
+    ) -> Tensor:
+        """What rank ``src`` sends next to this rank. Collective: no, the two ranks only.
+
+        Args:
+            size: the shape, an int for one dimension; may be left out if ``out`` is given.
+            dtype: the dtype; may be left out if ``out`` is given.
+            src: a rank in the group, not this one; None: the previous rank, modulo N.
+            out: where to put it.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            ``out``, or a new contiguous tensor.
+        """
+        run = self.runner
+        if (shortcut := run.backend.shortcut) is not None:
+            peer = (run.rank - 1) % run.world_size if src is None else src
+            if out is None and size is not None and dtype is not None:
+                out, size, dtype = run.empty(size, dtype), None, None
+            if out is not None and size is None and dtype is None:
+                done = shortcut.message("recv", timeout, out, peer)
+                if done is not NotImplemented:
+                    return out
+        return self._start_recv(  # type: ignore[no-any-return]
+            size, dtype, src, out, async_op=False, timeout=timeout
+        )
+
+    def irecv(
+        self,
+        size: Shape | None = None,
+        dtype: torch.dtype | None = None,
+        src: int | None = None,
+        *,
+        out: Out = None,
+        timeout: Timeout = None,
+    ) -> Work[Tensor]:
+        """As `recv`, at once. Collective: no.
+
+        Returns:
+            A `Work` of the tensor. ``timeout`` is its `wait`'s.
+        """
+        return self._start_recv(  # type: ignore[no-any-return]
+            size, dtype, src, out, async_op=True, timeout=timeout
+        )
+
+    def recv_series(
+        self,
+        following: Callable[[], Sequence[Tensor]],
+        src: int,
+        *,
+        timeout: Timeout = None,
+    ) -> None:
+        """What rank ``src`` sends next, where only what has come tells what follows.
+
+        Collective: no, the two ranks only.
+
+        Args:
+            following: gives the contiguous tensors that are to be filled next, in the order in
+                which they are sent, once those before are; none: that was all.
+            src: a rank in the group, not this one.
+            timeout: seconds for all of them; None: the communicator's.
+        """
+        backend = self.runner.backend
+        if not isinstance(timeout, Deadline):
+            timeout = Deadline.after(backend.timeout if timeout is None else timeout)
+        try:
+            while tensors := following():
+                for tensor in tensors:
+                    self.recv(out=tensor, src=src, timeout=timeout)
+        except CoordinatorError as error:
+            backend.fail(error)
+            raise
+
+    def irecv_series(self, following: Callable[[], Sequence[Tensor]], src: int) -> Work[None]:
+        """As `recv_series`, at once; ``following`` is called on any thread. Collective: no.
+
+        It goes on while the caller is busy, or waits for something else.
+        """
+        self._check_peer("src", src, -1)
+        operation = Operation("recv", background=True, timeout=None, peer=src, following=following)
+        return self.runner.run(operation, None)  # type: ignore[no-any-return]
+
+    @overload
+    def barrier(self, **how: Unpack[Now]) -> None: ...
+    @overload
+    def barrier(self, **how: Unpack[Later]) -> Work[None]: ...
+    @overload
+    def barrier(self, **how: Unpack[Maybe]) -> Work[None] | None: ...
+    def barrier(self, *, async_op: bool = False, timeout: Timeout = None) -> Work[None] | None:
+        """Return once every rank has come here. Collective: yes, every member.
+
+        Args:
+            async_op: return a `Work`.
+            timeout: seconds; None: what the group allows.
+        """
+        run = self.runner
+        if not async_op and (shortcut := run.backend.shortcut) is not None:
+            done = shortcut.collective("barrier", timeout)
+            if done is not NotImplemented:
+                return None
+        if run.world_size == 1:
+            return run.skip("barrier", None, async_op)  # type: ignore[no-any-return]
+        operation = Operation("barrier", NO_TENSOR, NO_TENSOR, async_op, timeout)
+        return run.run(operation, None)  # type: ignore[no-any-return]
+
+    def _start_send(self, x: Tensor, dst: int | None, *, async_op: bool, timeout: Timeout) -> Any:
+        run = self.runner
+        check_tensor("x", x, run.device)
+        peer = self._check_peer("dst", dst, 1)
+        source = plain(x)
+        if x.numel() == 0:
+            return run.skip("send", None, async_op)
+        operation = Operation("send", source, NO_TENSOR, async_op, timeout, peer=peer)
+        return run.run(operation, None)
+
+    def _start_recv(
+        self,
+        size: Shape | None,
+        dtype: torch.dtype | None,
+        src: int | None,
+        out: Out,
+        *,
+        async_op: bool,
+        timeout: Timeout,
+    ) -> Any:
+        run = self.runner
+        peer = self._check_peer("src", src, -1)
+        if out is None:
+            if size is None or dtype is None:
+                raise ValueError("recv needs size and dtype, or out")
+            buffer, finish = run.empty(size, dtype), None
+        else:
+            shape = tuple(out.shape) if size is None else check_shape("size", size)
+            check_out(out, shape, out.dtype if dtype is None else dtype, run.device)
+            buffer, finish = landing(run.new, out, out.shape, out, None)
+        if buffer.numel() == 0:
+            return run.skip("recv", buffer if out is None else out, async_op)
+        operation = Operation("recv", NO_TENSOR, buffer, async_op, timeout, peer=peer)
+        return run.run(operation, buffer, finish)
+
+    def _check_peer(self, label: str, peer: int | None, step: int) -> int:
+        run = self.runner
+        rank = (run.rank + step) % run.world_size if peer is None else peer
+        check_peer(label, rank, run.rank, run.world_size)
+        return rank

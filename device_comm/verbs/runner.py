@@ -1,0 +1,157 @@
+"""What is under every verb: who this rank is, and how an operation is run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from device_comm.call_number import call_number
+from device_comm.verbs.checks import check_dim, check_rank, check_shape, check_tensor, equal_share
+from device_comm.work import Work, join
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import CoordinatorError, GroupClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from device_comm.backend import Backend
+    from device_comm.operation import Operation
+    from device_comm.reduce_op import ReduceOp
+    from device_comm.verbs.checks import Shape
+
+
+class Traced(Protocol):
+    """Verbs as ops of the graph that `torch.compile` makes; given where a group has some."""
+
+    def all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
+        """As the verb."""
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """As the verb."""
+
+    def reduce_scatter(self, x: Tensor, dim: int, op: ReduceOp) -> Tensor:
+        """As the verb."""
+
+
+class Runner:
+    """Runs the operations of one rank by a backend. One thread at a time.
+
+    Attributes:
+        backend: moves the tensors.
+        rank: this process's rank in the group.
+        world_size: how many ranks the group has.
+        device: where the tensors are.
+        new: `device_comm.backend.Backend.empty`.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        """Run what ``backend`` offers. Collective: no."""
+        self.backend = backend
+        self.rank = backend.rank
+        self.world_size = backend.world_size
+        self.device = backend.device
+        self.new = backend.empty
+        self._watch = backend.watch
+        self._begun = backend.begun
+        self._names = {
+            verb: backend.identity.operation(verb) for verb in backend.capabilities.verbs
+        }
+
+    def empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """As `device_comm.verbs.point_to_point.PointToPointVerbs.empty`."""
+        return self.new(check_shape("shape", shape), dtype)
+
+    def run(
+        self,
+        operation: Operation,
+        result: Any,
+        finish: Callable[[], Any] | None = None,
+        more: Sequence[Operation] = (),
+    ) -> Any:
+        """Run ``operation``; return ``result``, or what ``finish`` makes of it, or a `Work`.
+
+        An operation that fails midway, or is given up at its deadline, leaves the ranks out
+        of step: the error is reported, so that every member stops.
+
+        Args:
+            operation: a new one, which gets its name here.
+            result: what is returned, unless ``finish`` makes it.
+            finish: called once the operation is done.
+            more: operations of the same call, begun with it.
+        """
+        given, backend = operation.timeout, self.backend
+        operation.timeout = backend.timeout if given is None else Deadline.after(given)
+        operation.name = self.enter(operation.verb)
+        try:
+            pending = backend.start(operation)
+            if more:
+                pending = join([pending, *(self._start_with(operation, each) for each in more)])
+            if operation.background:
+                allowed = backend.timeout if given is None else Deadline.after(given).timeout
+                return Work(result, pending, finish, allowed, (operation, more), backend.fail)
+            if pending is not None:
+                pending.wait(operation.deadline)
+        except CoordinatorError as error:
+            backend.fail(error)
+            raise
+        finally:
+            self._watch.idle()
+        return result if finish is None else finish()
+
+    def skip(self, verb: str, result: Any, async_op: bool) -> Any:
+        """Return ``result`` of an operation in which nothing has to move."""
+        self.enter(verb)
+        self._watch.idle()
+        return Work(result) if async_op else result
+
+    def identity(self, verb: str, x: Tensor, out: Tensor | None, async_op: bool) -> Any:
+        """What every verb is in a group of one: ``x`` itself, or its copy in ``out``."""
+        if out is not None and out is not x:
+            out.detach().copy_(x)
+        return self.skip(verb, x if out is None else out, async_op)
+
+    def enter(self, verb: str) -> str:
+        """Say on the board that ``verb`` begins; what it is called there.
+
+        Raises:
+            NotImplementedError: the backend does not have it.
+            CoordinatorError: the group is over.
+        """
+        name = self._names.get(verb)
+        if name is None:
+            raise NotImplementedError(
+                f"{self.backend.name}: {self.backend.capabilities.backend} has no {verb}"
+            )
+        if self.backend.closed:
+            raise GroupClosedError(f"{name}: this communicator was closed")
+        self._watch.check(name)
+        self._watch.stamp(name)
+        if call_number():
+            self._begun.count(verb)
+        return name
+
+    def part(self, x: Tensor, dim: int, index: int) -> Tensor:
+        """Part ``index`` of N of ``x`` along ``dim``: a view; of one part, ``x`` itself."""
+        check_tensor("x", x, self.device)
+        dim = check_dim(dim, x)
+        if self.world_size == 1:
+            return x
+        share = equal_share(x.shape[dim], self.world_size, dim)
+        return x.detach().narrow(dim, index * share, share)
+
+    def copy_of_part(self, x: Tensor, dim: int, index: int) -> Tensor:
+        """As `part`, in memory of its own; of one part, ``x`` itself."""
+        part = self.part(x, dim, index)
+        return part if part is x else part.clone()
+
+    def check_root(self, label: str, root: int, out: Tensor | None) -> None:
+        """Require a rank of the group, and ``out`` nowhere but there."""
+        check_rank(label, root, self.world_size)
+        if out is not None and self.rank != root:
+            raise ValueError(f"out is given on rank {root} only; this is rank {self.rank}")
+
+    def _start_with(self, first: Operation, operation: Operation) -> Any:
+        operation.name, operation.timeout = first.name, first.deadline
+        return self.backend.start(operation)

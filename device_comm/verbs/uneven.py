@@ -1,0 +1,308 @@
+"""The verbs in which the ranks' shares have different sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Unpack, overload
+
+from torch import Tensor
+
+from device_comm.operation import Operation
+from device_comm.reduce_op import ReduceOp, check_reduction
+from device_comm.verbs.arrange import (
+    elements_of,
+    landing_pieces,
+    pieces_first,
+    resized,
+    row_elements,
+)
+from device_comm.verbs.checks import (
+    check_dim,
+    check_out,
+    check_sizes,
+    check_tensor,
+    check_total,
+    equal_share,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from device_comm.verbs.arguments import Later, Maybe, Now, Out, Sizes, Timeout
+    from device_comm.verbs.runner import Runner
+    from device_comm.work import Work
+
+
+class UnevenVerbs:
+    """Collectives with sizes per rank. See `device_comm.communicator` for what all verbs share."""
+
+    runner: Runner
+
+    @overload
+    def all_gatherv(
+        self, x: Tensor, dim: int = ..., sizes: Sizes = ..., *, out: Out = ..., **how: Unpack[Now]
+    ) -> Tensor: ...
+    @overload
+    def all_gatherv(
+        self, x: Tensor, dim: int = ..., sizes: Sizes = ..., *, out: Out = ..., **how: Unpack[Later]
+    ) -> Work[Tensor]: ...
+    @overload
+    def all_gatherv(
+        self, x: Tensor, dim: int = ..., sizes: Sizes = ..., *, out: Out = ..., **how: Unpack[Maybe]
+    ) -> Tensor | Work[Tensor]: ...
+    @overload
+    def all_gatherv(
+        self,
+        x: Sequence[Tensor],
+        dim: int = ...,
+        sizes: Sizes = ...,
+        *,
+        out: Sequence[Tensor] | None = ...,
+        **how: Unpack[Now],
+    ) -> list[Tensor]: ...
+    @overload
+    def all_gatherv(
+        self,
+        x: Sequence[Tensor],
+        dim: int = ...,
+        sizes: Sizes = ...,
+        *,
+        out: Sequence[Tensor] | None = ...,
+        **how: Unpack[Later],
+    ) -> Work[list[Tensor]]: ...
+    @overload
+    def all_gatherv(
+        self,
+        x: Sequence[Tensor],
+        dim: int = ...,
+        sizes: Sizes = ...,
+        *,
+        out: Sequence[Tensor] | None = ...,
+        **how: Unpack[Maybe],
+    ) -> list[Tensor] | Work[list[Tensor]]: ...
+    def all_gatherv(
+        self,
+        x: Tensor | Sequence[Tensor],
+        dim: int = 0,
+        sizes: Sizes = None,
+        *,
+        out: Tensor | Sequence[Tensor] | None = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """Concatenate the ``x`` of all ranks, of different sizes. Collective: yes, every member.
+
+        Args:
+            x: ``sizes[rank]`` rows along ``dim``; or a list of such tensors, each gathered.
+            dim: along which to concatenate.
+            sizes: rows of each rank, the same list on all ranks; None: all have as many.
+            out: ``sum(sizes)`` rows; for a list, a list.
+            async_op: return a `Work` of the result.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            ``sum(sizes)`` rows, contiguous; for a list, a list. In a group of one ``x`` itself;
+            of a list, its tensors themselves.
+        """
+        run = self.runner
+        inputs: Sequence[Tensor] = [x] if isinstance(x, Tensor) else x
+        outputs = _match_outputs(inputs, [out] if isinstance(x, Tensor) else out)
+        rows = [
+            self._check_gatherv(*pair, dim, sizes) for pair in zip(inputs, outputs, strict=True)
+        ]
+        if run.world_size == 1:
+            for given, wanted in zip(inputs, outputs, strict=True):
+                if wanted is not None and wanted is not given:
+                    wanted.detach().copy_(given)
+            same = [
+                given if wanted is None else wanted
+                for given, wanted in zip(inputs, outputs, strict=True)
+            ]
+            return run.skip("all_gatherv", same[0] if isinstance(x, Tensor) else same, async_op)
+        plans = [
+            self._plan_gatherv(given, wanted, dim, parts)
+            for given, wanted, parts in zip(inputs, outputs, rows, strict=True)
+        ]
+
+        def finish() -> Tensor | list[Tensor]:
+            done = [buffer if last is None else last() for _, buffer, last, _ in plans]
+            return done[0] if isinstance(x, Tensor) else done
+
+        operations = [
+            Operation("all_gatherv", source, buffer, async_op, timeout, output_sizes=elements)
+            for source, buffer, _, elements in plans
+            if buffer.numel()
+        ]
+        if not operations:
+            return run.skip("all_gatherv", finish(), async_op)
+        return run.run(operations[0], None, finish, operations[1:])
+
+    @overload
+    def reduce_scatterv(
+        self,
+        x: Tensor,
+        dim: int = ...,
+        sizes: Sizes = ...,
+        *,
+        op: ReduceOp = ...,
+        out: Out = ...,
+        **how: Unpack[Now],
+    ) -> Tensor: ...
+    @overload
+    def reduce_scatterv(
+        self,
+        x: Tensor,
+        dim: int = ...,
+        sizes: Sizes = ...,
+        *,
+        op: ReduceOp = ...,
+        out: Out = ...,
+        **how: Unpack[Later],
+    ) -> Work[Tensor]: ...
+    @overload
+    def reduce_scatterv(
+        self,
+        x: Tensor,
+        dim: int = ...,
+        sizes: Sizes = ...,
+        *,
+        op: ReduceOp = ...,
+        out: Out = ...,
+        **how: Unpack[Maybe],
+    ) -> Tensor | Work[Tensor]: ...
+    def reduce_scatterv(
+        self,
+        x: Tensor,
+        dim: int = -1,
+        sizes: Sizes = None,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        out: Out = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """As `reduce_scatter`, with parts of different sizes. Collective: yes, every member.
+
+        Args:
+            x: ``sum(sizes)`` rows along ``dim``, the same shape and dtype on all ranks.
+            dim: along which rank r gets ``sizes[r]`` rows.
+            sizes: rows of each rank, the same list on all ranks; None: equal parts.
+            op: what `check_reduction` accepts for the dtype.
+            out: ``sizes[rank]`` rows.
+            async_op: return a `Work` of the result.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            ``sizes[rank]`` rows, contiguous; ``x`` itself in a group of one.
+        """
+        run = self.runner
+        check_tensor("x", x, run.device)
+        check_reduction(op, x.dtype)
+        dim = check_dim(dim, x)
+        n = run.world_size
+        rows = x.shape[dim]
+        parts = (
+            (equal_share(rows, n, dim),) * n if sizes is None else check_sizes("sizes", sizes, n)
+        )
+        check_total("sizes", parts, rows, dim)
+        mine = parts[run.rank]
+        shape = resized(x.shape, dim, mine)
+        if out is not None:
+            check_out(out, shape, x.dtype, run.device)
+        if n == 1:
+            return run.identity("reduce_scatterv", x, out, async_op)
+        source = pieces_first(x, dim, rows)
+        buffer, finish = landing_pieces(run.new, out, shape, dim, mine, source, x)
+        if x.numel() == 0:
+            return run.skip("reduce_scatterv", buffer if finish is None else finish(), async_op)
+        elements = elements_of(parts, row_elements(shape, dim))
+        operation = Operation(
+            "reduce_scatterv", source, buffer, async_op, timeout, op=op, source_sizes=elements
+        )
+        return run.run(operation, buffer, finish)
+
+    @overload
+    def reduce_scatterv_into_output(
+        self,
+        x: Tensor,
+        output: Tensor,
+        dim: int = ...,
+        sizes: Sizes = ...,
+        *,
+        op: ReduceOp = ...,
+        **how: Unpack[Now],
+    ) -> Tensor: ...
+    @overload
+    def reduce_scatterv_into_output(
+        self,
+        x: Tensor,
+        output: Tensor,
+        dim: int = ...,
+        sizes: Sizes = ...,
+        *,
+        op: ReduceOp = ...,
+        **how: Unpack[Later],
+    ) -> Work[Tensor]: ...
+    @overload
+    def reduce_scatterv_into_output(
+        self,
+        x: Tensor,
+        output: Tensor,
+        dim: int = ...,
+        sizes: Sizes = ...,
+        *,
+        op: ReduceOp = ...,
+        **how: Unpack[Maybe],
+    ) -> Tensor | Work[Tensor]: ...
+    def reduce_scatterv_into_output(
+        self,
+        x: Tensor,
+        output: Tensor,
+        dim: int = -1,
+        sizes: Sizes = None,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        **how: Unpack[Maybe],
+    ) -> Any:
+        """As `reduce_scatterv`, into ``output``, which is returned. Collective: yes."""
+        return self.reduce_scatterv(x, dim, sizes, op=op, out=output, **how)
+
+    def _check_gatherv(self, x: Tensor, out: Out, dim: int, sizes: Sizes) -> tuple[int, ...]:
+        """Validate one tensor of `all_gatherv`; the rows of each rank."""
+        run = self.runner
+        check_tensor("x", x, run.device)
+        dim = check_dim(dim, x)
+        n = run.world_size
+        rows = x.shape[dim]
+        parts = (rows,) * n if sizes is None else check_sizes("sizes", sizes, n)
+        if parts[run.rank] != rows:
+            raise ValueError(
+                f"sizes[{run.rank}] is {parts[run.rank]}; dimension {dim} has {rows} rows here"
+            )
+        if out is not None:
+            check_out(out, resized(x.shape, dim, sum(parts)), x.dtype, run.device)
+        return parts
+
+    def _plan_gatherv(
+        self, x: Tensor, out: Out, dim: int, parts: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, Any, tuple[int, ...]]:
+        """One tensor's source, buffer, last step and elements."""
+        dim, total = check_dim(dim, x), sum(parts)
+        shape = resized(x.shape, dim, total)
+        source = pieces_first(x, dim, x.shape[dim])
+        buffer, finish = landing_pieces(self.runner.new, out, shape, dim, total, source, x)
+        return source, buffer, finish, elements_of(parts, row_elements(shape, dim))
+
+
+def _match_outputs(
+    inputs: Sequence[Tensor], outputs: Sequence[object] | Tensor | None
+) -> list[Tensor | None]:
+    if outputs is None:
+        return [None] * len(inputs)
+    if isinstance(outputs, Tensor) or len(outputs) != len(inputs):
+        raise TypeError(f"out must be a sequence of {len(inputs)} tensors, as x is")
+    given: list[Tensor | None] = []
+    for output in outputs:
+        if output is not None and not isinstance(output, Tensor):
+            raise TypeError(f"out must be of tensors, not {type(output).__name__}")
+        given.append(output)
+    return given

@@ -1,0 +1,1 @@
+"""Backends that wrap another backend and change how it starts operations."""

@@ -1,0 +1,84 @@
+"""A debug mode: before each collective the members compare what they have called.
+
+If members call different collectives, the shared-memory backend raises by itself, but torch's
+process groups hang or return wrong data. `CheckedBackend` wraps a backend over one of these. It
+precedes every collective by a small all-gather of its description, which about doubles the cost of
+small collectives. Messages between two members are not compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from device_comm import Wrapper
+from device_comm.operation import NO_TENSOR, REDUCTIONS
+from shm_broadcast import DivergenceError
+
+if TYPE_CHECKING:
+    from device_comm import Backend, Operation, Pending
+
+_BYTES = 160
+"""Bytes of an operation's description that are compared."""
+
+_ROOTED = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
+
+
+class CheckedBackend(Wrapper):
+    """Raises `DivergenceError` when members call different collectives."""
+
+    def __init__(self, inner: Backend, over: Backend) -> None:
+        """Wrap a backend, which is closed with this one.
+
+        Args:
+            inner: the backend to wrap.
+            over: carries the comparison, on the CPU: ``inner`` itself, or another backend of the
+                same members.
+        """
+        has = replace(inner.capabilities, detects_divergence=True)
+        super().__init__(inner, capabilities=has)
+        self._over = over
+
+    def start(self, operation: Operation) -> Pending | None:
+        """Compare a collective with the other members', then start it.
+
+        Raises:
+            DivergenceError: names the first member that called something else.
+        """
+        if operation.verb not in ("send", "recv"):
+            self._agree(operation)
+        return self._inner.start(operation)
+
+    def _agree(self, operation: Operation) -> None:
+        ours = _describe(operation).encode()[:_BYTES]
+        row = torch.frombuffer(bytearray(ours.ljust(_BYTES)), dtype=torch.uint8)
+        rows = torch.empty((self.world_size, _BYTES), dtype=torch.uint8)
+        pending = self._over.start(operation.instead(row, rows, verb="all_gather"))
+        if pending is not None:
+            pending.wait(operation.deadline)
+        for rank, theirs in enumerate(rows):
+            text = bytes(theirs.numpy()).rstrip()
+            if text != ours:
+                raise DivergenceError(rank, ours.decode(), text.decode())
+
+
+def _describe(operation: Operation) -> str:
+    """The text that must be equal on all members: without sizes that may differ between them."""
+    verb, about = operation.verb, [operation.verb]
+    x = operation.output if verb == "scatter" else operation.source
+    if verb == "broadcast":
+        x = operation.buffer
+    if x is not NO_TENSOR:
+        about.append(str(x.dtype))
+        sizes = operation.output_sizes or operation.source_sizes
+        if sizes is None:
+            about.append(str(tuple(x.shape)))
+        elif verb != "all_to_all":
+            about.append(str(list(sizes)))
+    if verb in REDUCTIONS:
+        about.append(operation.op.name)
+    if verb in _ROOTED:
+        about.append(f"{_ROOTED[verb]} {operation.peer}")
+    return " ".join(about)

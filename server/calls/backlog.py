@@ -1,0 +1,121 @@
+"""The calls of a pool in order: first those that the workers have ("under way"), then the queued.
+
+Plain bookkeeping: no locks, and nothing about what an answer means.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .pending_call import PendingCall
+
+
+class Backlog:
+    """Calls under way by number, and queued calls, which have no number. Not thread-safe.
+
+    Attributes:
+        last_settled: the method of the latest call that all ranks have answered; ``""`` if none.
+
+    Args:
+        in_flight: how many calls may be under way at once.
+    """
+
+    def __init__(self, in_flight: int) -> None:
+        self._in_flight = in_flight
+        self._last = 0
+        self.last_settled = ""
+        self._sending = False
+        self._under_way: dict[int, PendingCall] = {}
+        self._queued: deque[PendingCall] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way."""
+        return bool(self._under_way)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no call is under way or queued."""
+        return not self._under_way and not self._queued
+
+    @property
+    def open(self) -> bool:
+        """Whether a new call could be sent now, without overtaking a queued one."""
+        return not self._queued and self._has_room
+
+    @property
+    def sendable(self) -> bool:
+        """Whether the first queued call could be sent now."""
+        return bool(self._queued) and self._has_room
+
+    @property
+    def oldest(self) -> PendingCall | None:
+        """The call that has been under way longest; ``None`` if none is."""
+        return next(iter(self._under_way.values()), None)
+
+    def oldest_of(self, rank: int) -> PendingCall | None:
+        """The call under way that ``rank`` has to answer next; ``None`` if it has answered all."""
+        for call in self._under_way.values():
+            if rank in call.waiting:
+                return call
+        return None
+
+    def find(self, number: int) -> PendingCall | None:
+        """The call with this number, if it is under way."""
+        return self._under_way.get(number)
+
+    def told(self) -> str:
+        """The calls under way, by number and method, as text for an error message."""
+        calls = self._under_way.values()
+        return "under way: " + ", ".join(f"call {call.number} ({call.method})" for call in calls)
+
+    def enqueue(self, call: PendingCall) -> None:
+        """Queue a call behind all others."""
+        self._queued.append(call)
+
+    def withdraw(self, call: PendingCall) -> None:
+        """Remove a call from the queue, if it is there."""
+        if call in self._queued:
+            self._queued.remove(call)
+
+    def next(self) -> PendingCall:
+        """Remove the first queued call and return it; the caller passes it to `begin`."""
+        return self._queued.popleft()
+
+    def begin(self, call: PendingCall) -> None:
+        """Give a call its number and count it as under way. No other call can begin before
+        `sent` or `unsent`: one thread sends at a time, so numbers and the queue agree in order.
+        """
+        self._sending = True
+        self._last += 1
+        call.number = self._last
+        self._under_way[call.number] = call
+
+    def sent(self) -> None:
+        """Note that the call which began last was sent."""
+        self._sending = False
+
+    def unsent(self, call: PendingCall) -> None:
+        """Note that ``call``, which began last, reached no worker: the next gets its number."""
+        self._sending = False
+        self._last -= 1
+        del self._under_way[call.number]
+        call.number = 0
+
+    def settle(self, call: PendingCall) -> None:
+        """Note that every rank has answered ``call``: it leaves the calls under way."""
+        self.last_settled = call.method
+        del self._under_way[call.number]
+
+    def clear(self) -> list[PendingCall]:
+        """Forget all calls, under way and queued; returns them in order."""
+        calls = [*self._under_way.values(), *self._queued]
+        self._under_way.clear()
+        self._queued.clear()
+        return calls
+
+    @property
+    def _has_room(self) -> bool:
+        return not self._sending and len(self._under_way) < self._in_flight

@@ -1,0 +1,53 @@
+"""The future of a call; its time-out errors name the workers that are late."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..errors import CallTimeoutError
+
+    Late: TypeAlias = Callable[[float | None], CallTimeoutError]
+
+
+class CallFuture(Future[Any]):
+    """A `concurrent.futures.Future` whose time-out errors name the late workers and their stacks.
+
+    Args:
+        late: makes the error for a ``timeout`` in seconds that has passed; the call goes on.
+    """
+
+    def __init__(self, late: Late | None = None) -> None:
+        super().__init__()
+        self._late = late
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the call's result.
+
+        Raises:
+            CallTimeoutError: there is none within ``timeout`` seconds; the call goes on.
+            CancelledError: the call was cancelled.
+            What the call raises.
+        """
+        try:
+            return super().result(timeout)
+        except TimeoutError:
+            # Done all the same: the call's own error is a TimeoutError, or it ended just now.
+            if self.done():
+                return super().result()
+            raise self._why(timeout) from None
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the call to end; its error, or ``None``. Raises as `result` on a time-out."""
+        try:
+            return super().exception(timeout)
+        except TimeoutError:
+            if self.done():
+                return super().exception()
+            raise self._why(timeout) from None
+
+    def _why(self, timeout: float | None) -> TimeoutError:
+        return TimeoutError() if self._late is None else self._late(timeout)

@@ -1,0 +1,228 @@
+"""Sends a pool's calls to the workers and takes their replies; the ledger decides what to do.
+
+One thread at a time listens for replies, and takes the replies to everybody's calls. A caller that
+waits for its own call listens itself if nobody does: a switch to another thread would cost it more
+than the reply takes. When it stops, and calls are still under way, the collector thread goes on.
+
+A caller whose call can be sent at once sends it itself; queued calls are sent by the sender thread.
+
+A thread that listens never sends. Sending waits while the queue to the workers is full; it empties
+only when a worker takes its next call, and a worker whose reply queue is full does not, before
+somebody has taken its replies. If the listening thread waited to send, nobody would take them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import astuple
+
+from shm_broadcast import (
+    NEVER,
+    CoordinatorError,
+    GroupAbortedError,
+    GroupClosedError,
+    GroupTimeoutError,
+    MessageDecodeError,
+    PeerLostError,
+)
+from shm_broadcast.doorbell import AdaptiveSpin
+
+from ..control.protocol import Call, Reply
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+    from shm_broadcast import Board, Deadline, MessageQueue
+
+    from .ledger import Ledger
+    from .pending_call import PendingCall
+
+_ENDS = (GroupAbortedError, GroupClosedError, PeerLostError)
+_LOOK_SECONDS = 1e-3
+"""How long to spin for a reply before sleeping, while calls take no longer than about that.
+
+A worker that sleeps takes 0.2 ms to wake up and answer. If this process sleeps meanwhile, its own
+wake-up takes another 0.1 ms.
+"""
+_REASON_SECONDS = 2.0
+"""How long to wait for the supervisor's report when the queues have ended; it knows the cause."""
+
+
+class Dispatcher:
+    """Moves calls and replies between the ledger and the queues. Any thread may call.
+
+    Attributes:
+        threads: the sender and the collector; `join` waits for them, so they must not call it.
+
+    Args:
+        ledger: the book of the pool's calls.
+        board: the pool's board; its last member is this process.
+        calls: the queue to all workers.
+        replies: the queue from each worker, by rank.
+    """
+
+    def __init__(
+        self, ledger: Ledger, board: Board, calls: MessageQueue, replies: Sequence[MessageQueue]
+    ) -> None:
+        self._ledger = ledger
+        self._board = board
+        self._calls = calls
+        self._replies = tuple(replies)
+        self._spin = AdaptiveSpin(_LOOK_SECONDS)
+        # Held by the thread that listens. Re-entrant: a future's callback, or a signal handler, may
+        # run in that thread and wait for a call of its own; it then listens there.
+        self._listening = threading.RLock()
+        # Set when calls are under way and nobody may be listening: wakes the collector.
+        self._needs_collector = threading.Event()
+        self.threads = [
+            threading.Thread(target=target, name=f"pool-{name}", daemon=True)
+            for name, target in (("sender", self._send_queued), ("collector", self._collect))
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def send(self, call: PendingCall, deadline: Deadline) -> None:
+        """Send ``call``, or queue it if calls are before it or too many are under way.
+
+        Raises:
+            GroupTimeoutError: the queue to the workers was full until the deadline; no worker gets
+                the call.
+            What broke the pool.
+        """
+        if self._ledger.accept(call):
+            self._send(call, deadline)
+
+    def wait(self, call: PendingCall, deadline: Deadline) -> Any:
+        """Wait for the result of a call that was passed to `send`.
+
+        Raises:
+            GroupTimeoutError: the deadline passed; the call goes on.
+            The call's error, or what broke the pool.
+        """
+        if self._listening.acquire(blocking=False):
+            try:
+                self._listen(lambda: call.done, deadline)
+            finally:
+                self._listening.release()
+                self._wake_collector()
+        else:
+            self._wait_for_other_listener(call, deadline)
+        return call.result()
+
+    def submit(self, call: PendingCall) -> Future[Any]:
+        """Queue ``call`` and return the future of its result. Does not wait for workers.
+
+        Raises:
+            What broke the pool.
+        """
+        future = call.future()
+        self._ledger.queue(call)
+        return future
+
+    def join(self) -> None:
+        """Wait for both threads to end. Call it after `Ledger.end` and the queues' shutdown."""
+        self._needs_collector.set()
+        for thread in self.threads:
+            thread.join()
+
+    def _wait_for_other_listener(self, call: PendingCall, deadline: Deadline) -> None:
+        """Wait for a call's result, which another thread takes."""
+        future = self._ledger.future(call)
+        try:
+            future.exception(None if deadline.at == math.inf else deadline.remaining())
+        except TimeoutError:
+            raise GroupTimeoutError(call.method, deadline.timeout) from None
+
+    def _send(self, call: PendingCall, deadline: Deadline) -> None:
+        wanted = -1 if call.reply_rank is None else call.reply_rank
+        message = Call(call.number, call.method, call.args, call.kwargs, wanted)
+        try:
+            self._calls.enqueue(astuple(message), deadline)
+        except _ENDS as error:
+            self._ledger.sent()
+            self._end_with_reason(error)
+        except GroupTimeoutError:
+            self._ledger.unsent(call, None)
+            raise
+        except Exception as error:  # noqa: BLE001 - the arguments' own code fails to pickle them
+            self._ledger.unsent(call, error)
+        except BaseException:
+            # A signal handler raised, maybe after the message was out. Count it as sent: if it was,
+            # its replies are taken as they come, and the numbers of later calls still agree.
+            self._ledger.sent()
+            raise
+        else:
+            self._ledger.sent()
+
+    def _send_queued(self) -> None:
+        while (call := self._ledger.next_to_send()) is not None:
+            self._send(call, NEVER)
+            self._wake_collector()
+
+    def _collect(self) -> None:
+        while not self._ledger.ended:
+            self._needs_collector.wait()
+            # Cleared before it listens: a set while it listens then causes another round.
+            self._needs_collector.clear()
+            with self._listening:
+                self._listen(lambda: not self._ledger.busy, NEVER)
+
+    def _wake_collector(self) -> None:
+        if self._ledger.busy:
+            self._needs_collector.set()
+
+    def _listen(self, until: Callable[[], bool], deadline: Deadline) -> None:
+        """Take replies until ``until()``; the caller holds ``_listening``.
+
+        Raises:
+            GroupTimeoutError: the deadline passed.
+        """
+
+        def something() -> bool:
+            return until() or any(queue.readable() for queue in self._replies)
+
+        number, since = 0, 0
+        while not until():
+            deadline.check("call")
+            # Spin on one queue only, of a rank that the oldest call waits for: the spin is a C call
+            # without the GIL. Replies of other ranks wait in their queues meanwhile.
+            oldest, rank = self._ledger.awaited
+            if oldest != number:
+                self._observe_wait(number, since)
+                number, since = oldest, time.monotonic_ns()
+            try:
+                if not oldest or not self._replies[rank].readable(self._spin.window_ns / 1e9):
+                    self._board.wait(something, deadline, "call", tuple, spin=0)
+                for each, queue in enumerate(self._replies):
+                    if queue.readable():
+                        self._take_reply(each, queue, deadline)
+            except _ENDS as error:
+                self._end_with_reason(error)
+        self._observe_wait(number, since)
+
+    def _observe_wait(self, number: int, since: int) -> None:
+        """Adapt the spin to the wait for call ``number``, which began at ``since`` (ns)."""
+        if number:
+            self._spin.observe(time.monotonic_ns() - since)
+
+    def _take_reply(self, rank: int, queue: MessageQueue, deadline: Deadline) -> None:
+        try:
+            reply = Reply(*queue.dequeue(deadline))
+        except MessageDecodeError as error:
+            self._ledger.garbled(rank, error)
+        else:
+            self._ledger.replied(rank, reply)
+
+    def _end_with_reason(self, error: CoordinatorError) -> None:
+        """End the ledger because the queues raised ``error``, unless the supervisor does it first.
+
+        The queues only know that the group was aborted or a process is gone. The supervisor hears
+        why, by the worker's exit status or its report, and its error is the better one.
+        """
+        if not self._ledger.wait_for_end(_REASON_SECONDS):
+            self._ledger.end(error)

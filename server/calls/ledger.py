@@ -1,0 +1,370 @@
+"""Keeps the state of a pool's calls: which are queued, which are under way, what replies mean.
+
+No processes and no queues here: the dispatcher sends the calls that the ledger tells it to, and
+reports the replies.
+
+Guarantees
+- Calls are sent in the order in which they were accepted, by one thread at a time.
+- At most ``in_flight`` calls are under way; a call is under way until every rank has answered it.
+- A result is handed out only when all ranks have answered that call and every earlier one, and did
+  the same in each: they began the same collectives, and all messages were received. If they did
+  not, an operation is left half done that the next call would meet, so the pool breaks.
+- A rank that has failed a call is told to go on when every rank has answered that call, on the same
+  condition. The pool breaks if that takes longer than ``settle_seconds``, counted from when all
+  earlier calls were answered.
+- The first failure that breaks the pool fails all its calls, and is raised from every later one.
+
+Locking: one lock guards all state. Hooks and futures' callbacks are collected as "actions" under
+the lock and run after it was released: they write to sockets, wake threads and run users' code,
+which may call the pool again and would wait for this very lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ..control.worker_failure import rebuild
+from ..errors import PoolClosedError, WorkerError, again
+from .backlog import Backlog
+from .lateness import Lateness
+from .settling import SettleClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from shm_broadcast import CoordinatorError, Deadline
+
+    from ..control.protocol import Failed, Reply
+    from ..errors import CallTimeoutError
+    from .pending_call import PendingCall
+
+    Actions: TypeAlias = "list[Callable[[], None]]"
+
+_BROKEN = "The pool broke with this failure and takes no more calls."
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerHooks:
+    """What a ledger asks its owner to do. Called by any thread, without the ledger's lock.
+
+    Attributes:
+        resume: ``(rank, number)``: tell the rank, which has failed call ``number``, to go on.
+        wake: wake the thread that listens for replies: a call ended without a reply.
+        clock: call `Ledger.tick` now: it has to look earlier than it said last.
+        broke: ``(error)``: the pool broke; called once.
+        late: ``(calls)``: these calls are late: call `Ledger.expire`. Each call once.
+    """
+
+    resume: Callable[[int, int], None]
+    wake: Callable[[], None]
+    clock: Callable[[], None]
+    broke: Callable[[CoordinatorError], None]
+    late: Callable[[list[PendingCall]], None]
+
+
+class Ledger:
+    """The calls of one pool. Any thread may use it.
+
+    Args:
+        in_flight: how many calls may be under way at once.
+        call_seconds: calls are late when none was answered for so long.
+        settle_seconds: how long the other ranks have to answer a call that one of them has failed.
+        hooks: the owner's functions.
+    """
+
+    def __init__(
+        self, in_flight: int, call_seconds: float, settle_seconds: float, hooks: LedgerHooks
+    ) -> None:
+        self._hooks = hooks
+        self._lock = threading.Lock()
+        self._to_send = threading.Condition(self._lock)
+        self._idle = threading.Condition(self._lock)
+        self._calls = Backlog(in_flight)
+        self._lateness = Lateness(call_seconds)
+        self._settling = SettleClock(settle_seconds)
+        self._end: CoordinatorError | None = None
+        self._ended = threading.Event()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way."""
+        return self._calls.busy
+
+    @property
+    def awaited(self) -> tuple[int, int]:
+        """The number of the oldest call under way, and a rank that has not answered it.
+
+        0, 0 if no call is under way.
+        """
+        with self._lock:
+            oldest = self._calls.oldest
+            return (0, 0) if oldest is None else (oldest.number, min(oldest.waiting, default=0))
+
+    def idle(self, rank: int) -> str | None:
+        """The method of the last call, if ``rank`` has answered all; ``None`` while it has not.
+
+        ``""`` if there was no call yet.
+        """
+        with self._lock:
+            busy = self._calls.oldest_of(rank) is not None
+            return None if busy else self._calls.last_settled
+
+    @property
+    def ended(self) -> CoordinatorError | None:
+        """What broke the pool, or that it was closed; ``None`` while it takes calls."""
+        return self._end
+
+    def check(self) -> None:
+        """Raise the error that broke the pool, or `PoolClosedError`; nothing while it is usable."""
+        if self._end is not None:
+            raise again(self._end, "" if isinstance(self._end, PoolClosedError) else _BROKEN)
+
+    def wait_for_end(self, timeout: float) -> bool:
+        """Wait until the pool is broken or closed; False after ``timeout`` seconds."""
+        return self._ended.wait(timeout)
+
+    def wait_until_idle(self, timeout: float) -> bool:
+        """Wait until no call is queued or under way; False after ``timeout`` seconds."""
+        with self._lock:
+            return self._idle.wait_for(lambda: self._calls.empty, timeout)
+
+    def accept(self, call: PendingCall) -> bool:
+        """Take a call in. If it returns True, the caller must send the call now, and then call
+        `sent` or `unsent`; otherwise the call is queued.
+
+        Raises:
+            What broke the pool, or `PoolClosedError`.
+        """
+        with self._lock:
+            self.check()
+            if not self._calls.open:
+                self._calls.enqueue(call)
+                self._to_send.notify()
+                return False
+            self._calls.begin(call)
+            return True
+
+    def queue(self, call: PendingCall) -> None:
+        """Queue a call for the thread that calls `next_to_send`; `tick` reports it if it is late.
+
+        Raises:
+            What broke the pool, or `PoolClosedError`.
+        """
+        with self._lock:
+            self.check()
+            self._calls.enqueue(call)
+            self._to_send.notify()
+            sooner = self._lateness.watch(call)
+        if sooner:
+            self._hooks.clock()
+
+    def future(self, call: PendingCall) -> Future[Any]:
+        """The future of a call that was taken in; the same one each time."""
+        with self._lock:
+            return call.future()
+
+    def next_to_send(self) -> PendingCall | None:
+        """Wait for a queued call that can be sent; the caller must send it, and then call `sent` or
+        `unsent`. ``None`` once the pool is broken or closed.
+        """
+        with self._lock:
+            while True:
+                self._to_send.wait_for(lambda: self._end is not None or self._calls.sendable)
+                if self._end is not None:
+                    return None
+                call = self._calls.next()
+                if call.begin():
+                    self._calls.begin(call)
+                    return call
+                # Its future was cancelled: take the next one.
+                if self._calls.empty:
+                    self._idle.notify_all()
+
+    def sent(self) -> None:
+        """Note that a call was sent; another may be sent now."""
+        with self._lock:
+            self._calls.sent()
+            if self._calls.sendable:
+                self._to_send.notify()
+
+    def unsent(self, call: PendingCall, error: BaseException | None) -> None:
+        """Note that a call was not sent and no worker gets it.
+
+        Args:
+            call: the call.
+            error: why, for its caller; ``None`` if the caller gave up and knows.
+        """
+        with self._lock:
+            actions: Actions = []
+            if self._end is None:
+                self._calls.unsent(call)
+                self._notify_waiters()
+                call.error = error
+                actions = [] if error is None else [call.finish()]
+        _run(actions)
+
+    def due(self, call: PendingCall) -> Deadline:
+        """Until when to wait for a call, as of now; later, once other calls were answered."""
+        with self._lock:
+            return self._lateness.due(call)
+
+    def late(self, call: PendingCall) -> list[int]:
+        """The ranks that have not answered a call; none if it was not sent."""
+        with self._lock:
+            return sorted(call.waiting) if call.number else []
+
+    def give_up(self, call: PendingCall) -> None:
+        """Take ``call`` off the queue if it is still there. One that was sent goes on."""
+        with self._lock:
+            self._calls.withdraw(call)
+            if self._calls.empty:
+                self._idle.notify_all()
+
+    def expire(self, call: PendingCall, error: CallTimeoutError) -> None:
+        """Fail ``call`` because it is late, unless its result is known."""
+        with self._lock:
+            call.error = call.error or error
+            action = call.finish()
+        action()
+
+    def replied(self, rank: int, reply: Reply) -> None:
+        """Take in the reply of ``rank``."""
+        with self._lock:
+            actions = self._spoil_before(rank, reply.number)
+            call = self._calls.find(reply.number)
+            if call is not None:
+                call.answer(rank, reply.value, reply.begun)
+                actions += self._settle(call)
+        _run(actions)
+
+    def garbled(self, rank: int, error: BaseException) -> None:
+        """Take in a reply of ``rank`` that cannot be decoded, because of ``error``."""
+        with self._lock:
+            call = self._calls.oldest_of(rank)
+            actions: Actions = []
+            if call is not None:
+                call.spoil(rank, error)
+                actions = self._settle(call)
+        _run(actions)
+
+    def failed(self, rank: int, failed: Failed, final: bool) -> None:
+        """Take in that ``rank`` has failed a call; it waits to be told to go on.
+
+        Its replies to earlier calls may arrive after this: they come through its queue, failures
+        through its control channel.
+
+        Args:
+            rank: the rank that failed.
+            failed: its report.
+            final: whether the board is aborted: no other rank will answer any more.
+        """
+        with self._lock:
+            call = self._calls.find(failed.number)
+            if call is None:
+                where = f"call {failed.number}" if failed.number else "no call"
+                actions = self._break(rebuild(failed, rank, where))
+            else:
+                actions = []
+                detail = self._calls.told() if failed.diverged else ""
+                error = rebuild(failed, rank, call.method, detail)
+                call.fail(rank, error, failed)
+                # The caller gets the error at once. One that only says that another rank has failed
+                # is kept back: that rank's own report is the better one.
+                if not failed.consequence:
+                    actions.append(call.finish())
+                actions += self._clock()
+                if not final:
+                    actions += self._settle(call)
+                elif call.settled or not failed.consequence:
+                    actions += self._break_with(call)
+            actions.append(self._hooks.wake)
+        _run(actions)
+
+    def tick(self) -> float:
+        """Break the pool if a failed call was not answered in time; report calls that are late.
+
+        Returns:
+            The seconds until it has to be called again.
+        """
+        actions: Actions = []
+        with self._lock:
+            left = self._settling.left()
+            if left <= 0 and self._settling.call is not None:
+                actions = self._break_with(self._settling.call)
+            late, next_look = self._lateness.look()
+        if late:
+            actions.append(partial(self._hooks.late, late))
+        _run(actions)
+        return max(min(left, next_look), 0.0)
+
+    def end(self, error: CoordinatorError) -> None:
+        """Break the pool with ``error``, or close it (`PoolClosedError`). The first call counts."""
+        with self._lock:
+            actions = self._break(error)
+        _run(actions)
+
+    def _spoil_before(self, rank: int, number: int) -> Actions:
+        """Count replies of ``rank`` to calls before ``number`` as lost.
+
+        A rank's replies come in order. One that is missing was taken out of the queue by a thread
+        that a signal handler interrupted before it reported the reply.
+        """
+        actions: Actions = []
+        while (call := self._calls.oldest_of(rank)) is not None and call.number < number:
+            lost = "the reply was lost when the thread that took it was interrupted"
+            call.spoil(rank, WorkerError(rank, call.method, "KeyboardInterrupt", lost, ""))
+            actions += self._settle(call)
+        return actions
+
+    def _settle(self, call: PendingCall) -> Actions:
+        """If every rank has answered ``call``: compare the ranks, then hand out or break."""
+        if not call.settled:
+            return []
+        self._calls.settle(call)
+        self._lateness.answered(call)
+        self._notify_waiters()
+        diverged = call.compare()
+        if diverged is None:
+            resumed = [partial(self._hooks.resume, rank, call.number) for rank in call.failed]
+            return [call.finish(), *self._clock(), *resumed]
+        call.error = call.error or call.failure or diverged
+        return [call.finish(), *self._clock(), *self._break(call.failure or diverged)]
+
+    def _notify_waiters(self) -> None:
+        """A call has left those under way: wake the sender, or `wait_until_idle`."""
+        if self._calls.sendable:
+            self._to_send.notify()
+        elif self._calls.empty:
+            self._idle.notify_all()
+
+    def _clock(self) -> Actions:
+        """Time the oldest call if a rank has failed it; ask for a `tick` if its time begins now."""
+        return [self._hooks.clock] if self._settling.watch(self._calls.oldest) else []
+
+    def _break_with(self, call: PendingCall) -> Actions:
+        return [] if call.failure is None else self._break(call.failure)
+
+    def _break(self, error: CoordinatorError) -> Actions:
+        if self._end is not None:
+            return []
+        self._end = error
+        doomed = self._calls.clear()
+        self._clock()
+        self._ended.set()
+        # Wakes `next_to_send` and `wait_until_idle`: both look at what has changed here.
+        self._to_send.notify_all()
+        self._idle.notify_all()
+        for call in doomed:
+            call.error = call.error or error
+        closed = isinstance(error, PoolClosedError)
+        broke: Actions = [] if closed else [partial(self._hooks.broke, error)]
+        return [*broke, *(call.finish() for call in doomed), self._hooks.wake]
+
+
+def _run(actions: Actions) -> None:
+    for action in actions:
+        action()

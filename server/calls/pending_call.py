@@ -1,0 +1,155 @@
+"""One call: its arguments, the ranks' answers, and its result.
+
+A call is *done* when its result is known: every rank has answered, or one has failed. It is
+*settled* when every rank has answered or failed; only then may the ranks that failed it go on.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from shm_broadcast import Deadline
+
+from ..errors import CallDivergedError, WorkerError, again
+from .agreement import difference
+from .call_future import CallFuture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Future
+
+    from coordinator.begun_in_call import BegunInGroup
+
+    from ..control.protocol import Failed
+    from .call_future import Late
+
+
+class PendingCall:
+    """A call that the workers have, or will get. Not thread-safe: the ledger's lock guards it.
+
+    Attributes:
+        method: the name of the worker's method.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        reply_rank: the only rank whose value is wanted; ``None``: all ranks' are.
+        number: 1, 2, ... in the order of sending; 0 until it is sent.
+        waiting: the ranks that have neither answered nor failed.
+        failed: the ranks whose method raised; they wait until they are told to go on.
+        error: what the caller gets instead of a result; ``None`` if nothing is wrong yet.
+        failure: the first failure that a rank reported. One that is only the consequence of another
+            rank's failure counts until a real cause is reported.
+        done: whether the result is known.
+        timeout: seconds that it may take, from ``since``; ``None``: `PoolConfig.call_seconds`.
+        since: when it was made, in seconds of ``time.monotonic()``.
+    """
+
+    __slots__ = (
+        "_begun", "_future", "_values", "args", "done", "error", "failed", "failure", "kwargs",
+        "method", "number", "reply_rank", "since", "timeout", "waiting",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        n_ranks: int,
+        reply_rank: int | None,
+        timeout: float | None = None,
+    ) -> None:
+        deadline = Deadline.after(timeout)  # raises ValueError for what is not a duration
+        self.timeout = deadline.timeout
+        self.since = time.monotonic()
+        self.method = method
+        self.args = tuple(args)
+        self.kwargs = dict(kwargs)
+        self.reply_rank = reply_rank
+        self.number = 0
+        self.waiting = set(range(n_ranks))
+        self.failed: list[int] = []
+        self.error: BaseException | None = None
+        self.failure: WorkerError | None = None
+        self.done = False
+        self._values: list[Any] = [None] * n_ranks
+        self._begun: dict[int, tuple[BegunInGroup, ...]] = {}
+        self._future: Future[Any] | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether every rank has answered or failed."""
+        return not self.waiting
+
+    def compare(self) -> CallDivergedError | None:
+        """The error if ranks began different group operations in this call; ``None`` if not."""
+        found = difference(self._begun)
+        return found and CallDivergedError(self.number, self.method, *found)
+
+    def answer(self, rank: int, value: Any, begun: tuple[BegunInGroup, ...]) -> None:
+        """Note the result of ``rank``, and the group operations that it began."""
+        self.waiting.discard(rank)
+        self._begun[rank] = begun
+        self._values[rank] = value
+
+    def spoil(self, rank: int, error: BaseException) -> None:
+        """Note that ``rank`` has answered, but that its answer was lost because of ``error``."""
+        self.waiting.discard(rank)
+        self.error = self.error or error
+
+    def fail(self, rank: int, error: WorkerError, told: Failed) -> None:
+        """Note that ``rank`` has failed: its report, and the error that was made of it."""
+        self.waiting.discard(rank)
+        self._begun[rank] = told.begun
+        self.failed.append(rank)
+        if not told.consequence:
+            self.error = self.error or error
+            self.failure = self.error if isinstance(self.error, WorkerError) else error
+        self.failure = self.failure or error
+
+    def finish(self) -> Callable[[], None]:
+        """Fix the result; returns the function that passes it to the future, if there is one.
+
+        Run that without holding locks: a future runs its callbacks at once, and they may call the
+        pool.
+        """
+        if self.done:
+            return _nothing
+        self.error = self.error or self.failure
+        self.done = True
+        future = self._future
+        return _nothing if future is None else lambda: self._hand_out(future)
+
+    def result(self) -> Any:
+        """The result of a call that is done: the value of ``reply_rank``, or a list by rank.
+
+        Raises:
+            The call's error, as a copy.
+        """
+        if self.error is not None:
+            raise again(self.error)
+        return self._values if self.reply_rank is None else self._values[self.reply_rank]
+
+    def future(self, late: Late | None = None) -> Future[Any]:
+        """The future of the result, the same one each time; ``late`` as in `CallFuture`."""
+        if self._future is None:
+            self._future = CallFuture(late)
+            if self.done:
+                self._hand_out(self._future)
+        return self._future
+
+    def begin(self) -> bool:
+        """Whether to send the call: False if its future was cancelled; it cannot be from now on."""
+        return self._future is None or self._future.set_running_or_notify_cancel()
+
+    def _hand_out(self, future: Future[Any]) -> None:
+        with suppress(InvalidStateError):  # its future was cancelled
+            if self.error is not None:
+                future.set_exception(again(self.error))
+            else:
+                future.set_result(self.result())
+
+
+def _nothing() -> None:
+    """Hand nothing out."""

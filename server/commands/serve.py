@@ -1,0 +1,202 @@
+"""Serve sentence embeddings over HTTP, from a tensor- and pipeline-parallel pool of workers."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..embedding.openai_api import MAX_INPUTS, ServedModel
+from ..web import descriptors, listener, logs
+from ..workers.minilm import BATCH_TOKENS, SentenceTokenizer
+from . import model_options
+from .model_options import Model, read_model
+
+if TYPE_CHECKING:
+    import argparse
+
+PACKAGES = ("prometheus_client", "safetensors", "starlette", "tokenizers", "uvicorn")
+PACKAGED_NAME = "all-MiniLM-L6-v2"
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep idle connections: so they, not the server, close them. A request that is
+sent while the server closes its connection would fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServePlan:
+    """The checked options of a server; see `add_arguments`."""
+
+    model: Model
+    tokenizer: SentenceTokenizer
+    name: str
+    host: str
+    port: int
+    api_key: str | None
+    max_batch_tokens: int
+    max_waiting: int
+    max_connections: int
+    truncate: bool
+    access_log: str
+    start_timeout: float
+    request_timeout: float
+    stall_timeout: float
+    drain_timeout: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add = parser.add_argument
+    model_options.add_arguments(parser, tp=1, pp=1)
+    add("--served-name", metavar="NAME", help="the model's name in requests "
+        f"(default: the name of its folder, or {PACKAGED_NAME})")  # fmt: skip
+    add("--http", default="127.0.0.1:8000", metavar="HOST:PORT", help="where to listen "
+        "(default 127.0.0.1:8000; port 0: any free one)")  # fmt: skip
+    add("--api-key", metavar="KEY", help="what requests have to show; needed beyond loopback. "
+        "@FILE: read it from there, so that no list of processes shows it")  # fmt: skip
+    add("--max-batch-tokens", type=int, default=BATCH_TOKENS, metavar="N", help="tokens computed "
+        f"at once (default {BATCH_TOKENS})")  # fmt: skip
+    add("--max-waiting", type=int, default=2 * MAX_INPUTS, metavar="N", help="inputs that may "
+        f"wait before requests get 429 (default {2 * MAX_INPUTS})")  # fmt: skip
+    add("--max-connections", type=int, default=1000, metavar="N", help="connections at once; "
+        "beyond, the one that waits longest without asking gives way (default 1000)")  # fmt: skip
+    add("--truncate", action="store_true", help="cut inputs that are longer than the model takes, "
+        "where a request does not say otherwise; else they are refused")  # fmt: skip
+    add("--access-log", choices=logs.ACCESS_MODES, default="off", help="a line on stdout for each "
+        "request (default off)")  # fmt: skip
+    add("--start-timeout", type=float, default=300.0, metavar="S", help="seconds for the workers "
+        "to start (default 300)")  # fmt: skip
+    add("--request-timeout", type=float, default=60.0, metavar="S", help="seconds for a request's "
+        "answer, waiting included; each batch has half of it (default 60)")  # fmt: skip
+    add("--stall-timeout", type=float, default=10.0, metavar="S", help="seconds for a batch after "
+        "which /ready and /health/progress fail until one is answered (default 10)")  # fmt: skip
+    add("--drain-timeout", type=float, default=25.0, metavar="S", help="seconds after a signal to "
+        "answer what was accepted; then it is given up (default 25: a pod has 30)")  # fmt: skip
+
+
+def prepare(args: argparse.Namespace) -> ServePlan:
+    """Check the options and the model.
+
+    Raises:
+        ValueError, OSError, ImportError, CheckpointError: something is wrong; the text says
+            what, in one line.
+    """
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ImportError(f"install the extras 'server' and 'demo': no {', '.join(missing)}")
+    host, port = listener.parse(args.http)
+    api_key = _api_key(args.api_key)
+    if not listener.is_loopback(host) and api_key is None:
+        raise ValueError(f"--http {args.http} is beyond loopback: give --api-key as well")
+    for name in ("max_batch_tokens", "max_waiting", "max_connections"):
+        if (count := getattr(args, name)) < 1:
+            raise ValueError(f"{_option(name)} must be at least 1; got {count}")
+    for name in ("start_timeout", "request_timeout", "stall_timeout", "drain_timeout"):
+        if not 0 < (seconds := getattr(args, name)) < math.inf:
+            raise ValueError(f"{_option(name)} must be more than 0 seconds; got {seconds}")
+    model = read_model(args)
+    return ServePlan(
+        model=model,
+        tokenizer=SentenceTokenizer(model.folder),
+        name=args.served_name or (args.model.resolve().name if args.model else PACKAGED_NAME),
+        host=host,
+        port=port,
+        api_key=api_key,
+        max_batch_tokens=args.max_batch_tokens,
+        max_waiting=args.max_waiting,
+        max_connections=args.max_connections,
+        truncate=args.truncate,
+        access_log=args.access_log,
+        start_timeout=args.start_timeout,
+        request_timeout=args.request_timeout,
+        stall_timeout=args.stall_timeout,
+        drain_timeout=args.drain_timeout,
+    )
+
+
+def run(plan: ServePlan) -> int:
+    """Serve until SIGTERM, then finish what was accepted.
+
+    Returns:
+        0; 1 if accepted requests were given up: at a second signal, or after the drain timeout.
+
+    Raises:
+        CoordinatorError: the workers did not start, or the pool has broken.
+        OSError: the address cannot be bound, or too few files may be open.
+        KeyboardInterrupt: it was ended by SIGINT; otherwise as by SIGTERM.
+    """
+    import uvicorn  # noqa: PLC0415
+
+    from ..embedding.service import EmbeddingService  # noqa: PLC0415
+    from ..web.connections import ConnectionLimits, TimedConnection  # noqa: PLC0415
+    from ..web.face import Face  # noqa: PLC0415
+    from ..web.web_server import WebServer  # noqa: PLC0415
+
+    logs.configure(plan.access_log)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores are the workers'
+    model, bert = plan.model, plan.model.folder.bert
+    shares = descriptors.share_out(
+        descriptors.raise_limit(), plan.max_connections, model.tp * model.pp
+    )
+    service = EmbeddingService(
+        plan.tokenizer,
+        partial(model.start_pool, plan.start_timeout, batch_tokens=plan.max_batch_tokens),
+        max_tokens=plan.max_batch_tokens,
+        max_waiting=plan.max_waiting,
+        in_flight=model.pp + 1,
+        request_timeout=plan.request_timeout,
+        stall_timeout=plan.stall_timeout,
+    )
+
+    def end() -> None:
+        server.should_exit = True
+
+    face = Face(
+        service,
+        ServedModel(plan.name, bert.hidden_size, model.folder.max_length, bert.vocab_size),
+        api_key=plan.api_key,
+        truncate=plan.truncate,
+        on_failure=end,
+    )
+    config = uvicorn.Config(
+        face.app(),
+        http=TimedConnection.within(ConnectionLimits(shares.connections)),
+        ws="none",
+        backlog=shares.accepts,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        lifespan="on",
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+    )
+    server = WebServer(config, service.give_up, plan.drain_timeout)
+    with server.hear_signals(), listener.listen(plan.host, plan.port) as listening:
+        sys.stdout.write(f"serving {plan.name} at {listener.url(listening)}\n")
+        sys.stdout.flush()
+        server.run(sockets=[listening])
+    if service.failure is not None:
+        raise service.failure
+    if signal.SIGINT in server.heard:
+        raise KeyboardInterrupt
+    return 1 if server.gave_up else 0
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _api_key(given: str | None) -> str | None:
+    if given is None:
+        return None
+    key = given
+    if given.startswith("@"):
+        key = Path(given[1:]).read_text(encoding="utf-8").strip()
+    if not key.isascii() or not key.isprintable() or not key or " " in key:
+        raise ValueError("--api-key must be one or more printable ASCII characters, no spaces")
+    return key

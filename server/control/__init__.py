@@ -1,0 +1,1 @@
+"""Messages between the driver and its workers: their types, and the channels that carry them."""

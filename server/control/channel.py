@@ -1,0 +1,131 @@
+"""The control channel: framed JSON messages over a Unix socket pair.
+
+A frame is a length (u32, big-endian) and so many bytes. Several threads may send, one at a time
+receives. When the other end's process has ended, `Channel.receive` raises `ChannelClosedError`.
+"""
+
+from __future__ import annotations
+
+import select
+import struct
+import threading
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shm_broadcast import (
+    NEVER,
+    CoordinatorError,
+    Deadline,
+    GroupTimeoutError,
+    MessageDecodeError,
+)
+from shm_broadcast.codec import UNDECODABLE
+
+if TYPE_CHECKING:
+    import socket
+
+_LENGTH = struct.Struct(">I")
+_CHUNK = 1 << 16
+_LONGEST = 1 << 29
+"""Bytes of one message. A length beyond it is none: text that was written there reads as one."""
+
+
+class ChannelClosedError(CoordinatorError, ConnectionError):
+    """The other end of a control channel is gone."""
+
+
+class Channel:
+    """One end of a control channel.
+
+    Args:
+        connection: this end of the socket pair; the channel closes it.
+        receives: the type of the messages that arrive, for msgspec.
+    """
+
+    def __init__(self, connection: socket.socket, receives: Any) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._decoder = msgspec.json.Decoder(receives)
+        self._received = bytearray()
+        self._sending = threading.Lock()
+
+    def fileno(self) -> int:
+        """The socket's descriptor: readable when a message has come, or the other end is gone."""
+        return self._connection.fileno()
+
+    def send(self, message: Any, deadline: Deadline = NEVER) -> None:
+        """Send one message; waits while the socket's buffer is full.
+
+        Raises:
+            ChannelClosedError: the other end is gone.
+            GroupTimeoutError: the other end did not read in time; the channel is unusable, as a
+                part of the frame may have been sent.
+        """
+        body = msgspec.json.encode(message)
+        left = memoryview(_LENGTH.pack(len(body)) + body)
+        with self._sending:
+            while left:
+                try:
+                    left = left[self._connection.send(left) :]
+                except BlockingIOError:
+                    self._wait(select.POLLOUT, deadline, "send")
+                except (BrokenPipeError, ConnectionResetError) as error:
+                    raise ChannelClosedError("the control channel is closed") from error
+
+    def receive(self, deadline: Deadline = NEVER) -> Any:
+        """Wait for the next message.
+
+        Raises:
+            ChannelClosedError: the other end is gone, and all that it sent was received.
+            MessageDecodeError: something that is no message was written there. Nothing that comes
+                after it can be told apart, so the channel is of no more use.
+            GroupTimeoutError: no message before the deadline.
+        """
+        while (message := self.take()) is None:
+            self._wait(select.POLLIN, deadline, "receive")
+        return message
+
+    def take(self) -> Any | None:
+        """The next message if it has arrived, else ``None``. Raises `ChannelClosedError`."""
+        while (body := self._next_body()) is None:
+            try:
+                data = self._connection.recv(_CHUNK)
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                raise ChannelClosedError("the control channel is closed")
+            self._received += data
+        try:
+            return self._decoder.decode(body)
+        except UNDECODABLE as error:
+            raise MessageDecodeError(
+                f"the control channel has brought no message: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Close this end; idempotent."""
+        self._connection.close()
+
+    def _next_body(self) -> bytes | None:
+        if len(self._received) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._received)
+        if length > _LONGEST:
+            began = bytes(self._received[:80])
+            raise MessageDecodeError(f"the control channel brought no message: {began!r}")
+        end = _LENGTH.size + length
+        if len(self._received) < end:
+            return None
+        body = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
+        return body
+
+    def _wait(self, events: int, deadline: Deadline, operation: str) -> None:
+        poll = select.poll()
+        poll.register(self._connection, events)
+        remaining = deadline.remaining()
+        if not poll.poll(None if deadline is NEVER else remaining * 1000):
+            raise GroupTimeoutError(f"control channel {operation}", deadline.timeout)

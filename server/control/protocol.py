@@ -1,0 +1,140 @@
+"""The messages between the driver and its workers.
+
+Calls and replies go through the shared-memory queues, pickled, as tuples of their fields: they
+carry the user's objects, and a plain tuple is the quickest to pickle. Everything else (start,
+progress, failures) goes over each worker's control channel, as JSON: it must arrive also when the
+queues cannot be used, because the board is aborted or does not exist yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from coordinator.begun_in_call import BegunInGroup  # noqa: TC001 - decoded by these types
+
+
+class Call(msgspec.Struct, frozen=True, gc=False):
+    """Driver to all workers: call this method.
+
+    Attributes:
+        number: 1, 2, ... in the order of sending.
+        method: the name of the worker's method.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        reply_rank: the only rank whose result is wanted; -1: all ranks'.
+    """
+
+    number: int
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reply_rank: int = -1
+
+
+class Reply(msgspec.Struct, frozen=True, gc=False):
+    """Worker to driver: the call is done.
+
+    Attributes:
+        number: the call's number.
+        begun: the group operations that this rank began in the call.
+        value: the result; ``None`` if this rank's is not wanted.
+    """
+
+    number: int
+    begun: tuple[BegunInGroup, ...] = ()
+    value: Any = None
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """Driver to worker, once: everything that the worker needs to start.
+
+    Attributes:
+        rank: the worker's global rank, which is also its member number on the board.
+        tp, pp, dp: the grid of ranks.
+        device: ``"cpu"``, or a GPU such as ``"cuda:0"``.
+        secret: random bytes that only the ranks of this pool know.
+        handles: the handles of the board, the queue to read and the queue to write; pickled.
+        worker: the worker's class as ``"package.module:Class"``.
+        worker_kwargs: its keyword arguments, pickled.
+        main: how to load the driver's main module, if the class is defined there; see `reference`.
+        timeout: seconds for all ranks to meet; ``None``: for ever.
+    """
+
+    rank: int
+    tp: int
+    pp: int
+    dp: int
+    device: str
+    secret: bytes
+    handles: bytes
+    worker: str
+    worker_kwargs: bytes
+    main: dict[str, str] | None
+    timeout: float | None
+
+
+class Resume(msgspec.Struct, frozen=True, tag=True):
+    """Driver to a worker that failed a call: go on with the next one.
+
+    Attributes:
+        number: the failed call's number.
+    """
+
+    number: int
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Worker to driver: the process runs and can show its stack.
+
+    Attributes:
+        pid: its process id.
+    """
+
+    pid: int
+
+
+class WorkProgress(msgspec.Struct, frozen=True, tag=True):
+    """Worker to driver: how far a long piece of work has come.
+
+    Attributes:
+        done: units of work that are done.
+        total: units of work in all.
+        what: what the work is, as text.
+    """
+
+    done: int
+    total: int
+    what: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Worker to driver: the worker is built and takes calls."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Worker to driver: an exception was raised while the worker started, or in a call.
+
+    Attributes:
+        number: the call's number; 0 during the start.
+        begun: the group operations that this rank began in the call.
+        kind: the name of the exception's class, with its module unless it is built in.
+        message: its text.
+        traceback: its traceback.
+        consequence: whether it was raised only because another rank has failed.
+        diverged: whether it is a DivergenceError: another rank called a different operation.
+        exception: the exception itself, pickled; ``b""`` if it cannot be pickled.
+    """
+
+    number: int
+    begun: tuple[BegunInGroup, ...]
+    kind: str
+    message: str
+    traceback: str
+    consequence: bool = False
+    diverged: bool = False
+    exception: bytes = b""
+
+
+FromWorker: TypeAlias = Hello | WorkProgress | Ready | Failed

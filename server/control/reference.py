@@ -1,0 +1,96 @@
+"""Names a worker's class so that another process can import it.
+
+A class that is defined in the driver's main module works too: the worker runs that module again,
+under another name, as multiprocessing does. Code under ``if __name__ == "__main__":`` is not run. A
+pool that is made outside of it would start workers without end; the worker refuses it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from contextvars import ContextVar
+from multiprocessing import spawn
+from pathlib import Path
+from typing import Any
+
+_LOADING_MAIN: ContextVar[bool] = ContextVar("loading_main", default=False)
+
+
+def name_of(worker: type | str) -> str:
+    """The reference ``"package.module:Class"`` of a worker's class.
+
+    Args:
+        worker: the class, or its reference, which is returned as it is.
+
+    Raises:
+        ValueError: no other process could import the class, or the reference is malformed.
+        TypeError: ``worker`` is neither a class nor a string.
+    """
+    if isinstance(worker, str):
+        module, _, name = worker.partition(":")
+        if not module or not name:
+            raise ValueError(f"worker must be 'package.module:Class'; got {worker!r}")
+        return worker
+    if not isinstance(worker, type):
+        raise TypeError(f"worker must be a class or 'package.module:Class'; got {worker!r}")
+    name = f"{worker.__module__}:{worker.__qualname__}"
+    if "<locals>" in name:
+        raise ValueError(f"{name} is defined in a function: its workers could not import it")
+    if worker.__module__ == "__main__" and main_of(name) is None:
+        raise ValueError(
+            f"{worker.__qualname__} is defined where no other process can import it from "
+            "(a session, a command line, standard input, a __main__.py): put it into a module"
+        )
+    return name
+
+
+def main_of(name: str) -> dict[str, str] | None:
+    """The data for `load` about the driver's main module, if class ``name`` is defined there.
+
+    ``None`` if it is defined elsewhere, or if no other process can load the main module.
+    """
+    if not name.startswith("__main__:"):
+        return None
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        unnamed = spec.name.rpartition(".")[2] == "__main__"
+        return None if unnamed else {"init_main_from_name": spec.name}
+    file = getattr(main, "__file__", None)
+    found = file is not None and Path(file).is_file()  # "<stdin>" is not a file
+    return {"init_main_from_path": str(Path(file).absolute())} if file and found else None
+
+
+def load(name: str, main: dict[str, str] | None) -> type[Any]:
+    """In a worker: import the class ``name``; ``main`` is what `main_of` gave the driver.
+
+    Raises:
+        ImportError, AttributeError, TypeError: there is no such class.
+    """
+    if main is not None:
+        token = _LOADING_MAIN.set(True)
+        try:
+            spawn.prepare(main)
+        finally:
+            _LOADING_MAIN.reset(token)
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    if not isinstance(found, type):
+        raise TypeError(f"{name} is not a class: {found!r}")
+    return found
+
+
+def refuse_while_loading_main() -> None:
+    """Refuse to make a pool while a worker runs its driver's main module.
+
+    Raises:
+        RuntimeError: this process is such a worker.
+    """
+    if _LOADING_MAIN.get():
+        raise RuntimeError(
+            "a worker runs this module to find its class, and would start workers itself: "
+            "put what makes the pool behind if __name__ == '__main__':"
+        )

@@ -1,0 +1,99 @@
+"""Carries a worker's exception to the caller: the worker describes it, the driver rebuilds it."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from typing import TYPE_CHECKING
+
+from shm_broadcast import DivergenceError, GroupAbortedError, PeerLostError
+
+from ..errors import CallRefusedError, WorkerError
+from .protocol import Failed
+
+if TYPE_CHECKING:
+    from coordinator.begun_in_call import BegunInGroup
+
+
+def describe(error: BaseException, number: int = 0, begun: tuple[BegunInGroup, ...] = ()) -> Failed:
+    """In a worker: the message about an exception.
+
+    Args:
+        error: the exception as it was caught.
+        number: the call's number; 0 during the start.
+        begun: the group operations that this rank began in the call.
+    """
+    refused = isinstance(error, CallRefusedError)
+    shown = (error.__cause__ or error) if refused else error
+    kind = type(shown).__qualname__
+    if type(shown).__module__ != "builtins":
+        kind = f"{type(shown).__module__}.{kind}"
+    return Failed(
+        number,
+        begun,
+        kind,
+        _text(shown),
+        _sendable("".join(traceback.format_exception(error))),
+        consequence=_is_consequence(error),
+        diverged=isinstance(error, DivergenceError),
+        exception=_pickled(shown),
+    )
+
+
+def rebuild(failed: Failed, rank: int, method: str, detail: str = "") -> WorkerError:
+    """In the driver: the error to raise at the caller.
+
+    Its ``__cause__`` is the original exception, if that can be unpickled here.
+
+    Args:
+        failed: the worker's message.
+        rank: the worker's rank.
+        method: the method that was called.
+        detail: added to the message, in parentheses.
+    """
+    message = f"{failed.message} ({detail})" if detail else failed.message
+    error = WorkerError(rank, method, failed.kind, message, failed.traceback)
+    error.__cause__ = _unpickled(failed.exception)
+    return error
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether ``error`` was raised, directly or not, because another rank failed."""
+    if isinstance(error, CallRefusedError):
+        return error.rank is not None
+    while error is not None:
+        if isinstance(error, (GroupAbortedError, PeerLostError)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return _sendable(str(error))
+    except Exception as inner:  # noqa: BLE001 - an exception's own code runs here
+        return f"(no text: its __str__ raised {type(inner).__name__})"
+
+
+def _sendable(text: str) -> str:
+    """``text`` without lone surrogates, which file names may contain and JSON may not."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _pickled(error: BaseException) -> bytes:
+    """``error`` pickled; ``b""`` if it cannot be, or unpickles as another type."""
+    try:  # the exception class's own code runs here, and may raise anything
+        data = pickle.dumps(error)
+        return data if type(pickle.loads(data)) is type(error) else b""
+    except Exception:  # noqa: BLE001 - the text and the traceback travel without it
+        return b""
+
+
+def _unpickled(data: bytes) -> BaseException | None:
+    if not data:
+        return None
+    try:
+        error = pickle.loads(data)
+    except Exception:  # noqa: BLE001 - its class may exist in the worker only
+        return None
+    return error if isinstance(error, BaseException) else None

@@ -1,0 +1,102 @@
+"""Finds how many cores this process may use, and shares them out among the workers.
+
+A process may be bound to some cores (its affinity), and its control group may limit its processor
+time (a quota, as in containers). More threads than that slow each other down.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+class _Mount(NamedTuple):
+    """A mounted cgroup file system.
+
+    Attributes:
+        unified: whether it is of cgroup version 2.
+        controllers: version 1: the controllers of this hierarchy, such as ``"cpu"``.
+        root: the control group that is mounted at `point`.
+        point: the folder where it is mounted.
+    """
+
+    unified: bool
+    controllers: frozenset[str]
+    root: PurePosixPath
+    point: PurePosixPath
+
+
+def worker_threads(n_workers: int, environment: Mapping[str, str] = os.environ) -> int:
+    """CPU threads for each of ``n_workers`` workers: ``OMP_NUM_THREADS``, or an equal share."""
+    wanted = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if wanted.isdecimal() and int(wanted) > 0:
+        return int(wanted)
+    return max(1, usable_cores() // n_workers)
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """The number of cores that this process may keep busy, at least 1.
+
+    Args:
+        root: the folder to find ``proc`` and the mounts in; for tests.
+    """
+    allowed = min(len(os.sched_getaffinity(0)), cpu_quota(root))
+    return max(1, math.floor(allowed))
+
+
+def cpu_quota(root: Path = Path("/")) -> float:
+    """The processor time that this process's control groups allow, in cores; ``inf``: no limit.
+
+    Files that cannot be read count as no limit.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        mounts = list(_mounts((root / "proc/self/mountinfo").read_text()))
+    except OSError:
+        return math.inf
+    quota = math.inf
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for mount in mounts:
+            if mount.unified == (controllers == "") and (
+                mount.unified or {"cpu"} <= mount.controllers & set(controllers.split(","))
+            ):
+                quota = min([quota, *_quotas(root, mount, PurePosixPath(path))])
+    return quota
+
+
+def _mounts(mountinfo: str) -> Iterator[_Mount]:
+    for line in mountinfo.splitlines():
+        about, _, kind = line.partition(" - ")
+        fields, (name, *rest) = about.split(), kind.split()
+        if name in ("cgroup", "cgroup2"):
+            controllers = frozenset(rest[-1].split(","))
+            where = PurePosixPath(fields[3]), PurePosixPath(fields[4])
+            yield _Mount(name == "cgroup2", controllers, *where)
+
+
+def _quotas(root: Path, mount: _Mount, group: PurePosixPath) -> Iterator[float]:
+    """The quotas, in cores, of ``group`` and of the groups around it that are visible here."""
+    inside = group.relative_to(mount.root) if group.is_relative_to(mount.root) else PurePosixPath()
+    if ".." in inside.parts:  # outside of this process's cgroup namespace
+        inside = PurePosixPath()
+    for folder in (inside, *inside.parents):
+        at = root / mount.point.relative_to("/") / folder
+        if mount.unified:
+            yield _ratio(at / "cpu.max")
+        else:
+            yield _ratio(at / "cpu.cfs_quota_us", at / "cpu.cfs_period_us")
+
+
+def _ratio(*files: Path) -> float:
+    """Quota divided by period, both read from ``files``; ``inf`` for no limit."""
+    try:
+        quota, period = (int(word) for file in files for word in file.read_text().split())
+    except (OSError, ValueError):  # "max" is no number: no limit
+        return math.inf
+    return quota / period if quota > 0 and period > 0 else math.inf

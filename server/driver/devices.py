@@ -1,0 +1,73 @@
+"""Assigns a device to each worker, before any worker starts.
+
+The driver only counts the GPUs: it creates no CUDA context, so it takes none of their memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    import argparse
+
+DTYPES = {"float32": 1e-5, "float16": 1e-3}
+"""Dtypes of weights and activations, with the largest absolute difference from float32 on a CPU."""
+
+
+def assign(device: str, ranks: int, gpus: int, share_gpu: bool) -> tuple[str, ...]:
+    """The device of each rank, by rank.
+
+    Args:
+        device: ``"cpu"``, ``"cuda"`` (the GPUs in turn) or one GPU for all, as ``"cuda:0"``.
+        ranks: how many ranks there are.
+        gpus: how many GPUs this host has.
+        share_gpu: whether several ranks may be on one GPU.
+
+    Raises:
+        ValueError: there is no such device, or ranks would have to share a GPU and must not.
+    """
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: {error}") from error
+    if wanted.type != "cuda":
+        if share_gpu:
+            raise ValueError(f"sharing a GPU is for device 'cuda'; got {device!r}")
+        return (device,) * ranks
+    if not gpus:
+        raise ValueError(f"device {device!r}: torch sees no CUDA device")
+    if wanted.index is not None and wanted.index >= gpus:
+        raise ValueError(f"device {device!r}: there are {_count(gpus)}, numbered from 0")
+    usable = 1 if wanted.index is not None else gpus
+    if ranks > usable and not share_gpu:
+        raise ValueError(
+            f"device {device!r}: {ranks} ranks for {_count(usable)}: several on one have to be "
+            "asked for, by share_gpu=True or --share-gpu"
+        )
+    first = wanted.index or 0
+    return tuple(f"cuda:{first + rank % usable}" for rank in range(ranks))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options ``--device``, ``--share-gpu`` and ``--dtype``."""
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
+    add("--share-gpu", action="store_true", help="with --device cuda: let several workers share "
+        "one GPU where there are more of them than GPUs")  # fmt: skip
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and activations "
+        "(default float32)")  # fmt: skip
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Check that ``args.tp * args.pp`` workers can have the devices asked for.
+
+    Raises:
+        ValueError: they cannot; says why in one line.
+    """
+    assign(args.device, args.tp * args.pp, torch.cuda.device_count(), args.share_gpu)
+
+
+def _count(gpus: int) -> str:
+    return f"{gpus} GPU{'s' if gpus > 1 else ''}"

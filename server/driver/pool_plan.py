@@ -1,0 +1,112 @@
+"""The arguments of a pool, checked before any process starts."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..control.reference import main_of, name_of
+from .devices import assign
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ..pool_config import PoolConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """A pool's shape, its worker and its settings.
+
+    Attributes:
+        worker: the worker's class, as `reference.name_of` gives it.
+        main: how workers load the driver's main module, if the class is defined there.
+        worker_kwargs: the class's keyword arguments, pickled.
+        tp, pp, dp: the grid of ranks.
+        devices: each rank's device.
+        start_timeout: seconds for all workers to be ready; ``None``: for ever.
+        on_progress: called with ``(rank, done, total, what)``.
+        config: the other settings.
+    """
+
+    worker: str
+    main: dict[str, str] | None
+    worker_kwargs: bytes
+    tp: int
+    pp: int
+    dp: int
+    devices: tuple[str, ...]
+    start_timeout: float | None
+    on_progress: Callable[[int, int, int, str], None]
+    config: PoolConfig
+
+    @classmethod
+    def checked(
+        cls,
+        worker: type | str,
+        worker_kwargs: Mapping[str, Any] | None,
+        grid: tuple[int, int, int],
+        device: str,
+        share_gpu: bool,
+        start_timeout: float | None,
+        on_progress: Callable[[int, int, int, str], None] | None,
+        config: PoolConfig,
+    ) -> PoolPlan:
+        """Check the arguments of `pool.WorkerPool`; ``grid`` is tp, pp, dp.
+
+        Raises:
+            ValueError, TypeError: an argument is out of range, cannot be imported by another
+                process, or cannot be pickled.
+        """
+        for name, size in zip(("tp", "pp", "dp"), grid, strict=True):
+            if size < 1:
+                raise ValueError(f"{name} must be 1 or more; got {size}")
+        if start_timeout is not None and not start_timeout > 0:
+            raise ValueError(f"start_timeout must be more than 0 seconds; got {start_timeout!r}")
+        devices = assign(device, math.prod(grid), torch.cuda.device_count(), share_gpu)
+        name = name_of(worker)
+        return cls(
+            name,
+            main_of(name),
+            _pickled(worker_kwargs or {}),
+            *grid,
+            devices,
+            start_timeout,
+            on_progress or _ignore,
+            config,
+        )
+
+    @property
+    def n_workers(self) -> int:
+        """How many ranks there are."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def output_rank(self) -> int:
+        """The rank whose reply `WorkerPool.call` gives: tp rank 0 of the last stage."""
+        return (self.pp - 1) * self.tp
+
+    @property
+    def in_flight(self) -> int:
+        """How many calls the workers may have at once.
+
+        By default one for each pipeline stage, so that all stages are busy, and one that waits.
+        """
+        return self.config.in_flight or self.pp + 1
+
+
+def _pickled(worker_kwargs: Mapping[str, Any]) -> bytes:
+    for name, value in worker_kwargs.items():  # one by one, so that the error can name it
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise TypeError(f"worker_kwargs[{name!r}] cannot be pickled: {error}") from error
+    return pickle.dumps(dict(worker_kwargs))
+
+
+def _ignore(*_: object) -> None:
+    """The ``on_progress`` of a pool that was given none."""

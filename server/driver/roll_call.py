@@ -1,0 +1,107 @@
+"""Waits until all workers of a new pool are ready, or one has failed."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from shm_broadcast import Deadline
+
+from ..control.protocol import Failed, Hello, Ready, WorkProgress
+from ..control.stacks import read_stacks
+from ..control.worker_failure import rebuild
+from ..errors import WorkerStartError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ..control.protocol import FromWorker
+    from ..launchers.local import LocalWorker
+    from .supervisor import Supervisor
+
+
+class RollCall:
+    """The supervisor's watcher while workers start: collects what they report.
+
+    Args:
+        workers: all workers of the pool, by rank.
+        on_progress: called with ``(rank, done, total, what)``; what it raises ends the start.
+        patience: seconds to wait for the real cause when a worker reports only that another one
+            has failed (hearsay); also for a late worker to show its stack.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[LocalWorker],
+        on_progress: Callable[[int, int, int, str], None],
+        patience: float,
+    ) -> None:
+        self._workers = workers
+        self._on_progress = on_progress
+        self._patience = patience
+        self._running: set[int] = set()
+        self._absent = set(range(len(workers)))
+        self._failure: WorkerStartError | None = None
+        self._hearsay: WorkerStartError | None = None
+        self._hearsay_until = 0.0
+
+    def wait(self, supervisor: Supervisor, deadline: Deadline) -> None:
+        """Wait until every worker is ready.
+
+        Raises:
+            WorkerStartError: a worker has failed, or was not ready in time.
+        """
+        while self._absent:
+            supervisor.step(self, min(deadline.remaining(), self._hearsay_remaining()))
+            if self._failure is not None:
+                raise self._failure
+            if self._hearsay is not None and not self._hearsay_remaining():
+                raise self._hearsay
+            if deadline.expired and self._absent:
+                raise self._late(deadline)
+
+    def on_message(self, rank: int, message: FromWorker) -> None:
+        """Note a worker's message; called by the supervisor."""
+        match message:
+            case Hello(pid):
+                self._workers[rank].pid = pid
+                self._running.add(rank)
+            case Ready():
+                self._absent.discard(rank)
+            case WorkProgress(done, total, what):
+                self._on_progress(rank, done, total, what)
+            case Failed():
+                self._failed(rank, message)
+
+    def on_death(self, rank: int, how: str, stack: str) -> None:
+        """Note that a worker's process has ended, unless it has reported hearsay before."""
+        if self._hearsay is None or self._hearsay.rank != rank:
+            self._failure = self._failure or WorkerStartError(rank, how, stack)
+
+    def _failed(self, rank: int, failed: Failed) -> None:
+        cause = rebuild(failed, rank, "__init__")
+        error = WorkerStartError(rank, f"{failed.kind}: {failed.message}", failed.traceback)
+        error.__cause__ = cause.__cause__
+        if not failed.consequence:
+            self._failure = self._failure or error
+        elif self._hearsay is None:
+            self._hearsay = error
+            self._hearsay_until = time.monotonic() + self._patience
+
+    def _hearsay_remaining(self) -> float:
+        if self._hearsay is None:
+            return float("inf")
+        return max(self._hearsay_until - time.monotonic(), 0.0)
+
+    def _late(self, deadline: Deadline) -> WorkerStartError:
+        rank = min(self._absent)
+        worker = self._workers[rank]
+        stacks = {}
+        if rank in self._running:
+            files = {rank: worker.stack_file}
+            stacks = read_stacks(
+                files, lambda _: worker.ask_stack(), Deadline.after(self._patience)
+            )
+        late = ", ".join(map(str, sorted(self._absent)))
+        reason = f"not ready after {deadline.timeout:g} s (late: {late})"
+        return WorkerStartError(rank, reason, stacks.get(rank, ""))

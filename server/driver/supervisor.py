@@ -1,0 +1,124 @@
+"""Watches a pool's workers: reads their control channels, and notices when a process ends.
+
+While the workers start, the thread that makes the pool calls `Supervisor.step`; from
+`Supervisor.start` on a thread of its own does. It polls a pidfd of each worker, so it notices the
+end of a process at once, whatever other threads wait for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from shm_broadcast import MessageDecodeError
+
+from ..control.channel import ChannelClosedError
+from ..control.worker_failure import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ..control.protocol import FromWorker
+    from ..launchers.local import LocalWorker
+
+
+class Watcher(Protocol):
+    """Handles what the supervisor notices; called in the thread that watches."""
+
+    def on_message(self, rank: int, message: FromWorker) -> None:
+        """Handle a message of the worker of ``rank``."""
+
+    def on_death(self, rank: int, how: str, stack: str) -> None:
+        """Handle the end of a worker's process.
+
+        Args:
+            rank: the worker's rank.
+            how: such as ``"killed by SIGKILL"``.
+            stack: its Python stacks, if it crashed and could write them; else ``""``.
+        """
+
+
+class Supervisor:
+    """Watches ``workers``; close it with `stop`.
+
+    Attributes:
+        thread: the thread that watches; ``None`` before `start`.
+    """
+
+    def __init__(self, workers: Sequence[LocalWorker]) -> None:
+        self._workers = workers
+        self._poll = select.poll()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll.register(self._wake, select.POLLIN)
+        self._waking = threading.Lock()
+        self._stopping = False
+        self.thread: threading.Thread | None = None
+        self._watched = {fd for worker in workers for fd in (worker.channel.fileno(), worker.pidfd)}
+        for fd in self._watched:
+            self._poll.register(fd, select.POLLIN)
+
+    def step(self, watcher: Watcher, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for events, and pass them to ``watcher``."""
+        ready = self._poll.poll(None if timeout == math.inf else timeout * 1000)
+        fds = {fd for fd, _ in ready}
+        if self._wake in fds:
+            os.eventfd_read(self._wake)
+        for worker in self._workers:
+            # Its messages first: one that reports why it ends does so before it ends.
+            if worker.channel.fileno() in fds or worker.pidfd in fds:
+                self._read(worker, watcher)
+            if worker.pidfd in fds:
+                self._forget(worker.pidfd)
+                self._forget(worker.channel.fileno())
+                watcher.on_death(worker.rank, worker.bury(), worker.stack_file.read())
+
+    def start(self, watcher: Watcher, tick: Callable[[], float]) -> None:
+        """Watch in a new thread from now on.
+
+        Args:
+            watcher: handles the events.
+            tick: called after every event and `wake`; returns the seconds until its next call.
+        """
+        self.thread = threading.Thread(
+            target=self._run, args=(watcher, tick), name="pool-supervisor", daemon=True
+        )
+        self.thread.start()
+
+    def wake(self) -> None:
+        """Have ``tick`` called now; does nothing after `stop`."""
+        with self._waking:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def stop(self) -> None:
+        """End the thread; idempotent. Must not be called by the watcher."""
+        self._stopping = True
+        self.wake()
+        if self.thread is not None:
+            self.thread.join()
+        with self._waking:
+            if self._wake >= 0:
+                os.close(self._wake)
+            self._wake = -1
+
+    def _run(self, watcher: Watcher, tick: Callable[[], float]) -> None:
+        while not self._stopping:
+            self.step(watcher, tick())
+
+    def _read(self, worker: LocalWorker, watcher: Watcher) -> None:
+        try:
+            while (message := worker.channel.take()) is not None:
+                watcher.on_message(worker.rank, message)
+        except ChannelClosedError:
+            self._forget(worker.channel.fileno())
+        except MessageDecodeError as error:
+            self._forget(worker.channel.fileno())
+            watcher.on_message(worker.rank, describe(error))
+
+    def _forget(self, fd: int) -> None:
+        if fd in self._watched:
+            self._watched.remove(fd)
+            self._poll.unregister(fd)

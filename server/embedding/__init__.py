@@ -1,0 +1,1 @@
+"""Embeddings as a service, apart from HTTP: requests, batches, and a watched pool."""

@@ -1,0 +1,149 @@
+"""Requests that wait to be computed, shared out in batches: by tokens, and fairly.
+
+Pure logic: no waiting, no tasks. The requests that wait take turns, in the order of arrival. In
+its turn one puts into the batch what it has, up to a share of it; what is left over waits for its
+next turn, behind the others (deficit round robin). So a small request waits for one share of each
+that came before it, however large these are, and a large one alone fills whole batches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ..errors import QueueFullError
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Sequence, Sized
+
+Item = TypeVar("Item", bound="Sized")
+Result = TypeVar("Result")
+
+_SHARES = 4
+"""A turn takes one part in so many of a batch."""
+
+
+@dataclass(eq=False)
+class BatchRequest(Generic[Item, Result]):
+    """Items that are answered together.
+
+    Attributes:
+        items: what was asked; the length of each is what it costs.
+        results: by item; each is filled in once its batch is done.
+        left: how many results are missing.
+        answer: given ``results`` when none is missing.
+        next: the first item that waits.
+        credit: what it may still take in its turn.
+    """
+
+    items: Sequence[Item]
+    results: list[Any]
+    left: int
+    answer: asyncio.Future[list[Result]]
+    next: int = 0
+    credit: int = 0
+
+    @property
+    def waiting(self) -> int:
+        """Items that wait."""
+        return len(self.items) - self.next
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPiece(Generic[Item, Result]):
+    """The part ``items[start:stop]`` of a request, in one batch."""
+
+    request: BatchRequest[Item, Result]
+    start: int
+    stop: int
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """What it asks."""
+        return self.request.items[self.start : self.stop]
+
+
+@dataclass
+class BatchQueue(Generic[Item, Result]):
+    """What waits.
+
+    Attributes:
+        max_tokens: of a batch; an item that has more is a batch of its own.
+        max_waiting: items that may wait.
+        waiting: items that do.
+    """
+
+    max_tokens: int
+    max_waiting: int
+    waiting: int = 0
+    _turns: deque[BatchRequest[Item, Result]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if self.max_tokens < 1 or self.max_waiting < 1:
+            raise ValueError(
+                "max_tokens and max_waiting must be 1 or more; "
+                f"got {self.max_tokens} and {self.max_waiting}"
+            )
+        self._share = max(1, self.max_tokens // _SHARES)
+
+    def add(self, request: BatchRequest[Item, Result]) -> None:
+        """Put a request last.
+
+        Raises:
+            QueueFullError: there is no room for all of it.
+        """
+        asked = len(request.items)
+        if self.waiting + asked > self.max_waiting:
+            raise QueueFullError(asked, self.waiting, self.max_waiting)
+        request.credit = self._share
+        self._turns.append(request)
+        self.waiting += asked
+
+    def take(self) -> list[RequestPiece[Item, Result]]:
+        """The next batch; empty if nothing waits."""
+        batch: list[RequestPiece[Item, Result]] = []
+        room = self.max_tokens
+        while self._turns:
+            request = self._turns[0]
+            piece, cost, full = self._turn(request, room, first=not batch)
+            if piece.stop > piece.start:
+                batch.append(piece)
+                room -= cost
+            if full:
+                break
+            self._turns.popleft()
+            if request.waiting:
+                request.credit += self._share
+                self._turns.append(request)
+        self.waiting -= sum(piece.stop - piece.start for piece in batch)
+        return batch
+
+    def _turn(
+        self, request: BatchRequest[Item, Result], room: int, first: bool
+    ) -> tuple[RequestPiece[Item, Result], int, bool]:
+        """What a request puts into a batch, what that costs, and whether no room was left for more.
+
+        ``first``: nothing is in the batch yet, and so one item has room, whatever it costs.
+        """
+        start, taken = request.next, 0
+        full = False
+        while request.waiting:
+            cost = len(request.items[request.next])
+            if cost > request.credit:
+                break
+            full = taken + cost > room and not (first and not taken)
+            if full:
+                break
+            taken += cost
+            request.credit -= cost
+            request.next += 1
+        return RequestPiece(request, start, request.next), taken, full
+
+    def drop(self, request: BatchRequest[Item, Result]) -> None:
+        """Forget what waits of a request."""
+        if request in self._turns:
+            self._turns.remove(request)
+            self.waiting -= request.waiting

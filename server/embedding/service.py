@@ -1,0 +1,280 @@
+"""Embeddings as a service: a pool that is started beside the server, and batches for it.
+
+Life: *starting* while the workers load; *ready* once a probe call came back; *stalled* while calls
+do not move, until one is answered; *failed* for good when the workers did not start, or the pool
+broke; *stopping* from `EmbeddingService.stop` on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from shm_broadcast import CoordinatorError
+
+from ..errors import CallTimeoutError
+from .batching import Batcher
+from .metrics import Activity, Metrics
+from .tokenizing import Tokenizing
+from .watched_pool import WatchedPool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+
+    from shm_broadcast import MemberStatus
+
+    from ..pool import WorkerPool
+    from ..workers.minilm import Encoded, SentenceTokenizer
+    from .openai_api import Input
+
+PROBE = "ready"
+"""What the probe call embeds."""
+
+_UNANSWERED_SECONDS = 1.0
+"""How long clients have to take in that their requests were given up."""
+_LEAVE_SECONDS = 3.0
+"""How long workers have to leave when all is answered."""
+_FAILED_SECONDS = 2.0
+"""How long a service that has failed still tells clients and probes why."""
+
+
+class NotReadyError(CoordinatorError):
+    """The service cannot answer now: it starts, stands still, has failed, or stops."""
+
+
+class RequestTimeoutError(CoordinatorError, TimeoutError):
+    """A request was not answered in time: there was too much before it."""
+
+
+class BadInputError(CoordinatorError, ValueError):
+    """What was asked cannot be embedded; ``__cause__`` tells more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """What was made of a request's inputs.
+
+    Attributes:
+        vectors: float32 [hidden] for each.
+        n_tokens: of all of them.
+        truncated: which were longer than the model takes.
+    """
+
+    vectors: list[np.ndarray]
+    n_tokens: int
+    truncated: list[int]
+
+
+class EmbeddingService:
+    """Embeds inputs of many requests; belongs to one event loop.
+
+    Args:
+        tokenizer: the model's.
+        make_pool: starts the workers; runs in a thread.
+        max_tokens: of one call to the workers.
+        max_waiting: inputs that may wait.
+        in_flight: calls that may be with the workers at once.
+        request_timeout: seconds for a request, waiting included; a call to the workers has half.
+        stall_timeout: seconds that a call may take before the service counts as stalled.
+    """
+
+    def __init__(
+        self,
+        tokenizer: SentenceTokenizer,
+        make_pool: Callable[[], WorkerPool],
+        *,
+        max_tokens: int,
+        max_waiting: int,
+        in_flight: int,
+        request_timeout: float,
+        stall_timeout: float,
+    ) -> None:
+        self._tokenizing = Tokenizing(tokenizer)
+        self._make_pool = make_pool
+        self._request_timeout = request_timeout
+        self._stall_timeout = stall_timeout
+        self._pool: WatchedPool | None = None
+        self._probed = False
+        self._stopping = False
+        self._failure: Exception | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._giving_up: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._batcher: Batcher[np.ndarray, np.ndarray] = Batcher(
+            self._compute, max_tokens=max_tokens, max_waiting=max_waiting, in_flight=in_flight
+        )
+        self.metrics = Metrics(self.activity, self.workers)
+
+    @property
+    def state(self) -> str:
+        """``"starting"``, ``"ready"``, ``"stalled"``, ``"failed"`` or ``"stopping"``."""
+        if self.failure is not None:
+            return "failed"
+        if self._stopping:
+            return "stopping"
+        if not self._probed:
+            return "starting"
+        return "stalled" if self.stalled else "ready"
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the workers did not start, or what broke the pool: it cannot recover."""
+        if self._failure is None and self._pool is not None:
+            self._failure = self._pool.failure
+        return self._failure
+
+    @property
+    def stalled(self) -> str:
+        """What is known of calls that do not move; ``""`` while they do, or there are none."""
+        return self._pool.stalled if self._probed and self._pool is not None else ""
+
+    def workers(self) -> Sequence[MemberStatus]:
+        """What every worker was last seen doing; empty before they run and after they stop."""
+        return () if self._pool is None else self._pool.workers()
+
+    def activity(self) -> Activity:
+        """What the service does at this moment."""
+        running, seconds = (0, 0.0) if self._pool is None else self._pool.running
+        return Activity(self.state, self._batcher.waiting, running, seconds)
+
+    def status(self) -> dict[str, object]:
+        """All of it as plain data."""
+        return {
+            "failure": None if self.failure is None else str(self.failure),
+            **asdict(self.activity()),
+            "workers": list(self.workers()),
+        }
+
+    def check_ready(self) -> None:
+        """Raise unless requests can be answered.
+
+        Raises:
+            NotReadyError: they cannot; says why.
+        """
+        if self.state != "ready":
+            reason = self.failure or self.stalled
+            told = f": {reason}" if reason else ""
+            raise NotReadyError(f"the service is {self.state}{told}") from self.failure
+
+    async def embed(self, inputs: Sequence[Input], *, truncate: bool) -> Embedded:
+        """Embed texts, or lists of token ids.
+
+        Args:
+            inputs: what to embed.
+            truncate: cut those that are longer than the model takes, in place of refusing them.
+
+        Raises:
+            NotReadyError: see `check_ready`.
+            BadInputError: an input is too long, or not for this model.
+            QueueFullError: too much waits.
+            CallTimeoutError: the workers did not answer in time; says which.
+            RequestTimeoutError: too much was computed before it.
+            CoordinatorError: the workers failed.
+        """
+        self.check_ready()
+        try:
+            async with asyncio.timeout(self._request_timeout):
+                encoded = await self._encode(inputs, truncate=truncate)
+                vectors = await self._batcher.submit(encoded.tokens)
+        except CallTimeoutError:
+            raise
+        except TimeoutError as error:
+            raise RequestTimeoutError(
+                f"not answered within {self._request_timeout:g} s; "
+                f"{self._batcher.waiting} other inputs wait"
+            ) from error
+        return Embedded(vectors, sum(map(len, encoded.tokens)), encoded.truncated)
+
+    def start(self, on_failure: Callable[[], None]) -> None:
+        """Begin to start the workers.
+
+        Args:
+            on_failure: called in the event loop if they do not start, and when the pool has broken,
+                once clients have had time to hear of it.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._running = asyncio.create_task(self._run(on_failure))
+
+    async def stop(self) -> None:
+        """Finish what was accepted, then end the workers. Workers that still load are left to the
+        end of this process, which ends them.
+        """
+        self._stopping = True
+        if self._running is not None:
+            self._running.cancel()
+        await self._batcher.close()
+        if self._pool is not None:
+            await self._pool.shutdown(_LEAVE_SECONDS)
+        self._tokenizing.close()
+
+    def give_up(self, then: Callable[[], None]) -> None:
+        """End the workers now: requests that wait get an error. From any thread or signal handler.
+
+        Args:
+            then: called in the event loop when those who asked have had time to hear it.
+        """
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._begin_giving_up, then)
+
+    def _begin_giving_up(self, then: Callable[[], None]) -> None:
+        self._giving_up = asyncio.create_task(self._give_up(then))
+
+    async def _give_up(self, then: Callable[[], None]) -> None:
+        self._stopping = True
+        if self._pool is not None:
+            await self._pool.shutdown(0.0)
+        await asyncio.sleep(_UNANSWERED_SECONDS)
+        then()
+
+    async def _run(self, on_failure: Callable[[], None]) -> None:
+        try:
+            pool = await _in_daemon_thread(self._make_pool)
+            self._pool = WatchedPool(
+                pool, self.metrics, self._request_timeout / 2, self._stall_timeout
+            )
+            probe = (await self._encode([PROBE], truncate=False)).tokens
+            await self._pool.embed(probe)
+        except Exception as error:  # noqa: BLE001 - it is kept, and raised by whoever serves
+            self._failure = error
+        else:
+            self._probed = True
+            await self._pool.watch(probe)
+            await asyncio.sleep(_FAILED_SECONDS)
+        on_failure()
+
+    async def _encode(self, inputs: Sequence[Input], *, truncate: bool) -> Encoded:
+        try:
+            return await self._tokenizing.encode(inputs, truncate=truncate)
+        except (TypeError, ValueError) as error:
+            raise BadInputError(str(error)) from error
+
+    async def _compute(self, tokens: list[np.ndarray]) -> Sequence[np.ndarray]:
+        if self._pool is None:
+            raise NotReadyError("the workers do not run")
+        return await self._pool.embed(tokens)
+
+
+async def _in_daemon_thread(make: Callable[[], WorkerPool]) -> WorkerPool:
+    """Run ``make`` in a thread that does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    made: asyncio.Future[WorkerPool] = loop.create_future()
+
+    def tell(act: Callable[[], None]) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(lambda: None if made.done() else act())
+
+    def run() -> None:
+        try:
+            pool = make()
+        except Exception as error:  # noqa: BLE001 - raised where it is awaited
+            failure = error
+            tell(lambda: made.set_exception(failure))
+        else:
+            tell(lambda: made.set_result(pool))
+
+    threading.Thread(target=run, name="start-pool", daemon=True).start()
+    return await made

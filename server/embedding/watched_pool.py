@@ -1,0 +1,123 @@
+"""A pool whose calls are counted and watched: whether it lives, and whether they move."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CallTimeoutError, PoolClosedError
+from .stall import StallWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from shm_broadcast import CoordinatorError, MemberStatus
+
+    from ..pool import WorkerPool
+    from .metrics import Metrics
+
+_WATCH_SECONDS = 0.2
+_log = logging.getLogger(__name__)
+
+
+class WatchedPool:
+    """A running pool; belongs to one event loop.
+
+    Args:
+        pool: it.
+        metrics: where its calls are counted.
+        call_timeout: seconds for a call.
+        stall_timeout: seconds that a call may take before calls count as standing still.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, metrics: Metrics, call_timeout: float, stall_timeout: float
+    ) -> None:
+        self._pool = pool
+        self._metrics = metrics
+        self._call_timeout = call_timeout
+        self._watch = StallWatch(stall_timeout)
+        self._closed = False
+
+    @property
+    def failure(self) -> CoordinatorError | None:
+        """What broke the pool: it cannot recover."""
+        failure = self._pool.failure
+        return None if isinstance(failure, PoolClosedError) else failure
+
+    @property
+    def stalled(self) -> str:
+        """What is known of calls that do not move; ``""`` while they do, or there are none."""
+        now = time.monotonic()
+        if not self._watch.stalled(now):
+            return ""
+        seconds = self._watch.oldest(now)
+        for_long = f"for {seconds:.0f} s" if seconds else "in time"
+        return f"no call was answered {for_long}: {'; '.join(map(str, self.workers()))}"
+
+    @property
+    def running(self) -> tuple[int, float]:
+        """Calls that the workers have, and for how many seconds they have had the oldest."""
+        return self._watch.running, self._watch.oldest(time.monotonic())
+
+    def workers(self) -> Sequence[MemberStatus]:
+        """What every worker was last seen doing; empty once they were told to end."""
+        return () if self._closed else self._pool.status()
+
+    async def embed(self, tokens: list[np.ndarray]) -> Sequence[np.ndarray]:
+        """The vectors of some lists of tokens, float32 [hidden] each.
+
+        Raises:
+            CallTimeoutError: the workers did not answer in time; says which.
+            CoordinatorError: they failed.
+        """
+        outcome, answered = "error", True
+        number = self._watch.begin(time.monotonic())
+        try:
+            future = self._pool.submit("embed", tokens, timeout=self._call_timeout)
+            vectors: np.ndarray = await asyncio.wrap_future(future)
+            outcome = "ok"
+        except CallTimeoutError as error:
+            answered = False
+            _log.error("%s", with_notes(error))
+            raise
+        finally:
+            self._watch.end(number, answered=answered)
+            self._metrics.calls.labels(outcome).inc()
+            self._metrics.batch_items.observe(len(tokens))
+            self._metrics.batch_tokens.observe(sum(map(len, tokens)))
+        return list(vectors)
+
+    async def watch(self, probe: list[np.ndarray]) -> None:
+        """Log when calls stop to move, and when they move again; return when the pool has broken.
+
+        Args:
+            probe: what to embed to see whether they do.
+        """
+        stalled = ""
+        probing: asyncio.Task[Any] | None = None
+        while self.failure is None:
+            await asyncio.sleep(_WATCH_SECONDS)
+            before, stalled = stalled, self.stalled
+            if stalled and not before:
+                _log.error("%s", stalled)
+            elif before and not stalled:
+                _log.warning("calls are answered again")
+            if stalled and not self._watch.running and self.failure is None:
+                probing = asyncio.create_task(self.embed(probe))
+                probing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        _log.critical("the pool has broken: %s", with_notes(self.failure))
+
+    async def shutdown(self, seconds: float) -> None:
+        """End the workers; see `WorkerPool.shutdown`."""
+        self._closed = True
+        await asyncio.to_thread(self._pool.shutdown, seconds)
+
+
+def with_notes(error: BaseException) -> str:
+    """The error's text and its notes, which hold stacks and tracebacks of workers."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])

@@ -1,0 +1,48 @@
+"""A pool's settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """Settings of a `WorkerPool`; the defaults are right for most pools.
+
+    Attributes:
+        in_flight: the number of calls that the workers may have at once; further calls are queued.
+            ``None``: one per pipeline stage, and one more that waits before the first stage.
+        call_capacity: bytes of shared memory for calls. Larger calls are streamed through it.
+        reply_capacity: bytes of shared memory per worker for replies; larger ones are streamed.
+        call_seconds: calls without a ``timeout`` fail when no call was answered for so many
+            seconds; ``math.inf``: never.
+        settle_seconds: how long the other ranks have to answer a call that one rank has failed,
+            before the pool breaks.
+        stack_seconds: how long to wait for the stacks of late workers.
+        kill_seconds: how long workers have to end after SIGTERM, before SIGKILL.
+    """
+
+    in_flight: int | None = None
+    call_capacity: int = 4 * MIB
+    reply_capacity: int = 2 * MIB
+    call_seconds: float = 300.0
+    settle_seconds: float = 1.0
+    stack_seconds: float = 1.0
+    kill_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: one is out of range.
+        """
+        if self.in_flight is not None and self.in_flight < 1:
+            raise ValueError(f"in_flight must be 1 or more; got {self.in_flight}")
+        if not self.call_seconds > 0:
+            raise ValueError(f"call_seconds must be more than 0; got {self.call_seconds!r}")
+        for name in ("settle_seconds", "stack_seconds", "kill_seconds"):
+            seconds = getattr(self, name)
+            if not seconds >= 0:
+                raise ValueError(f"{name} must be 0 or more seconds; got {seconds!r}")

@@ -1,0 +1,1 @@
+"""The service's HTTP side: connections, routes, documents and logs."""

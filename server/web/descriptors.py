@@ -1,0 +1,54 @@
+"""How many files and sockets this process may have open, and how many of them clients may take."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+_OWN = 32
+"""Descriptors that are not the clients': of the event loop, of files that are read."""
+_PER_WORKER = 16
+"""And of each worker: queues, channels, process descriptors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What clients may take.
+
+    Attributes:
+        connections: at once.
+        accepts: connections that are accepted before one of them is looked at.
+    """
+
+    connections: int
+    accepts: int
+
+
+def raise_limit() -> int:
+    """Raise the limit of open files as far as this user may; the limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def share_out(limit: int, wanted: int, n_workers: int) -> Shares:
+    """How many of ``limit`` descriptors clients may take, while workers have not started.
+
+    Args:
+        limit: descriptors of this process.
+        wanted: connections.
+        n_workers: how many will be started.
+
+    Raises:
+        OSError: too few are left for one.
+    """
+    reserve = _OWN + _PER_WORKER * n_workers
+    accepts = reserve // 4
+    left = limit - sum(1 for _ in Path("/proc/self/fd").iterdir()) - reserve - accepts
+    if left < 1:
+        raise OSError(
+            f"a limit of {limit} open files (ulimit -n) leaves none for clients beside "
+            f"{n_workers} workers"
+        )
+    return Shares(min(wanted, left), accepts)

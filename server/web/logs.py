@@ -1,0 +1,96 @@
+"""What the service writes about itself: lines with a time, on stderr, and never a flood of them.
+
+And about requests, if that is wanted: a line for each, on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+PACKAGE = __name__.partition(".")[0]
+ACCESS = f"{PACKAGE}.access"
+"""The logger of requests; what is known of one stands in its record's ``facts``."""
+ACCESS_MODES = ("off", "on", "json")
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+_KIND_LIMIT = 10
+_KIND_SECONDS = 60.0
+
+
+def utc(seconds: float) -> str:
+    """A time since the epoch as text, to the millisecond."""
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S.%f}"[:-3] + "Z"
+
+
+class UtcFormatter(logging.Formatter):
+    """Lines with the time in UTC, to the millisecond."""
+
+    def formatTime(self, record: logging.LogRecord, _: str | None = None) -> str:  # noqa: N802
+        """The record's time."""
+        return utc(record.created)
+
+
+class Sparing(logging.Filter):
+    """Lets through some records of a kind in each minute, and counts the others.
+
+    A kind is a logger and its format string: what differs between two records is their arguments.
+    So nobody who can provoke a line, be it a client, can fill a disk.
+    """
+
+    def __init__(self, limit: int = _KIND_LIMIT, seconds: float = _KIND_SECONDS) -> None:
+        super().__init__()
+        self._limit = limit
+        self._seconds = seconds
+        self._since: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to write ``record``; the last one of its kind that is says so."""
+        kind = (record.name, str(record.msg))
+        since, count = self._since.get(kind, (record.created, 0))
+        if record.created - since >= self._seconds:
+            since, count = record.created, 0
+        self._since[kind] = (since, count + 1)
+        if count == self._limit - 1:
+            record.msg = f"{record.msg} (more of these are left out for {self._seconds:.0f} s)"
+        return count < self._limit
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps({"time": utc(record.created), **_facts(record)})
+
+
+class _TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        shown = dict(_facts(record))
+        client, method, path = (shown.pop(name) for name in ("client", "method", "path"))
+        told = " ".join(f"{name}={value}" for name, value in shown.items())
+        return f"{utc(record.created)} {client} {method} {json.dumps(path)} {told}"
+
+
+def _facts(record: logging.LogRecord) -> dict[str, Any]:
+    facts: dict[str, Any] = record.__dict__["facts"]
+    return facts
+
+
+def configure(access: str) -> None:
+    """Write the records of the whole process to stderr, those of the others from warnings up.
+
+    Args:
+        access: how to write requests to stdout, one of `ACCESS_MODES`.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(UtcFormatter(FORMAT))
+    handler.addFilter(Sparing())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger(PACKAGE).setLevel(logging.INFO)
+    requests = logging.getLogger(ACCESS)
+    requests.propagate = False
+    requests.disabled = access == "off"
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(_JsonFormatter() if access == "json" else _TextFormatter())
+    requests.handlers = [handler]

@@ -1,0 +1,96 @@
+"""uvicorn, ended by signals as this service wants it.
+
+The first SIGTERM, SIGINT or SIGHUP: refuse new connections, finish what was accepted. A second one,
+whichever of them, or the end of the time to drain: give up what is unfinished. uvicorn alone hears
+a second SIGINT only, drops connections without an answer, dies of SIGHUP, and raises the signals
+once more when it has ended in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class WebServer(uvicorn.Server):
+    """A server that hears signals from `hear_signals` on, also before it runs.
+
+    Attributes:
+        heard: the signals that came.
+        gave_up: whether what was unfinished was given up.
+
+    Args:
+        config: uvicorn's.
+        give_up: called once to give up what is unfinished, in the main thread, between any two
+            instructions; it has to call its argument when clients have heard of it.
+        drain_seconds: how long it may take from the first signal to finish what was accepted.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        give_up: Callable[[Callable[[], None]], None],
+        drain_seconds: float,
+    ) -> None:
+        super().__init__(config)
+        self.heard: list[int] = []
+        self.gave_up = False
+        self._give_up = give_up
+        self._drain_seconds = drain_seconds
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's
+        """Take a signal."""
+        self.heard.append(sig)
+        self.should_exit = True
+        if len(self.heard) == 2:
+            self._give_up_now()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Finish what was accepted, for some time."""
+        over = asyncio.get_running_loop().call_later(self._drain_seconds, self._give_up_now)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            over.cancel()
+
+    @contextmanager
+    def hear_signals(self) -> Iterator[None]:
+        """Handle signals in this block; in the main thread only.
+
+        A hang-up that is ignored, as under nohup, stays so. Once a signal was heard, later ones are
+        ignored: the process ends, and with its own exit status.
+        """
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        if before[signal.SIGHUP] is signal.SIG_IGN:
+            del before[signal.SIGHUP]
+        for number in before:
+            signal.signal(number, self.handle_exit)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_IGN if self.heard else handler)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave them as they are, in place of uvicorn's own handling."""
+        yield
+
+    def _give_up_now(self) -> None:
+        if not self.gave_up:
+            self.gave_up = True
+            self._give_up(self._drop_connections)
+
+    def _drop_connections(self) -> None:
+        self.force_exit = True

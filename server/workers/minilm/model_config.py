@@ -1,0 +1,276 @@
+"""What a sentence-transformers folder says about its model, checked once, as plain data.
+
+The folder must describe a BERT encoder, a pooling and at most a normalisation after it;
+whatever would change the answer and is not supported is refused here, by name.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
+
+from coordinator.layout import Checkpoint
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    import numpy as np
+
+PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
+POOLINGS = ("mean", "cls", "max")
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""What config.json calls an activation, and which function that is."""
+
+_LEGACY_POOLING = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_T = TypeVar("_T")
+
+
+class ModelFolderError(ValueError):
+    """A folder does not hold a model that can be run; the text names the file and the reason."""
+
+
+class BertConfig(msgspec.Struct, frozen=True):
+    """``config.json`` of a BERT encoder, as far as it changes the answer."""
+
+    model_type: str
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    intermediate_size: PositiveInt
+    max_position_embeddings: PositiveInt
+    type_vocab_size: PositiveInt = 2
+    layer_norm_eps: float = 1e-12
+    hidden_act: str = "gelu"
+    position_embedding_type: str = "absolute"
+    is_decoder: bool = False
+
+    @property
+    def activation(self) -> str:
+        """The activation's function: a value of `ACTIVATIONS`."""
+        return ACTIVATIONS[self.hidden_act]
+
+    @property
+    def head_size(self) -> int:
+        """Elements of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    def refusal(self) -> str | None:
+        """Why this encoder cannot be run; ``None`` if it can."""
+        if self.model_type != "bert":
+            return f"model_type is {self.model_type!r}; only 'bert' is supported"
+        if self.is_decoder:
+            return "is_decoder is true; only encoders are supported"
+        if self.position_embedding_type != "absolute":
+            kind = self.position_embedding_type
+            return f"position_embedding_type is {kind!r}; only 'absolute' is supported"
+        if self.hidden_act not in ACTIVATIONS:
+            return f"hidden_act is {self.hidden_act!r}; supported are {', '.join(ACTIVATIONS)}"
+        if self.hidden_size % self.num_attention_heads:
+            return (
+                f"hidden_size {self.hidden_size} does not divide into "
+                f"{self.num_attention_heads} attention heads"
+            )
+        return None
+
+    def check_parallel(self, tp: int, pp: int) -> None:
+        """Check that the model can be cut so; called by the driver before any process starts.
+
+        Raises:
+            ValueError: ``tp`` or ``pp`` is not positive, ``tp`` does not divide the attention
+                heads, or there are fewer layers than stages.
+        """
+        if tp < 1 or pp < 1:
+            raise ValueError(f"tp and pp must be at least 1; got tp={tp}, pp={pp}")
+        if self.num_attention_heads % tp:
+            raise ValueError(
+                f"tp={tp} does not divide the model's {self.num_attention_heads} attention heads"
+            )
+        if pp > self.num_hidden_layers:
+            raise ValueError(f"pp={pp} is more than the model's {self.num_hidden_layers} layers")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A sentence-transformers folder that can be run.
+
+    Attributes:
+        path: the folder.
+        weights: the folder of the encoder's own files: ``path``, or a folder in it.
+        bert: the encoder's sizes.
+        prefix: what the checkpoint puts before every tensor name, as ``"bert."``.
+        pooling: how token vectors become one: ``"mean"``, ``"cls"`` or ``"max"``.
+        normalize: whether embeddings are scaled to length 1.
+        max_length: tokens of an input at most, special ones included.
+        lower_case: whether text is lower-cased before the tokenizer sees it.
+    """
+
+    path: Path
+    weights: Path
+    bert: BertConfig
+    prefix: str
+    pooling: str
+    normalize: bool
+    max_length: int
+    lower_case: bool
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> ModelFolder:
+        """Read and check a folder's descriptions; of the weights only the headers are read.
+
+        Raises:
+            FileNotFoundError: the folder, or its weights, are not there.
+            ModelFolderError: a description is missing, malformed, or not supported.
+            CheckpointError: the weights are not safetensors files.
+        """
+        root = Path(path)
+        if not root.is_dir():
+            raise FileNotFoundError(f"{root}: no such model folder")
+        modules = _read(root / "modules.json", list[_Module])
+        kinds = [module.type.rpartition(".")[2] for module in modules]
+        if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+            raise ModelFolderError(
+                f"{root / 'modules.json'}: modules are {', '.join(kinds) or 'none'}; "
+                "supported are Transformer, Pooling and, after them, Normalize"
+            )
+        weights = root / modules[0].path
+        bert = _read(weights / "config.json", BertConfig)
+        if refusal := bert.refusal():
+            raise ModelFolderError(f"{weights / 'config.json'}: {refusal}")
+        if not (weights / "tokenizer.json").is_file():
+            raise ModelFolderError(f"{weights}: holds no tokenizer.json")
+        sentence = _read(weights / "sentence_bert_config.json", _SentenceConfig, default=True)
+        tokenizer = _read(weights / "tokenizer_config.json", _TokenizerConfig, default=True)
+        prompts = _read(root / "config_sentence_transformers.json", _Prompts, default=True)
+        if prompts.default_prompt_name is not None:
+            raise ModelFolderError(f"{root}: a default prompt is set; prompts are not supported")
+        return cls(
+            path=root,
+            weights=weights,
+            bert=bert,
+            prefix=_prefix(weights),
+            pooling=_pooling(root / modules[1].path / "config.json"),
+            normalize=len(modules) == 3,
+            max_length=min(
+                sentence.max_seq_length or int(tokenizer.model_max_length),
+                bert.max_position_embeddings,
+            ),
+            lower_case=sentence.do_lower_case,
+        )
+
+    def check_inputs(self, inputs: Sequence[str | Sequence[int]], first: int = 0) -> None:
+        """Check what shall be embedded: texts, or token ids with the special ones among them.
+
+        Args:
+            inputs: what it is, of any length but 0 where it is token ids.
+            first: what errors call the first one.
+
+        Raises:
+            TypeError: ``inputs`` is one text, or an input is neither text nor token ids.
+            ValueError: an input of token ids is empty, or has an id outside the vocabulary.
+        """
+        if isinstance(inputs, str):
+            raise TypeError("inputs must be a list of texts, not one text")
+        for index, item in enumerate(inputs, first):
+            if not isinstance(item, str):
+                if not isinstance(item, (list, tuple)) or not all(type(id_) is int for id_ in item):
+                    raise TypeError(f"input {index} is neither a text nor a list of token ids")
+                self._check_ids(index, len(item), min(item, default=0), max(item, default=0))
+
+    def check_tokens(self, tokens: Sequence[np.ndarray]) -> None:
+        """Check what a worker shall embed: integers [length] for each input.
+
+        Raises:
+            ValueError: there is something else, or an input is empty, is longer than `max_length`,
+                or has an id outside the vocabulary.
+        """
+        for index, item in enumerate(tokens):
+            if item.ndim != 1 or item.dtype.kind not in "iu":
+                raise ValueError(
+                    f"input {index} must be integers [length]; got {item.dtype} {list(item.shape)}"
+                )
+            if len(item) > self.max_length:
+                raise ValueError(
+                    f"input {index} has {len(item)} tokens; at most {self.max_length} are allowed"
+                )
+            self._check_ids(index, len(item), item.min(initial=0), item.max(initial=0))
+
+    def _check_ids(self, index: int, length: int, least: int, most: int) -> None:
+        if not length:
+            raise ValueError(f"input {index} is empty: it has no token")
+        for token in (least, most):
+            if not 0 <= token < self.bert.vocab_size:
+                raise ValueError(
+                    f"input {index} has token id {token}; ids are 0 to {self.bert.vocab_size - 1}"
+                )
+
+
+class _Module(msgspec.Struct):
+    path: str
+    type: str
+
+
+class _SentenceConfig(msgspec.Struct):
+    max_seq_length: PositiveInt | None = None
+    do_lower_case: bool = False
+
+
+class _TokenizerConfig(msgspec.Struct):
+    model_max_length: Annotated[float, msgspec.Meta(gt=0)] = 1e30
+
+
+class _Prompts(msgspec.Struct):
+    default_prompt_name: str | None = None
+
+
+def _read(path: Path, kind: type[_T], default: bool = False) -> _T:
+    """Decode a JSON file; ``default`` makes ``kind()`` of a file that is not there."""
+    try:
+        return msgspec.convert(json.loads(path.read_bytes()), kind)
+    except FileNotFoundError as exc:
+        if default:
+            return kind()
+        raise ModelFolderError(f"{path}: missing; not a sentence-transformers folder") from exc
+    except (ValueError, msgspec.MsgspecError) as exc:
+        raise ModelFolderError(f"{path}: {exc}") from exc
+
+
+def _pooling(path: Path) -> str:
+    config = _read(path, dict[str, Any])
+    legacy = [mode for key, mode in _LEGACY_POOLING.items() if config.get(key)]
+    chosen = config.get("pooling_mode", legacy or ["mean"])
+    modes = [chosen] if isinstance(chosen, str) else list(chosen)
+    if len(modes) != 1 or modes[0] not in POOLINGS:
+        raise ModelFolderError(
+            f"{path}: pooling is {' + '.join(map(str, modes))}; supported is one of "
+            f"{', '.join(POOLINGS)}"
+        )
+    return str(modes[0])
+
+
+def _prefix(weights: Path) -> str:
+    with Checkpoint(weights) as checkpoint:
+        return "bert." if any(name.startswith("bert.") for name in checkpoint.names) else ""

@@ -1,0 +1,51 @@
+"""Products on a CPU whose weight was laid out once, as oneDNN's kernels read it.
+
+torch's own float32 product lays the weight out anew in every call: for the few rows of one text
+that takes longer than the product itself.
+
+oneDNN keeps kernels, 0.6 MiB of them, for each number of rows that it has met. So rows are computed
+a block at a time, and the last block is filled up to one of few sizes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+_BLOCK = 128
+"""Rows computed at once; fewer make poor use of the caches, more need more memory for kernels."""
+_COARSE, _FINE = 32, 8
+"""Blocks have a multiple of so many rows: of the coarse one beyond twice of it."""
+
+
+def can_prepack(weight: torch.Tensor) -> bool:
+    """Whether `linear` takes such a weight once it is prepacked."""
+    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return on_cpu and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+def prepack(weight: torch.Tensor) -> torch.Tensor:
+    """A float32 weight [outputs, inputs] as `linear` takes it: opaque, and of the same size."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _BLOCK)
+    return packed
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x @ weight.T + bias``: float32 [rows, inputs] → a new [rows, outputs].
+
+    Args:
+        x: on the CPU.
+        weight: prepacked.
+        bias: [outputs].
+    """
+    blocks = [_block(each, weight, bias) for each in torch.split(x, _BLOCK)]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
+def _block(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    rows = len(x)
+    missing = -rows % (_FINE if rows <= 2 * _COARSE else _COARSE)
+    if missing:
+        x = functional.pad(x, (0, 0, 0, missing))
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y[:rows]

@@ -1,0 +1,448 @@
+"""The board: who is in the group, what each member does, and whether the group was aborted.
+
+One segment per group and host, with a slot per member. It turns a hang into a sentence:
+"all_reduce: timed out after 2 s, waiting for rank 3 (pid 4242), last seen in send_tensor_dict
+#1040, 2.1 s ago".
+
+Guarantees
+- `Board.abort` is seen by every member, at its next operation or, asleep, at once.
+- Of several failures the one that claimed the abort word first is reported to all.
+- Every wait ends: ready, deadline, abort, or a needed member's death, whichever is first.
+
+Assumes: members share a host and a user. A board is the scope of an abort: whatever shares the
+board aborts together. Members may be on other hosts if somebody carries news between the boards:
+see `Board.hear`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NoReturn, Self
+
+import msgspec
+
+from shm_broadcast import layout
+from shm_broadcast.board.failures import describe, first_failure, forget_failure, report_failure
+from shm_broadcast.board.members import Members
+from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS, SLICE_SECONDS, Doorbell
+from shm_broadcast.errors import (
+    GroupAbortedError,
+    GroupClosedError,
+    GroupTimeoutError,
+    PeerLostError,
+)
+from shm_broadcast.segment import Segment, SegmentHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from shm_broadcast.atomics import WordsLike
+    from shm_broadcast.board.elsewhere import Elsewhere
+    from shm_broadcast.deadline import Deadline
+    from shm_broadcast.errors import Failure, MemberStatus
+
+
+LIVENESS_SECONDS: Final = 0.1
+"""How often a sleeping member looks whether those it waits for still live: that costs more than all
+else that it does between two slices of sleep."""
+
+
+class BoardHandle(msgspec.Struct, frozen=True):
+    """Names a board to other processes of the same user on the same host.
+
+    Attributes:
+        segment: its segment.
+        ranks: what each member is called in messages.
+        name: the group's name, for messages.
+    """
+
+    segment: SegmentHandle
+    ranks: tuple[int, ...]
+    name: str
+
+
+class Board:
+    """One process's view of its group's board. Close it to leave the group in good order.
+
+    Attributes:
+        name: the group's name, for messages.
+        ranks: what each member is called in messages.
+        n_members: how many slots the board has.
+        member: this process's slot, ``None`` for one that only looks on.
+        words: the board's atomic words, for the protocols that build on it.
+    """
+
+    def __init__(
+        self, segment: Segment, ranks: tuple[int, ...], name: str, member: int | None
+    ) -> None:
+        """Use `create` and `attach`."""
+        n_members = len(ranks)
+        if member is not None and not 0 <= member < n_members:
+            raise ValueError(f"member must be in 0..{n_members - 1}; got {member}")
+        self._segment = segment
+        self.words: WordsLike = segment.words
+        self.ranks = ranks
+        self.n_members = n_members
+        self.name = name
+        self.member = member
+        self._closed = False
+        self._given_back = False
+        self._members = Members(segment, ranks, name)
+        self._doorbells = tuple(
+            Doorbell(segment.words, layout.member_slot(index) + layout.MEMBER_DOORBELL)
+            for index in range(n_members)
+        )
+        self._slot = 0 if member is None else layout.member_slot(member)
+        if member is not None:
+            self._join(member)
+
+    @classmethod
+    def create(
+        cls,
+        n_members: int,
+        member: int | None = 0,
+        name: str = "group",
+        ranks: Sequence[int] | None = None,
+    ) -> Board:
+        """A new board with ``n_members`` slots; this process owns the memory.
+
+        Collective: no. The others attach by `handle`.
+
+        Args:
+            n_members: 1 or more.
+            member: the slot this process takes; ``None`` to take none.
+            name: goes before each operation in messages; ``""`` where that says it all.
+            ranks: what each member is called in messages, `DRIVER_RANK` for one that has no rank;
+                its number if not given.
+
+        Raises:
+            ValueError: ``n_members`` or ``member`` is out of range, or ``ranks`` are not as many.
+            SharedMemoryError: too little memory is free.
+        """
+        if n_members < 1:
+            raise ValueError(f"a board needs 1 or more members; got {n_members}")
+        called = tuple(range(n_members) if ranks is None else ranks)
+        if len(called) != n_members:
+            raise ValueError(f"{n_members} members cannot be called {called}")
+        segment = Segment.create(layout.board_size(n_members), "group-board")
+        segment.words.store32(layout.BOARD_MEMBERS, n_members)
+        segment.words.write(layout.BOARD_KEY, os.urandom(layout.BOARD_KEY_BYTES))
+        segment.words.write(layout.BOARD_NAME, name.encode()[: layout.BOARD_NAME_BYTES])
+        return cls(segment, called, name, member)
+
+    @classmethod
+    def attach(cls, handle: BoardHandle, member: int | None) -> Board:
+        """Join the board that ``handle`` names, as ``member``.
+
+        Collective: no. A slot whose process has died may be taken over.
+
+        Raises:
+            SharedMemoryError: the board is on another host, or its owner has ended.
+            ValueError: ``member`` is out of range, or taken by a living process.
+        """
+        return cls(Segment.attach(handle.segment), handle.ranks, handle.name, member)
+
+    def handle(self) -> BoardHandle:
+        """What `attach` needs; valid while this process keeps the board open."""
+        return BoardHandle(self._segment.handle(), self.ranks, self.name)
+
+    @property
+    def memory(self) -> memoryview:
+        """The board's bytes, for extensions that wait and stamp by themselves."""
+        return self._segment.memory
+
+    @property
+    def key(self) -> bytes:
+        """Random bytes that only those know who have attached this board."""
+        begin = layout.BOARD_KEY
+        return bytes(self._segment.memory[begin : begin + layout.BOARD_KEY_BYTES])
+
+    @property
+    def closed(self) -> bool:
+        """Whether `leave` or `close` was called here."""
+        return self._closed
+
+    def hear(self, elsewhere: Elsewhere) -> None:
+        """Have ``elsewhere`` tell of the members that are on other hosts."""
+        self._members.elsewhere = elsewhere
+
+    def slot_offset(self, member: int) -> int:
+        """Where ``member``'s slot begins in `words`."""
+        return layout.member_slot(self._valid(member))
+
+    def doorbell_offset(self, member: int) -> int:
+        """Where ``member``'s doorbell lies in `words`."""
+        return self._doorbells[self._valid(member)].offset
+
+    def stamp(self, operation: str) -> int:
+        """Say "I begin ``operation``"; returns its number among this member's operations."""
+        return self.words.stamp(self._slot or self._refuse("stamp"), layout.STATE_BUSY, operation)
+
+    def in_collective(self, number: int) -> None:
+        """Say which collective of its group the operation is: see `MemberStatus.collective`."""
+        slot = self._slot or self._refuse("in_collective")
+        self.words.store64(slot + layout.MEMBER_COLLECTIVE, number)
+        sequence = self.words.load64(slot + layout.MEMBER_SEQUENCE)
+        self.words.store64(slot + layout.MEMBER_COLLECTIVE_AS_OF, sequence)
+
+    def idle(self) -> None:
+        """Say "I am between operations"."""
+        self.words.progress(self._slot or self._refuse("idle"), layout.STATE_IDLE)
+
+    def progress(self) -> None:
+        """Note the time of progress, within whatever this member does."""
+        slot = self._slot or self._refuse("progress")
+        self.words.store64(slot + layout.MEMBER_PROGRESS, time.monotonic_ns())
+
+    def check(self, operation: str) -> None:
+        """Raise if the group was aborted or this board closed; costs one load otherwise."""
+        if self._closed:
+            self._mark_closed()  # again: this thread may have stamped its operation since
+            title = self._titled(operation)
+            raise GroupClosedError(f"{title}: the group has been closed in this process")
+        if self.words.load32(layout.BOARD_ABORT):
+            failure = self.aborted
+            if failure is not None:
+                raise GroupAbortedError(self._titled(operation), failure)
+
+    @property
+    def aborted(self) -> Failure | None:
+        """The first failure, if the group was aborted."""
+        failure = first_failure(self._segment, self.ranks)
+        if failure is None:
+            return None
+        reporter = self._members.elsewhere.status(self.ranks.index(failure.rank))
+        return failure if reporter is None else replace(failure, host=reporter.host)
+
+    def abort(self, error: BaseException | str, culprit: int | None = None) -> None:
+        """End every member's waiting with `GroupAbortedError`; the first failure is kept.
+
+        Collective: no, any member may.
+
+        Args:
+            error: what happened.
+            culprit: the member it happened to; if not given, the lost one that ``error`` names, or
+                else this one.
+        """
+        member = self._require_member("abort")
+        about = self._lost_by(error, member) if culprit is None else culprit
+        self.report(member, *describe(error), about)
+        self.catch_up()  # the others hear of it before anything else is done about it
+
+    def report(self, member: int, kind: str, message: str, culprit: int) -> None:
+        """Abort with what ``member`` has reported, on this host or on another one."""
+        report_failure(self._segment, self.n_members, member, kind, message, culprit)
+        self.ring_all()
+
+    def suspect(self, members: Iterable[int]) -> float:
+        """Note that a connection with one of ``members`` broke.
+
+        Returns:
+            The seconds within which it will be known which of them has gone, if one has.
+        """
+        return self._members.elsewhere.suspect(members)
+
+    def ring(self, member: int) -> None:
+        """Wake ``member``, after having changed what it may wait for."""
+        self._doorbells[member].ring()
+
+    def ring_own(self) -> None:
+        """Wake this member: another thread of this process may wait."""
+        if self.member is not None:
+            self._doorbells[self.member].ring()
+
+    def ring_all(self) -> None:
+        """Wake every member."""
+        for doorbell in self._doorbells:
+            doorbell.ring()
+
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        deadline: Deadline,
+        operation: str,
+        peers: Callable[[], Iterable[int]],
+        *,
+        poll: float | None = None,
+        spin: float = DEFAULT_SPIN_SECONDS,
+        detail: Callable[[], str] = str,
+        watch: Callable[[str], None] | None = None,
+    ) -> None:
+        """Wait until ``ready()``.
+
+        Args:
+            ready: the predicate; whoever makes it true rings this member.
+            deadline: when to give up.
+            operation: what this is, for messages.
+            peers: the members still waited for, for liveness and for messages.
+            poll: look again every so many seconds, where what is waited for cannot ring.
+            spin: seconds to look without sleeping, first.
+            detail: what else a timeout should say.
+            watch: called with ``operation`` before each sleep; what it raises ends the wait.
+
+        Raises:
+            GroupTimeoutError: the deadline passed; names ``peers()``.
+            PeerLostError: one of ``peers()`` has ended, or has left in good order.
+            GroupAbortedError: a member aborted the group.
+            GroupClosedError: another thread closed the board here.
+        """
+
+        looked = -math.inf
+
+        def look() -> None:
+            nonlocal looked
+            self._check_for(operation, peers)
+            if watch is not None:
+                watch(operation)
+            now = time.monotonic()
+            if now < looked + LIVENESS_SECONDS:
+                return
+            looked = now
+            gone = self._members.first_gone(peer for peer in peers() if peer != self.member)
+            # A peer may have finished what is waited for just before it ended.
+            if gone is not None and not ready():
+                self._check_for(operation, peers)  # it may have aborted before it left
+                raise PeerLostError(self._titled(operation), self.member_status(gone))
+
+        doorbell = self._doorbells[self._require_member(operation)]
+        pause = SLICE_SECONDS if poll is None else min(poll, SLICE_SECONDS)
+        if not doorbell.wait(
+            ready, deadline, slice_seconds=pause, spin_seconds=spin, between_slices=look
+        ):
+            late = tuple(self.member_status(peer) for peer in peers())
+            more = "; ".join(filter(None, (detail(), self._members.elsewhere.remark())))
+            raise GroupTimeoutError(self._titled(operation), deadline.timeout, late, more)
+
+    def catch_up(self) -> None:
+        """Swap news with other hosts, if members are there: a moment, half a second at most."""
+        self._members.elsewhere.swap()
+
+    def joined(self, member: int) -> bool:
+        """Whether a process has taken ``member``'s slot."""
+        return self._members.joined(self._valid(member))
+
+    def runs(self, member: int, pid: int) -> bool:
+        """Whether process ``pid`` has ``member``'s slot, or had it last, and has not ended."""
+        return self._members.runs(self._valid(member), pid)
+
+    def wait_for_members(self, deadline: Deadline, members: Iterable[int] | None = None) -> None:
+        """Wait until ``members`` (by default all) have joined.
+
+        Raises:
+            GroupTimeoutError: names those that have not.
+        """
+        wanted = tuple(range(self.n_members) if members is None else members)
+
+        def absent() -> list[int]:
+            return [member for member in wanted if not self.joined(member)]
+
+        self.wait(lambda: not absent(), deadline, "wait_for_members", absent)
+
+    def lost(self, among: Iterable[int] | None = None) -> list[int]:
+        """The members whose process has ended without closing its board."""
+        members = range(self.n_members) if among is None else among
+        return [member for member in members if self._members.state(self._valid(member)) == "lost"]
+
+    @contextmanager
+    def lost_slot(self, member: int) -> Iterator[None]:
+        """Inside, nobody can take the slot of ``member``, whose process has ended.
+
+        Raises:
+            ValueError: it has not, or a successor is about to take the slot.
+        """
+        with self._members.lost_slot(self._valid(member)):
+            yield
+
+    def member_status(self, member: int) -> MemberStatus:
+        """What one member was last seen doing."""
+        return self._members.status(self._valid(member))
+
+    def status(self) -> list[MemberStatus]:
+        """What every member was last seen doing."""
+        return [self.member_status(member) for member in range(self.n_members)]
+
+    def leave(self) -> None:
+        """Leave the group in good order; what stands on the board can be read until `close`.
+
+        Waiting threads of this process get GroupClosedError.
+        """
+        if not self._closed:
+            self._closed = True
+            self._mark_closed()
+            self.ring_all()
+
+    def close(self) -> None:
+        """Leave the group, if that was not done, and give the memory back."""
+        if not self._given_back:
+            self._given_back = True
+            self.leave()
+            self._members.close()
+            self._segment.close()
+
+    def __enter__(self) -> Self:
+        """Give the board itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the board."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Show name, members and this process's slot."""
+        state = ", closed" if self._closed else ""
+        return f"Board({self.name!r}, member={self.member} of {self.n_members}{state})"
+
+    def _join(self, member: int) -> None:
+        self._members.take(member)
+        self._doorbells[member].reset_sleepers()
+        forget_failure(self._segment, self.n_members, member)
+        self._members.show(member)
+        self.ring_all()
+
+    def _mark_closed(self) -> None:
+        if self.member is not None:
+            self._members.leave(self.member)
+
+    def _lost_by(self, error: BaseException | str, otherwise: int) -> int:
+        if isinstance(error, PeerLostError):
+            for status in self.status():
+                if (status.rank, status.pid) == (error.rank, error.pid):
+                    return self.ranks.index(status.rank)
+        return otherwise
+
+    def _check_for(self, operation: str, peers: Callable[[], Iterable[int]]) -> None:
+        """As `check`; whoever waits for the member whose loss is the reason is told just that."""
+        try:
+            self.check(operation)
+        except GroupAbortedError as aborted:
+            lost = self._lost_to(aborted.failure, peers())
+            if lost is None:
+                raise
+            raise PeerLostError(aborted.operation, lost) from None
+
+    def _lost_to(self, failure: Failure, peers: Iterable[int]) -> MemberStatus | None:
+        """The status of the one of ``peers`` whose loss is what was reported."""
+        culprit = self.ranks.index(failure.culprit)
+        if failure.kind != PeerLostError.__name__ or culprit not in peers:
+            return None
+        self._members.elsewhere.blame(culprit)
+        gone = self._members.first_gone([culprit])
+        return None if gone is None else self.member_status(gone)
+
+    def _titled(self, operation: str) -> str:
+        return f"{self.name} {operation}" if self.name else operation
+
+    def _require_member(self, operation: str) -> int:
+        return self._refuse(operation) if self.member is None else self.member
+
+    def _refuse(self, operation: str) -> NoReturn:
+        raise ValueError(f"{self._titled(operation)}: this process is no member of the group")
+
+    def _valid(self, member: int) -> int:
+        if not 0 <= member < self.n_members:
+            raise ValueError(f"member must be in 0..{self.n_members - 1}; got {member}")
+        return member

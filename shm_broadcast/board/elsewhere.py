@@ -1,0 +1,68 @@
+"""What a board hears of the members that are on other hosts: see `shm_broadcast.board.board`.
+
+`Elsewhere` is written by whoever carries news between the boards of hosts. A board that nobody
+carries news to has `OneHost`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shm_broadcast.errors import MemberStatus
+
+_SEEN_WITHIN: Final = 0.5
+"""Seconds until a member's end is seen on its host: a broken connection tells it sooner."""
+
+
+class Elsewhere(Protocol):
+    """What this process has heard of the members that are on other hosts."""
+
+    def status(self, member: int) -> MemberStatus | None:
+        """What ``member`` was last heard to do; None if it is on this host."""
+
+    def gone(self, member: int) -> bool:
+        """Whether ``member`` has died or left, or its host has been silent for too long."""
+
+    def suspect(self, members: Iterable[int]) -> float:
+        """A connection with one of ``members`` broke: take less silence for its host's end.
+
+        Returns:
+            The seconds within which it will be known which of them has gone, if one has.
+        """
+
+    def blame(self, member: int) -> None:
+        """Believe that ``member`` has died: somebody has seen it, and aborted the group."""
+
+    def swap(self) -> None:
+        """Send this host's news and take in the others', now."""
+
+    def remark(self) -> str:
+        """What is wrong with the hosts themselves, for messages; ``""`` if nothing is."""
+
+
+class OneHost:
+    """No member is on another host."""
+
+    def status(self, member: int) -> None:
+        """Nothing was heard: what stands on the board counts."""
+
+    def gone(self, member: int) -> bool:  # noqa: ARG002
+        """No: its process tells."""
+        return False
+
+    def suspect(self, members: Iterable[int]) -> float:  # noqa: ARG002
+        """A process that ends is seen soon."""
+        return _SEEN_WITHIN
+
+    def blame(self, member: int) -> None:
+        """Its process tells."""
+
+    def swap(self) -> None:
+        """There is nobody to swap with."""
+
+    def remark(self) -> str:
+        """There is nothing to say."""
+        return ""

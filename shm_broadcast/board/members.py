@@ -1,0 +1,174 @@
+"""The members of a board: which process has each slot, and what it does.
+
+Guarantees: a slot is taken by one process; a second one, also at the same moment, is refused until
+that process has ended or left.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from shm_broadcast import layout
+from shm_broadcast.board.elsewhere import OneHost
+from shm_broadcast.board.fixed_text import read_text, write_text
+from shm_broadcast.errors import MemberStatus
+from shm_broadcast.liveness import ProcessId, ProcessWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from shm_broadcast.board.elsewhere import Elsewhere
+    from shm_broadcast.segment import Segment
+
+
+class Members:
+    """One process's view of the slots. Close it to let go of the processes it watches.
+
+    Attributes:
+        elsewhere: knows the members on other hosts.
+    """
+
+    def __init__(self, segment: Segment, ranks: Sequence[int], name: str) -> None:
+        """Look at the slots in ``segment``, called ``ranks`` in messages, of the group ``name``."""
+        self._segment = segment
+        self._words = segment.words
+        self._ranks = ranks
+        self._name = name
+        self.elsewhere: Elsewhere = OneHost()
+        self._closed = False
+        self._watches: dict[int, ProcessWatch] = {}
+        self._lock = threading.Lock()
+
+    def take(self, member: int) -> None:
+        """Make this process ``member``; nobody sees it, nor can take the slot, before `show`.
+
+        Raises:
+            ValueError: a living process has the slot.
+        """
+        me, words, slot = ProcessId.current(), self._words, layout.member_slot(member)
+        self._lock_slot(member, me.pid)
+        if self.state(member) in ("idle", "busy"):
+            words.store32(slot + layout.MEMBER_JOINING, 0)
+            self._refuse(member, words.load32(slot + layout.MEMBER_PID))
+        words.store64(slot + layout.MEMBER_START_TIME, me.start_time)
+        words.store32(slot + layout.MEMBER_PID, me.pid)
+        words.store64(slot + layout.MEMBER_SEQUENCE, 0)
+        words.store64(slot + layout.MEMBER_COLLECTIVE, 0)
+        write_text(self._segment, slot + layout.MEMBER_OPERATION, "", layout.OPERATION_BYTES)
+
+    def show(self, member: int) -> None:
+        """Let the others see that this process has taken ``member``'s slot."""
+        slot = layout.member_slot(member)
+        self._words.progress(slot, layout.STATE_IDLE)
+        self._words.store32(slot + layout.MEMBER_JOINING, 0)
+
+    def leave(self, member: int) -> None:
+        """Say that ``member`` left in good order, unless the slot is a successor's by now."""
+        slot = layout.member_slot(member)
+        if self._words.load32(slot + layout.MEMBER_PID) == os.getpid():
+            self._words.progress(slot, layout.STATE_CLOSED)
+
+    @contextmanager
+    def lost_slot(self, member: int) -> Iterator[None]:
+        """Inside, nobody can take the slot of ``member``, whose process has ended.
+
+        Raises:
+            ValueError: it has not, or a successor is about to take the slot.
+        """
+        self._lock_slot(member, os.getpid())
+        try:
+            if self.state(member) != "lost":
+                raise ValueError(f"{self.status(member)}: it is not lost")
+            yield
+        finally:
+            self._words.store32(layout.member_slot(member) + layout.MEMBER_JOINING, 0)
+
+    def joined(self, member: int) -> bool:
+        """Whether a process has ever taken ``member``'s slot."""
+        return self._words.load32(layout.member_slot(member) + layout.MEMBER_STATE) != 0
+
+    def state(self, member: int) -> str:
+        """``"absent"``, ``"idle"``, ``"busy"``, ``"closed"`` or ``"lost"``."""
+        code = self._words.load32(layout.member_slot(member) + layout.MEMBER_STATE)
+        state = layout.STATE_NAMES[code]
+        return "lost" if state in ("idle", "busy") and not self._alive(member) else state
+
+    def runs(self, member: int, pid: int) -> bool:
+        """Whether process ``pid`` has ``member``'s slot, or had it last, and has not ended."""
+        slot = layout.member_slot(member)
+        return self._words.load32(slot + layout.MEMBER_PID) == pid and self._alive(member)
+
+    def first_gone(self, members: Iterable[int]) -> int | None:
+        """The first one that has died or left; one that has not joined yet is not gone."""
+        for member in members:
+            if self.state(member) in ("lost", "closed") or self.elsewhere.gone(member):
+                return member
+        return None
+
+    def status(self, member: int) -> MemberStatus:
+        """What ``member`` was last seen doing, or heard to do if it is on another host."""
+        heard = self.elsewhere.status(member)
+        if heard is not None:
+            return heard
+        words, slot = self._words, layout.member_slot(member)
+        stamped = words.load64(slot + layout.MEMBER_PROGRESS)
+        sequence = words.load64(slot + layout.MEMBER_SEQUENCE)
+        known = words.load64(slot + layout.MEMBER_COLLECTIVE_AS_OF) == sequence
+        return MemberStatus(
+            rank=self._ranks[member],
+            pid=words.load32(slot + layout.MEMBER_PID),
+            state=self.state(member),
+            operation=read_text(
+                self._segment, slot + layout.MEMBER_OPERATION, layout.OPERATION_BYTES
+            ),
+            sequence=sequence,
+            age=max(time.monotonic_ns() - stamped, 0) / 1e9 if stamped else None,
+            collective=words.load64(slot + layout.MEMBER_COLLECTIVE) if known else 0,
+        )
+
+    def close(self) -> None:
+        """Watch no process any more."""
+        self._closed = True
+        with self._lock:
+            for watch in self._watches.values():
+                watch.close()
+            self._watches.clear()
+
+    def _lock_slot(self, member: int, pid: int) -> None:
+        words, lock = self._words, layout.member_slot(member) + layout.MEMBER_JOINING
+        if not words.compare_and_swap32(lock, 0, pid):
+            other = words.load32(lock)
+            died_joining = other != 0 and not Path(f"/proc/{other}").exists()
+            if not (died_joining and words.compare_and_swap32(lock, other, pid)):
+                self._refuse(member, other)
+
+    def _refuse(self, member: int, holder: int) -> NoReturn:
+        raise ValueError(f"member {member} of {self._name} is taken by pid {holder}")
+
+    def _alive(self, member: int) -> bool:
+        slot = layout.member_slot(member)
+        holder = ProcessId(
+            self._words.load32(slot + layout.MEMBER_PID),
+            self._words.load64(slot + layout.MEMBER_START_TIME),
+        )
+        with self._lock:
+            if self._closed:
+                return _runs(holder)
+            watch = self._watches.get(member)
+            if watch is None or watch.process != holder:
+                if watch is not None:
+                    watch.close()
+                watch = self._watches[member] = ProcessWatch(holder)
+            return watch.alive()
+
+
+def _runs(process: ProcessId) -> bool:
+    try:
+        return ProcessId.of(process.pid) == process
+    except ProcessLookupError:
+        return False

@@ -1,0 +1,235 @@
+"""The methods of one end of a message queue: enqueue, dequeue, shutdown and the like.
+
+How queues are made and joined stands in `shm_broadcast.queue.message_queue`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.queue.reader import QueueReader
+from shm_broadcast.queue.writer import QueueWriter
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from typing_extensions import Buffer
+
+    from shm_broadcast.board.board import Board
+    from shm_broadcast.queue.handle import QueueHandle
+    from shm_broadcast.segment import Segment
+
+
+class QueueEnd:
+    """One end of a queue, the writer's or a reader's; `MessageQueue` makes it.
+
+    Threads may share it: calls run one at a time, the others wait.
+    """
+
+    def __init__(
+        self,
+        handle: QueueHandle,
+        *,
+        board: Board | None,
+        ring: Segment | None,
+        end: QueueWriter | QueueReader,
+        owns_board: bool,
+    ) -> None:
+        """For `MessageQueue` only.
+
+        Args:
+            handle: what the other members join with.
+            board: the board of the members on the writer's host; None at a reader on another host.
+            ring: the shared memory between them; None if nobody reads on the writer's host.
+            end: the implementation that writes or reads.
+            owns_board: whether to close the board with this end.
+        """
+        self._handle = handle
+        self._board = board
+        self._ring = ring
+        self._end = end
+        self._owns_board = owns_board
+
+    def export_handle(self) -> QueueHandle:
+        """What the other members join with; valid while this process keeps the queue open."""
+        return self._handle
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this end writes."""
+        return isinstance(self._end, QueueWriter)
+
+    def wait_until_ready(self, timeout: float | Deadline | None = None) -> None:
+        """At the writer: wait until all readers have joined. At a reader: until the writer has.
+
+        Collective: no.
+
+        Args:
+            timeout: seconds; 0 or less only looks, ``None`` waits for ever.
+
+        Raises:
+            GroupTimeoutError: names those that have not joined.
+            PeerLostError, GroupAbortedError, GroupClosedError: as for `dequeue`.
+        """
+        self._end.wait_until_ready(Deadline.within(timeout))
+
+    def enqueue(self, message: Any, timeout: float | Deadline | None = None) -> None:
+        """Send ``message`` to every reader.
+
+        Collective: no. Returns once the message is in the queue; it waits only while the queue is
+        full, for the slowest reader. ``message`` may be changed once this returns.
+
+        Args:
+            message: any picklable object, or one of the queue's type.
+            timeout: seconds to wait for room; 0 or less does not wait, ``None`` waits for ever. A
+                message that times out reaches no reader.
+
+        Raises:
+            GroupTimeoutError: no room in time; names the readers that are behind, and by how much.
+            PeerLostError: the queue is full because of a reader that has ended, or a reader on
+                another host has ended. No reader gets the message, nor any later one, until the
+                lost reader is taken out by `remove_reader` or, on this host, replaced by another
+                process that joins as the same reader.
+            GroupAbortedError: a member aborted the board.
+            GroupClosedError: this end was shut down, or every reader has left.
+            PeerProtocolError: a reader on another host sent nonsense.
+            MessageTooLargeError: with readers on other hosts, more buffers than a header can list.
+            TypeError: this end reads, or ``message`` cannot be encoded.
+        """
+        self._writer("enqueue").enqueue(message, timeout)
+
+    def enqueue_encoded(self, data: Buffer, timeout: float | Deadline | None = None) -> None:
+        """Send bytes as they are, for readers that call `acquire_read`.
+
+        Collective: no. Readers that call `dequeue` get them decoded, so they must be encoded as the
+        queue's codec does.
+
+        Args:
+            data: a contiguous buffer of any size; it may be changed once this returns.
+            timeout: seconds; 0 does not wait, ``None`` waits for ever. A message that times out
+                reaches no reader.
+
+        Raises:
+            What `enqueue` raises.
+        """
+        self._writer("enqueue").enqueue_encoded(data, timeout)
+
+    def dequeue(
+        self,
+        timeout: float | Deadline | None = None,
+        indefinite: bool = False,  # noqa: ARG002
+    ) -> Any:
+        """Wait for the next message and return it.
+
+        Collective: no.
+
+        Args:
+            timeout: seconds; 0 or less does not wait, ``None`` waits for ever.
+            indefinite: no effect. In vLLM it keeps long waits out of the log; here none are logged.
+
+        Returns:
+            The message, which belongs to the caller. Memory of tensors and arrays of 1 MiB and more
+            is reused for later messages once their last reference has gone. If the writer was made
+            with ``zero_copy``, tensors and arrays of 1 MiB and more lie in memory shared by all
+            readers: do not write to them, and drop them soon. They count towards the writer's limit
+            of 512 MiB; beyond it messages are copied as without ``zero_copy``.
+
+        Raises:
+            GroupTimeoutError: no message in time; nothing was consumed.
+            MessageDecodeError: a message came that is not of the queue's type; it was consumed.
+            PeerLostError: the writer has ended and all its messages were read.
+            GroupAbortedError: a member aborted the board.
+            GroupClosedError: this end was shut down, or the writer was and all messages were read.
+            TypeError: this end writes.
+        """
+        return self._reader("dequeue").dequeue(timeout)
+
+    def acquire_read(
+        self,
+        timeout: float | Deadline | None = None,
+        indefinite: bool = False,  # noqa: ARG002
+    ) -> AbstractContextManager[memoryview]:
+        """Use the next message's encoded main part in a ``with`` block, without decoding it.
+
+        Collective: no. The view is valid inside the block only. If the message is one record of the
+        ring, the view is of the ring itself; the space goes back to the writer at the end of the
+        block, also when the block raises. A message that was streamed, has out-of-band buffers, or
+        came from another host is copied first. The arguments are those of `dequeue`.
+
+        Raises:
+            What `dequeue` raises, `MessageDecodeError` excepted.
+        """
+        return self._reader("acquire_read").acquire_read(timeout)
+
+    def readable(self, within: float = 0.0) -> bool:
+        """Whether a message, or a part of one, has arrived; cheap, to poll several queues.
+
+        Collective: no.
+
+        Args:
+            within: seconds to spin until one arrives, without the GIL; not used by a reader on
+                another host than the writer.
+        """
+        return self._reader("readable").readable(within)
+
+    def behind(self) -> dict[int, int]:
+        """How many messages each reader on this host has not read, by member of the board."""
+        return self._writer("behind").behind()
+
+    def remove_reader(self, rank: int) -> None:
+        """At the writer: go on without a reader that `enqueue` has named as lost or at fault.
+
+        Collective: no. The writer stops waiting for a reader that shut down by itself. One that
+        died might be replaced, so the caller decides.
+
+        Args:
+            rank: the reader's rank, as in the error.
+
+        Raises:
+            ValueError: it is no reader of this queue, or not lost.
+            TypeError: this end reads.
+        """
+        self._writer("remove_reader").remove_reader(rank)
+
+    def broadcast_object(self, message: Any = None, timeout: float | Deadline | None = None) -> Any:
+        """At the writer: `enqueue` and return ``message``. At a reader: `dequeue`."""
+        if not self.is_writer:
+            return self.dequeue(timeout)
+        self.enqueue(message, timeout)
+        return message
+
+    def shutdown(self) -> None:
+        """Close this end. Idempotent; any thread may call it, also while another one waits.
+
+        Collective: no. A thread of this process that waits in the queue gets GroupClosedError. When
+        the writer shuts down, readers still get what is in the queue, then GroupClosedError. When a
+        reader shuts down, the writer no longer waits for it.
+        """
+        self._end.close()
+        if self._ring is not None:
+            self._ring.close()
+        if self._owns_board and self._board is not None:
+            self._board.close()
+
+    close = shutdown
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        where = "from another host" if self._board is None else repr(self._board)
+        return f"MessageQueue({'writer' if self.is_writer else 'reader'}, {where})"
+
+    def _writer(self, operation: str) -> QueueWriter:
+        if isinstance(self._end, QueueWriter):
+            return self._end
+        raise TypeError(f"{operation}: this end of the queue reads")
+
+    def _reader(self, operation: str) -> QueueReader:
+        if isinstance(self._end, QueueReader):
+            return self._end
+        raise TypeError(f"{operation}: this end of the queue writes")

@@ -1,0 +1,74 @@
+"""A queue's handle, which names it to its members, and the shared memory of its ring."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from shm_broadcast import layout
+from shm_broadcast.board.board import BoardHandle  # noqa: TC001  (msgspec reads a field's annotation)
+from shm_broadcast.remote.frames import RemoteHandle  # noqa: TC001
+from shm_broadcast.segment import Segment, SegmentHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shm_broadcast.board.board import Board
+
+DEFAULT_CAPACITY: Final = 4 << 20
+"""Default bytes of a ring; also the most that ``max_chunk_bytes`` times ``max_chunks`` gives."""
+
+SMALLEST_CAPACITY: Final = 64 << 10
+
+
+class QueueHandle(msgspec.Struct, frozen=True):
+    """Names a queue to its other members. Plain data, and no secret.
+
+    Attributes:
+        board: the board that the writer and the readers on its host wait on.
+        ring: the ring's segment; ``None`` if nobody reads on the writer's host.
+        writer: the writer's member number on the board.
+        readers: the readers' member numbers on the board, in reader order.
+        reader_ranks: the ranks of these readers; see `MessageQueue.create_from_handle`.
+        remote: how readers on other hosts connect; ``None`` if there are none.
+    """
+
+    board: BoardHandle
+    ring: SegmentHandle | None
+    writer: int
+    readers: tuple[int, ...]
+    reader_ranks: tuple[int, ...]
+    remote: RemoteHandle | None = None
+
+
+def ring_capacity(max_chunk_bytes: int, max_chunks: int) -> int:
+    """The bytes of a ring asked for in vLLM's terms, `DEFAULT_CAPACITY` at most.
+
+    Raises:
+        ValueError: one of them is less than 1.
+    """
+    if max_chunk_bytes < 1 or max_chunks < 1:
+        raise ValueError(f"a queue needs room; got {max_chunks} chunks of {max_chunk_bytes} bytes")
+    return min(max_chunk_bytes * max_chunks, DEFAULT_CAPACITY)
+
+
+def create_ring(board: Board, writer: int, readers: Sequence[int], capacity: int) -> Segment:
+    """The segment of a ring of ``capacity`` bytes, rounded up to a multiple of 64 KiB.
+
+    ``writer`` and ``readers`` are member numbers of ``board``.
+
+    Raises:
+        ValueError: the members are not distinct members of the board.
+        SharedMemoryError: too little memory is free.
+    """
+    members = [writer, *readers]
+    if not readers or len(set(members)) != len(members):
+        raise ValueError(f"a queue needs one writer and other readers; got {writer}, {readers}")
+    for member in members:
+        board.slot_offset(member)
+    capacity = layout.align(max(capacity, 1), SMALLEST_CAPACITY)
+    ring = Segment.create(layout.ring_size(len(readers), capacity), "group-queue")
+    ring.words.store64(layout.RING_CAPACITY, capacity)
+    ring.words.store32(layout.RING_READER_COUNT, len(readers))
+    return ring

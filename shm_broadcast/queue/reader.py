@@ -1,0 +1,241 @@
+"""The reading ends of a message queue: from a ring, and from a writer on another host."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import GroupClosedError, MessageDecodeError
+from shm_broadcast.queue.timed_lock import TimedLock
+from shm_broadcast.queue.writer import REMOTE_HEADER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from typing_extensions import Buffer
+
+    from shm_broadcast.board.board import Board
+    from shm_broadcast.codec import Codec
+    from shm_broadcast.doorbell import AdaptiveSpin
+    from shm_broadcast.remote.reader import RemoteReader
+    from shm_broadcast.ring.reader import Message, RingReader
+
+
+class QueueReader(ABC):
+    """Takes messages out and decodes them. Any thread may call; calls run one at a time."""
+
+    def __init__(self, codec: Codec, watch: Callable[[str], None] | None) -> None:
+        self._codec = codec
+        self._watch = watch
+        self._closed = False
+        self._turn = TimedLock()
+
+    def dequeue(self, timeout: float | Deadline | None) -> Any:
+        """See `MessageQueue.dequeue`."""
+        if not self._turn.take_now():
+            timeout = Deadline.within(timeout)
+            self._turn.take(timeout, "dequeue", self._check)
+        try:
+            code, main, buffers = self._take(timeout)
+        finally:
+            self._end_turn()
+        if code != self._codec.code:
+            raise MessageDecodeError(
+                f"the writer used codec {code}, this reader {self._codec.code}: "
+                "one end was made with type= and the other without"
+            )
+        return self._codec.decode(main, buffers)
+
+    @contextmanager
+    def acquire_read(self, timeout: float | Deadline | None) -> Iterator[memoryview]:
+        """See `MessageQueue.acquire_read`."""
+        deadline = Deadline.within(timeout)
+        self._turn.take(deadline, "acquire_read", self._check)
+        try:
+            _, main, _ = self._take(deadline)
+        finally:
+            self._end_turn()
+        with memoryview(main) as view:
+            yield view
+
+    @abstractmethod
+    def readable(self, within: float) -> bool:
+        """Whether a message, or a part of one, has arrived, or does ``within`` so many seconds."""
+
+    @abstractmethod
+    def wait_until_ready(self, deadline: Deadline) -> None:
+        """Wait until the writer has joined."""
+
+    def close(self) -> None:
+        """Leave the queue; a thread that waits in it raises GroupClosedError."""
+        self._closed = True
+
+    @abstractmethod
+    def _take(self, timeout: float | Deadline | None) -> Message:
+        """Wait for the next message and return it, still encoded."""
+
+    def _check(self, operation: str) -> None:
+        if self._closed:
+            raise GroupClosedError(f"{operation}: the queue has been shut down in this process")
+        if self._watch is not None:
+            self._watch(operation)
+
+    def _end_turn(self) -> None:
+        self._turn.give_back()
+
+
+class LocalReader(QueueReader):
+    """Reads a ring."""
+
+    def __init__(
+        self,
+        board: Board,
+        codec: Codec,
+        ring: RingReader,
+        writer: int,
+        spin: AdaptiveSpin,
+        watch: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(codec, watch)
+        self._board = board
+        self._ring = ring
+        self._writer = writer
+        self._spin = spin
+        self._left = False
+
+    @contextmanager
+    def acquire_read(self, timeout: float | Deadline | None) -> Iterator[memoryview]:
+        """See `MessageQueue.acquire_read`."""
+        ring, deadline = self._ring, Deadline.within(timeout)
+        self._turn.take(deadline, "acquire_read", self._check)
+        try:
+            self._check("acquire_read")
+            self._board.stamp("acquire_read")
+            # A message that an interrupted `dequeue` took out of the ring and could not return.
+            left_over = ring.finished()
+            if left_over is None and ring.peek() is None:
+                self._wait("acquire_read", deadline)
+            record = ring.peek() if left_over is None else None
+            if record is not None and record.is_whole_message and not record.n_buffers:
+                with ring.view(record) as view:
+                    try:
+                        yield view
+                    finally:
+                        ring.advance(record)
+                return
+            _, main, _ = left_over or self._finish(deadline)
+        finally:
+            self._end_turn()
+        with memoryview(main) as view:
+            yield view
+
+    def readable(self, within: float) -> bool:
+        """Whether a record is in the ring, or arrives ``within`` so many seconds."""
+        return self._ring.look(int(within * 1e9))
+
+    def wait_until_ready(self, deadline: Deadline) -> None:
+        """Wait until the writer has joined the board."""
+        operation, board, writer = "wait_until_ready", self._board, self._writer
+        board.wait(
+            lambda: self._closed or board.joined(writer),
+            deadline,
+            operation,
+            lambda: (writer,),
+            watch=self._watch,
+        )
+        self._check(operation)
+
+    def close(self) -> None:
+        """Leave the ring: at once, or when a call that another thread is in has ended."""
+        super().close()
+        self._board.ring_own()
+        self._leave()
+
+    def _take(self, timeout: float | Deadline | None) -> Message:
+        # The common case, a message that is there, makes no Deadline and no check in Python: the
+        # C call looks at the board's abort word itself.
+        if not self._closed:
+            message = self._ring.try_read(self._spin.window_ns, begins=True)
+            if message is not None:
+                return message
+        self._check("dequeue")
+        return self._finish(Deadline.within(timeout))
+
+    def _finish(self, deadline: Deadline) -> Message:
+        while True:
+            self._wait("dequeue", deadline)
+            message = self._ring.try_read(self._spin.window_ns)
+            if message is not None:
+                return message
+
+    def _wait(self, operation: str, deadline: Deadline) -> None:
+        ring = self._ring
+        started = time.monotonic_ns()
+        self._board.wait(
+            lambda: ring.readable or ring.writer_closed or self._closed,
+            deadline,
+            operation,
+            lambda: (self._writer,),
+            spin=0,
+            watch=self._watch,
+        )
+        self._spin.observe(time.monotonic_ns() - started)
+        self._check(operation)
+        # What was published before the writer closed is still handed out.
+        if ring.writer_closed and not ring.readable:
+            raise GroupClosedError(f"{operation}: the writer has shut the queue down")
+
+    def _check(self, operation: str) -> None:
+        super()._check(operation)
+        self._board.check(operation)
+
+    def _end_turn(self) -> None:
+        self._turn.give_back()
+        if self._closed:
+            self._leave()
+
+    def _leave(self) -> None:
+        # Only with the turn: an open `acquire_read` block still shows bytes of the ring. If another
+        # thread has the turn, its `_end_turn` finds this end closed and leaves.
+        if self._turn.take_now():
+            if not self._left:
+                self._left = True
+                self._ring.leave()
+            self._turn.give_back()
+
+
+class DistantReader(QueueReader):
+    """Reads from a writer on another host."""
+
+    def __init__(
+        self, codec: Codec, remote: RemoteReader, watch: Callable[[str], None] | None = None
+    ) -> None:
+        super().__init__(codec, watch)
+        self._remote = remote
+
+    def readable(self, within: float) -> bool:  # noqa: ARG002 - the network is not looked at
+        """Whether a message, or a part of one, has arrived, or `dequeue` has an error to raise."""
+        return self._remote.readable()
+
+    def wait_until_ready(self, deadline: Deadline) -> None:
+        """Wait until the writer has admitted this reader."""
+        self._remote.wait_ready(deadline, lambda: self._check("wait_until_ready"))
+
+    def close(self) -> None:
+        """Tell the writer that this reader leaves, and close the socket."""
+        super().close()
+        self._remote.close()
+
+    def _take(self, timeout: float | Deadline | None) -> Message:
+        deadline = Deadline.within(timeout)
+        header, *parts = self._remote.recv(deadline, lambda: self._check("dequeue"))
+        code, n_main = REMOTE_HEADER.unpack(header)
+        main = parts[0] if n_main == 1 else b"".join(parts[:n_main])
+        return code, main, [_writable(part) for part in parts[n_main:]]
+
+
+def _writable(part: Buffer) -> Buffer:
+    return bytearray(part) if memoryview(part).readonly else part

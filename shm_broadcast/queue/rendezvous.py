@@ -1,0 +1,101 @@
+"""What the ranks of a process group tell each other in order to make a queue.
+
+Which of them share the writer's memory, and the queue's handle.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch.distributed as dist
+
+from shm_broadcast.errors import ForeignMemoryError, SharedMemoryError
+from shm_broadcast.queue.torch_rendezvous import TorchObjectGroup
+from shm_broadcast.segment import Segment, SegmentHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class ObjectGroup(Protocol):
+    """A group that can exchange small objects, as vLLM's stateless process groups can.
+
+    ``rank`` is this process's, of ``world_size`` ranks. Both methods are collective: every rank.
+    """
+
+    rank: int
+    world_size: int
+
+    def broadcast_obj(self, obj: Any | None, src: int) -> Any:
+        """Return, on every rank, the object that rank ``src`` passed."""
+
+    def all_gather_obj(self, obj: Any) -> list[Any]:
+        """Return, on every rank, the list of all ranks' objects, in rank order."""
+
+
+def as_object_group(group: dist.ProcessGroup | ObjectGroup) -> ObjectGroup:
+    """``group`` itself, or an adapter if it is a torch process group."""
+    return TorchObjectGroup(group) if isinstance(group, dist.ProcessGroup) else group
+
+
+def ranks_beside(group: ObjectGroup, rank: int) -> tuple[int, ...]:
+    """The other ranks that can attach to shared memory of ``rank``.
+
+    Collective: yes, every rank. Each of them tries to attach: host names and rank arithmetic do not
+    tell (containers of one host may or may not share memory).
+
+    Raises:
+        SharedMemoryError: ``rank`` has too little memory for the attempt; every rank raises.
+    """
+    probe: Segment | None = None
+    offered: SegmentHandle | SharedMemoryError | None = None
+    if group.rank == rank:
+        try:
+            probe = Segment.create(1, "probe")
+            offered = probe.handle()
+        except SharedMemoryError as error:
+            offered = error
+    offered = group.broadcast_obj(offered, rank)
+    if isinstance(offered, SharedMemoryError):
+        raise offered
+    attached = group.all_gather_obj(probe is not None or _attaches(offered))
+    if probe is not None:
+        probe.close()
+    return tuple(other for other in range(group.world_size) if attached[other] and other != rank)
+
+
+def local_and_remote(
+    n_reader: int,
+    n_local_reader: int,
+    local_ranks: Sequence[int] | None,
+    remote_ranks: Sequence[int] | None,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ranks of the readers on this host and of those on others, with the defaults filled in.
+
+    The arguments are those of `MessageQueue`.
+
+    Raises:
+        ValueError: the counts and the ranks contradict each other, or a rank occurs twice.
+    """
+    local = tuple(range(n_local_reader) if local_ranks is None else local_ranks)
+    if remote_ranks is None:
+        after = max(local, default=-1) + 1
+        remote_ranks = range(after, after + n_reader - n_local_reader)
+    remote = tuple(remote_ranks)
+    fits = len(local) == n_local_reader and len(local) + len(remote) == n_reader >= 0
+    if not fits or len({*local, *remote}) != n_reader:
+        raise ValueError(
+            f"n_reader={n_reader} and n_local_reader={n_local_reader} do not fit the readers "
+            f"{local} on this host and {remote} on others"
+        )
+    return local, remote
+
+
+def _attaches(handle: SegmentHandle) -> bool:
+    try:
+        Segment.attach(handle).close()
+    except ForeignMemoryError:  # somebody outside the group has made this handle: no "no" to that
+        raise
+    except SharedMemoryError:
+        return False
+    return True

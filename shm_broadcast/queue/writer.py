@@ -1,0 +1,259 @@
+"""The writing end of a message queue: encodes once, delivers to all readers or to none.
+
+Readers on the writer's host read the ring, readers on other hosts get the message from a
+`RemoteWriter`. The last record is published in the ring only after the message has been sent to all
+remote readers: a message that times out there is cancelled in the ring, and reaches nobody.
+
+Readers leave one by one. Once all readers of the ring have left, it is not written any more, even
+in the middle of a message; likewise the sockets. When all readers of both have left, `enqueue`
+raises GroupClosedError.
+"""
+
+from __future__ import annotations
+
+import struct
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from shm_broadcast.deadline import NEVER, Deadline
+from shm_broadcast.errors import GroupClosedError, GroupTimeoutError, name_of
+from shm_broadcast.queue.timed_lock import TimedLock
+from shm_broadcast.ring.arena import PLACED_BYTES, BlockWriter, PlacedBuffer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from typing_extensions import Buffer
+
+    from shm_broadcast.board.board import Board
+    from shm_broadcast.codec import Codec
+    from shm_broadcast.errors import MemberStatus
+    from shm_broadcast.remote.writer import RemoteWriter
+    from shm_broadcast.ring.writer import RingWriter
+
+REMOTE_HEADER: Final = struct.Struct("<BI")
+"""The first part of a remote message: the codec, and how many parts make the main part."""
+
+
+class _DesertedError(Exception):
+    """Every reader of the ring has left."""
+
+
+class QueueWriter:
+    """Encodes and delivers messages. Any thread may call; calls run one at a time."""
+
+    def __init__(
+        self,
+        board: Board,
+        codec: Codec,
+        ring: RingWriter | None,
+        remote: RemoteWriter | None,
+        blocks: BlockWriter | None = None,
+        watch: Callable[[str], None] | None = None,
+    ) -> None:
+        self._board = board
+        self._codec = codec
+        self._ring = ring
+        self._remote = remote
+        self._blocks = blocks
+        self._watch = watch
+        # Set if all readers are on this host: a small message may then go in one C call.
+        self._only_ring = ring if remote is None else None
+        self._closed = False
+        self._turn = TimedLock()
+
+    def enqueue(self, message: Any, timeout: float | Deadline | None) -> None:
+        """See `MessageQueue.enqueue`."""
+        codec, ring = self._codec, self._only_ring
+        if not self._turn.take_now():
+            timeout = Deadline.within(timeout)
+            self._turn.take(timeout, "enqueue", self._check)
+        try:
+            main, buffers = codec.encode(message)
+            if (
+                ring is not None
+                and not buffers
+                and len(main) == 1
+                and not self._closed
+                and ring.try_write(codec.code, main[0])
+            ):
+                return
+            self._check("enqueue")
+            self._board.stamp("enqueue")
+            self._deliver(main, buffers, Deadline.within(timeout))
+        finally:
+            self._turn.give_back()
+
+    def enqueue_encoded(self, data: Buffer, timeout: float | Deadline | None) -> None:
+        """See `MessageQueue.enqueue_encoded`."""
+        deadline = Deadline.after(timeout)
+        self._turn.take(deadline, "enqueue", self._check)
+        try:
+            self._check("enqueue")
+            self._board.stamp("enqueue")
+            self._deliver((data,), (), deadline)
+        finally:
+            self._turn.give_back()
+
+    def wait_until_ready(self, deadline: Deadline) -> None:
+        """Wait until every reader has joined."""
+        operation, remote = "wait_until_ready", self._remote
+        late = self._wait_for_local_readers(operation, deadline)
+        if remote is not None:
+            try:
+                remote.wait_ready(deadline, lambda: self._check(operation))
+            except GroupTimeoutError as error:
+                late += error.waiting_for
+        if late:
+            raise GroupTimeoutError(f"{self._board.name} {operation}", deadline.timeout, late)
+
+    def remove_reader(self, rank: int) -> None:
+        """See `MessageQueue.remove_reader`."""
+        operation, ring, remote = "remove_reader", self._ring, self._remote
+        self._turn.take(NEVER, operation, self._check)
+        try:
+            self._check(operation)
+            for member in () if ring is None else ring.readers:
+                if ring is not None and self._board.ranks[member] == rank:
+                    with self._board.lost_slot(member):
+                        ring.remove(member)
+                    return
+            if remote is None or rank not in remote.handle.readers:
+                raise ValueError(f"rank {rank} is no reader of this queue")
+            remote.remove(rank)
+        finally:
+            self._turn.give_back()
+
+    def behind(self) -> dict[int, int]:
+        """See `MessageQueue.behind`."""
+        return {} if self._ring is None else self._ring.behind()
+
+    def close(self) -> None:
+        """Tell all readers that nothing more will come; a thread that waits in `enqueue` raises."""
+        self._closed = True
+        self._board.ring_own()
+        if self._ring is not None:
+            self._ring.close()
+        if self._remote is not None:
+            self._remote.close()
+        if self._blocks is not None:  # not while another thread still copies into one
+            self._turn.take(NEVER, "shutdown", lambda _: None)
+            self._blocks.close()
+            self._turn.give_back()
+
+    def _deliver(
+        self, main: Sequence[Buffer], buffers: Sequence[memoryview], deadline: Deadline
+    ) -> None:
+        ring, remote = self._ring, self._remote
+
+        def send() -> None:
+            if remote is not None:
+                header = REMOTE_HEADER.pack(self._codec.code, len(main))
+                remote.send([header, *main, *buffers], deadline, lambda: self._check("enqueue"))
+
+        if ring is not None and not ring.deserted():
+            before_last = None if remote is None or remote.deserted() else send
+            with suppress(_DesertedError):
+                self._write(ring, main, buffers, deadline, before_last)
+                return
+        send()  # nobody reads the ring; without remote readers this does nothing
+        nobody_left = remote is None or remote.deserted()
+        if nobody_left and (ring is not None or remote is not None):
+            raise GroupClosedError("enqueue: every reader has left")
+
+    def _write(
+        self,
+        ring: RingWriter,
+        main: Sequence[Buffer],
+        buffers: Sequence[memoryview],
+        deadline: Deadline,
+        before_last: Callable[[], None] | None,
+    ) -> None:
+        """Put a message into the ring, waiting for room.
+
+        Raises:
+            _DesertedError: its last reader has left; the records that are out were cancelled.
+            What `MessageQueue.enqueue` raises.
+        """
+        placed = self._place(buffers)
+
+        def withdraw() -> None:
+            for each in placed.values():
+                each.withdraw()
+
+        ring.write(
+            self._codec.code,
+            main,
+            [placed[i].descriptor if i in placed else each for i, each in enumerate(buffers)],
+            wait_for_room=lambda need: self._wait_for_room(ring, need, deadline),
+            placed=placed,
+            before_last=before_last,
+            withdraw=withdraw,
+        )
+
+    def _place(self, buffers: Sequence[memoryview]) -> dict[int, PlacedBuffer]:
+        """Copy large ``buffers`` into blocks, as far as there are free ones; by index."""
+        placed: dict[int, PlacedBuffer] = {}
+        if self._blocks is not None:
+            for index, buffer in enumerate(buffers):
+                block = self._blocks.place(buffer) if buffer.nbytes >= PLACED_BYTES else None
+                if block is not None:
+                    placed[index] = block
+        return placed
+
+    def _wait_for_room(self, ring: RingWriter, need: int, deadline: Deadline) -> None:
+        self._board.wait(
+            lambda: ring.has_room(need) or ring.deserted() or self._closed,
+            deadline,
+            "enqueue",
+            lambda: ring.laggards(need),
+            detail=lambda: _how_far(self._board, ring.behind()),
+            watch=self._watch,
+        )
+        self._check("enqueue")
+        if ring.deserted():
+            raise _DesertedError
+
+    def _wait_for_local_readers(
+        self, operation: str, deadline: Deadline
+    ) -> tuple[MemberStatus, ...]:
+        """The readers of the ring that have not joined by the deadline.
+
+        Serves the remote readers meanwhile: they connect at the same time, and would otherwise be
+        welcomed only after the last local one.
+        """
+        ring, remote, board = self._ring, self._remote, self._board
+        if ring is None:
+            return ()
+
+        def absent() -> list[int]:
+            return [member for member in ring.readers if not board.joined(member)]
+
+        def look(_: str) -> None:
+            self._check(operation)
+            if remote is not None:
+                remote.poll()
+
+        try:
+            board.wait(
+                lambda: self._closed or not absent(), deadline, operation, absent, watch=look
+            )
+        except GroupTimeoutError as error:
+            return error.waiting_for
+        self._check(operation)
+        return ()
+
+    def _check(self, operation: str) -> None:
+        if self._closed:
+            raise GroupClosedError(f"{operation}: the queue has been shut down in this process")
+        self._board.check(operation)
+        if self._watch is not None:
+            self._watch(operation)
+
+
+def _how_far(board: Board, behind: dict[int, int]) -> str:
+    return "; ".join(
+        f"{name_of(board.ranks[member])} is {count} messages behind"
+        for member, count in behind.items()
+        if count
+    )

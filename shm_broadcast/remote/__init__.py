@@ -1,0 +1,1 @@
+"""A message queue's transport to readers on other hosts: zmq sockets with CURVE encryption."""

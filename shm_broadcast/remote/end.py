@@ -1,0 +1,197 @@
+"""What both ends of a remote queue share: the zmq socket, waiting on it, and closing it.
+
+Guarantees
+- One thread at a time uses the socket; any thread may `RemoteEnd.close`, and a call that waits in
+  another thread then raises `GroupClosedError` within `SLICE_SECONDS`.
+- After `close` no socket, thread or context of the end is left.
+
+Assumes: libzmq was built with CURVE, as PyPI's pyzmq is.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import socket
+import threading
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, Self
+
+import zmq
+
+from shm_broadcast.errors import GroupClosedError, GroupTimeoutError
+from shm_broadcast.remote.keys import ZAP_DOMAIN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from ipaddress import IPv4Address, IPv6Address
+
+    from shm_broadcast.deadline import Deadline
+    from shm_broadcast.remote.keys import CurveKey
+
+SLICE_SECONDS: Final = 0.04
+"""How long a waiting call sleeps at most before it calls the caller's ``check`` again."""
+
+LINGER_SECONDS: Final = 1.0
+"""How long `RemoteEnd.close` waits at most until messages that were sent have left this host."""
+
+_HANDSHAKE_SECONDS: Final = 5.0
+_FRAME_SLACK: Final = 512
+"""Bytes that a frame may have beyond its contents: CURVE's overhead, and its handshake's frames."""
+
+
+class RemoteEnd(ABC):
+    """One end of a remote queue. Close it; it is a context manager."""
+
+    def __init__(
+        self, kind: int, key: CurveKey, *, silence: float, frame_bytes: int, ipv6: bool
+    ) -> None:
+        """Make the socket; the subclass binds or connects it.
+
+        Args:
+            kind: zmq's socket type.
+            key: this end's own key pair.
+            silence: seconds without a heartbeat after which the peer counts as lost.
+            frame_bytes: the largest frame to accept; a connection that sends a larger one ends.
+            ipv6: whether the peer's address is an IPv6 address.
+        """
+        self._lock = threading.Lock()
+        self._closing = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._zmq = self._context.socket(kind)
+        self._zmq.linger = int(LINGER_SECONDS * 1000)
+        self._zmq.ipv6 = ipv6
+        self._zmq.curve_publickey = key.public
+        self._zmq.curve_secretkey = key.secret
+        self._zmq.maxmsgsize = frame_bytes + _FRAME_SLACK
+        self._zmq.handshake_ivl = int(_HANDSHAKE_SECONDS * 1000)
+        # In milliseconds: a ping every quarter of the silence leaves three quarters to answer it.
+        self._zmq.heartbeat_ivl = int(silence * 250)
+        self._zmq.heartbeat_timeout = int(silence * 750)
+        # No limit of zmq's own, which counts messages: byte credits bound what is under way.
+        self._zmq.sndhwm = self._zmq.rcvhwm = 0
+        self._poller = zmq.Poller()
+        self._poller.register(self._zmq, zmq.POLLIN)
+
+    def fileno(self) -> int:
+        """A descriptor for poll(2) that becomes readable when something may have arrived.
+
+        It is edge-triggered: each time, call ``readable()`` or ``poll()`` before polling it again.
+        It also becomes readable for frames that carry no message.
+        """
+        return self._zmq.fileno()
+
+    def close(self) -> None:
+        """Tell the peers and close; takes up to `LINGER_SECONDS` to send the rest. Idempotent.
+
+        A call that waits in another thread raises `GroupClosedError`.
+        """
+        self._closing = True
+        # The holder lets go within a slice, unless this runs in a signal handler that interrupted
+        # the holder's own thread. Then the lock cannot be had here, and the holder tears down when
+        # the handler has returned (see `_use`).
+        if self._lock.acquire(timeout=10 * SLICE_SECONDS):
+            try:
+                self._tear_down()
+            finally:
+                self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _farewell(self) -> None:
+        """Tell the peers, without waiting, that this end leaves."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Close what else the subclass has in the zmq context; the socket is closed already."""
+
+    @contextmanager
+    def _use(self, operation: str, deadline: Deadline) -> Iterator[None]:
+        """Hold the socket for one call: zmq sockets are not thread-safe.
+
+        Raises:
+            GroupClosedError: the end is closed.
+            GroupTimeoutError: another thread holds it past the deadline.
+        """
+        self._require_open(operation)
+        if not self._lock.acquire(timeout=deadline.remaining(threading.TIMEOUT_MAX)):
+            raise GroupTimeoutError(operation, deadline.timeout, detail="another thread is in it")
+        try:
+            self._require_open(operation)
+            yield
+        finally:
+            if self._closing:
+                self._tear_down()
+            self._lock.release()
+
+    def _pause(self, operation: str, deadline: Deadline, check: Callable[[], None] | None) -> None:
+        """Sleep until something arrives, but at most `SLICE_SECONDS`.
+
+        Raises:
+            GroupClosedError: this end was closed.
+            Exception: what ``check`` raises.
+        """
+        self._require_open(operation)
+        if check is not None:
+            check()
+        self._poller.poll(math.ceil(deadline.remaining(SLICE_SECONDS) * 1000))
+
+    def _receive(self) -> list[zmq.Frame] | None:
+        """The next zmq message that has arrived; None if there is none."""
+        try:
+            return self._zmq.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+
+    def _require_open(self, operation: str) -> None:
+        if self._closing:
+            raise GroupClosedError(f"{operation}: this end of the queue is closed")
+
+    def _tear_down(self) -> None:
+        if self._zmq.closed:
+            return
+        self._farewell()
+        self._zmq.close()
+        self._release()
+        self._context.term()
+
+
+def listen(server: zmq.Socket[bytes], address: IPv4Address | IPv6Address) -> str:
+    """Bind a socket to a free port of ``address``; only peers on the context's `AllowList` get in.
+
+    Returns:
+        The address it listens at, ``tcp://host:port``.
+
+    Raises:
+        OSError: ``address`` is no address of this host.
+    """
+    server.curve_server = True
+    server.zap_domain = ZAP_DOMAIN.encode()
+    # Without it zmq admits everybody while no authenticator answers.
+    server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    host = f"[{address}]" if address.version == 6 else str(address)
+    try:
+        server.bind(f"tcp://{host}:*")
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, f"cannot listen on {host}: {error.strerror}") from error
+    return server.get_string(zmq.LAST_ENDPOINT)
+
+
+def one_address(host: str) -> IPv4Address | IPv6Address:
+    """The IP address of ``host``, which is an address or a name.
+
+    Raises:
+        ValueError: it is the wildcard address (0.0.0.0 or ::), which means all interfaces.
+        OSError: the name cannot be resolved.
+    """
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    address = ipaddress.ip_address(found)
+    if address.is_unspecified:
+        raise ValueError(f"the host must be one address, not all of them; got {host!r}")
+    return address

@@ -1,0 +1,209 @@
+"""Zero-copy transfer of large buffers: the writer copies one into shared memory, readers map it.
+
+A block is a shared-memory segment that holds one buffer. The writer fills it and sends its
+descriptor through the ring instead of the bytes. Each reader maps the block once, keeps the
+mapping, and hands out an array over it. Before that it stores its pid in the block ("holder"). When
+the array's last reference goes, it stores the block's generation ("released"). The generation grows
+by one with each message. The writer may fill a block again once every reader has released the
+current generation, has left the queue without taking it, or has ended.
+
+::
+
+    block   0     segment header
+            64    for reader 0, 1, ...: released generation, holder's pid (u64 each)
+            4096  the buffer's bytes
+
+Guarantees: a block is not written while any process holds an array over it, even if that reader has
+left the queue. All blocks together take at most the limit given to `BlockWriter`; a buffer for
+which no block is free travels through the ring instead.
+
+Assumes: readers only read the arrays: all readers share the memory.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import weakref
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+
+from shm_broadcast.errors import SharedMemoryError
+from shm_broadcast.layout import NONCE_BYTES
+from shm_broadcast.recycling import size_class
+from shm_broadcast.segment import Segment, SegmentHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from shm_broadcast.atomics import WordsLike
+
+PLACED_BYTES: Final = 1 << 20
+"""Buffers of this size and more are placed in blocks."""
+
+DEFAULT_BLOCK_BYTES: Final = 512 << 20
+
+_READERS: Final = 64
+"""Offset of reader 0's two words, released and holder; see the drawing above."""
+_READER_BYTES: Final = 16
+_HOLDER: Final = 8
+_DATA: Final = 4096
+_DESCRIPTOR: Final = struct.Struct(f"<IIQ{NONCE_BYTES}sQQQ")
+
+
+class Readers(Protocol):
+    """What a `BlockWriter` asks about its readers, who are numbered 0, 1, ...; see `RingWriter`."""
+
+    @property
+    def readers(self) -> Sequence[int]:
+        """The readers' member numbers on the board, in reader order."""
+
+    def has_left(self, reader: int) -> bool:
+        """Whether reader number ``reader`` has left the queue."""
+
+    def runs(self, reader: int, pid: int) -> bool:
+        """Whether process ``pid`` is reader number ``reader`` and still runs."""
+
+
+class BlockWriter:
+    """Allocates, fills and reuses blocks at the writer."""
+
+    def __init__(self, readers: Readers, limit: int) -> None:
+        """Keep blocks of at most ``limit`` bytes in total."""
+        self._readers = readers
+        self._n_readers = len(readers.readers)
+        self._limit = limit
+        self._blocks: list[_Block] = []
+
+    def place(self, buffer: memoryview) -> PlacedBuffer | None:
+        """Copy ``buffer`` into a free block, or into a new one.
+
+        Returns:
+            What to send; None if no block is free and the limit, or the free memory, allows no new
+            one.
+        """
+        block = self._free_block(size_class(buffer.nbytes))
+        if block is None:
+            return None
+        block.generation += 1
+        for reader in range(self._n_readers):
+            block.segment.words.store64(_line(reader) + _HOLDER, 0)
+        block.segment.words.write(_DATA, buffer)
+        return PlacedBuffer(block, buffer.nbytes, self._n_readers)
+
+    def close(self) -> None:
+        """Let go of all blocks. Arrays over them stay valid in the readers that hold them."""
+        for block in self._blocks:
+            block.segment.close()
+        self._blocks.clear()
+
+    def _free_block(self, capacity: int) -> _Block | None:
+        for block in self._blocks:
+            if block.capacity == capacity and self._is_free(block):
+                return block
+        for block in [each for each in self._blocks if self._is_free(each)]:
+            if self._used() + capacity <= self._limit:
+                break
+            self._blocks.remove(block)
+            block.segment.close()
+        if self._used() + capacity > self._limit:
+            return None
+        try:
+            segment = Segment.create(_DATA + capacity, "group-block")
+        except SharedMemoryError:  # the caller sends through the ring, which needs no new memory
+            return None
+        self._blocks.append(_Block(segment, capacity))
+        return self._blocks[-1]
+
+    def _used(self) -> int:
+        return sum(block.capacity for block in self._blocks)
+
+    def _is_free(self, block: _Block) -> bool:
+        return not any(self._needs(block, reader) for reader in range(self._n_readers))
+
+    def _needs(self, block: _Block, reader: int) -> bool:
+        """Whether reader number ``reader`` holds an array over ``block``, or may still take one."""
+        words, line = block.segment.words, _line(reader)
+        if words.load64(line) == block.generation:
+            return False
+        # A reader that has left may still hold an array: while its process runs, it decides.
+        holder = words.load64(line + _HOLDER)
+        return self._readers.runs(reader, holder) if holder else not self._readers.has_left(reader)
+
+
+class _Block:
+    def __init__(self, segment: Segment, capacity: int) -> None:
+        self.segment = segment
+        self.handle = segment.handle()
+        self.capacity = capacity
+        self.generation = 0
+
+
+class PlacedBuffer:
+    """A buffer that was copied into a block; ``descriptor`` is what travels through the ring."""
+
+    def __init__(self, block: _Block, size: int, n_readers: int) -> None:
+        handle = block.handle
+        facts = (handle.pid, handle.fd, handle.start_time, handle.nonce, handle.size)
+        self.descriptor = memoryview(_DESCRIPTOR.pack(*facts, block.generation, size))
+        self._block = block
+        self._n_readers = n_readers
+
+    def withdraw(self) -> None:
+        """Release the block for all readers: the message was cancelled, so none will take it."""
+        for reader in range(self._n_readers):
+            self._block.segment.words.store64(_line(reader), self._block.generation)
+
+
+class BlockReader:
+    """One reader's cache of mapped blocks; beyond ``limit`` bytes it drops the least recently used.
+
+    A dropped mapping lives on while an array over it does.
+    """
+
+    def __init__(self, reader: int, limit: int = DEFAULT_BLOCK_BYTES) -> None:
+        self._line = _line(reader)
+        self._limit = limit
+        self._mapped: dict[bytes, Segment] = {}
+
+    def resolve(self, descriptor: bytes | bytearray) -> NDArray[np.uint8]:
+        """An array over the bytes that ``descriptor`` names, in the block, without a copy.
+
+        The block is released when the array's last reference goes.
+
+        Raises:
+            SharedMemoryError: the block is not mapped yet, and its writer has ended.
+        """
+        pid, fd, start_time, nonce, size, generation, n_bytes = _DESCRIPTOR.unpack(descriptor)
+        segment = self._mapped.pop(nonce, None)
+        if segment is None:
+            segment = Segment.attach(SegmentHandle(pid, start_time, fd, nonce, size))
+            segment.close()
+        self._mapped[nonce] = segment
+        self._forget_oldest()
+        segment.words.store64(self._line + _HOLDER, os.getpid())
+        array = np.frombuffer(segment.memory[_DATA : _DATA + n_bytes], dtype=np.uint8)
+        release = weakref.finalize(array, _release, segment.words, self._line, generation)
+        release.atexit = False
+        return array
+
+    def forget(self) -> None:
+        """Drop all mappings; arrays that are still in use keep theirs."""
+        self._mapped.clear()
+
+    def _forget_oldest(self) -> None:
+        while (
+            len(self._mapped) > 1 and sum(each.size for each in self._mapped.values()) > self._limit
+        ):
+            self._mapped.pop(next(iter(self._mapped)))
+
+
+def _line(reader: int) -> int:
+    return _READERS + _READER_BYTES * reader
+
+
+def _release(words: WordsLike, line: int, generation: int) -> None:
+    words.store64(line, generation)

@@ -1,0 +1,300 @@
+"""The reading end of a ring: takes records out and puts messages of any size together.
+
+Guarantees
+- A message is handed out once, whole; one that its writer cancelled is not handed out at all.
+- The part of a message that has arrived is kept between calls.
+- A reader that joins in the middle of a message skips to the next one.
+
+Assumes: one reading thread at a time.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+
+from shm_broadcast import layout
+from shm_broadcast.atomics import native
+from shm_broadcast.errors import MessageDecodeError, name_of
+from shm_broadcast.recycling import RECYCLED_BYTES, RecyclingPool, memory_of
+from shm_broadcast.ring.arena import BlockReader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Buffer
+
+    from shm_broadcast._native import FastReader
+    from shm_broadcast.board.board import Board
+    from shm_broadcast.segment import Segment
+
+_RECORD = struct.Struct(layout.RECORD_FORMAT)
+
+
+class Record(NamedTuple):
+    """One record that is still in the ring; its header is drawn in `shm_broadcast.layout`.
+
+    ``data`` is the offset of its payload in the segment, ``next_position`` the ring position of the
+    record after it.
+    """
+
+    kind: int
+    codec: int
+    n_buffers: int
+    size: int
+    total: int
+    sequence: int
+    offset: int
+    data: int
+    next_position: int
+
+    @property
+    def is_whole_message(self) -> bool:
+        """Whether this record holds a complete message."""
+        return self.kind == layout.KIND_MESSAGE and self.size == self.total
+
+
+Message: TypeAlias = "tuple[int, Buffer, Sequence[Buffer]]"
+"""One encoded message in memory of its own: codec, main part, out-of-band buffers."""
+
+
+class RingReader:
+    """Reads records of ``segment`` as reader number ``reader`` and wakes the writer."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        board: Board,
+        member: int,
+        reader: int,
+        n_readers: int,
+        writer: int,
+    ) -> None:
+        self._segment = segment
+        self._words = segment.words
+        self._board = board
+        self._writer = writer
+        self._line = layout.reader_line(reader)
+        self._data = layout.data_offset(n_readers)
+        self._capacity = self._words.load64(layout.RING_CAPACITY)
+        self._pool = RecyclingPool()
+        self._blocks = BlockReader(reader)
+        self._unfinished: _Assembly | None = None
+        if self._position() == layout.LEFT:
+            self._join_again()
+        self._fast: FastReader | None = None
+        if native is not None:
+            self._fast = native.FastReader(
+                self._words,
+                board.words,
+                self._data,
+                board.slot_offset(member),
+                (board.doorbell_offset(writer),),
+                self._line,
+            )
+
+    @property
+    def readable(self) -> bool:
+        """Whether an unread record is in the ring."""
+        return self._words.load64(layout.RING_PUBLISHED) != self._position()
+
+    def look(self, spin_ns: int) -> bool:
+        """Whether an unread record is in the ring, or arrives within ``spin_ns``; drops the GIL."""
+        return self._words.spin64(layout.RING_PUBLISHED, self._position(), spin_ns)
+
+    @property
+    def writer_closed(self) -> bool:
+        """Whether the writer has closed its end: nothing will be published any more."""
+        return self._words.load32(layout.RING_CLOSED) != 0
+
+    def try_read(self, spin_ns: int, *, begins: bool = False) -> Message | None:
+        """The next message, if it is complete within ``spin_ns``. Never sleeps.
+
+        Args:
+            spin_ns: how long to wait for a record, without sleeping.
+            begins: whether a ``dequeue`` begins with this call; it is then stamped on the board.
+
+        Returns:
+            None if the message is not complete (the records that came are taken out and kept), or
+            the board is aborted.
+        """
+        # Complete already: a signal handler raised before the last call could return it.
+        if self._unfinished is not None and (finished := self.finished()) is not None:
+            return finished
+        if self._fast is not None:
+            small = self._fast.try_read(spin_ns, begins)
+            if small is None:
+                return None
+            if small is not False:
+                # An unfinished message before it has no rest: its writer died, and a successor
+                # has begun with this one.
+                self._unfinished = None
+                message: Message = small
+                return message
+        elif not self._look(spin_ns, begins):
+            return None
+        while (record := self.peek()) is not None:
+            self._take(record, spin_ns)
+            if (finished := self.finished()) is not None:
+                return finished
+        return None
+
+    def finished(self) -> Message | None:
+        """The message under assembly, if all its records have come; it is handed out only once.
+
+        `try_read` returns it itself, unless a signal handler raises between the last record and the
+        return; whoever reads next has to look here first.
+        """
+        unfinished = self._unfinished
+        if unfinished is None:
+            return None
+        received = unfinished.received if self._fast is None else self._fast.moved
+        if received != unfinished.size:
+            return None
+        self._unfinished = None
+        return unfinished.message()
+
+    def peek(self) -> Record | None:
+        """The next record, which stays in the ring; None if there is none. Padding is skipped."""
+        while self.readable:
+            position = self._position()
+            start = self._data + position % self._capacity
+            size, kind, codec, n_buffers, total, sequence, offset = _RECORD.unpack_from(
+                self._segment.memory, start
+            )
+            after = position + layout.record_stride(size)
+            if kind != layout.KIND_PADDING:
+                data = start + layout.RECORD_HEADER
+                return Record(kind, codec, n_buffers, size, total, sequence, offset, data, after)
+            self._consume(after)
+        return None
+
+    def view(self, record: Record) -> memoryview:
+        """A record's payload in the ring, without a copy; valid until `advance`."""
+        return self._segment.memory[record.data : record.data + record.size]
+
+    def advance(self, record: Record) -> None:
+        """Mark a record as read: its space goes back to the writer."""
+        if record.kind in (layout.KIND_MESSAGE, layout.KIND_CANCEL):
+            self._words.store64(self._line + layout.READER_SEQUENCE, record.sequence)
+        self._consume(record.next_position)
+
+    def leave(self) -> None:
+        """Stop reading; the writer waits for this reader no more."""
+        self._blocks.forget()
+        self._consume(layout.LEFT)
+
+    def _look(self, spin_ns: int, begins: bool) -> bool:
+        if begins:
+            self._board.stamp("dequeue")
+        if self._board.aborted:
+            return False
+        return self._words.spin64(layout.RING_PUBLISHED, self._position(), spin_ns)
+
+    def _join_again(self) -> None:
+        """Start at the next record; from then on the writer overwrites nothing unread by this one.
+
+        The writer caches the position up to which it may write (the gate), and computed it without
+        this reader. So each side stores its own word, passes a full fence, then loads the other's
+        word: this reader its position, then the gate; the writer the gate, then all positions (in
+        `RingWriter.has_room`). With the fences at least one of them sees the other's store: the
+        writer lowers its gate, or this reader finds the gate beyond its position and tries again.
+        """
+        words = self._words
+        while True:
+            position = words.load64(layout.RING_PUBLISHED)
+            words.store64(self._line + layout.READER_CONSUMED, position)
+            words.fence()
+            if words.load64(layout.RING_GATE) <= position:
+                break
+        words.store64(self._line + layout.READER_SEQUENCE, words.load64(layout.RING_SEQUENCE))
+
+    def _take(self, record: Record, spin_ns: int) -> None:
+        """Take ``record`` out of the ring and add it to the message under assembly.
+
+        The C extension also takes the message's records that follow within ``spin_ns``.
+
+        Raises:
+            MessageDecodeError: the record does not fit the message; it was skipped.
+        """
+        if record.kind == layout.KIND_MESSAGE:
+            if self._fast is not None:
+                self._fast.moved = 0
+            self._unfinished = _Assembly(record, self._table(record), self._pool, self._blocks)
+        elif record.kind == layout.KIND_CANCEL:
+            self._unfinished = None
+        unfinished = self._unfinished
+        try:
+            # None: a CANCEL, or fragments of a message that began before this reader joined.
+            if unfinished is None or unfinished.size == 0:
+                self.advance(record)
+            elif self._fast is not None:
+                self._fast.read_parts(unfinished.targets, spin_ns)
+            else:
+                unfinished.fill(self._segment, record)
+                self.advance(record)
+        except ValueError as error:
+            self._unfinished = None
+            self.advance(record)
+            writer = name_of(self._board.ranks[self._writer])
+            raise MessageDecodeError(f"message {record.sequence} of {writer}: {error}") from error
+
+    def _table(self, record: Record) -> tuple[int, ...]:
+        return struct.unpack_from(f"<{record.n_buffers}Q", self._segment.memory, record.data)
+
+    def _position(self) -> int:
+        return self._words.load64(self._line + layout.READER_CONSUMED)
+
+    def _consume(self, position: int) -> None:
+        self._words.store64(self._line + layout.READER_CONSUMED, position)
+        self._board.progress()
+        self._board.ring(self._writer)
+
+
+class _Assembly:
+    """A message that has not come whole: its parts' final memory, filled record by record.
+
+    Attributes:
+        targets: the memory of the main part and of the out-of-band buffers, in this order.
+        size: their bytes, all together.
+        received: how many of these bytes `fill` has copied; the C path counts in ``moved`` instead.
+    """
+
+    def __init__(
+        self,
+        first: Record,
+        entries: tuple[int, ...],
+        pool: RecyclingPool,
+        blocks: BlockReader,
+    ) -> None:
+        sizes = [entry & ~layout.PLACED for entry in entries]
+        self._codec = first.codec
+        self.size = first.total - 8 * len(entries)
+        main = self.size - sum(sizes)
+        self._main: Buffer = (
+            bytearray(main) if main < RECYCLED_BYTES else memory_of(pool.take(main))
+        )
+        self._buffers = [pool.take(size) for size in sizes]
+        self._placed = [index for index, entry in enumerate(entries) if entry & layout.PLACED]
+        self._blocks = blocks
+        self.targets = cast("tuple[Buffer, ...]", (self._main, *self._buffers))
+        self.received = 0
+
+    def fill(self, segment: Segment, record: Record) -> None:
+        """Copy a record's payload, without the table of sizes at the start of the first record."""
+        table = 8 * record.n_buffers if record.kind == layout.KIND_MESSAGE else 0
+        source, left, before = record.data + table, record.size - table, self.received
+        self.received += left
+        for target in self.targets:
+            with memoryview(target) as memory:
+                part = memory[before : before + left]
+                segment.words.read_into(source, part)
+                source += part.nbytes
+                left -= part.nbytes
+                before = max(before - memory.nbytes, 0)
+
+    def message(self) -> Message:
+        """The complete message; descriptors of blocks are replaced by arrays over the blocks."""
+        for index in self._placed:
+            self._buffers[index] = self._blocks.resolve(self._buffers[index].tobytes())
+        return self._codec, self._main, cast("list[Buffer]", self._buffers)

@@ -1,0 +1,303 @@
+"""The writing end of a ring: publishes small messages as one record, streams longer ones.
+
+Guarantees
+- A record becomes visible whole or not at all.
+- Nothing that a reader has not consumed is overwritten.
+- A message that cannot be finished is ended by a CANCEL record; there is always room for it.
+
+Assumes: one writing thread at a time.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+from shm_broadcast import layout
+from shm_broadcast.atomics import native
+from shm_broadcast.ring.records import Body, RecordPlace, place_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from typing_extensions import Buffer
+
+    from shm_broadcast._native import FastWriter
+    from shm_broadcast.board.board import Board
+    from shm_broadcast.segment import Segment
+
+_RECORD = struct.Struct(layout.RECORD_FORMAT)
+_LARGEST_RECORD = 128 << 10
+"""Payload and header of a streamed record at most, in bytes.
+
+Small against the ring, so that readers copy one record out while the next is copied in.
+"""
+_PATIENCE_NS = 50_000
+"""How long to look for room between two records before sleeping.
+
+Readers that are copying make room within microseconds; a sleep and a wake cost 35 µs and more.
+"""
+
+
+class RingWriter:
+    """Writes records into ``segment`` and wakes the readers.
+
+    Args:
+        segment: the ring's shared memory.
+        board: where the writer and the readers are members.
+        member: the writer's member number.
+        readers: the readers' member numbers, in reader order.
+    """
+
+    def __init__(self, segment: Segment, board: Board, member: int, readers: Sequence[int]) -> None:
+        self._words = segment.words
+        self._board = board
+        self.readers = tuple(readers)
+        self.capacity = self._words.load64(layout.RING_CAPACITY)
+        self._words.store32(layout.RING_CLOSED, 0)  # a predecessor may have closed it
+        self._data = layout.data_offset(len(readers))
+        # The published position once the message's last record is out; 0 before that is known.
+        self._last_end: int | None = None
+        # An eighth: a small ring, too, holds several records of a message at once.
+        self._largest_payload = min(self.capacity // 8, _LARGEST_RECORD) - layout.RECORD_HEADER
+        doorbells = tuple(board.doorbell_offset(reader) for reader in readers)
+        self._fast: FastWriter | None = None
+        if native is not None:
+            self._fast = native.FastWriter(
+                self._words, board.words, self._data, board.slot_offset(member), doorbells
+            )
+
+    @property
+    def sequence(self) -> int:
+        """How many messages have been begun, cancelled ones included."""
+        return self._words.load64(layout.RING_SEQUENCE)
+
+    def try_write(self, codec: int, body: Buffer) -> bool:
+        """Publish a message without out-of-band buffers as one record, if there is room now.
+
+        On success the operation is stamped on the board as ``enqueue``.
+
+        Returns:
+            False if there is no room, the record would take more than a quarter of the ring, or the
+            board is aborted. Nothing was written then.
+        """
+        if self._fast is not None:
+            return self._fast.try_write(codec, body)
+        size = memoryview(body).nbytes
+        # A quarter: with the padding before the wrap the record needs less than half of the ring to
+        # be free. What is larger is streamed, so that it need not wait for the ring to drain.
+        if 4 * layout.record_stride(size) > self.capacity or self._board.aborted:
+            return False
+        place = place_whole(size, self._to_end())
+        if not self.has_room(place.need):
+            return False
+        self._board.stamp("enqueue")
+        self._begin_message()
+        self._write_record(place, layout.KIND_MESSAGE, codec, 0, size, 0, [memoryview(body)])
+        return True
+
+    def write(
+        self,
+        codec: int,
+        main: Sequence[Buffer],
+        buffers: Sequence[memoryview],
+        wait_for_room: Callable[[int], None],
+        *,
+        placed: Collection[int] = (),
+        before_last: Callable[[], None] | None = None,
+        withdraw: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Stream one message through the ring; returns when its last record is published.
+
+        Args:
+            codec: the codec's number, for the records' headers.
+            main: the main part, in contiguous pieces.
+            buffers: out-of-band buffers of contiguous bytes; their sizes, 8 bytes each, must fit
+                into one record.
+            wait_for_room: called with a number of bytes; returns once so many are free. If it
+                raises, the message is cancelled.
+            placed: the indexes of those ``buffers`` that are descriptors of blocks.
+            before_last: called once, right before the last record is written. If it raises, the
+                message is cancelled.
+            withdraw: called if no reader gets the message.
+
+        Raises:
+            ValueError: too many buffers for this ring.
+            What ``wait_for_room`` or ``before_last`` raises.
+        """
+        begun, self._last_end = self.sequence, None
+        fast: FastWriter | None = None
+        try:
+            body = Body(main, buffers, placed)
+            if 8 * body.n_buffers > self._largest_payload:
+                raise ValueError(
+                    f"{body.n_buffers} buffers are too many for a ring of {self.capacity} bytes"
+                )
+            # The C loop publishes the last record itself: it cannot stop for `before_last`.
+            if before_last is None and body.total:
+                fast = self._fast
+            if fast is not None:
+                self._write_natively(fast, codec, body, wait_for_room)
+            else:
+                self._write_records(codec, body, wait_for_room, before_last)
+        except BaseException:
+            # A signal handler may raise after the last record was published. Readers then have the
+            # message: a CANCEL would be a lie, and its blocks are theirs to release.
+            end = self._words.load64(layout.RING_PUBLISHED)
+            whole = end == self._last_end if fast is None else fast.moved == body.total
+            if self.sequence == begun:
+                withdraw()
+            elif not whole:
+                self._cancel()
+                withdraw()
+            raise
+
+    def has_room(self, need: int) -> bool:
+        """Whether ``need`` more bytes may be written without reaching what a reader has not read.
+
+        False as well if every reader has left; see `deserted`.
+        """
+        words = self._words
+        position = words.load64(layout.RING_PUBLISHED)
+        # The gate caches the slowest reader's position: each reader's word lies in a cache line
+        # that the reader keeps writing, so it is loaded only when the cached value is not enough.
+        if position + need - words.load64(layout.RING_GATE) <= self.capacity:
+            return True
+        gate = self._slowest()
+        if gate == layout.LEFT:
+            return False
+        words.store64(layout.RING_GATE, gate)
+        # A reader may join again just now. With a fence on both sides it sees this gate, or the
+        # second look sees its position; see `RingReader._join_again`.
+        words.fence()
+        gate = min(gate, self._slowest())
+        words.store64(layout.RING_GATE, gate)
+        return position + need - gate <= self.capacity
+
+    def has_left(self, reader: int) -> bool:
+        """Whether reader number ``reader`` has left the queue."""
+        return self._consumed(reader) == layout.LEFT
+
+    def runs(self, reader: int, pid: int) -> bool:
+        """Whether process ``pid`` is reader number ``reader`` and still runs."""
+        return self._board.runs(self.readers[reader], pid)
+
+    def deserted(self) -> bool:
+        """Whether every reader has left the queue."""
+        return all(self.has_left(reader) for reader in range(len(self.readers)))
+
+    def behind(self) -> dict[int, int]:
+        """How many messages each reader has not read, by member number; without those that left."""
+        sequence = self.sequence
+        return {
+            member: sequence
+            - self._words.load64(layout.reader_line(reader) + layout.READER_SEQUENCE)
+            for reader, member in enumerate(self.readers)
+            if not self.has_left(reader)
+        }
+
+    def laggards(self, need: int) -> list[int]:
+        """The member numbers of the readers that keep ``need`` bytes from being free."""
+        free_from = self._words.load64(layout.RING_PUBLISHED) + need - self.capacity
+        return [
+            member
+            for reader, member in enumerate(self.readers)
+            if self._consumed(reader) < free_from
+        ]
+
+    def remove(self, member: int) -> None:
+        """Wait no more for the reader that is ``member`` of the board; its process has ended."""
+        line = layout.reader_line(self.readers.index(member))
+        self._words.store64(line + layout.READER_CONSUMED, layout.LEFT)
+
+    def close(self) -> None:
+        """Tell the readers that nothing more will be published, and wake them."""
+        self._words.store32(layout.RING_CLOSED, 1)
+        self._ring_readers()
+
+    def _write_natively(
+        self, fast: FastWriter, codec: int, body: Body, wait_for_room: Callable[[int], None]
+    ) -> None:
+        largest = self._largest_payload
+        fast.moved = 0
+        while True:  # it returns early: no room for `_PATIENCE_NS`, an abort, or 64 MiB in one go
+            fast.write_parts(codec, largest, body.parts, _PATIENCE_NS)
+            if fast.moved == body.total:
+                return
+            wait_for_room(body.place(fast.moved, largest, self._to_end()).need)
+
+    def _write_records(
+        self,
+        codec: int,
+        body: Body,
+        wait_for_room: Callable[[int], None],
+        before_last: Callable[[], None] | None,
+    ) -> None:
+        offset = 0
+        while True:
+            place = body.place(offset, self._largest_payload, self._to_end())
+            if not self.has_room(place.need):
+                wait_for_room(place.need)
+            end = offset + place.size
+            if end == body.total:
+                # Room is there already: once `before_last` has returned nothing can fail any more.
+                if before_last is not None:
+                    before_last()
+                self._last_end = self._words.load64(layout.RING_PUBLISHED) + place.taken
+            if offset == 0:
+                self._begin_message()
+            kind = layout.KIND_FRAGMENT if offset else layout.KIND_MESSAGE
+            pieces = body.between(offset, end)
+            self._write_record(place, kind, codec, body.n_buffers, body.total, offset, pieces)
+            if end == body.total:
+                return
+            offset = end
+
+    def _to_end(self) -> int:
+        return self.capacity - self._words.load64(layout.RING_PUBLISHED) % self.capacity
+
+    def _slowest(self) -> int:
+        return min(self._consumed(reader) for reader in range(len(self.readers)))
+
+    def _consumed(self, reader: int) -> int:
+        return self._words.load64(layout.reader_line(reader) + layout.READER_CONSUMED)
+
+    def _begin_message(self) -> None:
+        self._words.store64(layout.RING_SEQUENCE, self.sequence + 1)
+
+    def _cancel(self) -> None:
+        self._write_record(RecordPlace(0, 0), layout.KIND_CANCEL, 0, 0, 0, 0, [])
+
+    def _write_record(
+        self,
+        place: RecordPlace,
+        kind: int,
+        codec: int,
+        n_buffers: int,
+        total: int,
+        offset: int,
+        pieces: Sequence[memoryview],
+    ) -> None:
+        words = self._words
+        position = words.load64(layout.RING_PUBLISHED)
+        if place.padding:
+            padding = place.padding - layout.RECORD_HEADER
+            words.write(
+                self._data + position % self.capacity,
+                _RECORD.pack(padding, layout.KIND_PADDING, 0, 0, 0, 0, 0),
+            )
+            position += place.padding
+        record = self._data + position % self.capacity
+        header = _RECORD.pack(place.size, kind, codec, n_buffers, total, self.sequence, offset)
+        words.write(record, header)
+        target = record + layout.RECORD_HEADER
+        for piece in pieces:
+            words.write(target, piece)
+            target += piece.nbytes
+        words.store64(layout.RING_PUBLISHED, position + layout.record_stride(place.size))
+        self._ring_readers()
+
+    def _ring_readers(self) -> None:
+        self._board.progress()
+        for reader in self.readers:
+            self._board.ring(reader)

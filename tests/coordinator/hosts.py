@@ -1,0 +1,79 @@
+"""Ranks on two hosts: network namespaces, each with a boot id and a host name of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import FileStore
+
+import coordinator
+import coordinator.hosts.nodes
+from shm_broadcast import CoordinatorError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from coordinator.groups import ParallelGroups
+    from tests.netns import Host
+
+NAMES = ("host-a", "host-b")
+_CLONE_NEWUTS = 0x04000000
+_PORT = 29400
+
+
+def move_to(folder: str, hosts: tuple[Host, Host], place: int) -> None:
+    """Make this process one of host ``place``, which shares no board with the other."""
+    hosts[place].enter()
+    libc = ctypes.CDLL(None, use_errno=True)
+    name = NAMES[place].encode()
+    if libc.unshare(_CLONE_NEWUTS) or libc.sethostname(name, len(name)):
+        raise OSError(ctypes.get_errno(), "cannot take a host name")
+    boot = Path(folder) / NAMES[place]
+    boot.write_text(NAMES[place])
+    coordinator.hosts.nodes._BOOT_ID = boot
+
+
+@contextmanager
+def groups_over(
+    rank: int, n: int, folder: str, hosts: tuple[Host, Host], **options: Any
+) -> Iterator[ParallelGroups]:
+    """The groups of ``n`` ranks, of which the second half is on the second host."""
+    move_to(folder, hosts, int(2 * rank >= n))
+    with coordinator.init(
+        tp=n,
+        rank=rank,
+        world_size=n,
+        local_rank=rank % max(n // 2, 1),
+        master_addr=hosts[0].address,
+        master_port=_PORT,
+        **options,
+    ) as groups:
+        yield groups
+
+
+def beside(folder: str, n: int) -> FileStore:
+    """A store that no cable leads to, for what a test has to tell its ranks."""
+    return FileStore(f"{folder}/beside", n)
+
+
+def note(store: FileStore, what: str) -> None:
+    """Note the moment of something."""
+    store.set(what, repr(time.monotonic()))
+
+
+def since(store: FileStore, what: str, moment: float) -> float:
+    """The seconds between what was noted and a moment."""
+    return moment - float(store.get(what))
+
+
+def failure_of(call: Callable[[], object]) -> tuple[CoordinatorError, float]:
+    """The error that ``call`` raises, and when, on the clock that all processes share."""
+    try:
+        call()
+    except CoordinatorError as error:
+        return error, time.monotonic()
+    raise AssertionError("nothing was raised")

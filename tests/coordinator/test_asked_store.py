@@ -1,0 +1,122 @@
+"""A store that is asked for its values, and what its host answers."""
+
+from __future__ import annotations
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.distributed import DistStoreError, PrefixStore, ProcessGroup
+
+from coordinator.setup.exchange import Exchange
+from coordinator.setup.torch_groups import SocketChoice, destroy, new_process_group
+from coordinator.stores.asked_store import AskedStore
+from coordinator.stores.key_values import MAX_BYTES, Answer, Get, KeyValues, Question, Set
+from shm_broadcast import Deadline, GroupClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def values() -> KeyValues:
+    return KeyValues()
+
+
+@pytest.fixture
+def store(values: KeyValues) -> Iterator[AskedStore]:
+    store = AskedStore(lambda question, _: values.answer(question), 10.0)
+    yield store
+    store.close()
+
+
+def test_values(store: AskedStore) -> None:
+    store.set("bytes", b"\x00\xff")
+    store.set("text", "é")
+    assert store.multi_get(["bytes", "text"]) == [b"\x00\xff", "é".encode()]
+    assert (store.add("n", 2), store.add("n", -5), store.get("n")) == (2, -3, b"-3")
+    assert store.check(["bytes", "n"])
+    assert not store.check(["bytes", "none"])
+    store.append("text", b"!")
+    assert store.get("text") == "é!".encode()
+    assert store.compare_set("text", "other", "new") == "é!".encode()
+    assert store.compare_set("fresh", "", "new") == b"new"
+    assert (store.delete_key("n"), store.delete_key("n")) == (True, False)
+    store.multi_set(["a", "b"], [b"1", "2"])
+    assert store.multi_get(["a", "b"]) == [b"1", b"2"]
+
+
+def test_a_wrong_question_changes_nothing(store: AskedStore) -> None:
+    store.set("key", b"x" * MAX_BYTES)
+    for wrong in (
+        lambda: store.set("key", b"y" * (MAX_BYTES + 1)),
+        lambda: store.append("key", b"y"),
+        lambda: store.add("key", 1),
+        lambda: store.multi_get(["none"]),
+    ):
+        with pytest.raises(
+            ValueError, match=r"key may have 65536|invalid literal|there is no none"
+        ):
+            wrong()
+    assert store.get("key") == b"x" * MAX_BYTES
+
+
+def test_an_answer_fits_a_sockets_buffer(values: KeyValues, store: AskedStore) -> None:
+    long = b"x" * MAX_BYTES
+    keys = [f"key {n}" for n in range(5)]
+    for number, key in enumerate(keys):
+        values.answer(Set(number, key, long if number == 2 else long[: MAX_BYTES // 2]))
+    answers = [values.answer(Get(0, keys[first:])).values for first in range(5)]
+    assert [len(each) for each in answers] == [2, 1, 1, 2, 1]
+    assert [len(value) for value in store.multi_get(keys)] == [len(long) // 2] * 2 + [
+        len(long),
+        len(long) // 2,
+        len(long) // 2,
+    ]
+
+
+def test_a_key_that_does_not_come_is_named(store: AskedStore) -> None:
+    store.set("there", b"")
+    with pytest.raises(DistStoreError, match=r"after 0.01 s, keys: none"):
+        store.wait(["there", "none"], timedelta(seconds=0.01))
+
+
+def test_nothing_is_asked_after_the_end(store: AskedStore) -> None:
+    store.close()
+    store.close()
+    with pytest.raises(GroupClosedError):
+        store.set("key", b"")
+
+
+def test_a_silent_host_ends_a_wait() -> None:
+    def silent(question: Question, deadline: Deadline) -> Answer:
+        assert deadline.remaining() <= 3.0
+        raise TimeoutError
+
+    store = AskedStore(silent, 3.0)
+    with pytest.raises(TimeoutError):
+        store.add("n", 1)
+    store.close()
+
+
+def test_torch_meets_in_it(values: KeyValues) -> None:
+    """Also where nobody here holds more than a prefix of the store."""
+
+    def meet(rank: int) -> ProcessGroup:
+        store = PrefixStore("p", AskedStore(lambda question, _: values.answer(question), 10.0))
+        gc.collect()
+        exchange = Exchange.visit(store, "here", rank, 2, "pair", Deadline.after(10))
+        assert exchange.all_gather("ranks", b"%d" % rank) == [b"0", b"1"]
+        loopback = SocketChoice(address="127.0.0.1")
+        return new_process_group(exchange.store, "pair", [0, 1], rank, "gloo", loopback, None)
+
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(meet, range(2)))
+        sums = [torch.ones(2), torch.ones(2)]
+        list(threads.map(lambda group, x: group.allreduce([x]).wait(), groups, sums))
+    assert [float(x[0]) for x in sums] == [2.0, 2.0]
+    for group in groups:
+        destroy(group)

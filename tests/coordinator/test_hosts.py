@@ -1,0 +1,432 @@
+"""Over two hosts, what is said of a member is as true as on one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from coordinator.compat.vllm import parallel_state
+from coordinator.hosts import remote_boards
+from shm_broadcast import (
+    CoordinatorError,
+    GroupAbortedError,
+    GroupTimeoutError,
+    MemberStatus,
+    PeerLostError,
+)
+from tests.coordinator.hosts import NAMES, beside, failure_of, groups_over, move_to, note, since
+from tests.netns import Host, two_hosts, unavailable
+from tests.patience import all_here, quickest, until
+from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from coordinator import GroupCoordinator
+
+Hosts = tuple[Host, Host]
+
+_UNAVAILABLE = unavailable()
+pytestmark = pytest.mark.skipif(_UNAVAILABLE is not None, reason=str(_UNAVAILABLE))
+
+NAMED_WITHIN = 2.0
+"""Seconds in which, as promised, a lost member is named on all hosts."""
+
+SECRET = b"known to all the ranks"
+
+STORES = pytest.mark.parametrize("secret", [None, SECRET], ids=["open store", "with a secret"])
+"""Beats travel by torch's own store, or by the one that the launcher's secret protects."""
+
+X = torch.ones(1000)
+
+VERBS: dict[str, Callable[[GroupCoordinator], object]] = {
+    "all_reduce": lambda tp: tp.all_reduce(X),
+    "all_gather": lambda tp: tp.all_gather(X),
+    "all_to_all": lambda tp: tp.all_to_all(X),
+    "barrier": lambda tp: tp.barrier(),
+    "recv": lambda tp: tp.recv(X.shape, X.dtype, tp.world_size - 1),
+    "recv_object": lambda tp: tp.recv_object(tp.world_size - 1),
+    "work": lambda tp: tp.all_reduce(X, async_op=True).wait(),
+}
+
+
+def warm_up(tp: GroupCoordinator) -> None:
+    """Fifty operations that succeed."""
+    for _ in range(50):
+        tp.all_reduce(X)
+
+
+def status_of(tp: GroupCoordinator, rank: int) -> MemberStatus:
+    return tp.status()[rank]
+
+
+# --- a member is killed ------------------------------------------------------------------
+
+
+def one_is_killed(
+    rank: int,
+    n: int,
+    folder: str,
+    hosts: Hosts,
+    victim: int,
+    verb: str,
+    secret: bytes | None = None,
+) -> tuple[CoordinatorError, CoordinatorError, float]:
+    store = beside(folder, n)
+    with groups_over(rank, n, folder, hosts, secret=secret) as groups:
+        warm_up(groups.tp)
+        until(lambda: {each.sequence for each in groups.tp.status()} == {50})
+        all_here(store, n, "seen")
+        if rank == victim:
+            store.set("pid", str(os.getpid()))
+            time.sleep(0.3)
+            note(store, "died")
+            os.kill(os.getpid(), signal.SIGKILL)
+        error, raised = failure_of(lambda: VERBS[verb](groups.tp))
+        all_here(store, n - 1)
+        later = failure_of(lambda: groups.tp.all_reduce(X))[0]
+    return error, later, since(store, "died", raised)
+
+
+def seconds_until_named(
+    folder: str, n: int, victim: int, verb: str, secret: bytes | None = None
+) -> float:
+    with two_hosts("IPv4") as hosts:
+        results = run_ranks(n, one_is_killed, folder, hosts, victim, verb, secret, may_die=[victim])
+    pid = int(beside(folder, n).get("pid"))
+    for rank, result in enumerate(results):
+        if rank == victim:
+            continue
+        error, later, _ = result
+        there = "" if (2 * rank >= n) == (2 * victim >= n) else f" on {NAMES[2 * victim >= n]}"
+        assert isinstance(error, PeerLostError), error
+        assert (error.rank, error.pid) == (victim, pid)
+        assert f"rank {victim} (pid {pid}{there}" in str(error)
+        assert "last seen in tp all_reduce #50" in str(error)
+        assert isinstance(later, GroupAbortedError)
+        assert later.failure.culprit == victim
+    return max(seconds for _, _, seconds in filter(None, results))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_killed_member_is_named_on_all_hosts(verb: str, tmp_path: Path) -> None:
+    def attempt() -> float:
+        return seconds_until_named(mkdtemp(dir=tmp_path), 4, 3, verb)
+
+    assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
+
+
+@STORES
+def test_the_only_member_of_a_host_is_named(secret: bytes | None, tmp_path: Path) -> None:
+    def attempt() -> float:
+        return seconds_until_named(mkdtemp(dir=tmp_path), 2, 1, "all_reduce", secret)
+
+    assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
+
+
+@STORES
+def test_the_member_that_keeps_the_store_is_named(secret: bytes | None, tmp_path: Path) -> None:
+    def attempt() -> float:
+        return seconds_until_named(mkdtemp(dir=tmp_path), 4, 0, "all_reduce", secret)
+
+    assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
+
+
+def keeper_of_an_engine_is_killed(
+    rank: int, n: int, folder: str, hosts: Hosts
+) -> tuple[CoordinatorError, float]:
+    """As code that was written for vLLM meets."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "cable"
+    store = beside(folder, n)
+    move_to(folder, hosts, rank)
+    parallel_state.init_distributed_environment(n, rank, f"tcp://{hosts[0].address}:29401", 0)
+    world = parallel_state.get_world_group()
+    warm_up(world)
+    all_here(store, n)
+    if rank == 0:
+        note(store, "died")
+        os.kill(os.getpid(), signal.SIGKILL)
+    error, raised = failure_of(lambda: world.all_reduce(X))
+    return error, since(store, "died", raised)
+
+
+def test_the_rank_that_keeps_the_store_of_an_engine_is_named(tmp_path: Path) -> None:
+    def attempt() -> float:
+        with two_hosts("IPv4") as hosts:
+            _, (error, seconds) = run_ranks(
+                2, keeper_of_an_engine_is_killed, mkdtemp(dir=tmp_path), hosts, may_die=[0]
+            )
+        assert isinstance(error, PeerLostError), error
+        assert error.rank == 0
+        assert "on host-a" in str(error)
+        return float(seconds)
+
+    assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
+
+
+# --- a member aborts ---------------------------------------------------------------------
+
+
+def last_aborts(
+    rank: int, n: int, folder: str, hosts: Hosts, verb: str
+) -> tuple[CoordinatorError, float]:
+    store = beside(folder, n)
+    with groups_over(rank, n, folder, hosts) as groups:
+        warm_up(groups.tp)
+        if rank == n - 1:
+            time.sleep(0.3)
+            note(store, "aborted")
+            groups.tp.abort(KeyError("the reason"))
+        enter = VERBS["all_reduce" if rank == n - 1 else verb]
+        error, raised = failure_of(lambda: enter(groups.tp))
+        all_here(store, n)
+    return error, since(store, "aborted", raised)
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "recv_object"])
+def test_an_abort_reaches_all_hosts_with_its_cause(verb: str, tmp_path: Path) -> None:
+    def attempt() -> float:
+        with two_hosts("IPv4") as hosts:
+            results = run_ranks(4, last_aborts, mkdtemp(dir=tmp_path), hosts, verb)
+        for rank, (error, _) in enumerate(results):
+            assert isinstance(error, GroupAbortedError), error
+            assert (error.failure.rank, error.failure.culprit) == (3, 3)
+            assert "KeyError: 'the reason'" in str(error)
+            assert ("rank 3 on host-b reported" in str(error)) == (rank < 2)
+        return float(max(seconds for _, seconds in results))
+
+    assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
+
+
+# --- a member is slow, stopped, or leaves -------------------------------------------------
+
+
+def watched(rank: int, n: int, folder: str, hosts: Hosts) -> list[MemberStatus]:
+    store = beside(folder, n)
+    with groups_over(rank, n, folder, hosts) as groups:
+        warm_up(groups.tp)
+        all_here(store, n)
+        time.sleep(1.0)
+        found = groups.tp.status()
+        all_here(store, n, "there")
+    return found
+
+
+def test_healthy_members_are_seen_from_everywhere(tmp_path: Path) -> None:
+    with two_hosts("IPv6") as hosts:
+        seen = run_ranks(4, watched, str(tmp_path), hosts)
+    pids = [status.pid for status in seen[0]]
+    for rank, found in enumerate(seen):
+        assert [status.rank for status in found] == [0, 1, 2, 3]
+        assert [status.pid for status in found] == pids
+        assert {status.state for status in found} == {"idle"}
+        assert {(status.operation, status.sequence) for status in found} == {("tp all_reduce", 50)}
+        away = {status.host for status in found if (status.rank < 2) != (rank < 2)}
+        assert away == {NAMES[rank < 2]}
+        assert all(0.5 < (status.age or 0) < 20 for status in found)
+
+
+def one_is_stopped(rank: int, n: int, folder: str, hosts: Hosts) -> Any:
+    store = beside(folder, n)
+    with groups_over(rank, n, folder, hosts) as groups:
+        warm_up(groups.tp)
+        if rank == 2:
+            store.set("pid", str(os.getpid()))
+            all_here(store, n)
+            all_here(store, n, "over")
+            groups.tp.all_reduce(X, timeout=30)
+            return None
+        all_here(store, n)
+        if rank == 3:
+            os.kill(int(store.get("pid")), signal.SIGSTOP)
+        time.sleep(2.0)
+        groups.tp.board.stamp("an operation")
+        stamped = [status_of(groups.tp, other) for other in (2, 3)]
+        until(lambda: status_of(groups.tp, 3).operation == "an operation")
+        all_here(store, n - 1, "seen")
+        if rank == 3:
+            os.kill(int(store.get("pid")), signal.SIGCONT)
+        all_here(store, n, "over")
+        groups.tp.board.idle()
+        groups.tp.all_reduce(X, timeout=30)
+    return stamped
+
+
+def test_a_stopped_member_does_not_silence_its_host(tmp_path: Path) -> None:
+    with two_hosts("IPv4") as hosts:
+        first, second, _, _ = run_ranks(4, one_is_stopped, str(tmp_path), hosts)
+    for stopped, other in (first, second):
+        assert stopped.silence == other.silence == 0
+        assert (stopped.state, other.state) == ("idle", other.state)
+        assert stopped.age > 1.5
+
+
+def one_is_late(rank: int, n: int, folder: str, hosts: Hosts) -> GroupTimeoutError | None:
+    store = beside(folder, n)
+    with groups_over(rank, n, folder, hosts) as groups:
+        warm_up(groups.tp)
+        if rank == 3:
+            all_here(store, n, "over")
+            return None
+        error, _ = failure_of(lambda: groups.tp.all_reduce(X, timeout=2 + rank))
+        all_here(store, n, "over")
+    return error if isinstance(error, GroupTimeoutError) else None
+
+
+def test_a_deadline_lists_who_is_behind_and_nobody_else(tmp_path: Path) -> None:
+    with two_hosts("IPv4") as hosts:
+        error, *_ = run_ranks(4, one_is_late, str(tmp_path), hosts)
+    assert [late.rank for late in error.waiting_for] == [3]
+    assert "waiting for rank 3 (pid" in str(error)
+    # Its last step may end a little after rank 0 has begun the next.
+    assert re.search(r"on host-b\), last seen in tp all_reduce #50, [12]\.\d s ago", str(error))
+
+
+def one_differs(rank: int, n: int, folder: str, hosts: Hosts) -> tuple[CoordinatorError, float]:
+    store = beside(folder, n)
+    with groups_over(rank, n, folder, hosts) as groups:
+        warm_up(groups.tp)
+        all_here(store, n)
+        if rank == 0:
+            note(store, "diverged")
+        verb = VERBS["barrier" if rank == 3 else "all_reduce"]
+        error, raised = failure_of(lambda: verb(groups.tp))
+        all_here(store, n, "over")
+    return error, since(store, "diverged", raised)
+
+
+def test_a_member_in_another_verb_is_named_on_all_hosts(tmp_path: Path) -> None:
+    def attempt() -> float:
+        with two_hosts("IPv4") as hosts:
+            results = run_ranks(4, one_differs, mkdtemp(dir=tmp_path), hosts)
+        for error, _ in results:
+            assert "DivergenceError" in f"{type(error).__name__}: {error}"
+            assert "tp barrier" in str(error)
+            assert "tp all_reduce" in str(error)
+            assert (
+                "rank 3 issued" in str(error)
+                or "rank 3 reported" in str(error)
+                or ("where this rank issued tp barrier" in str(error))
+            )
+        return float(max(seconds for _, seconds in results))
+
+    assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
+
+
+def half_leaves(rank: int, n: int, folder: str, hosts: Hosts) -> list[str]:
+    store = beside(folder, n)
+    with groups_over(rank, n, folder, hosts) as groups:
+        warm_up(groups.tp)
+        all_here(store, n)
+        if rank < 2:
+            until(lambda: {status_of(groups.tp, other).state for other in (2, 3)} == {"closed"})
+        found = [str(status) for status in groups.tp.status()]
+        all_here(store, 2, f"host {rank < 2}")
+    return found
+
+
+def test_who_has_left_in_good_order_is_seen_to_have(tmp_path: Path) -> None:
+    with two_hosts("IPv4") as hosts:
+        seen = run_ranks(4, half_leaves, str(tmp_path), hosts)
+    assert "on host-b) has left, last seen in tp all_reduce #50" in seen[0][3]
+    assert "lost" not in seen[2][0]
+
+
+def keeper_leaves(rank: int, n: int, folder: str, hosts: Hosts, secret: bytes | None) -> str:
+    store = beside(folder, n)
+    with groups_over(rank, n, folder, hosts, secret=secret) as groups:
+        warm_up(groups.tp)
+        all_here(store, n)
+        if rank == 0:
+            return ""
+        until(lambda: status_of(groups.tp, 0).state in ("closed", "lost"))
+        return str(status_of(groups.tp, 0))
+
+
+@STORES
+def test_the_member_that_keeps_the_store_may_leave_first(
+    secret: bytes | None, tmp_path: Path
+) -> None:
+    with two_hosts("IPv4") as hosts:
+        _, *seen = run_ranks(4, keeper_leaves, str(tmp_path), hosts, secret)
+    for said in seen:
+        assert "has left" in said
+
+
+# --- a host is out of reach --------------------------------------------------------------
+
+
+def cut_off(rank: int, n: int, folder: str, hosts: Hosts, how: str, secret: bytes | None) -> Any:
+    remote_boards.SILENCE_SECONDS = 4.0  # type: ignore[misc]
+    store = beside(folder, n)
+    with groups_over(rank, n, folder, hosts, secret=secret) as groups:
+        warm_up(groups.tp)
+        all_here(store, n)
+        if rank == 0:
+            note(store, "cut")
+            if how == "down":
+                hosts[0].ip("link", "set", "cable", "down")
+            else:
+                for host in hosts:
+                    host.unplug()
+        all_here(store, n, "cut off")
+        other = 2 if rank < 2 else 0
+        until(lambda: status_of(groups.tp, other).silence > 1.5)
+        seen = str(status_of(groups.tp, other))
+        error, raised = failure_of(lambda: groups.tp.all_reduce(X, timeout=60))
+        all_here(store, n, "over")
+    return seen, error, since(store, "cut", raised)
+
+
+@STORES
+@pytest.mark.parametrize("how", ["down", "silent"])
+def test_a_cut_cable_is_named_on_both_sides(how: str, secret: bytes | None, tmp_path: Path) -> None:
+    with two_hosts("IPv4") as hosts:
+        results = run_ranks(4, cut_off, str(tmp_path), hosts, how, secret)
+    for rank, (seen, error, seconds) in enumerate(results):
+        other, there = (2, "host-b") if rank < 2 else (0, "host-a")
+        assert f"rank {other} (pid" in seen
+        assert f"on {there}, not heard of for" in seen
+        assert isinstance(error, PeerLostError), error
+        assert error.rank == other
+        assert f"on {there}, not heard of for" in str(error)
+        assert 3.5 < seconds < 20
+
+
+def host_is_stopped(rank: int, n: int, folder: str, hosts: Hosts) -> Any:
+    store = beside(folder, n)
+    with groups_over(rank, n, folder, hosts) as groups:
+        warm_up(groups.tp)
+        store.set(f"pid {rank}", str(os.getpid()))
+        all_here(store, n)
+        found = None
+        if rank == 0:
+            pids = [int(store.get(f"pid {each}")) for each in (2, 3)]
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            work = groups.tp.all_reduce(X, async_op=True)
+            until(lambda: status_of(groups.tp, 3).silence > 2.0)
+            with pytest.raises(GroupTimeoutError) as caught:
+                work.wait(0.1)
+            found = str(caught.value)
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            work.wait()
+        else:
+            groups.tp.all_reduce(X)
+        groups.tp.all_reduce(X)
+    return found
+
+
+def test_a_stopped_host_is_named_and_not_given_up_at_once(tmp_path: Path) -> None:
+    with two_hosts("IPv4") as hosts:
+        said, *_ = run_ranks(4, host_is_stopped, str(tmp_path), hosts)
+    assert "host-b (ranks 2, 3) not heard of for 2." in said

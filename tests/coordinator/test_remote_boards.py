@@ -1,0 +1,221 @@
+"""What is concluded from the beats of other hosts; no host, store or clock is needed."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+import pytest
+
+from coordinator.hosts import remote_boards
+from coordinator.hosts.nodes import _named
+from coordinator.hosts.remote_boards import RemoteBoards, compose, number_of
+from shm_broadcast import Board
+
+SILENCE, SUSPECT = remote_boards.SILENCE_SECONDS, remote_boards.SUSPECT_SECONDS
+
+
+class Elsewhere:
+    """Ranks 2 and 3 on host-b, 4 on host-c, seen from the host of 0 and 1; rank 4 keeps the store.
+
+    Attributes:
+        now: the clock.
+        boards: under test.
+        swaps: how often news was asked to be carried.
+    """
+
+    def __init__(self, keeper: int | None = 4) -> None:
+        self.now = 100.0
+        self.swaps = 0
+        self.there = Board.create(5, 2)
+        self.boards = RemoteBoards(
+            range(5),
+            {"host-b": [2, 3], "host-c": [4]},
+            keeper=keeper,
+            store="store:1",
+            swap=self._swap,
+            clock=lambda: self.now,
+        )
+        self.last = {host: self.beat(members, 1) for host, members in self.members.items()}
+
+    members: ClassVar = {"b": [2, 3], "c": [4]}
+
+    def _swap(self) -> None:
+        self.swaps += 1
+
+    def beat(self, members: list[int], number: int) -> bytes:
+        return compose(self.there, members, number)
+
+    def turn(self, *hosts: str) -> list[remote_boards.FailureBeat]:
+        """The store answers, with new beats of ``hosts``."""
+        for host in hosts:
+            number = number_of(self.last[host]) + 1
+            self.last[host] = self.beat(self.members[host], number)
+        return self.boards.hear(self.last.values())
+
+    def text(self, member: int) -> str:
+        return str(self.boards.status(member))
+
+
+@pytest.fixture
+def elsewhere() -> Elsewhere:
+    return Elsewhere()
+
+
+def test_members_of_this_host_are_not_known_here(elsewhere: Elsewhere) -> None:
+    assert elsewhere.boards.status(1) is None
+    assert not elsewhere.boards.gone(1)
+
+
+def test_before_the_first_beat_nothing_is_claimed(elsewhere: Elsewhere) -> None:
+    assert elsewhere.text(2) == "rank 2 (on another host, host-b, not visible from here)"
+    assert not elsewhere.boards.gone(2)
+
+
+def test_a_member_is_described_as_on_its_board(elsewhere: Elsewhere) -> None:
+    elsewhere.there.stamp("tp send")
+    elsewhere.turn("b")
+    elsewhere.now += 0.5
+    status = elsewhere.boards.status(2)
+    assert status is not None
+    assert (status.state, status.operation, status.sequence) == ("busy", "tp send", 1)
+    assert (status.host, status.silence) == ("host-b", 0.0)
+    assert status.age == pytest.approx(0.5, abs=0.3)
+    assert elsewhere.text(2).endswith("on host-b), last seen in tp send #1, 0.5 s ago")
+
+
+def test_a_member_that_left_is_gone_and_not_silent(elsewhere: Elsewhere) -> None:
+    elsewhere.there.leave()
+    elsewhere.turn("b")
+    elsewhere.now += 100
+    elsewhere.turn()
+    assert elsewhere.boards.gone(2)
+    assert "on host-b) has left, has begun no operation" in elsewhere.text(2)
+
+
+def test_a_beat_that_comes_late_changes_nothing(elsewhere: Elsewhere) -> None:
+    old = elsewhere.last["b"]
+    elsewhere.there.leave()
+    elsewhere.turn("b")
+    elsewhere.boards.hear([old, elsewhere.last["c"]])
+    assert elsewhere.boards.gone(2)
+
+
+def test_a_silent_host_is_named_first_and_given_up_later(elsewhere: Elsewhere) -> None:
+    elsewhere.turn("b", "c")
+    elsewhere.now += 2.1
+    elsewhere.turn("c")
+    status = elsewhere.boards.status(2)
+    assert status is not None
+    assert status.silence == pytest.approx(2.1)
+    assert elsewhere.boards.remark() == "host-b (ranks 2, 3) not heard of for 2.1 s"
+    assert not elsewhere.boards.gone(2)
+    elsewhere.now += SILENCE - 2
+    elsewhere.turn("c")
+    assert elsewhere.boards.gone(2)
+    assert not elsewhere.boards.gone(4)
+
+
+def test_a_broken_connection_makes_silence_tell_sooner(elsewhere: Elsewhere) -> None:
+    elsewhere.turn("b", "c")
+    elsewhere.boards.suspect([1, 2, 4])
+    elsewhere.now += SUSPECT + 0.1
+    elsewhere.turn("c")
+    assert elsewhere.boards.gone(2)
+    assert not elsewhere.boards.gone(4)
+    elsewhere.now += 10
+    elsewhere.turn("b", "c")
+    elsewhere.now += SUSPECT + 0.1
+    elsewhere.turn("c")
+    assert not elsewhere.boards.gone(2)
+
+
+def test_a_process_that_was_stopped_itself_takes_nobody_for_silent(elsewhere: Elsewhere) -> None:
+    elsewhere.turn("b", "c")
+    elsewhere.now += 1000
+    assert not elsewhere.boards.gone(2)
+    assert not elsewhere.boards.gone(4)
+    elsewhere.now += 0.1
+    elsewhere.turn("b", "c")
+    assert not elsewhere.boards.gone(4)
+    assert elsewhere.boards.remark() == ""
+
+
+def test_a_store_that_does_not_answer_is_named_and_its_keeper_given_up(
+    elsewhere: Elsewhere,
+) -> None:
+    elsewhere.turn("b", "c")
+    elsewhere.now += 3.0
+    assert elsewhere.boards.remark() == (
+        "other hosts are not heard: the store at store:1, kept by rank 4, has not answered for "
+        "3.0 s"
+    )
+    assert not elsewhere.boards.gone(4)
+    for _ in range(100):
+        elsewhere.now += 0.1
+        elsewhere.boards.gone(4)
+    assert elsewhere.boards.gone(4)
+    assert not elsewhere.boards.gone(2)
+
+
+def test_the_end_of_the_store_is_the_end_of_its_keeper(elsewhere: Elsewhere) -> None:
+    elsewhere.turn("b", "c")
+    elsewhere.boards.store_ended("Connection was closed")
+    assert elsewhere.boards.gone(4)
+    assert not elsewhere.boards.gone(2)
+    elsewhere.now += 100
+    assert not elsewhere.boards.gone(2)
+    assert elsewhere.boards.remark() == (
+        "other hosts are not heard any more: Connection was closed"
+    )
+
+
+def test_the_end_of_a_store_that_no_member_keeps_ends_nobody() -> None:
+    elsewhere = Elsewhere(keeper=None)
+    elsewhere.turn("b", "c")
+    elsewhere.boards.store_ended("Connection was closed")
+    assert not elsewhere.boards.gone(4)
+
+
+def test_a_failure_travels_and_its_culprit_is_believed_dead(elsewhere: Elsewhere) -> None:
+    elsewhere.there.abort("why", culprit=3)
+    failures = elsewhere.turn("b")
+    assert [(each.member, each.kind, each.message, each.culprit) for each in failures] == [
+        (2, "Abort", "why", 3)
+    ]
+    elsewhere.boards.blame(3)
+    elsewhere.boards.blame(3)
+    assert elsewhere.swaps == 1
+    assert elsewhere.boards.gone(3)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        b"",
+        b"nonsense",
+        b"\x93\x01\x91\x97\x01\x02\xa2\xff\xfe",  # text that is no UTF-8
+        msgspec.msgpack.encode((9, [(4, 1, "lost", "", 0, None, 0)], None)),
+        msgspec.msgpack.encode((9, [], (5, "KeyError", "", 0))),
+        msgspec.msgpack.encode((9, [], (0, "KeyError", "", -1))),
+    ],
+)
+def test_what_is_no_beat_of_that_host_is_not_heard(forged: bytes, elsewhere: Elsewhere) -> None:
+    elsewhere.turn("b", "c")
+    assert elsewhere.boards.hear([forged, elsewhere.last["c"]]) == []
+    assert not elsewhere.boards.gone(4)
+    assert elsewhere.text(2).startswith("rank 2 (pid")
+
+
+@pytest.mark.parametrize(
+    ("told", "node_of", "names"),
+    [
+        ([("a", "1"), ("a", "1"), ("b", "2")], (0, 0, 2), {0: "a", 2: "b"}),
+        ([("a", "1"), ("a", "2")], (0, 1), {0: "a (1)", 1: "a (2)"}),
+        ([("a", ""), ("a", "")], (0, 1), {0: "a (of rank 0)", 1: "a (of rank 1)"}),
+    ],
+)
+def test_hosts_have_names_of_their_own(
+    told: list[tuple[str, str]], node_of: tuple[int, ...], names: dict[int, str]
+) -> None:
+    assert _named(told, node_of) == names

@@ -1,0 +1,110 @@
+"""Who has come to a collective, told from what stands on the board."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from device_comm.torch_group.arrivals import Arrival, Arrivals
+from shm_broadcast import Board, DivergenceError, GroupTimeoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+N = 3
+
+
+class Group:
+    """Three members in one process."""
+
+    def __init__(self, stack: ExitStack, name: str) -> None:
+        first = stack.enter_context(Board.create(N, 0, ""))
+        others = [stack.enter_context(Board.attach(first.handle(), m)) for m in range(1, N)]
+        self.boards = [first, *others]
+        self.name = name
+        # members of one group are processes of their own: each counts from the first
+        self.arrivals = [
+            Arrivals(board, f"{name}{rank}", range(N), rank)
+            for rank, board in enumerate(self.boards)
+        ]
+        for each in self.arrivals[1:]:
+            each._begun = self.arrivals[0]._begun
+
+    def begin(self, rank: int, verb: str) -> Arrival:
+        operation = f"{self.name} {verb}"
+        self.boards[rank].stamp(operation)
+        return self.arrivals[rank].begin(operation)
+
+    def behind(self, arrival: Arrival) -> list[int]:
+        late = tuple(self.boards[0].status()[1:])
+        error = arrival.only_those_behind(GroupTimeoutError("op", 1.0, late, "detail"))
+        assert (error.operation, error.timeout, error.detail) == ("op", 1.0, "detail")
+        return [status.rank for status in error.waiting_for]
+
+
+@pytest.fixture(params=["tp", "a name of more bytes than a slot has for the operation's text"])
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    with ExitStack() as stack:
+        yield Group(stack, request.param)
+
+
+def look(arrival: Arrival, times: int = 2) -> None:
+    for _ in range(times):
+        arrival._look_at = time.monotonic()
+        arrival.check()
+
+
+def test_only_who_has_not_come_is_behind(group: Group) -> None:
+    arrival = group.begin(0, "barrier")
+    assert group.behind(arrival) == [1, 2]
+    group.begin(1, "barrier")
+    assert group.behind(arrival) == [2]
+    group.boards[1].idle()  # it goes on while the collective is under way
+    assert group.behind(arrival) == [2]
+    group.begin(2, "barrier")
+    assert group.behind(arrival) == [1, 2]  # all have come, and all are waited for
+
+
+def test_who_is_further_has_come(group: Group) -> None:
+    arrival = group.begin(0, "barrier")
+    group.begin(1, "barrier")
+    group.begin(1, "barrier")
+    assert group.behind(arrival) == [2]
+
+
+def test_who_is_in_an_operation_that_is_not_counted_may_be_behind(group: Group) -> None:
+    arrival = group.begin(0, "barrier")
+    group.begin(1, "barrier")
+    group.boards[1].stamp(f"{group.name} send")
+    assert group.behind(arrival) == [1, 2]
+
+
+def test_another_operation_in_the_same_place_is_divergence() -> None:
+    with ExitStack() as stack:
+        group = Group(stack, "tp")
+        arrival = group.begin(0, "barrier")
+        group.begin(1, "barrier")
+        group.begin(2, "all_reduce")
+        look(arrival, times=1)  # once may be half of what is being written
+        with pytest.raises(DivergenceError) as caught:
+            look(arrival, times=1)
+    assert (caught.value.rank, caught.value.theirs) == (2, "tp all_reduce")
+
+
+def test_what_is_alike_or_elsewhere_is_no_divergence(group: Group) -> None:
+    arrival = group.begin(0, "barrier")
+    group.begin(1, "barrier")
+    look(arrival)
+    group.begin(2, "all_reduce")
+    group.begin(2, "all_reduce")  # it is further
+    group.boards[1].stamp("pp send")
+    look(arrival)
+
+
+def test_groups_of_one_name_are_told_apart() -> None:
+    with Board.create(2, 0) as board:
+        first, second = (Arrivals(board, "same", (0, 1), 0) for _ in range(2))
+        assert not first.begin("same barrier")._has_come(second._begun + 1)

@@ -1,0 +1,310 @@
+"""Messages of `ShmBackend`: pipes and spills by hand, then between processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from device_comm import _native
+from device_comm.call_number import in_call
+from device_comm.shm.layout import GroupLayout
+from device_comm.shm.pipes.peer_pipes import PeerPipes
+from device_comm.shm.pipes.pipe import (
+    HEADER_BYTES,
+    PIECE_BYTES,
+    RESERVED_BYTES,
+    RING_BYTES,
+    SMALL_BYTES,
+    PythonMover,
+)
+from device_comm.shm.pipes.spills import AHEAD_BYTES, KEPT_BYTES, KEPT_ROOM, SpillPool
+from device_comm.shm.pipes.transfers import ReceiveTask, SendTask
+from shm_broadcast import Board, BoardHandle, DivergenceError, GroupClosedError, Segment
+from tests.device_comm.shm_ranks import make_comm
+from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from device_comm.shm.pipes.pipe import MakeMover, Mover
+
+N = 2
+
+
+def mover(board: Board, native: bool) -> MakeMover:
+    def make(segment: Segment, peer: int) -> Mover:
+        if native:
+            return _native.Pipe(segment.memory, board.memory, board.doorbell_offset(peer))
+        return PythonMover(segment, lambda: board.ring(peer))
+
+    return make
+
+
+@pytest.fixture(params=[(True, True), (False, False), (True, False)], ids=["C", "Python", "mixed"])
+def pipes(request: pytest.FixtureRequest) -> Iterator[list[PeerPipes]]:
+    group = GroupLayout.for_ranks(N)
+    with Board.create(N, 0) as board, Segment.create(group.size, "test") as segment:
+        both = [
+            PeerPipes(board, range(N), rank, segment, group, mover(board, request.param[rank]))
+            for rank in range(N)
+        ]
+        yield both
+        for each in both:
+            each.close()
+
+
+def send(pipes: list[PeerPipes], x: torch.Tensor) -> SendTask:
+    """Rank 0's task of sending to rank 1."""
+    return SendTask(pipes[0], 1, "send", x)
+
+
+def receive(pipes: list[PeerPipes], out: torch.Tensor, operation: str = "recv") -> ReceiveTask:
+    """Rank 1's task of receiving from rank 0."""
+    return ReceiveTask(pipes[1], 0, operation, (out,))
+
+
+@pytest.mark.parametrize(
+    "size",
+    [1, 63, 64, 65, PIECE_BYTES, PIECE_BYTES + 1, RING_BYTES, KEPT_ROOM, KEPT_ROOM + 1, 5 << 20],
+)
+def test_messages_of_every_size_arrive(pipes: list[PeerPipes], size: int) -> None:
+    for turn in range(3):
+        x = (torch.arange(size) + turn).to(torch.uint8)
+        out = torch.zeros(size, dtype=torch.uint8)
+        receiving = receive(pipes, out)
+        assert not receiving.advance(0)
+        sending = send(pipes, x)
+        assert sending.advance(0), "a sender needs no receiver"
+        x.zero_()
+        assert receiving.ready()
+        assert receiving.advance(0)
+        assert torch.equal(out, (torch.arange(size) + turn).to(torch.uint8))
+
+
+def test_messages_go_on_where_the_ring_ends(pipes: list[PeerPipes]) -> None:
+    """Chunks of 64 and 5,056 bytes: the ring's 262,144 do not hold a whole number of them."""
+    for number in range(200):
+        x = torch.full((5_000,), number % 251, dtype=torch.uint8)
+        out = torch.zeros_like(x)
+        assert send(pipes, x).advance(0)
+        assert receive(pipes, out).advance(0)
+        assert torch.equal(out, x), number
+
+
+def test_a_full_pipe_makes_the_sender_wait(pipes: list[PeerPipes]) -> None:
+    """A number takes a chunk of 64 bytes and 64 bytes of data."""
+    count = RING_BYTES // (2 * HEADER_BYTES)
+    for number in range(count):
+        assert send(pipes, torch.tensor([number])).advance(0)
+    last = send(pipes, torch.tensor([count]))
+    assert not last.advance(0)
+    assert not last.ready()
+    assert list(last.missing()) == [1]
+    for number in range(count + 1):
+        out = torch.zeros(1, dtype=torch.int64)
+        assert receive(pipes, out).advance(0)
+        assert out.item() == number
+        if number == 0:
+            assert last.ready()
+            assert last.advance(0)
+
+
+@pytest.mark.parametrize("size", [3, 300_000])
+def test_a_message_of_another_call_is_not_taken(pipes: list[PeerPipes], size: int) -> None:
+    """Small ones are inside chunks, large ones in spills."""
+    with in_call(3):
+        sending = send(pipes, torch.ones(size))
+        while not sending.advance(0):
+            pass
+    out = torch.zeros(size)
+    with in_call(4):
+        receiving = receive(pipes, out)
+    expected = r"send of \d+ bytes of torch.float32 in call 3 where .* recv of .* in call 4"
+    with pytest.raises(DivergenceError, match=expected):
+        receiving.advance(0)
+    assert not out.any()
+    with in_call(3):
+        receiving = receive(pipes, out)
+    assert receiving.advance(0)
+    assert out.all()
+
+
+def test_small_messages_take_no_spill_when_room_comes_late(pipes: list[PeerPipes]) -> None:
+    """Between the look that finds no room and the next one, the receiver makes some."""
+    for number in range(RING_BYTES // (2 * HEADER_BYTES)):
+        assert send(pipes, torch.tensor([number])).advance(0)
+    last, end = send(pipes, torch.tensor([-1])), pipes[0].to(1)
+    mover = end.mover
+    pushed: list[int] = []
+
+    class LateRoom:
+        def push(self, *given: int) -> int:
+            sent = mover.push(*given)
+            if not pushed:
+                receive(pipes, torch.zeros(1, dtype=torch.int64)).advance(0)
+            pushed.append(sent)
+            return sent
+
+    end.mover = LateRoom()
+    assert last.advance(0)
+    assert pushed == [0, 8]
+    assert pipes[0].spills.size == 0
+
+
+def test_large_messages_leave_room_for_others(pipes: list[PeerPipes]) -> None:
+    """256 of them need no receiver: what does not fit the pipe is in spills, or waits for some."""
+    sent = [torch.full((60_000,), number, dtype=torch.uint8) for number in range(40)]
+    for x in sent:
+        assert send(pipes, x).advance(0)
+    small = torch.arange(20)
+    for number in small.tolist():
+        assert send(pipes, torch.tensor([number])).advance(0)
+    assert RESERVED_BYTES >= (40 + 2 * 20) * HEADER_BYTES
+    for x in sent:
+        out = torch.zeros_like(x)
+        assert receive(pipes, out).advance(0)
+        assert torch.equal(out, x)
+    for number in small.tolist():
+        out = torch.zeros(1, dtype=torch.int64)
+        assert receive(pipes, out).advance(0)
+        assert out.item() == number
+
+
+def test_a_message_of_another_dtype_or_size_is_refused(pipes: list[PeerPipes]) -> None:
+    assert send(pipes, torch.ones(3)).advance(0)
+    for wrong in (torch.zeros(3, dtype=torch.int32), torch.zeros(4)):
+        with pytest.raises(DivergenceError, match=r"send of 12 bytes of torch\.float32"):
+            receive(pipes, wrong, "tp recv").advance(0)
+    out = torch.zeros(3)
+    assert receive(pipes, out).advance(0)
+    assert torch.equal(out, torch.ones(3))
+
+
+def test_a_sender_that_closes(pipes: list[PeerPipes]) -> None:
+    out = torch.zeros(3)
+    receiving = receive(pipes, out, "tp recv")
+    assert send(pipes, torch.ones(3)).advance(0)
+    assert receiving.ready()
+    pipes[0].close()
+    assert receiving.advance(0), "what was sent can be received"
+    again = receive(pipes, out, "tp recv")
+    assert again.ready()
+    with pytest.raises(GroupClosedError, match="tp recv: rank 0 has closed"):
+        again.advance(0)
+
+
+def test_spills_are_used_again_and_bounded() -> None:
+    pool = SpillPool()
+    first = pool.take(KEPT_ROOM, 0)
+    second = pool.take(KEPT_ROOM, 0)
+    assert second is not first
+    first.mark(taken=False)
+    assert pool.take(KEPT_ROOM, 0) is first
+    many = [first, second, *(pool.take(KEPT_ROOM, 0) for _ in range(6))]
+    assert [spill.kept for spill in many] == [True] * 4 + [False] * 4
+    for spill in many:
+        spill.mark(taken=False)
+    assert pool.take(10, 0).kept
+    pages = 4 * 4096
+    assert pool.size <= KEPT_BYTES + pages
+    pool.close()
+    assert pool.size == 0
+
+
+def test_threads_that_send_to_different_ranks_take_different_spills() -> None:
+    """The caller sends to one rank while the progress thread goes on sending to another."""
+    pool = SpillPool()
+    problems: list[str] = []
+
+    def send(mark: int) -> None:
+        try:
+            for turn in range(200):
+                spill = pool.take(KEPT_ROOM // 2, 0)
+                memory = spill.segment.memory[-spill.room :]
+                memory[0] = mark
+                time.sleep(0)
+                if memory[0] != mark or spill.segment.closed:
+                    problems.append(f"turn {turn}: another thread uses or forgets this spill")
+                spill.mark(taken=False)
+        except BaseException as error:  # noqa: BLE001 - shown below
+            problems.append(repr(error))
+
+    threads = [threading.Thread(target=send, args=(mark,)) for mark in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pool.close()
+    assert problems == []
+
+
+def test_a_message_that_nobody_receives_takes_few_spills(pipes: list[PeerPipes]) -> None:
+    x = torch.zeros(64 << 20, dtype=torch.uint8)
+    x[::4096] = 7
+    assert send(pipes, x).advance(0)
+    assert pipes[0].spills.size < 2 * x.nbytes
+    out = torch.empty_like(x)
+    assert receive(pipes, out).advance(0)
+    assert torch.equal(out, x)
+
+
+def test_spills_that_wait_are_bounded(pipes: list[PeerPipes]) -> None:
+    """Five of 16 MiB would be more than 64 MiB; one of any size may wait."""
+    large = torch.zeros(16 << 20, dtype=torch.uint8)
+    for _ in range(4):
+        assert pipes[0].goes_ahead(1, large.nbytes)
+        assert send(pipes, large).advance(0)
+    assert not pipes[0].goes_ahead(1, large.nbytes)
+    fifth = send(pipes, large)
+    assert not fifth.advance(0)
+    assert not fifth.ready()
+    assert pipes[0].spills.waiting <= AHEAD_BYTES
+    assert pipes[0].goes_ahead(1, SMALL_BYTES), "small messages go on"
+    for _ in range(4):
+        assert receive(pipes, torch.empty_like(large)).advance(0)
+    assert fifth.ready()
+    assert fifth.advance(0)
+    assert receive(pipes, torch.empty_like(large)).advance(0)
+
+
+def crossed(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
+    with make_comm(rank, board, path) as comm:
+        got = []
+        for size in (10, 100_000, 9_000_000):
+            comm.send(torch.full((size,), float(rank + 1)), 1 - rank)
+            got.append(float(comm.recv((size,), torch.float32, 1 - rank).mean()))
+        comm.barrier()
+        return got
+
+
+def test_crossed_blocking_sends_complete(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        assert run_ranks(2, crossed, store_path, board.handle()) == [[2.0] * 3, [1.0] * 3]
+
+
+MORE_THAN_FIT = 2 * RING_BYTES // (2 * HEADER_BYTES) + 3
+
+
+def many_unreceived(rank: int, n: int, path: str, board: BoardHandle) -> int:
+    count = MORE_THAN_FIT
+    with make_comm(rank, board, path) as comm:
+        if rank == 0:
+            works = [comm.isend(torch.tensor([number]), 1) for number in range(count)]
+            comm.barrier()
+            for work in works:
+                work.wait()
+            return sum(work.is_completed() for work in works)
+        comm.barrier()
+        got = [int(comm.recv((1,), torch.int64, 0)) for _ in range(count)]
+        assert got == list(range(count))
+        return len(got)
+
+
+def test_more_messages_than_a_pipe_holds_wait_in_the_background(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        handle = board.handle()
+        assert run_ranks(2, many_unreceived, store_path, handle) == [MORE_THAN_FIT] * 2

@@ -1,0 +1,271 @@
+"""Whatever a backend offers, each wrapper passes on: nothing of its face, of what it can do, or of
+an operation is lost on the way.
+
+The face is not written down here but looked up, so that a member that is added to it and forgotten
+in a wrapper is found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import coordinator
+import device_comm
+from device_comm import (
+    ALL_VERBS,
+    Backend,
+    Capabilities,
+    Communicator,
+    Identity,
+    Operation,
+    ReduceOp,
+    Wrapper,
+)
+from device_comm.choice import Explanation
+from device_comm.choosing.selecting_backend import SelectingBackend
+from device_comm.choosing.selection import Candidate, Selection
+from device_comm.cuda.ipc.ipc_way import IpcWay
+from device_comm.cuda.launches.launch import Protocol
+from device_comm.wrappers.checked import CheckedBackend
+from device_comm.wrappers.host_staging import HostStaging
+from device_comm.wrappers.on_stream import OnStream
+from shm_broadcast import Deadline, GroupTimeoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+FACE = {
+    name for name, member in vars(Backend).items() if callable(member) and not name.startswith("_")
+}
+"""The methods of a backend."""
+
+DEADLINE = Deadline.after(60)
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "flush": (DEADLINE,),
+    "goes_ahead": (1, 100),
+    "empty": ((2,), torch.float32, torch.ones(3)),
+    "explain": (),
+    "graph_capture": (),
+    "discard": (),
+    "close": (),
+}
+"""Of all methods but `start`, which is what wrappers change, and `fail`, which is `discard`."""
+
+
+class Told(Backend):
+    """Rank 0 of 2, with an answer of its own to everything; keeps what it is told."""
+
+    def __init__(self, capabilities: Capabilities | None = None) -> None:
+        super().__init__(Identity.of(0, 2, name="tp"), capabilities or Capabilities("told"))
+        self.told: list[tuple[Any, ...]] = []
+        self.started: list[Operation] = []
+        self.room = torch.empty(0)
+        self.pending: Later | None = None
+
+    def start(self, operation: Operation, *_: object) -> Later | None:
+        self.started.append(operation)
+        return self.pending
+
+    def flush(self, deadline: Deadline) -> None:
+        self.told.append(("flush", deadline))
+
+    def goes_ahead(self, peer: int, size: int) -> bool:
+        self.told.append(("goes_ahead", peer, size))
+        return True
+
+    def empty(self, *given: Any) -> torch.Tensor:
+        self.told.append(("empty", *given))
+        return self.room
+
+    def explain(self) -> Explanation:
+        self.told.append(("explain",))
+        return Explanation("tp", (), (("the best way", "there is a reason"),))
+
+    @contextmanager
+    def graph_capture(self) -> Iterator[None]:
+        self.told.append(("graph_capture",))
+        yield
+
+    def discard(self) -> None:
+        self.told.append(("discard",))
+
+    def close(self) -> None:
+        self.told.append(("close",))
+
+
+class Later:
+    """An operation that is done when it is waited for."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def ready(self) -> bool:
+        return self.waited > 0
+
+    def wait(self, deadline: Deadline) -> None:  # noqa: ARG002 - at once
+        self.waited += 1
+
+
+class Echo(Told):
+    """Rank 0 of 2, where rank 1 gives what rank 0 gives."""
+
+    def start(self, operation: Operation, *_: object) -> None:
+        operation.output.view(2, -1)[:] = operation.source
+
+
+class NoStream:
+    """A side stream that is the current one."""
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        yield
+
+    def follow(self) -> None:
+        pass
+
+    def mark(self) -> Callable[[], bool]:
+        return lambda: True
+
+    def captured(self) -> bool:
+        return False
+
+
+WRAPPERS: dict[type[Backend], Callable[[Any], Backend]] = {
+    CheckedBackend: lambda inner: CheckedBackend(inner, Echo()),
+    HostStaging: lambda inner: HostStaging(inner, "cpu"),
+    IpcWay: lambda inner: IpcWay(inner, Protocol.ONE_SHOT),
+    OnStream: lambda inner: OnStream(inner, NoStream()),
+    SelectingBackend: lambda inner: SelectingBackend(Selection([Candidate("told", inner)])),
+}
+
+LENT = {HostStaging, IpcWay}
+"""These leave what they wrap to its maker to close."""
+
+OWN_EMPTY = {HostStaging}
+"""Its device is not that of what it wraps."""
+
+
+def of_the_project(kind: type) -> set[type]:
+    below: list[type] = kind.__subclasses__()
+    found = {each for each in below if not each.__module__.startswith("tests.")}
+    return found.union(*map(of_the_project, found))
+
+
+def test_no_wrapper_is_forgotten_here() -> None:
+    for package in (device_comm, coordinator):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            engine = module.name.startswith("coordinator.plugins.")  # needs what is not there
+            if not engine and not module.name.endswith((".cupy_driver", "_native")):
+                importlib.import_module(module.name)
+    assert of_the_project(Wrapper) | {SelectingBackend} == set(WRAPPERS)
+    assert {"start", "fail"} | set(ARGUMENTS) == FACE
+
+
+@pytest.mark.parametrize("method", sorted(ARGUMENTS))
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_every_method_reaches_what_is_wrapped(kind: type[Backend], method: str) -> None:
+    inner = Told(Capabilities("told", overlaps=False))
+    wrapper = WRAPPERS[kind](inner)
+    answer = getattr(wrapper, method)(*ARGUMENTS[method])
+    if method == "graph_capture":
+        with answer:
+            pass
+    kept = (method == "close" and kind in LENT) or (method == "empty" and kind in OWN_EMPTY)
+    assert inner.told == ([] if kept else [(method, *ARGUMENTS[method])])
+    if method == "goes_ahead":
+        assert answer is True
+    elif method == "empty":
+        assert (answer is inner.room) is not kept
+    elif method == "explain":
+        assert ("the best way", "there is a reason") in answer.refused
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_failure_is_told_to_the_group_and_discards_what_is_wrapped(kind: type[Backend]) -> None:
+    inner = Told()
+    wrapper = WRAPPERS[kind](inner)
+    wrapper.fail(GroupTimeoutError("tp barrier", 3))
+    assert inner.told == [("discard",)]
+    assert inner.watch.aborted is not None
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_who_this_is_is_passed_on(kind: type[Backend]) -> None:
+    inner = Told()
+    assert WRAPPERS[kind](inner).identity == inner.identity
+
+
+OWN: dict[type[Backend], dict[str, Any]] = {
+    CheckedBackend: {"detects_divergence": True},
+    HostStaging: {"backend": "host"},
+    IpcWay: {"verbs": frozenset({"all_reduce"})},
+}
+"""What wrappers can do that what they wrap cannot, or the other way round."""
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize("value", [True, False])
+def test_what_is_wrapped_can_do_the_wrapper_can_do(kind: type[Backend], value: bool) -> None:
+    has = Capabilities("told")
+    flags = [each.name for each in fields(has) if isinstance(getattr(has, each.name), bool)]
+    assert "overlaps" in flags
+    has = replace(has, **dict.fromkeys(flags, value))
+    found = WRAPPERS[kind](Told(has)).capabilities
+    assert replace(found, reductions=None) == replace(has, **OWN.get(kind, {}))
+
+
+def operations() -> list[Operation]:
+    """One of each verb that a wrapper has to pass on as it is, and all-to-alls of both kinds."""
+    x, y = torch.arange(4.0), torch.zeros(4)
+    sizes = {"source_sizes": (1, 3), "output_sizes": (3, 1)}
+    plain = [
+        Operation(verb, x, y, op=ReduceOp.MAX, peer=1, background=True, timeout=DEADLINE, name="tp")
+        for verb in sorted(ALL_VERBS)
+    ]
+    uneven = Operation("all_to_all", x, y, **sizes, timeout=DEADLINE, name="tp all_to_all")
+    return [*plain, uneven]
+
+
+def parts_of(operation: Operation) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    slots: Sequence[str] = [each for each in Operation.__slots__ if each != "output"]
+    return {name: plain(getattr(operation, name)) for name in slots}
+
+
+@pytest.mark.parametrize("operation", operations(), ids=repr)
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_an_operation_arrives_as_it_was(kind: type[Backend], operation: Operation) -> None:
+    inner = Told()
+    wrapper = WRAPPERS[kind](inner)
+    if operation.verb in wrapper.capabilities.verbs:
+        wrapper.start(operation)
+        assert [parts_of(each) for each in inner.started] == [parts_of(operation)]
+        assert inner.started[0].output.shape == operation.output.shape
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_what_is_under_way_is_waited_for(kind: type[Backend], background: bool) -> None:
+    inner = Told()
+    inner.pending = Later()
+    answer = Communicator(WRAPPERS[kind](inner)).all_reduce(torch.ones(2), async_op=background)
+    if background:
+        assert not answer.is_completed()
+        answer.wait()
+    assert inner.pending.waited == 1
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_no_wrapper_lets_calls_go_past_it(kind: type[Backend]) -> None:
+    inner = Told()
+    inner.shortcut = object()
+    assert WRAPPERS[kind](inner).shortcut is None

@@ -1,0 +1,75 @@
+"""Hypothesis strategies for programs."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import strategies as st
+
+from tests.device_comm.oracle import MOVED, REDUCED, ops_for
+from tests.fuzz.program import FORMS, LAYOUTS, Program, Step, groups_of
+from tests.fuzz.verbs import IN_PLACE, MESSAGES, OBJECT_VERBS, TENSOR_VERBS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hypothesis.strategies import SearchStrategy
+
+    Draw = Callable[[SearchStrategy[Any]], Any]
+
+MOST_STEPS = 14
+MOST_ELEMENTS = 80_000
+"""Of one rank's input: above the slots of shared memory, and the pipes of messages."""
+
+_LENGTHS = st.one_of(st.integers(0, 4), st.sampled_from([31, 257, 4099, 33_000, 70_001]))
+_SIZES = st.integers(0, 5)
+
+
+@st.composite
+def programs(draw: Draw, n: int) -> Program:
+    """Programs for ``n`` ranks."""
+    return Program(n, tuple(draw(st.lists(steps(n), min_size=1, max_size=MOST_STEPS))))
+
+
+@st.composite
+def steps(draw: Draw, n: int) -> Step:
+    """One step for ``n`` ranks."""
+    group = draw(st.sampled_from(sorted(groups_of(n))))
+    # A step is for one of the groups of a kind; ranks are taken from the smallest of them.
+    size = min(map(len, groups_of(n)[group]))
+    most = max(map(len, groups_of(n)[group]))
+    verb = draw(
+        st.sampled_from([*TENSOR_VERBS, *OBJECT_VERBS, *MESSAGES, "barrier", "hierarchical"])
+    )
+    reduces = "reduce" in verb or verb == "hierarchical"
+    dtype = draw(st.sampled_from(REDUCED if reduces else MOVED))
+    shape = tuple(draw(st.lists(_LENGTHS, min_size=1, max_size=3)))
+    # A length of 0 hides the others only until the verb puts its sizes there.
+    if math.prod(length or 1 for length in shape) > MOST_ELEMENTS:
+        shape = (min(shape[0], 5), *(min(length, 31) for length in shape[1:]))
+    forms = [form for form in FORMS if form != "in_place" or verb in IN_PLACE]
+    if verb in OBJECT_VERBS or verb in MESSAGES or verb == "barrier":
+        forms = ["plain", "async"]
+    if verb == "hierarchical":
+        forms = ["plain"]
+    form = draw(st.sampled_from(forms))
+    step = {
+        "verb": verb,
+        "group": group,
+        "dtype": dtype,
+        "shape": shape,
+        "layout": draw(st.sampled_from(LAYOUTS)),
+        "form": form,
+        "op": draw(st.sampled_from(ops_for(dtype))) if reduces else Step.op,
+        "root": draw(st.integers(0, size - 1)),
+        "peer": draw(st.integers(0, size - 1)),
+        "dim": draw(st.integers(-len(shape), len(shape) - 1)),
+    }
+    if verb in ("all_gatherv", "reduce_scatterv"):
+        step["sizes"] = tuple(draw(st.lists(_SIZES, min_size=most, max_size=most)))
+    if verb == "all_to_all_uneven":
+        step["sizes"] = tuple(draw(st.lists(_SIZES, min_size=most**2, max_size=most**2)))
+    if form == "async" or verb in MESSAGES:
+        step["later"] = tuple(draw(st.lists(st.integers(0, 6), min_size=most, max_size=most)))
+    return Step(**step)

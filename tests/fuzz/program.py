@@ -1,0 +1,99 @@
+"""What a random program is: plain data that every rank reads the same, and a failure prints.
+
+A program is a list of steps, which the members of a step's group carry out in their order. What a
+step begins asynchronously, each member ends at a later place of its own. Inputs are computed from
+the number of the step and the rank, so that every rank knows what every other one gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from device_comm import ReduceOp
+from tests.device_comm.suite import strided
+
+LAYOUTS = ("plain", "strided", "offset", "transposed", "expanded")
+FORMS = ("plain", "out", "strided_out", "in_place", "async")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One verb of one group.
+
+    Attributes:
+        verb: a name of `tests.fuzz.verbs.VERBS`.
+        group: a name of `groups_of`.
+        dtype: of the tensors.
+        shape: of one rank's input, before the verb's sizes are put in.
+        layout: how the input lies in memory.
+        form: how the verb is called.
+        op: for reductions.
+        root: a rank in the group: the source, destination or sender.
+        peer: the rank in the group that a message goes to.
+        dim: along which is gathered or scattered.
+        sizes: rows by rank, or by pair of ranks.
+        later: by rank in the group, how many steps later what was begun is waited for.
+    """
+
+    verb: str
+    group: str
+    dtype: torch.dtype = torch.float32
+    shape: tuple[int, ...] = (2,)
+    layout: str = "plain"
+    form: str = "plain"
+    op: ReduceOp = ReduceOp.SUM
+    root: int = 0
+    peer: int = 0
+    dim: int = 0
+    sizes: tuple[int, ...] = ()
+    later: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps that ``world_size`` ranks carry out."""
+
+    world_size: int
+    steps: tuple[Step, ...] = field(default=())
+
+    def __str__(self) -> str:
+        defaults = Step("", "")
+        lines = [f"{self.world_size} ranks, groups {groups_of(self.world_size)}"]
+        for number, step in enumerate(self.steps):
+            told = [f"{number}: {step.group}.{step.verb}"]
+            told += [
+                f"{name}={value}"
+                for name, value in vars(step).items()
+                if name not in ("verb", "group") and value != getattr(defaults, name)
+            ]
+            lines.append(" ".join(told))
+        return "\n".join(lines)
+
+
+def groups_of(n: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The groups that programs use, by the name of their kind: global ranks, some out of order."""
+    everyone = tuple(range(n))
+    kinds = {
+        "world": (everyone,),
+        "halves": (everyone[::2], everyone[1::2]),
+        "turned": ((*everyone[1:], 0),),
+        "edges": ((0,), (n - 1, *everyone[1 : n - 1])),
+    }
+    return {name: tuple(ranks for ranks in groups if ranks) for name, groups in kinds.items()}
+
+
+def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The values of ``x`` in another layout; of ``expanded`` only its first row, repeated."""
+    if layout == "strided":
+        return strided(x)
+    if layout == "offset":
+        wide = torch.zeros(x.numel() + 3, dtype=x.dtype)
+        wide[3:] = x.flatten()
+        return wide[3:].view(x.shape)
+    if layout == "transposed" and x.dim() > 1:
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "expanded" and x.dim() and x.shape[0] > 1:
+        return x[:1].expand(x.shape)
+    return x

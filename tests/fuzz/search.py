@@ -1,0 +1,117 @@
+"""Looking for an example that fails, and for the shortest one that still does."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, TypeVar
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.faults import struck_programs
+from tests.fuzz.fleet import Fleet
+from tests.fuzz.generate import programs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hypothesis.strategies import SearchStrategy
+
+    from tests.fuzz.faults import Fault
+    from tests.fuzz.program import Program
+
+T = TypeVar("T")
+
+_ANY_NUMBER = 1_000_000
+
+
+class ProgramFailedError(AssertionError):
+    """A program after which some rank does not hold what it has to."""
+
+    def __init__(
+        self, program: Program, fault: Fault | None, transport: str, wrong: dict[int, str]
+    ) -> None:
+        told = "\n".join(f"--- rank {rank} {text}" for rank, text in sorted(wrong.items()))
+        super().__init__(f"over {transport}:\n{program}\n{fault or ''}\n{told}")
+
+
+class _TimeOverError(BaseException):
+    """Ends a search."""
+
+
+def falsify(
+    examples: SearchStrategy[T], check: Callable[[T], None], number: int, seconds: float
+) -> int:
+    """Check one example after the other for so long; how many it were.
+
+    Args:
+        examples: where they come from.
+        check: raises if one is wrong.
+        number: the seed.
+        seconds: for how long to look; what was found is made shorter for as long as it takes.
+
+    Raises:
+        What ``check`` raises of the shortest example that was found to fail.
+    """
+    end = time.monotonic() + seconds
+    count = 0
+    failed = False
+
+    @seed(number)
+    @settings(
+        max_examples=_ANY_NUMBER,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(examples)
+    def one_after_the_other(example: T) -> None:
+        nonlocal count, failed
+        if time.monotonic() > end and not failed:
+            raise _TimeOverError
+        count += 1
+        try:
+            check(example)
+        except Exception as error:
+            if not failed:
+                sys.stdout.write(f"fails, and is made shorter: {error}\n")
+                sys.stdout.flush()
+            failed = True
+            raise
+
+    with suppress(_TimeOverError):
+        one_after_the_other()
+    return count
+
+
+def search(n: int, transport: str, number: int, seconds: float, faults: Sequence[str] = ()) -> int:
+    """Run random programs on ``n`` ranks for so long; how many it were.
+
+    Args:
+        n: ranks.
+        transport: of `tests.fuzz.fleet.TRANSPORTS`.
+        number: the seed.
+        seconds: for how long.
+        faults: kinds of `tests.fuzz.faults.KINDS`, one of which befalls each program.
+
+    Raises:
+        ProgramFailedError: of the shortest program that was found to fail.
+    """
+    with ExitStack() as fleets:
+        fleet = fleets.enter_context(Fleet(n, transport))
+
+        def check(struck: tuple[Program, Fault | None]) -> None:
+            nonlocal fleet
+            if fleet.broken:
+                fleets.close()
+                fleet = fleets.enter_context(Fleet(n, transport))
+            wrong = fleet.run(*struck)
+            if wrong:
+                raise ProgramFailedError(*struck, transport, wrong)
+
+        plain = st.tuples(programs(n), st.none())
+        struck = struck_programs(n, tuple(faults)) if faults else plain
+        return falsify(struck, check, number, seconds)

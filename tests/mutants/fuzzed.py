@@ -1,0 +1,76 @@
+"""Breaks that random programs, faults and damaged messages have to find by themselves."""
+
+from __future__ import annotations
+
+from tests.mutants.catalogue import Mutant
+
+_FUZZ = "tests/fuzz/test_fuzz.py"
+_PROGRAMS = f"{_FUZZ}::test_random_programs_give_what_the_oracle_does"
+_FAULTS = f"{_FUZZ}::test_what_befalls_one_rank_is_found_by_all_and_nothing_else_is"
+_SOCKETS = f"{_FUZZ}::test_whatever_comes_over_a_socket_is_understood_or_refused"
+
+FUZZED_MUTANTS = (
+    Mutant(
+        "F1 generations: a slot is not written while someone reads it",
+        "device_comm/native/steps.c",
+        "    return least + BUFFERS >= step;",
+        "    return true;",
+        (f"{_PROGRAMS}[shm-3]",),
+    ),
+    Mutant(
+        "F2 ordering: data is read when it has arrived",
+        "device_comm/native/steps.c",
+        "            if (s->plan.awaits[s->met]) return block(s, step, false);",
+        "            if (s->plan.awaits[s->met] == 2) return block(s, step, false);",
+        (f"{_PROGRAMS}[shm-3]",),
+    ),
+    Mutant(
+        "F3 sizes: the last chunk is shorter",
+        "device_comm/native/steps.c",
+        "    s->chunks = (s->plan.length + chunk - 1) / chunk;",
+        "    s->chunks = s->plan.length / chunk;",
+        (f"{_PROGRAMS}[shm-2]",),
+    ),
+    Mutant(
+        "F4 slicing: pieces along an inner dimension",
+        "device_comm/verbs/arrange.py",
+        "count, x.numel() // (outer * count)).transpose(0, 1))",
+        "count, x.numel() // (outer * count)))",
+        (f"{_PROGRAMS}[shm-2]",),
+    ),
+    Mutant(
+        "F5 sizes: shares of different sizes",
+        "device_comm/verbs/arrange.py",
+        "    return tuple(count * row for count in rows)",
+        "    return tuple(max(rows) * row for _ in rows)",
+        (f"{_PROGRAMS}[shm-3]",),
+    ),
+    Mutant(
+        "F6 agreement: who does something else is found out",
+        "device_comm/native/steps.c",
+        "memcmp(theirs, s->plan.signature, SIGNATURE_COMPARED) == 0 &&",
+        "memcmp(theirs, s->plan.signature, 1) == 0 &&",
+        (f"{_FAULTS}[slip]",),
+    ),
+    Mutant(
+        "F7 liveness: who died is named",
+        "shm_broadcast/board/members.py",
+        'self.state(member) in ("lost", "closed")',
+        'self.state(member) == "closed"',
+        (f"{_FAULTS}[kill]",),
+    ),
+    Mutant(
+        "F8 more bytes than a message has are refused",
+        "shm_broadcast/remote/frames.py",
+        "if size is None or self._filled + len(chunk) > size:",
+        "if size is None:",
+        (f"{_SOCKETS}[to_readers]",),
+    ),
+    Mutant(
+        "F9 what a worker writes that is no message is said to be none",
+        "server/control/channel.py",
+        "        except UNDECODABLE as error:",
+        "        except RecursionError as error:",
+        (f"{_SOCKETS}[control]",),
+    ),
+)

@@ -1,0 +1,94 @@
+"""Request ids, and the lines that the service writes about requests and itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+
+import pytest
+
+from server.web import logs
+from tests.server.fake_service import run, site
+
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> object:
+    root, requests = logging.getLogger(), logging.getLogger(logs.ACCESS)
+    before = (list(root.handlers), root.level, requests.propagate, list(requests.handlers))
+    yield
+    root.handlers, requests.propagate, requests.handlers = before[0], before[2], before[3]
+    root.setLevel(before[1])
+    requests.disabled = False
+
+
+def ask(mode: str) -> None:
+    async def test() -> None:
+        async with site() as here:
+            logs.configure(mode)
+            own = await here.embed(["a", "bcd"])
+            assert re.fullmatch("[0-9a-f]{32}", own.headers["x-request-id"])
+            here.client.headers["x-request-id"] = "from-the-client"
+            given = await here.client.get('/no"where?secret=1')
+            assert given.headers["x-request-id"] == "from-the-client"
+            for wrong in ("", "two words", "x" * 129, "tab\tbed"):
+                here.client.headers["x-request-id"] = wrong
+                new = (await here.client.get("/health")).headers["x-request-id"]
+                assert re.fullmatch("[0-9a-f]{32}", new)
+
+    run(test)
+
+
+def test_a_line_for_each_request(capsys: pytest.CaptureFixture[str]) -> None:
+    ask("on")
+    embedded, missing, *_ = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        rf'{TIME} 127.0.0.1:123 POST "/v1/embeddings" status=200 ms=[\d.]+ bytes=\d+ '
+        r"id=[0-9a-f]{32} inputs=2 tokens=4",
+        embedded,
+    )
+    assert "status=404" in missing and "id=from-the-client" in missing
+    assert "secret" not in missing
+
+
+def test_a_json_object_for_each_request(capsys: pytest.CaptureFixture[str]) -> None:
+    ask("json")
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 6
+    assert re.fullmatch(TIME, lines[0]["time"])
+    assert (lines[0]["method"], lines[0]["status"], lines[0]["tokens"]) == ("POST", 200, 4)
+    assert lines[1]["path"] == "/no%22where"
+
+
+def test_no_line_unless_it_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    ask("off")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_flood_of_one_kind_is_cut_short_and_hides_no_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logs.configure("off")
+    for number in range(1000):
+        logging.getLogger("uvicorn.error").warning("Invalid request %d", number)
+    logging.getLogger("server.embedding.service").error("the cause")
+    *flood, last = capsys.readouterr().err.splitlines()
+    assert len(flood) == 10
+    assert re.fullmatch(rf"{TIME} WARNING uvicorn.error: Invalid request 0", flood[0])
+    assert flood[-1].endswith("(more of these are left out for 60 s)")
+    assert last.endswith("ERROR server.embedding.service: the cause")
+
+
+def test_a_flood_may_go_on_after_its_minute() -> None:
+    sparing = logs.Sparing(limit=2, seconds=60.0)
+
+    def passes(at: float) -> bool:
+        record = logging.makeLogRecord({"name": "x", "msg": "y"})
+        record.created = at
+        return sparing.filter(record)
+
+    assert [passes(at) for at in (0.0, 1.0, 2.0, 59.0, 60.0, 61.0, 62.0)] == [
+        True, True, False, False, True, True, False,
+    ]  # fmt: skip

@@ -1,0 +1,151 @@
+"""How many threads workers get: of the cores, the control group's quota, and what the user says."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from server import WorkerPool
+from server.driver.cores import cpu_quota, usable_cores, worker_threads
+
+ROOT = Path(__file__).parents[2]
+V1 = "32 31 0:29 {root} /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
+V2 = "41 31 0:38 {root} /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+OTHER = "22 1 0:20 / /proc rw,nosuid - proc proc rw\n"
+
+
+def system(root: Path, cgroup: str, mountinfo: str, **files: str) -> Path:
+    """The files of a system; of paths below /sys/fs/cgroup, ``__`` stands for a slash."""
+    for path, text in {
+        "proc/self/cgroup": cgroup,
+        "proc/self/mountinfo": OTHER + mountinfo,
+        **{f"sys/fs/cgroup/{path.replace('__', '/')}": text for path, text in files.items()},
+    }.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(("limit", "cores"), [("150000 100000", 1.5), ("max 100000", math.inf)])
+def test_a_quota_of_version_2(tmp_path: Path, limit: str, cores: float) -> None:
+    at = system(tmp_path, "0::/pod/box\n", V2.format(root="/"), **{"pod__box__cpu.max": limit})
+    assert cpu_quota(at) == cores
+
+
+def test_what_a_group_lies_in_limits_it_too(tmp_path: Path) -> None:
+    limits = {"pod__cpu.max": "200000 100000", "pod__box__cpu.max": "400000 100000"}
+    at = system(tmp_path, "0::/pod/box\n", V2.format(root="/"), **limits)
+    assert cpu_quota(at) == 2.0
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("50000", 0.5), ("300000", 3.0), ("-1", math.inf)])
+def test_a_quota_of_version_1(tmp_path: Path, quota: str, cores: float) -> None:
+    folder = "cpu,cpuacct__pod__cpu"
+    at = system(
+        tmp_path,
+        "4:memory:/elsewhere\n3:cpu,cpuacct:/pod\n0::/\n",
+        V1.format(root="/"),
+        **{f"{folder}.cfs_quota_us": quota, f"{folder}.cfs_period_us": "100000"},
+    )
+    assert cpu_quota(at) == cores
+
+
+@pytest.mark.parametrize("path", ["/docker/abc", "/", "/../sibling"])
+def test_a_container_sees_its_group_as_the_root(tmp_path: Path, path: str) -> None:
+    root = "/docker/abc" if path == "/docker/abc" else "/"
+    limits = {"cpu.max": "100000 100000"}
+    at = system(tmp_path, f"0::{path}\n", V2.format(root=root), **limits)
+    assert cpu_quota(at) == 1.0
+
+
+def test_what_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path) == math.inf
+    limits = {"pod__cpu.max": "nonsense"}
+    assert cpu_quota(system(tmp_path, "0::/pod\n", V2.format(root="/"), **limits)) == math.inf
+
+
+def test_less_than_a_core_is_one(tmp_path: Path) -> None:
+    at = system(tmp_path, "0::/\n", V2.format(root="/"), **{"cpu.max": "10000 100000"})
+    assert usable_cores(at) == 1
+    assert usable_cores(tmp_path / "nothing") == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("said", "threads"), [("3", 3), ("2,1", 2), (" 4 ", 4), ("", None), ("0", None), ("x", None)]
+)
+def test_what_the_user_says_counts(said: str, threads: int | None) -> None:
+    assert worker_threads(1, {"OMP_NUM_THREADS": said}) == (threads or usable_cores())
+    assert worker_threads(1000, {"OMP_NUM_THREADS": said}) == (threads or 1)
+
+
+DRIVER = """
+from server import WorkerPool
+from server.commands.model_options import read_model, add_arguments
+import argparse
+parser = argparse.ArgumentParser()
+add_arguments(parser, tp=1, pp=1)
+with WorkerPool("tests.server.workers:Worker") as pool:
+    print(pool.call("environment")["threads"], read_model(parser.parse_args([])).threads)
+"""
+
+
+def threads_of(**environment: str) -> str:
+    clean = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER],
+        cwd=ROOT,
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_workers_have_as_many_threads() -> None:
+    assert threads_of(OMP_NUM_THREADS="1") == "1 1\n"
+    cores = usable_cores()
+    assert threads_of() == f"{cores} {cores}\n"
+
+
+def test_a_process_in_a_group_with_a_quota_keeps_to_it() -> None:
+    """A real group, where this user may make one."""
+    group = Path("/sys/fs/cgroup/cpu") / f"quota-{os.getpid()}"
+    code = "from server.driver.cores import *; print(cpu_quota(), usable_cores())"
+    move = 'echo $$ > "$2/cgroup.procs"; exec "$0" -c "$1"'
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"cannot make a control group of version 1: {error}")
+    try:
+        (group / "cpu.cfs_quota_us").write_text("170000")
+        done = subprocess.run(
+            ["sh", "-c", move, sys.executable, code, str(group)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout == "1.7 1\n", done.stderr
+    finally:
+        group.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("said", "used"), [(None, ("PASSIVE", "10000")), ("ACTIVE", ("ACTIVE", None))]
+)
+def test_a_workers_threads_soon_sleep_while_they_wait_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, said: str | None, used: tuple[str, str | None]
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if said:
+        monkeypatch.setenv("OMP_WAIT_POLICY", said)
+    with WorkerPool("tests.server.workers:Worker") as pool:
+        assert pool.call("environment")["waiting"] == used

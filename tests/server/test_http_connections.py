@@ -1,0 +1,178 @@
+"""Clients that are slow, hold connections, send half of something, or leave; real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Self
+
+import pytest
+
+from tests.server.fake_service import Site, listening, run, site
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BODY = json.dumps({"model": "m", "input": "abc"}).encode()
+HEAD = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(BODY)
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+class Raw:
+    """A connection that says what it is told."""
+
+    def __init__(self, url: str) -> None:
+        self._host, port = url.removeprefix("http://").split(":")
+        self._port = int(port)
+
+    async def __aenter__(self) -> Self:
+        self._reader, self.writer = await asyncio.open_connection(self._host, self._port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.writer.close()
+
+    async def send_on(self) -> None:
+        """Send more and more, if slowly."""
+        while True:
+            self.writer.write(b" ")
+            await self.writer.drain()
+            await asyncio.sleep(0.05)
+
+    async def rest(self) -> bytes:
+        """All that comes until the server closes."""
+        return await self._reader.read()
+
+
+def requests_answered(here: Site, status: int) -> bool:
+    line = f'embedding_requests_total{{status="{status}"}} 1.0'
+    return line in here.service.metrics.expose().decode()
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"", b"HTTP/1.1 408 "),
+        (b"GET /health HT", b"HTTP/1.1 408 "),
+        (HEAD, b"HTTP/1.1 408 "),
+        (HEAD + BODY[:5], b"HTTP/1.1 408 "),
+        (b"POST /health HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nx", b"HTTP/1.1 405 "),
+    ],
+)
+def test_who_does_not_send_all_is_told_and_cut_off(sent: bytes, answer: bytes) -> None:
+    async def test() -> None:
+        limits = {"head_seconds": 0.5, "body_seconds": 0.5}
+        async with site() as here, listening(here, **limits) as url, Raw(url) as slow:
+            slow.writer.write(sent)
+            assert (await slow.rest()).startswith(answer)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("at_once", "drop"), [(b"GET /health HTTP/1.1\r\nhost: ", b"x"), (HEAD, b" ")]
+)
+def test_a_byte_now_and_then_gains_no_time(at_once: bytes, drop: bytes) -> None:
+    async def test() -> None:
+        limits = {"head_seconds": 0.5, "body_seconds": 0.5}
+        async with site() as here, listening(here, **limits) as url, Raw(url) as slow:
+            slow.writer.write(at_once)
+            answer = asyncio.create_task(slow.rest())
+            for _ in range(len(BODY) - 1):
+                slow.writer.write(drop)
+                await asyncio.sleep(0.1)
+                if answer.done():
+                    break
+            assert (await answer).startswith(b"HTTP/1.1 408 ")
+
+    run(test)
+
+
+def test_who_does_not_take_the_answer_is_cut_off() -> None:
+    async def test() -> None:
+        async with site(max_waiting=5000) as here, listening(here, send_seconds=0.5) as url:
+            many = json.dumps({"model": "m", "input": ["a"] * 2048}).encode()
+            head = HEAD.replace(b": %d\r\n\r\n" % len(BODY), b": %d\r\n\r\n" % len(many))
+            async with Raw(url) as deaf:
+                for _ in range(200):  # more than the kernel and the reader hold
+                    deaf.writer.write(head + many)
+                with pytest.raises(ConnectionError):
+                    await deaf.send_on()
+            assert (await here.embed("x")).status_code == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize("held", [b"", b"GET /hea", HEAD, HEAD + BODY[:3]])
+def test_those_that_hold_connections_give_way(held: bytes) -> None:
+    async def test() -> None:
+        async with site() as here, listening(here, connections=20) as url:
+            holders = [await Raw(url).__aenter__() for _ in range(60)]
+            for each in holders:
+                each.writer.write(held)
+            async with Raw(url) as asks:
+                asks.writer.write(HEALTH)
+                assert (await asks.rest()).startswith(b"HTTP/1.1 200 ")
+            first = (await holders[0].rest())[:13]
+            assert first in (b"HTTP/1.1 408 ", b"")
+            for each in holders:
+                await each.__aexit__()
+
+    run(test)
+
+
+def test_those_that_wait_for_their_answer_do_not_give_way() -> None:
+    async def test() -> None:
+        async with site(max_waiting=50) as here, listening(here, connections=3) as url:
+            here.pool.held = []
+            asking = [await Raw(url).__aenter__() for _ in range(3)]
+            for each in asking:
+                each.writer.write(HEAD.replace(b"host", b"connection: close\r\nhost") + BODY)
+            await here.until(lambda: here.service.status()["items_waiting"] == 2)
+            async with Raw(url) as refused:
+                assert b"too many connections" in await refused.rest()
+            here.pool.let_go()
+            for each in asking:
+                assert (await each.rest()).startswith(b"HTTP/1.1 200 ")
+                await each.__aexit__()
+
+    run(test)
+
+
+def test_who_has_shut_down_its_sending_side_gets_its_answer() -> None:
+    async def test() -> None:
+        async with site() as here, listening(here) as url, Raw(url) as half:
+            here.pool.held = []
+            half.writer.write(HEAD + BODY)
+            half.writer.write_eof()
+            await here.until(lambda: bool(here.pool.held))
+            await asyncio.sleep(0.5)  # it is looked at meanwhile
+            here.pool.let_go()
+            answer = await half.rest()
+            assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert b'"embedding":[3.0]' in answer
+            async with Raw(url) as both:
+                both.writer.write(HEAD + BODY + HEALTH.replace(b"connection: close\r\n", b""))
+                both.writer.write_eof()
+                assert (await both.rest()).count(b"HTTP/1.1 200 OK\r\n") == 2
+
+    run(test)
+
+
+@pytest.mark.parametrize("leave", ["close", "abort"])
+def test_who_has_left_is_not_computed_for(leave: str) -> None:
+    def depart(writer: asyncio.StreamWriter) -> Callable[[], None]:
+        return writer.close if leave == "close" else writer.transport.abort
+
+    async def test() -> None:
+        async with site() as here, listening(here) as url, Raw(url) as first, Raw(url) as leaves:
+            here.pool.held = []
+            first.writer.write(HEAD + BODY)
+            await here.until(lambda: bool(here.pool.held))
+            leaves.writer.write(HEAD + BODY)
+            await here.until(lambda: here.service.status()["items_waiting"] == 1)
+            depart(leaves.writer)()
+            await here.until(lambda: here.service.status()["items_waiting"] == 0)
+            assert requests_answered(here, 499)
+
+    run(test)

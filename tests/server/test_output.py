@@ -1,0 +1,90 @@
+"""What workers print says whose it is."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+from server.control.output import LabelledText
+
+ROOT = Path(__file__).parents[2]
+
+
+def labelled() -> tuple[LabelledText, io.BytesIO]:
+    under = io.BytesIO()
+    return LabelledText(io.TextIOWrapper(under, "utf-8"), "[rank 3] "), under
+
+
+def test_every_line_has_the_label_once() -> None:
+    text, under = labelled()
+    for part in ("one ", "two", "\n", "three\n\nfour\nfi"):
+        text.write(part)
+    assert under.getvalue() == b"[rank 3] one two\n[rank 3] three\n[rank 3] \n[rank 3] four\n"
+    text.write("ve")
+    text.flush()
+    text.write(" six\n")
+    assert under.getvalue().endswith(b"four\n[rank 3] five six\n")
+
+
+def test_a_closed_output_is_closed_once() -> None:
+    text, _ = labelled()
+    text.write("kept")
+    text.close()
+    text.close()
+
+
+DRIVER = """
+import sys
+from group_coordinator import WorkerPool
+
+class Printer:
+    def __init__(self, context):
+        self.rank = context.groups.world.rank
+        print("loading", self.rank)
+
+    def say(self):
+        print("said", self.rank)
+        print("complained", self.rank, file=sys.stderr)
+
+if __name__ == "__main__":
+    with WorkerPool(Printer, tp=2) as pool:
+        pool.call("say")
+"""
+
+
+def test_lines_of_workers_say_their_rank(tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"[rank {rank}] {what} {rank}" for rank in range(2) for what in ("loading", "said")
+    ]
+    assert sorted(done.stderr.splitlines()) == [f"[rank {r}] complained {r}" for r in range(2)]
+
+
+def test_a_driver_from_standard_input_is_told_what_it_cannot_do() -> None:
+    """Its class cannot be imported by others; a class of a module can be used."""
+    done = subprocess.run(
+        [sys.executable, "-"], input=DRIVER, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ValueError: Printer is defined where no other process can import it")
+    own = (
+        "from group_coordinator import WorkerPool\n"
+        "with WorkerPool('tests.server.workers:Worker') as pool:"
+    )
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=f"{own}\n    print(pool.call('echo', 7))",
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr

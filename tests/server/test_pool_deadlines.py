@@ -1,0 +1,118 @@
+"""No call waits for ever, and however one waits, one is told the same."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from server.errors import CallTimeoutError
+from server.pool import WorkerPool
+from server.pool_config import PoolConfig
+from tests.patience import STALL_SECONDS, until
+from tests.server.workers import Gate, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+SECONDS = 1.5
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    patient = PoolConfig(call_seconds=SECONDS, settle_seconds=30.0, stack_seconds=30.0)
+    with WorkerPool(Worker, tp=2, config=patient) as pool:
+        yield pool
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path)
+
+
+def assert_says_who_is_late(error: BaseException | None, seconds: float) -> None:
+    assert isinstance(error, CallTimeoutError)
+    assert str(error).startswith(f"hold: timed out after {seconds:g} s, waiting for rank 1 (pid ")
+    assert error.method == "hold"
+    assert list(error.stacks) == [1]
+    assert "in pass_through" in error.stacks[1]
+
+
+WAYS: dict[str, Callable[[WorkerPool, Gate], object]] = {
+    "call": lambda pool, gate: pool.call("hold", gate, [1]),
+    "collective_rpc": lambda pool, gate: pool.collective_rpc("hold", args=(gate, [1])),
+    "submit": lambda pool, gate: pool.submit("hold", gate, [1]).result(),
+    "exception": lambda pool, gate: _raise(pool.submit("hold", gate, [1]).exception()),
+}
+
+
+def _raise(error: BaseException | None) -> None:
+    assert error is not None
+    raise error
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_that_hangs_fails_by_itself(pool: WorkerPool, gate: Gate, way: str) -> None:
+    with pytest.raises(CallTimeoutError) as raised:
+        WAYS[way](pool, gate)
+    assert_says_who_is_late(raised.value, SECONDS)
+    gate.open()
+    assert pool.call("echo", "the pool goes on", timeout=30) == "the pool goes on"
+
+
+def test_a_time_of_its_own_ends_a_submitted_call(pool: WorkerPool, gate: Gate) -> None:
+    began = time.monotonic()
+    future = pool.submit("hold", gate, [1], timeout=0.5)
+    error = future.exception()
+    gate.open()
+    assert_says_who_is_late(error, 0.5)
+    assert time.monotonic() - began < SECONDS + STALL_SECONDS
+
+
+def test_who_waits_for_a_future_in_vain_is_told_why_and_may_go_on(
+    pool: WorkerPool, gate: Gate
+) -> None:
+    future = pool.submit("hold", gate, [1], timeout=math.inf)
+    until(lambda: gate.reached(1))
+    for wait in (future.result, future.exception):
+        with pytest.raises(CallTimeoutError) as raised:
+            wait(0.3)
+        assert_says_who_is_late(raised.value, 0.3)
+    gate.open()
+    assert future.result(30) == 0
+
+
+def test_a_call_that_waits_behind_others_is_told_so(pool: WorkerPool, gate: Gate) -> None:
+    busy = [pool.submit("hold", gate, [1], timeout=60.0) for _ in range(3)]
+    queued = pool.submit("note", 3000, timeout=0.3)
+    with pytest.raises(CallTimeoutError, match=r"after 0.3 s .not sent: the workers are busy"):
+        queued.result()
+    gate.open()
+    for future in busy:
+        future.result(timeout=30)
+    assert 3000 not in pool.call("note", 3001)
+
+
+def test_calls_are_not_late_while_others_are_answered(pool: WorkerPool) -> None:
+    futures = [pool.submit("note", number, SECONDS / 5) for number in range(10)]
+    assert pool.call("echo", "last") == "last"
+    assert [future.exception(timeout=0) for future in futures] == [None] * 10
+
+
+def test_a_cancelled_call_fails_with_nothing(pool: WorkerPool, gate: Gate) -> None:
+    held = [pool.submit("hold", gate, [1], timeout=60.0) for _ in range(2)]
+    queued = [pool.submit("echo", timeout=0.3) for _ in range(2)]
+    assert queued[0].cancel()
+    assert isinstance(queued[1].exception(), CallTimeoutError)
+    gate.open()
+    for future in held:
+        future.result(timeout=30)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, math.nan])
+def test_no_time_at_all_is_refused(wrong: float) -> None:
+    with pytest.raises(ValueError, match="call_seconds must be more than 0"):
+        PoolConfig(call_seconds=wrong)

@@ -1,0 +1,169 @@
+"""The server as it is run, under clients that ask for too much, or hold what others need."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+from benchmarks.http_served import Served
+from server.commands.serve import PACKAGED_NAME
+from server.web.body import MAX_BODY_BYTES
+from tests.patience import STALL_SECONDS, until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MIB = 1 << 20
+NEARLY = MAX_BODY_BYTES - 4096
+"""Characters that still fit into a body."""
+
+
+def connect(served: Served) -> socket.socket:
+    at = urlsplit(served.url)
+    return socket.create_connection((at.hostname, at.port), 60)
+
+
+def ask(served: Served, given: Any, **fields: Any) -> httpx.Response:
+    body = {"model": PACKAGED_NAME, "input": given, **fields}
+    return httpx.post(f"{served.url}/v1/embeddings", json=body, timeout=120)
+
+
+class Peak:
+    """The most memory that each of some processes had in a block, in bytes, beyond the start."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._processes = [psutil.Process(pid) for pid in pids]
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._first = self.resident()
+        self.most = self._first
+
+    def resident(self) -> list[int]:
+        return [each.memory_info().rss for each in self._processes]
+
+    def grown(self) -> int:
+        """Of the process that has grown most, at its peak."""
+        return max(most - first for most, first in zip(self.most, self._first, strict=True))
+
+    def kept(self) -> int:
+        """Of the process that has grown most, now."""
+        now = self.resident()
+        return max(last - first for last, first in zip(now, self._first, strict=True))
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.01):
+            self.most = [max(pair) for pair in zip(self.most, self.resident(), strict=True)]
+
+    def __enter__(self) -> Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def hostile_requests() -> list[tuple[dict[str, Any], int]]:
+    """Valid requests as large as may be, and their answers' status."""
+    half = "wörd " * (NEARLY // 12)
+    return [
+        ({"input": "word " * (NEARLY // 5)}, 400),
+        ({"input": "word " * (NEARLY // 5), "truncate": True}, 200),
+        ({"input": "x" * NEARLY, "truncate": True}, 200),
+        ({"input": " " * NEARLY, "truncate": True}, 200),
+        ({"input": "\u0301" * (NEARLY // 6), "truncate": True}, 200),
+        ({"input": [half, half], "truncate": True}, 200),
+        ({"input": ["a" * 4000] * 2048, "truncate": True}, 200),
+        ({"input": [7] * (NEARLY // 3)}, 400),
+        ({"input": [7] * (NEARLY // 3), "truncate": True}, 200),
+        ({"input": [[7] * 900] * 2048}, 400),
+        ({"input": "x" * MAX_BODY_BYTES}, 413),
+    ]
+
+
+def test_hostile_texts_cost_bounded_memory_and_kill_nobody() -> None:
+    with Served("--request-timeout", "120") as served:
+        served.wait_until_ready()
+        pids = served.worker_pids()
+        with Peak([served.process.pid, *pids]) as peak:
+            assert ask(served, ["warm " * 250] * 64).status_code == 200
+            for fields, status in hostile_requests():
+                answer = ask(served, **{"given": fields.pop("input"), **fields})
+                assert answer.status_code == status, (answer.text[:200], peak.grown() / MIB)
+        assert peak.grown() < 512 * MIB, peak.grown() / MIB
+        assert peak.kept() < 256 * MIB, peak.kept() / MIB
+        assert served.worker_pids() == pids
+        assert ask(served, "after").status_code == 200
+
+
+def test_within_a_limit_of_memory_no_worker_dies() -> None:
+    """What a process may map is limited to what it has when idle, and half a GiB."""
+    with Served("--request-timeout", "120") as served:
+        served.wait_until_ready()
+        pids = served.worker_pids()
+        assert ask(served, ["warm " * 250] * 64).status_code == 200
+        for pid in (served.process.pid, *pids):
+            room = psutil.Process(pid).memory_info().vms + 512 * MIB
+            resource.prlimit(pid, resource.RLIMIT_AS, (room, room))
+        for fields, status in hostile_requests():
+            answer = ask(served, **{"given": fields.pop("input"), **fields})
+            assert answer.status_code == status, answer.text[:200]
+        assert served.worker_pids() == pids
+        assert ask(served, "after").status_code == 200
+
+
+def test_a_small_request_does_not_wait_for_a_large_one() -> None:
+    with Served("--request-timeout", "120") as served:
+        served.wait_until_ready()
+        answers: list[httpx.Response] = []
+        large = threading.Thread(target=lambda: answers.append(ask(served, ["word " * 240] * 100)))
+        large.start()
+        until(lambda: served.get("/status")[1]["items_waiting"])
+        assert ask(served, "small").status_code == 200
+        assert served.get("/status")[1]["items_waiting"] > 0
+        large.join(120)
+        assert answers[0].status_code == 200
+
+
+def test_more_connections_than_descriptors_leave_health_and_the_log_alone() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Served(before=("prlimit", "--nofile=100:150")) as served:
+        assert resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE) == (150, 150)
+        assert hard > 150
+        served.wait_until_ready()
+        held = [connect(served) for _ in range(300)]
+        for each in held[::2]:
+            each.sendall(b"POST /v1/embeddings HTTP/1.1\r\n")
+        for _ in range(20):
+            assert served.get("/health")[0] == 200
+        assert ask(served, "a").status_code == 200
+        for each in held:
+            each.close()
+        served.process.send_signal(signal.SIGTERM)
+        assert served.finish() == (0, "")
+
+
+def test_a_request_that_is_half_sent_does_not_hold_a_stop() -> None:
+    with Served() as served:
+        served.wait_until_ready()
+        body = json.dumps({"model": PACKAGED_NAME, "input": "a"}).encode()
+        head = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        with connect(served) as half, connect(served) as silent, connect(served) as begun:
+            half.sendall(head + body[:-1])
+            begun.sendall(b"GET /hea")
+            assert served.get("/health")[0] == 200  # those before it have been seen
+            began = time.monotonic()
+            served.process.send_signal(signal.SIGTERM)
+            assert half.recv(1 << 16).startswith(b"HTTP/1.1 503 ")
+            assert silent.recv(1) == b""
+            assert served.finish() == (0, "")
+            assert time.monotonic() - began < 10.0 + STALL_SECONDS
