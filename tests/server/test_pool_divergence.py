@@ -14,14 +14,18 @@ from server.errors import CallDivergedError, WorkerError
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import DivergenceError, GroupAbortedError
+from tests.server.workers import Gate
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from coordinator import ParallelGroups
     from server.worker import WorkerContext
 
-CALLS = 8
-ODD = 3
-"""The call, counted from 1, out of which something is left."""
+CALLS = range(2, 10)
+"""The pool's numbers of the calls under test; its first call holds them back until all are sent."""
+ODD = 4
+"""The call out of which something is left."""
 
 
 class Forgetful:
@@ -38,6 +42,9 @@ class Forgetful:
         self.groups = _over_torch(self.rank, port, sizes) if port else context.groups
         self.queue = self.groups.tp.create_mq_broadcaster() if not port and sizes[0] > 1 else None
         self.end = PipelineEnd(self.groups.pp) if sizes[1] > 1 else None
+
+    def hold(self, gate: Gate) -> None:
+        gate.pass_through(self.rank)
 
     def step(self, verb: str, number: int, forgetful: int) -> list[float]:
         """Answers with ``number`` in every place, on every rank."""
@@ -135,7 +142,14 @@ def _over_torch(rank: int, port: int, sizes: tuple[int, int]) -> ParallelGroups:
     )
 
 
-def forget(verb: str, forgetful: int, *, tp: int = 1, pp: int = 1, over_torch: bool) -> None:
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path)
+
+
+def forget(
+    gate: Gate, verb: str, forgetful: int, *, tp: int = 1, pp: int = 1, over_torch: bool
+) -> None:
     """Rank ``forgetful`` leaves ``verb`` out of one of several calls that are all under way."""
     store = coordinator.host_store() if over_torch else None
     pool = WorkerPool(
@@ -143,17 +157,19 @@ def forget(verb: str, forgetful: int, *, tp: int = 1, pp: int = 1, over_torch: b
         tp=tp,
         pp=pp,
         worker_kwargs={"port": store.port if store else 0, "sizes": (tp, pp)},
-        config=PoolConfig(in_flight=CALLS),
+        config=PoolConfig(in_flight=1 + len(CALLS)),
     )
     with pool:
-        futures = [pool.submit("step", verb, n, forgetful) for n in range(1, CALLS + 1)]
+        pool.submit("hold", gate)
+        futures = [pool.submit("step", verb, n, forgetful) for n in CALLS]
+        gate.open()
         errors = [future.exception(timeout=60) for future in futures]
-        for number, (future, error) in enumerate(zip(futures, errors, strict=True), 1):
+        for number, future, error in zip(CALLS, futures, errors, strict=True):
             if number < ODD and error is None:
                 assert set(future.result()) == {float(number)}
             else:
                 assert isinstance(error, (CallDivergedError, WorkerError)), number
-        odd = errors[ODD - 1]
+        odd = errors[CALLS.index(ODD)]
         assert f"call {ODD}" in str(odd)
         assert isinstance(odd, CallDivergedError) or isinstance(
             odd.__cause__, (DivergenceError, GroupAbortedError)
@@ -166,9 +182,9 @@ def forget(verb: str, forgetful: int, *, tp: int = 1, pp: int = 1, over_torch: b
 @pytest.mark.parametrize("forgetful", [0, 1])
 @pytest.mark.parametrize("over_torch", [False, True], ids=["shared memory", "torch"])
 def test_calls_do_not_meet_where_a_rank_leaves_a_collective_out(
-    forgetful: int, over_torch: bool
+    gate: Gate, forgetful: int, over_torch: bool
 ) -> None:
-    forget("all_reduce", forgetful, tp=2, over_torch=over_torch)
+    forget(gate, "all_reduce", forgetful, tp=2, over_torch=over_torch)
 
 
 @pytest.mark.parametrize(
@@ -189,24 +205,26 @@ def test_calls_do_not_meet_where_a_rank_leaves_a_collective_out(
         ("broadcast_tensor_dict", 1),
     ],
 )
-def test_calls_do_not_meet_in_shared_memory(verb: str, forgetful: int) -> None:
-    forget(verb, forgetful, tp=2, over_torch=False)
+def test_calls_do_not_meet_in_shared_memory(gate: Gate, verb: str, forgetful: int) -> None:
+    forget(gate, verb, forgetful, tp=2, over_torch=False)
 
 
 @pytest.mark.parametrize(
     ("verb", "forgetful"),
     [("broadcast", 1), ("send", 0), ("send_object", 1), ("send_tensor_dict", 0)],
 )
-def test_calls_do_not_meet_over_torch(verb: str, forgetful: int) -> None:
-    forget(verb, forgetful, tp=2, over_torch=True)
+def test_calls_do_not_meet_over_torch(gate: Gate, verb: str, forgetful: int) -> None:
+    forget(gate, verb, forgetful, tp=2, over_torch=True)
 
 
 @pytest.mark.parametrize(
     ("verb", "tp", "pp", "forgetful"),
     [("stages", 1, 2, 0), ("stages", 2, 2, 3), ("pipeline", 1, 2, 1), ("pipeline", 1, 2, 0)],
 )
-def test_calls_do_not_meet_between_stages(verb: str, tp: int, pp: int, forgetful: int) -> None:
-    forget(verb, forgetful, tp=tp, pp=pp, over_torch=False)
+def test_calls_do_not_meet_between_stages(
+    gate: Gate, verb: str, tp: int, pp: int, forgetful: int
+) -> None:
+    forget(gate, verb, forgetful, tp=tp, pp=pp, over_torch=False)
 
 
 class Lagging:
