@@ -14,7 +14,6 @@ from coordinator.messages.outgoing import Outgoing
 from coordinator.messages.seal import EVERYONE
 from coordinator.messages.turns import Turn
 from device_comm import Joined, Work
-from device_comm.call_number import call_number
 from device_comm.verbs.checks import check_peer, check_rank
 from shm_broadcast import (
     NEVER,
@@ -55,6 +54,7 @@ class MessageTransport:
         self.cpu = cpu
         self.wire = wire
         self.routes = Routes(cpu, device)
+        self._timeout = cpu.timeout
         self._outgoing = Outgoing(self.routes)
         self._turns: dict[int, Turn] = {}
         self._others = [rank for rank in range(cpu.world_size) if rank != cpu.rank]
@@ -86,11 +86,10 @@ class MessageTransport:
         return Work(result, Joined(works) if works else None, timeout=self._allowed(timeout))
 
     def _receive(self, incoming: Incoming[T], src: int, timeout: float | None) -> T:
-        deadline = Deadline.after(self.cpu.timeout if timeout is None else timeout)
+        deadline = self._deadline(timeout)
         if src in self._turns:
             self._turns[src].has_asked(deadline)
-        if call_number():
-            self.cpu.begun.count_received(src)
+        self.cpu.begun.count_received(src)
         self.cpu.recv_series(incoming.following, src, timeout=deadline)
         for part in incoming.on_device:
             self.routes.device.recv(out=part, src=src, timeout=deadline)
@@ -207,4 +206,4 @@ class MessageTransport:
         return Deadline.after(self._allowed(timeout))
 
     def _allowed(self, timeout: float | None) -> float | None:
-        return self.cpu.timeout if timeout is None else timeout
+        return self._timeout if timeout is None else timeout
