@@ -45,7 +45,7 @@ class WorkerError(CoordinatorError):
         method: what was called.
         kind: the name of the exception's class, with its module unless it is built in.
         message: the exception's text.
-        traceback: the traceback as the worker saw it.
+        traceback: the traceback as the worker saw it; ``""`` where there is none.
     """
 
     def __init__(self, rank: int, method: str, kind: str, message: str, traceback: str) -> None:
@@ -55,7 +55,8 @@ class WorkerError(CoordinatorError):
         self.message = message
         self.traceback = traceback
         super().__init__(f"rank {rank} failed in {method}: {kind}: {message}")
-        self.add_note(f"Traceback of rank {rank}:\n{traceback.rstrip()}")
+        if traceback:
+            self.add_note(f"Traceback of rank {rank}:\n{traceback.rstrip()}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rank, self.method, self.kind, self.message, self.traceback)

@@ -13,6 +13,8 @@ import select
 import threading
 from typing import TYPE_CHECKING, Protocol
 
+from msgspec import structs
+
 from shm_broadcast import MessageDecodeError
 
 from ..control.channel import ChannelClosedError
@@ -116,7 +118,8 @@ class Supervisor:
             self._forget(worker.channel.fileno())
         except MessageDecodeError as error:
             self._forget(worker.channel.fileno())
-            watcher.on_message(worker.rank, describe(error))
+            # The traceback is this process's, and would be taken for the worker's.
+            watcher.on_message(worker.rank, structs.replace(describe(error), traceback=""))
 
     def _forget(self, fd: int) -> None:
         if fd in self._watched:

@@ -48,7 +48,7 @@ def test_errors_survive_pickling_and_raising_again(error: Exception) -> None:
 
 
 def test_an_error_again_keeps_its_cause_and_leaves_the_original_alone() -> None:
-    error = WorkerError(1, "embed", "ValueError", "bad", "")
+    error = WorkerError(1, "embed", "ValueError", "bad", "where it was")
     error.__cause__ = ValueError("bad")
     copy = again(error, "and a note")
     assert copy is not error

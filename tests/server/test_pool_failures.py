@@ -270,6 +270,7 @@ def test_a_control_channel_that_is_written_to_breaks_the_pool_and_names_the_work
     with pytest.raises(WorkerError, match=r"rank [01] .*control channel"):
         pool.call("scribble", written)
     assert isinstance(pool.failure, WorkerError)
+    assert not pool.failure.traceback  # what failed is this process's decoding
     pool.shutdown()
     assert_gone(pids)
 
