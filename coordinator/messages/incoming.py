@@ -52,13 +52,21 @@ class Incoming(Generic[T]):
             `following` gives no more.
     """
 
-    def __init__(self, wire: Wire, kind: Kind, src: int, dst: int) -> None:
-        """The next message of rank ``src`` to ``dst``, a rank or `seal.EVERYONE`."""
+    def __init__(self, wire: Wire, kind: Kind, src: int, dst: int, *, framed: bool = True) -> None:
+        """The next message of rank ``src`` to ``dst``, a rank or `seal.EVERYONE`.
+
+        Args:
+            wire: how it is written.
+            kind: what it is.
+            src: its sender.
+            dst: whom it is for.
+            framed: whether it begins with a frame; otherwise it is tensors alone.
+        """
         self.on_device: Sequence[Tensor] = ()
         self._wire = wire
         self._src = src
         self._dst = dst
-        self._due = wire.expect(src, dst)
+        self._due = wire.expect(src, dst) if framed else 0
         self._message = Message(kind)
         self._next: Callable[[], Sequence[Tensor]] = self._frame
         self._error: Exception | None = None
@@ -150,17 +158,13 @@ class IncomingDict(Incoming[dict[Any, Any]]):
             peers: of the group that receives the other slices.
             like: an earlier message with the same header, which this one therefore lacks.
         """
+        super().__init__(wire, kind, src, dst, framed=like is None)
         self._routes = routes
         self._peers = peers
-        self._like = like
         self._header: Header | None = None
         self._tensors: dict[Any, Tensor] = {}
-        if like is None:
-            super().__init__(wire, kind, src, dst)
-        else:
-            self.on_device, self._error = (), None
-            self._wire = wire
-            self._next = self._tensors_alone
+        if like is not None:
+            self._next = lambda: self._make_room(like.header(), {})
 
     def header(self) -> Header:
         """The dict's header, once everything is there.
@@ -172,21 +176,15 @@ class IncomingDict(Incoming[dict[Any, Any]]):
             raise self._error or RuntimeError("a header is read once it is there, not before")
         return self._header
 
-    def _tensors_alone(self) -> Sequence[Tensor]:
-        self._next = _nothing
-        if self._like is not None:
-            self._header, self._like = self._like.header(), None
-        return self._make_room({})
-
     def _read(self, payload: memoryview) -> Sequence[Tensor]:
-        self._header, small = from_payload(payload)
-        return self._make_room(small)
+        return self._make_room(*from_payload(payload))
 
-    def _make_room(self, tensors: dict[Any, Tensor]) -> Sequence[Tensor]:
+    def _make_room(self, header: Header, tensors: dict[Any, Tensor]) -> Sequence[Tensor]:
         """Room for all tensors of the header but those that have come; the rooms on the CPU."""
-        self._tensors = tensors
+        self._next = _nothing
+        self._header, self._tensors = header, tensors
         following: dict[bool, list[Tensor]] = {True: [], False: []}
-        for key, meta in self.header().tensors.items():
+        for key, meta in header.tensors.items():
             if key not in tensors:
                 tensors[key] = room = self._room(key, meta)
                 if room.numel():
