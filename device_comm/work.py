@@ -94,7 +94,7 @@ class Work(Generic[T]):
         result: T,
         pending: Pending | None = None,
         finish: Callable[[], T] | None = None,
-        timeout: float | None = None,
+        timeout: float | Deadline | None = None,
         keep: object = None,
         failed: Callable[[CoordinatorError], None] | None = None,
     ) -> None:

@@ -8,6 +8,7 @@ guaranteed.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from coordinator.messages.framing import Message
     from coordinator.messages.tensor_dict import Header
+    from device_comm.verbs.arguments import Timeout
     from device_comm.verbs.checks import Shape
 
 T = TypeVar("T")
@@ -38,12 +40,12 @@ class Messenger(ObjectMessenger):
 
     # --- tensors -------------------------------------------------------------------------
 
-    def send_tensor(self, x: Tensor, dst: int, timeout: float | None) -> None:
+    def send_tensor(self, x: Tensor, dst: int, timeout: Timeout) -> None:
         """Send a tensor of the group's device, which may be changed after that."""
         check_tensor("x", x, self.routes.device.device)
         self._outgoing.send(None, (x.detach(),), dst, self._deadline(timeout))
 
-    def isend_tensor(self, x: Tensor, dst: int, timeout: float | None) -> Work[None]:
+    def isend_tensor(self, x: Tensor, dst: int, timeout: Timeout) -> Work[None]:
         """Begin to send a tensor of the group's device, which must not change until done."""
         check_tensor("x", x, self.routes.device.device)
         return self._sending(self._outgoing.begin(None, (x.detach(),), dst), None, timeout)
@@ -54,7 +56,7 @@ class Messenger(ObjectMessenger):
         dtype: torch.dtype | None,
         src: int,
         out: Tensor | None,
-        timeout: float | None,
+        timeout: Timeout,
     ) -> Tensor:
         """Receive a tensor of the group's device, behind what was asked for before."""
         deadline = self._deadline(timeout)
@@ -70,10 +72,9 @@ class Messenger(ObjectMessenger):
         dtype: torch.dtype | None,
         src: int,
         out: Tensor | None,
-        timeout: float | None,
+        timeout: Timeout,
     ) -> Work[Tensor]:
         """Begin to receive a tensor of the group's device, behind what was asked for before."""
-
         self.cpu.begun.count_received(src)
         asked: list[Work[Tensor]] = []
 
@@ -89,49 +90,19 @@ class Messenger(ObjectMessenger):
 
     # --- dicts of tensors ----------------------------------------------------------------
 
-    def send_dict(
-        self, values: Mapping[Any, Any], dst: int, slicing: Slicing, timeout: float | None
-    ) -> None:
-        """Send a dict, whose tensors may be changed after that."""
-        make = lambda: to_payload(*self.pack(values, slicing))  # noqa: E731
-        self._send(Kind.TENSOR_DICT, dst, make, timeout)
-
-    def isend_dict(
-        self, values: Mapping[Any, Any], dst: int, slicing: Slicing, timeout: float | None
-    ) -> Work[None]:
-        """Begin to send a dict, whose tensors must not change until that is done."""
-        make = lambda: to_payload(*self.pack(values, slicing))  # noqa: E731
-        return self._isend(Kind.TENSOR_DICT, (dst,), make, None, timeout)
-
     def send_packed(
-        self, dst: int, header: Header | None, parts: Sequence[Tensor], timeout: float | None
+        self, dst: int, header: Header | None, parts: Sequence[Tensor], timeout: Timeout
     ) -> None:
         """Send what `pack` made; a header of None is one that ``dst`` knows."""
         message, apart = self._framed(dst, header, parts)
         self._outgoing.send(message, apart, dst, self._deadline(timeout))
 
     def isend_packed(
-        self, dst: int, header: Header | None, parts: Sequence[Tensor], timeout: float | None
+        self, dst: int, header: Header | None, parts: Sequence[Tensor], timeout: Timeout
     ) -> Work[None]:
         """As `send_packed`, without waiting; the parts must not change until that is done."""
         message, apart = self._framed(dst, header, parts)
         return self._sending(self._outgoing.begin(message, apart, dst), None, timeout)
-
-    def recv_dict(self, src: int, peers: Messenger | None, timeout: float | None) -> dict[Any, Any]:
-        """As `irecv_dict`, and wait for it."""
-        return self._receive(self.incoming_dict(src, peers), src, timeout)
-
-    def irecv_dict(
-        self, src: int, peers: Messenger | None, timeout: float | None
-    ) -> Work[dict[Any, Any]]:
-        """Begin to receive the next message of ``src``, a dict.
-
-        Args:
-            src: a rank in the group.
-            peers: of the group that receives the other slices.
-            timeout: seconds that its `wait` allows; None: the communicator's.
-        """
-        return self._ireceive(self.incoming_dict(src, peers), src, timeout)
 
     def incoming_dict(
         self, src: int, peers: Messenger | None, like: IncomingDict | None = None
@@ -156,7 +127,7 @@ class Messenger(ObjectMessenger):
         self,
         values: Mapping[Any, Any] | None,
         src: int,
-        timeout: float | None,
+        timeout: Timeout,
         *,
         async_op: bool = False,
     ) -> Any:
@@ -164,12 +135,22 @@ class Messenger(ObjectMessenger):
         kind = Kind.BROADCAST_TENSOR_DICT
         if self._has_others(src):
             if self.cpu.rank == src:
-                make = lambda: self._pack_source(values)  # noqa: E731
+                make = partial(self._pack_source, values)
                 return self._broadcast(kind, make, dict(values or {}), timeout, async_op)
             dst = self.cpu.rank if async_op else EVERYONE
             incoming = IncomingDict(self.wire, kind, src, dst, self.routes)
             return self._receive_broadcast(incoming, src, timeout, async_op)
         return self.broadcast_object(_a_dict(values, src), src, timeout, async_op=async_op)
+
+    def payload(
+        self, values: Mapping[Any, Any], slicing: Slicing
+    ) -> tuple[bytes, Sequence[Tensor]]:
+        """What a dict is sent as to one member: the payload of its message, and what follows it.
+
+        Raises:
+            What `pack` raises.
+        """
+        return to_payload(*self.pack(values, slicing))
 
     def slicing(self, overrides: Mapping[Any, bool] | None) -> Slicing:
         """How to cut tensors that all members of this group hold."""

@@ -23,6 +23,7 @@ One thread at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from device_comm.verbs.arguments import Timeout
     from shm_broadcast import MessageQueue
 
 
@@ -53,36 +55,27 @@ class _Refused:
 class ObjectMessenger(MessageTransport):
     """One member's objects to and from the others."""
 
-    def send_object(self, obj: Any, dst: int, timeout: float | None) -> None:
-        """Send an object. Collective: no."""
-        self._send(Kind.OBJECT, dst, lambda: (self.wire.dump(obj), ()), timeout)
+    def dump(self, obj: Any) -> tuple[bytes, tuple[()]]:
+        """What an object is sent as.
 
-    def isend_object(self, obj: Any, dst: int, timeout: float | None) -> Work[None]:
-        """Begin to send an object. Collective: no."""
-        return self._isend(Kind.OBJECT, (dst,), lambda: (self.wire.dump(obj), ()), None, timeout)
-
-    def recv_object(self, src: int, timeout: float | None) -> Any:
-        """The next message of ``src``, an object. Collective: no."""
-        return self._receive(self._object_of(Kind.OBJECT, src), src, timeout)
-
-    def irecv_object(self, src: int, timeout: float | None) -> Work[Any]:
-        """Begin to receive the next message of ``src``, an object. Collective: no."""
-        return self._ireceive(self._object_of(Kind.OBJECT, src), src, timeout)
+        Raises:
+            TypeError: it cannot be sent this way.
+        """
+        return self.wire.dump(obj), ()
 
     def broadcast_object(
-        self, obj: Any, src: int, timeout: float | None, *, async_op: bool = False
+        self, obj: Any, src: int, timeout: Timeout, *, async_op: bool = False
     ) -> Any:
         """The object of ``src``, on all members. Collective: yes, every member."""
         kind = Kind.BROADCAST_OBJECT
         if self._has_others(src):
             if self.cpu.rank == src:
-                make = lambda: (self.wire.dump(obj), ())  # noqa: E731
-                return self._broadcast(kind, make, obj, timeout, async_op)
-            incoming = self._object_of(kind, src, None if async_op else EVERYONE)
+                return self._broadcast(kind, partial(self.dump, obj), obj, timeout, async_op)
+            incoming = self.object_of(src, kind, None if async_op else EVERYONE)
             return self._receive_broadcast(incoming, src, timeout, async_op)
         return self.cpu.runner.skip("broadcast", obj, async_op)
 
-    def broadcast_through(self, queue: MessageQueue, obj: Any, timeout: float | None) -> Any:
+    def broadcast_through(self, queue: MessageQueue, obj: Any, timeout: Timeout) -> Any:
         """The object of the queue's writer, rank 0, on all members. Collective: yes."""
         self.cpu.begun.count("broadcast")
         ours = call_number()
@@ -103,7 +96,7 @@ class ObjectMessenger(MessageTransport):
             raise MessageRefusedError(0, found.why)
         return found
 
-    def all_gather_object(self, obj: Any, timeout: float | None) -> list[Any]:
+    def all_gather_object(self, obj: Any, timeout: Timeout) -> list[Any]:
         """Every member's object, by rank. Collective: yes, every member."""
         if self.cpu.world_size == 1:
             return [self.broadcast_object(obj, 0, timeout)]
@@ -131,13 +124,13 @@ class ObjectMessenger(MessageTransport):
             raise
         return [self.wire.load(payload) for payload in found]
 
-    def iall_gather_object(self, obj: Any, timeout: float | None) -> Work[list[Any]]:
+    def iall_gather_object(self, obj: Any, timeout: Timeout) -> Work[list[Any]]:
         """As `all_gather_object`, in the background. Collective: yes, every member."""
         if self.cpu.world_size == 1:
             return Work(self.all_gather_object(obj, timeout))
         kind = Kind.GATHERED_OBJECT
         works = {
-            src: self._ireceive(self._object_of(kind, src), src, timeout) for src in self._others
+            src: self.ireceive(self.object_of(src, kind), src, timeout) for src in self._others
         }
         payload = b""
 
@@ -146,7 +139,7 @@ class ObjectMessenger(MessageTransport):
             payload = self.wire.dump(obj)
             return payload, ()
 
-        sent = self._isend(kind, self._others, make, None, timeout)
+        sent = self.isend(kind, self._others, make, None, timeout)
 
         def everyone() -> list[Any]:
             return [

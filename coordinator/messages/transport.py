@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from coordinator.messages.framing import Kind
 from coordinator.messages.incoming import IncomingObject, Routes
 from coordinator.messages.outgoing import Outgoing
 from coordinator.messages.seal import EVERYONE
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from coordinator.messages.framing import Kind
     from coordinator.messages.incoming import Incoming
     from coordinator.messages.wire import Wire
     from device_comm import Communicator, Pending
+    from device_comm.verbs.arguments import Timeout
 
     Make = Callable[[], tuple[bytes, Sequence[Tensor]]]
     """Makes the payload of a message, and the tensors behind it."""
@@ -64,15 +65,15 @@ class MessageTransport:
         with suppress(CoordinatorError):
             self._outgoing.flush(Deadline.after(linger))
 
-    def _send(self, kind: Kind, dst: int, make: Make, timeout: float | None) -> None:
+    def send(self, kind: Kind, dst: int, make: Make, timeout: Timeout) -> None:
         """Send what ``make`` makes; if it cannot, say so in its place."""
         with self._or_refuse(dst):
             payload, parts = make()
         message = self.wire.message(kind, payload, dst)
         self._outgoing.send(message, parts, dst, self._deadline(timeout))
 
-    def _isend(
-        self, kind: Kind, dsts: Sequence[int], make: Make, result: T, timeout: float | None
+    def isend(
+        self, kind: Kind, dsts: Sequence[int], make: Make, result: T, timeout: Timeout
     ) -> Work[T]:
         """Begin to send what ``make`` makes; the work has a ``result``."""
         with self._or_refuse(*dsts):
@@ -82,10 +83,11 @@ class MessageTransport:
             works += self._outgoing.begin(self.wire.message(kind, payload, dst), parts, dst)
         return self._sending(works, result, timeout)
 
-    def _sending(self, works: Sequence[Work[None]], result: T, timeout: float | None) -> Work[T]:
+    def _sending(self, works: Sequence[Work[None]], result: T, timeout: Timeout) -> Work[T]:
         return Work(result, Joined(works) if works else None, timeout=self._allowed(timeout))
 
-    def _receive(self, incoming: Incoming[T], src: int, timeout: float | None) -> T:
+    def receive(self, incoming: Incoming[T], src: int, timeout: Timeout) -> T:
+        """The next message of ``src``. Collective: no."""
         deadline = self._deadline(timeout)
         if src in self._turns:
             self._turns[src].has_asked(deadline)
@@ -95,7 +97,8 @@ class MessageTransport:
             self.routes.device.recv(out=part, src=src, timeout=deadline)
         return incoming.result()
 
-    def _ireceive(self, incoming: Incoming[T], src: int, timeout: float | None) -> Work[T]:
+    def ireceive(self, incoming: Incoming[T], src: int, timeout: Timeout) -> Work[T]:
+        """Begin to receive the next message of ``src``. Collective: no."""
         pending = self.begin(incoming, src)
         work: Work[Any] = Work(None, pending, incoming.result, self._allowed(timeout))
         return work
@@ -122,11 +125,11 @@ class MessageTransport:
         return turn
 
     def _broadcast(
-        self, kind: Kind, make: Make, result: Any, timeout: float | None, async_op: bool
+        self, kind: Kind, make: Make, result: Any, timeout: Timeout, async_op: bool
     ) -> Any:
         """Broadcast what ``make`` makes on this member. Collective: yes, every member."""
         if async_op:
-            return self._isend(kind, self._others, make, result, timeout)
+            return self.isend(kind, self._others, make, result, timeout)
         deadline = self._deadline(timeout)
         with self._or_refuse(EVERYONE, deadline=deadline):
             payload, parts = make()
@@ -135,11 +138,11 @@ class MessageTransport:
         return result
 
     def _receive_broadcast(
-        self, incoming: Incoming[Any], src: int, timeout: float | None, async_op: bool
+        self, incoming: Incoming[Any], src: int, timeout: Timeout, async_op: bool
     ) -> Any:
         """What ``src`` broadcasts. Collective: yes, every member."""
         if async_op:
-            return self._ireceive(incoming, src, timeout)
+            return self.ireceive(incoming, src, timeout)
         deadline = self._deadline(timeout)
         try:
             while parts := incoming.following():
@@ -165,7 +168,10 @@ class MessageTransport:
         for work in works:
             work.wait(deadline)
 
-    def _object_of(self, kind: Kind, src: int, dst: int | None = None) -> IncomingObject:
+    def object_of(
+        self, src: int, kind: Kind = Kind.OBJECT, dst: int | None = None
+    ) -> IncomingObject:
+        """The next message of ``src``, an object; ``dst`` as of `Incoming`, None: this member."""
         return IncomingObject(self.wire, kind, src, self.cpu.rank if dst is None else dst)
 
     def _has_others(self, src: int) -> bool:
@@ -202,8 +208,8 @@ class MessageTransport:
                 raise MessageRefusedError(self.cpu.rank, str(error)) from error
             raise
 
-    def _deadline(self, timeout: float | None) -> Deadline:
+    def _deadline(self, timeout: Timeout) -> Deadline:
         return Deadline.after(self._allowed(timeout))
 
-    def _allowed(self, timeout: float | None) -> float | None:
+    def _allowed(self, timeout: Timeout) -> Timeout:
         return self._timeout if timeout is None else timeout

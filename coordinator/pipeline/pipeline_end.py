@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from coordinator.group import GroupCoordinator
     from coordinator.messages.tensor_dict import Header, Slicing
     from device_comm import Pending
-    from device_comm.verbs.arguments import Later, Maybe, Now
+    from device_comm.verbs.arguments import Later, Maybe, Now, Timeout
 
 
 class Exchanged(NamedTuple):
@@ -118,7 +118,7 @@ class PipelineEnd:
         prev_rank: int | None = None,
         scatter_gather_tensors: bool | None = None,
         async_op: bool = False,
-        timeout: Any = None,
+        timeout: Timeout = None,
     ) -> Any:
         """Send and receive at once, in a ring: after the last stage comes the first.
 
@@ -176,7 +176,7 @@ class PipelineEnd:
         prev_rank: int | None = None,
         scatter_gather_tensors: bool | None = None,
         async_op: bool = False,
-        timeout: float | None = None,
+        timeout: Timeout = None,
     ) -> Any:
         """`exchange`, of which ``pick`` chooses the result: it is given both trees."""
         to_next, to_prev = self._neighbour(next_rank, 1), self._neighbour(prev_rank, -1)

@@ -347,7 +347,7 @@ class ExpertVerbs(Member, UnevenVerbs):
         options: Maybe,
     ) -> Any:
         group = self._rows_differ_in(is_sequence_parallel)
-        timeout: Any = options.get("timeout")
+        timeout = options.get("timeout")
         if timeout is not None:
             timeout = Deadline.after(timeout)
         if sizes is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
+from coordinator.messages.framing import Kind
 from coordinator.messages.tensor_dict import WHOLE
 from coordinator.verbs.member import Member
 from device_comm import Work
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from device_comm.verbs.arguments import Later, Maybe, Now
+    from coordinator.messages.transport import Make
+    from device_comm.verbs.arguments import Later, Maybe, Now, Timeout
     from device_comm.verbs.checks import Shape
 
 
@@ -101,19 +104,21 @@ class MessageVerbs(Member):
 
     def send_object(self, obj: Any, dst: int, *, timeout: float | None = None) -> None:
         """Send a picklable object of any size. Collective: no, the two members."""
-        self._messenger.send_object(obj, dst, timeout)
+        messenger = self._messenger
+        messenger.send(Kind.OBJECT, dst, partial(messenger.dump, obj), timeout)
 
     def isend_object(self, obj: Any, dst: int, *, timeout: float | None = None) -> Work[None]:
         """As `send_object`; done at once, for the object is pickled at once. Collective: no."""
-        return self._messenger.isend_object(obj, dst, timeout)
+        messenger = self._messenger
+        return messenger.isend(Kind.OBJECT, (dst,), partial(messenger.dump, obj), None, timeout)
 
     def recv_object(self, src: int, *, timeout: float | None = None) -> Any:
         """Receive an object. Collective: no, the two members."""
-        return self._messenger.recv_object(src, timeout)
+        return self._messenger.receive(self._messenger.object_of(src), src, timeout)
 
     def irecv_object(self, src: int, *, timeout: float | None = None) -> Work[Any]:
         """As `recv_object`, at once. Collective: no."""
-        return self._messenger.irecv_object(src, timeout)
+        return self._messenger.ireceive(self._messenger.object_of(src), src, timeout)
 
     @overload
     def broadcast_object(self, obj: Any = ..., src: int = ..., **how: Unpack[Now]) -> Any: ...
@@ -126,7 +131,7 @@ class MessageVerbs(Member):
         self, obj: Any = ..., src: int = ..., **how: Unpack[Maybe]
     ) -> Any | Work[Any]: ...
     def broadcast_object(
-        self, obj: Any = None, src: int = 0, *, async_op: bool = False, timeout: Any = None
+        self, obj: Any = None, src: int = 0, *, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
         """The object of ``src``; that of rank 0 goes through the group's queue, if it has one.
 
@@ -152,7 +157,7 @@ class MessageVerbs(Member):
         self, obj_list: list[Any], src: int = ..., **how: Unpack[Maybe]
     ) -> list[Any] | Work[list[Any]]: ...
     def broadcast_object_list(
-        self, obj_list: list[Any], src: int = 0, *, async_op: bool = False, timeout: Any = None
+        self, obj_list: list[Any], src: int = 0, *, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
         """Fill every member's list with the objects of ``src``'s. Collective: yes, every member.
 
@@ -187,7 +192,9 @@ class MessageVerbs(Member):
     def all_gather_object(self, obj: T, **how: Unpack[Later]) -> Work[list[T]]: ...
     @overload
     def all_gather_object(self, obj: T, **how: Unpack[Maybe]) -> list[T] | Work[list[T]]: ...
-    def all_gather_object(self, obj: Any, *, async_op: bool = False, timeout: Any = None) -> Any:
+    def all_gather_object(
+        self, obj: Any, *, async_op: bool = False, timeout: Timeout = None
+    ) -> Any:
         """Every member's object, by rank in the group. Collective: yes, every member.
 
         ``async_op``: as `broadcast_object`. In a group of one the list holds ``obj`` itself.
@@ -232,10 +239,8 @@ class MessageVerbs(Member):
         """
         if self.world_size == 1:
             return self._messenger.broadcast_dict(tensor_dict, 0, timeout)  # type: ignore[no-any-return]
-        slicing = (
-            all_gather_group._messenger.slicing(all_gather_tensors) if all_gather_group else WHOLE
-        )
-        self._messenger.send_dict(tensor_dict, self._next(dst), slicing, timeout)
+        make = self._packing(tensor_dict, all_gather_group, all_gather_tensors)
+        self._messenger.send(Kind.TENSOR_DICT, self._next(dst), make, timeout)
         return None
 
     def isend_tensor_dict(
@@ -256,10 +261,8 @@ class MessageVerbs(Member):
         if self.world_size == 1:
             self._messenger.broadcast_dict(tensor_dict, 0, timeout)
             return Work(None)
-        slicing = (
-            all_gather_group._messenger.slicing(all_gather_tensors) if all_gather_group else WHOLE
-        )
-        return self._messenger.isend_dict(tensor_dict, self._next(dst), slicing, timeout)
+        make = self._packing(tensor_dict, all_gather_group, all_gather_tensors)
+        return self._messenger.isend(Kind.TENSOR_DICT, (self._next(dst),), make, None, timeout)
 
     def recv_tensor_dict(
         self,
@@ -291,8 +294,8 @@ class MessageVerbs(Member):
         """
         if self.world_size == 1:
             return self._messenger.broadcast_object(None, 0, timeout)  # type: ignore[no-any-return]
-        peers = all_gather_group._messenger if all_gather_group else None
-        return self._messenger.recv_dict(self._previous(src), peers, timeout)
+        src, peers = self._previous(src), all_gather_group._messenger if all_gather_group else None
+        return self._messenger.receive(self._messenger.incoming_dict(src, peers), src, timeout)
 
     def irecv_tensor_dict(
         self,
@@ -308,8 +311,8 @@ class MessageVerbs(Member):
         """
         if self.world_size == 1:
             return Work(self._messenger.broadcast_object(None, 0, timeout))
-        peers = all_gather_group._messenger if all_gather_group else None
-        return self._messenger.irecv_dict(self._previous(src), peers, timeout)
+        src, peers = self._previous(src), all_gather_group._messenger if all_gather_group else None
+        return self._messenger.ireceive(self._messenger.incoming_dict(src, peers), src, timeout)
 
     @overload
     def broadcast_tensor_dict(
@@ -329,7 +332,7 @@ class MessageVerbs(Member):
         src: int = 0,
         *,
         async_op: bool = False,
-        timeout: Any = None,
+        timeout: Timeout = None,
     ) -> Any:
         """The dict of ``src``, on all members. Collective: yes, every member.
 
@@ -344,6 +347,17 @@ class MessageVerbs(Member):
             group of one ``tensor_dict`` itself.
         """
         return self._messenger.broadcast_dict(tensor_dict, src, timeout, async_op=async_op)
+
+    def _packing(
+        self,
+        tensor_dict: Mapping[Any, Any],
+        all_gather_group: MessageVerbs | None,
+        all_gather_tensors: Mapping[Any, bool] | None,
+    ) -> Make:
+        slicing = (
+            all_gather_group._messenger.slicing(all_gather_tensors) if all_gather_group else WHOLE
+        )
+        return partial(self._messenger.payload, tensor_dict, slicing)
 
     def _next(self, dst: int | None) -> int:
         return (self.rank_in_group + 1) % self.world_size if dst is None else dst
