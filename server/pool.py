@@ -26,11 +26,14 @@ Guarantees
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
+from .calls.call_stream import CallStream
 from .calls.pending_call import PendingCall
 from .control.reference import refuse_while_loading_main
 from .driver.crew import Crew
@@ -39,7 +42,7 @@ from .errors import PoolClosedError
 from .pool_config import PoolConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
     from concurrent.futures import Future
 
     from shm_broadcast import CoordinatorError, MemberStatus
@@ -108,6 +111,7 @@ class WorkerPool:
             config or PoolConfig(),
         )
         self._crew = Crew(self._plan)
+        self._stream_numbers = itertools.count(1)
         self._owner = os.getpid()
         self._at_exit = weakref.finalize(self, _stop_at_exit, self._crew, self._owner)
 
@@ -185,6 +189,56 @@ class WorkerPool:
         """
         return self._crew.submit(self._pending(method, args, kwargs, self._output_rank, timeout))
 
+    async def acall(
+        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
+        """As `submit`, awaited. A task that is cancelled meanwhile cancels the call: one that is
+        queued is not made, and the workers hear of one that they have (`WorkerContext.cancelled`).
+
+        Raises:
+            What `call` raises.
+        """
+        return await asyncio.wrap_future(self.submit(method, *args, timeout=timeout, **kwargs))
+
+    def stream(
+        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> CallStream:
+        """Iterate over what a generator yields: ``method`` is a generator function of the worker.
+
+        Every rank runs the generator, and the items are those of tp rank 0 of the last stage. The
+        generator must yield the same number of times on all ranks. It begins with the first item
+        asked for; the workers compute one item ahead, and no more. Other calls and streams go on
+        in between. Leave the stream by ``with``, its `close`, or by dropping it: the generator is
+        closed on all ranks.
+
+        Args:
+            method: the name of a method of the worker.
+            args: positional arguments; picklable.
+            timeout: seconds for each item, counted as for `collective_rpc`.
+            kwargs: keyword arguments; picklable.
+
+        Raises:
+            ValueError: the pool has ``dp`` greater than 1, or ``method`` begins with "_".
+            PoolClosedError: the pool was shut down.
+            Each item: what `call` raises, and CallDivergedError if ranks do not end alike.
+        """
+        rank = self._output_rank
+
+        def step(stream: int, first: bool) -> Future[Any]:
+            given = (args, kwargs) if first else ((), {})
+            return self._crew.submit(self._pending(method, *given, rank, timeout, stream))
+
+        self._check_callable(method)
+        return CallStream(next(self._stream_numbers), step)
+
+    async def astream(
+        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        """As `stream`, for ``async for``. Leave it by ``aclose``, or by dropping it."""
+        with self.stream(method, *args, timeout=timeout, **kwargs) as stream:
+            while stream.take(found := await asyncio.wrap_future(stream.ask())):
+                yield found[0]
+
     @property
     def failure(self) -> CoordinatorError | None:
         """The error that broke the pool, or `PoolClosedError`; ``None`` while it takes calls."""
@@ -255,13 +309,17 @@ class WorkerPool:
         kwargs: Mapping[str, Any],
         reply_rank: int | None,
         timeout: float | None,
+        stream: int = 0,
     ) -> PendingCall:
+        self._check_callable(method)
+        return PendingCall(method, args, kwargs, self.n_workers, reply_rank, timeout, stream)
+
+    def _check_callable(self, method: str) -> None:
         if not isinstance(method, str):
             raise TypeError(f"method must be the name of a worker's method; got {method!r}")
         self._check_owner(method)
         if method.startswith("_"):
             raise ValueError(f"method {method!r} is private to the worker")
-        return PendingCall(method, args, kwargs, self.n_workers, reply_rank, timeout)
 
 
 def _stop_at_exit(crew: Crew, owner: int) -> None:

@@ -18,11 +18,27 @@ class CallFuture(Future[Any]):
 
     Args:
         late: makes the error for a ``timeout`` in seconds that has passed; the call goes on.
+        cancelled: called when a call is cancelled that the workers have already.
     """
 
-    def __init__(self, late: Late | None = None) -> None:
+    def __init__(
+        self, late: Late | None = None, cancelled: Callable[[], None] | None = None
+    ) -> None:
         super().__init__()
         self._late = late
+        self._cancelled = cancelled
+
+    def cancel(self) -> bool:
+        """Cancel the call if it is queued; False if the workers have it, or it is over.
+
+        A call that the workers have goes on, but they hear that nobody waits for it: see
+        `worker.WorkerContext.cancelled`.
+        """
+        if super().cancel():
+            return True
+        if self._cancelled is not None:
+            self._cancelled()
+        return False
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the call's result.

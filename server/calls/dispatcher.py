@@ -140,7 +140,7 @@ class Dispatcher:
 
     def _send(self, call: PendingCall, deadline: Deadline) -> None:
         wanted = -1 if call.reply_rank is None else call.reply_rank
-        message = Call(call.number, call.method, call.args, call.kwargs, wanted)
+        message = Call(call.number, call.method, call.args, call.kwargs, wanted, call.stream)
         try:
             self._calls.enqueue(astuple(message), deadline)
         except _ENDS as error:

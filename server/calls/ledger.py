@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from shm_broadcast import CoordinatorError, Deadline
 
+    from ..control.cancelled_calls import CancelledCalls
     from ..control.protocol import Failed, Reply
     from ..errors import CallTimeoutError
     from .pending_call import PendingCall
@@ -74,12 +75,19 @@ class Ledger:
         call_seconds: calls are late when none was answered for so long.
         settle_seconds: how long the other ranks have to answer a call that one of them has failed.
         hooks: the owner's functions.
+        cancelled: where to mark calls that nobody waits for.
     """
 
     def __init__(
-        self, in_flight: int, call_seconds: float, settle_seconds: float, hooks: LedgerHooks
+        self,
+        in_flight: int,
+        call_seconds: float,
+        settle_seconds: float,
+        hooks: LedgerHooks,
+        cancelled: CancelledCalls,
     ) -> None:
         self._hooks = hooks
+        self._cancelled = cancelled
         self._lock = threading.Lock()
         self._to_send = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
@@ -201,6 +209,7 @@ class Ledger:
         with self._lock:
             actions: Actions = []
             if self._end is None:
+                self._cancelled.clear(call.number)
                 self._calls.unsent(call)
                 self._notify_waiters()
                 call.error = error
@@ -223,6 +232,12 @@ class Ledger:
             self._calls.withdraw(call)
             if self._calls.empty:
                 self._idle.notify_all()
+
+    def cancel(self, call: PendingCall) -> None:
+        """Tell the workers that nobody waits for ``call``, if it is under way."""
+        with self._lock:
+            if self._calls.find(call.number) is call:
+                self._cancelled.mark(call.number)
 
     def expire(self, call: PendingCall, error: CallTimeoutError) -> None:
         """Fail ``call`` because it is late, unless its result is known."""

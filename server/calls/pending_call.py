@@ -44,11 +44,12 @@ class PendingCall:
         done: whether the result is known.
         timeout: seconds that it may take, from ``since``; ``None``: `PoolConfig.call_seconds`.
         since: when it was made, in seconds of ``time.monotonic()``.
+        stream: as in `control.protocol.Call`.
     """
 
     __slots__ = (
         "_begun", "_future", "_values", "args", "done", "error", "failed", "failure", "kwargs",
-        "method", "number", "reply_rank", "since", "timeout", "waiting",
+        "method", "number", "reply_rank", "since", "stream", "timeout", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +60,7 @@ class PendingCall:
         n_ranks: int,
         reply_rank: int | None,
         timeout: float | None = None,
+        stream: int = 0,
     ) -> None:
         deadline = Deadline.after(timeout)  # raises ValueError for what is not a duration
         self.timeout = deadline.timeout
@@ -67,6 +69,7 @@ class PendingCall:
         self.args = tuple(args)
         self.kwargs = dict(kwargs)
         self.reply_rank = reply_rank
+        self.stream = stream
         self.number = 0
         self.waiting = set(range(n_ranks))
         self.failed: list[int] = []
@@ -116,7 +119,7 @@ class PendingCall:
         """
         if self.done:
             return _nothing
-        self.error = self.error or self.failure
+        self.error = self.error or self.failure or self._uneven_end()
         self.done = True
         future = self._future
         return _nothing if future is None else lambda: self._hand_out(future)
@@ -131,10 +134,12 @@ class PendingCall:
             raise again(self.error)
         return self._values if self.reply_rank is None else self._values[self.reply_rank]
 
-    def future(self, late: Late | None = None) -> Future[Any]:
-        """The future of the result, the same one each time; ``late`` as in `CallFuture`."""
+    def future(
+        self, late: Late | None = None, cancelled: Callable[[], None] | None = None
+    ) -> Future[Any]:
+        """The future of the result, the same one each time; arguments as for `CallFuture`."""
         if self._future is None:
-            self._future = CallFuture(late)
+            self._future = CallFuture(late, cancelled)
             if self.done:
                 self._hand_out(self._future)
         return self._future
@@ -142,6 +147,17 @@ class PendingCall:
     def begin(self) -> bool:
         """Whether to send the call: False if its future was cancelled; it cannot be from now on."""
         return self._future is None or self._future.set_running_or_notify_cancel()
+
+    def _uneven_end(self) -> CallDivergedError | None:
+        """The error if a stream has ended on some ranks only."""
+        if self.stream <= 0 or not self.settled:
+            return None
+        ended = [not value for value in self._values]
+        if len(set(ended)) == 1:
+            return None
+        ranks = ended.index(True), ended.index(False)
+        did = "ended the stream", "went on with it"
+        return CallDivergedError(self.number, self.method, "world", ranks, did)
 
     def _hand_out(self, future: Future[Any]) -> None:
         with suppress(InvalidStateError):  # its future was cancelled

@@ -24,6 +24,8 @@ class Call(msgspec.Struct, frozen=True, gc=False):
         args: its positional arguments.
         kwargs: its keyword arguments.
         reply_rank: the only rank whose result is wanted; -1: all ranks'.
+        stream: 0: an ordinary call. ``n``: give the next item of stream n; the first such call
+            begins it: the method returns its generator. ``-n``: close stream n.
     """
 
     number: int
@@ -31,6 +33,7 @@ class Call(msgspec.Struct, frozen=True, gc=False):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     reply_rank: int = -1
+    stream: int = 0
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):
@@ -39,7 +42,8 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         number: the call's number.
         begun: the group operations that this rank began in the call.
-        value: the result; ``None`` if this rank's is not wanted.
+        value: the result; ``None`` if this rank's is not wanted. Of a stream: see
+            `running_streams.RunningStreams.step`.
     """
 
     number: int
@@ -55,7 +59,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         tp, pp, dp: the grid of ranks.
         device: ``"cpu"``, or a GPU such as ``"cuda:0"``.
         secret: random bytes that only the ranks of this pool know.
-        handles: the handles of the board, the queue to read and the queue to write; pickled.
+        handles: the handles of the board, the queue to read, the queue to write and
+            the marks of cancelled calls; pickled.
         worker: the worker's class as ``"package.module:Class"``.
         worker_kwargs: its keyword arguments, pickled.
         main: how to load the driver's main module, if the class is defined there; see `reference`.

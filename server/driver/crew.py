@@ -81,6 +81,7 @@ class Crew:
                 LedgerHooks(
                     self._resume, self._wake, self._supervisor.wake, self._broke, self._expire
                 ),
+                self._links.cancelled,
             )
             self.dispatcher = Dispatcher(
                 self._ledger, self._links.board, self._links.calls, self._links.replies
@@ -156,7 +157,9 @@ class Crew:
             if call.done:
                 return call.result()
             self._ledger.give_up(call)
-            raise self.late(call, deadline.timeout) from None
+            error = self.late(call, deadline.timeout)
+            self._ledger.cancel(call)  # only now: it may leave the place that its stack shows
+            raise error from None
 
     def submit(self, call: PendingCall) -> Future[Any]:
         """Queue a call and return the future of its result.
@@ -164,7 +167,7 @@ class Crew:
         Raises:
             What broke the pool.
         """
-        call.future(partial(self.late, call))
+        call.future(partial(self.late, call), partial(self._ledger.cancel, call))
         return self.dispatcher.submit(call)
 
     def late(self, call: PendingCall, timeout: float | None) -> CallTimeoutError:
@@ -243,6 +246,7 @@ class Crew:
                 self._ledger.give_up(call)
                 limit = self._plan.config.call_seconds if call.timeout is None else call.timeout
                 self._ledger.expire(call, self.late(call, limit))
+                self._ledger.cancel(call)
 
         threading.Thread(target=expire, name="pool-late-calls", daemon=True).start()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from shm_broadcast import DRIVER_RANK, Board, MessageQueue
 
+from ..control.cancelled_calls import CancelledCalls
 from ..control.meeting import WorkerMeeting
 from ..control.protocol import Start
 
@@ -27,6 +28,7 @@ class Links:
         driver: the driver's member number.
         calls: the queue to all workers.
         replies: the queue from each worker, by rank.
+        cancelled: the calls that nobody waits for any more.
         meeting: the rendezvous store.
     """
 
@@ -58,6 +60,7 @@ class Links:
                 )
                 for rank in range(self.driver)
             ]
+            self.cancelled = undo.enter_context(CancelledCalls.create(plan.in_flight))
             self.meeting = WorkerMeeting(plan.n_workers)
             undo.callback(self.meeting.close)
             self._undo = undo.pop_all()
@@ -69,6 +72,7 @@ class Links:
             self.board.handle(),
             self.calls.export_handle(),
             self.replies[rank].export_handle(),
+            self.cancelled.handle(),
         )
         return Start(
             rank=rank,

@@ -10,6 +10,7 @@ import pytest
 
 from server.calls.ledger import Ledger, LedgerHooks
 from server.calls.pending_call import PendingCall
+from server.control.cancelled_calls import CancelledCalls
 from server.control.protocol import Failed, Reply
 from server.errors import CallDivergedError, PoolClosedError, WorkerError, WorkerLostError
 from tests.server.begun import begun
@@ -22,6 +23,7 @@ class Book:
         self, in_flight: int = 2, settle_seconds: float = 60.0, call_seconds: float = math.inf
     ) -> None:
         self.asked: list[Any] = []
+        self.cancelled = CancelledCalls.create(in_flight)
         self.ledger = Ledger(
             in_flight,
             call_seconds,
@@ -33,6 +35,7 @@ class Book:
                 broke=lambda error: self.asked.append(("broke", type(error))),
                 late=lambda calls: self.asked.append(("late", [call.method for call in calls])),
             ),
+            self.cancelled,
         )
 
     def send(self, method: str = "embed", reply_rank: int | None = None) -> PendingCall:
@@ -325,6 +328,50 @@ def test_a_queued_call_can_be_withdrawn_and_a_cancelled_one_is_skipped() -> None
     assert book.ledger.next_to_send() is last
 
 
+def test_a_call_that_nobody_waits_for_is_marked_while_it_is_under_way() -> None:
+    book = Book(in_flight=2)
+    first, second = book.send(), book.send()
+    book.ledger.cancel(second)
+    assert (1 in book.cancelled, 2 in book.cancelled) == (False, True)
+    for number in (1, 2):
+        book.reply(0, number)
+        book.reply(1, number)
+    book.ledger.cancel(first)
+    book.send()
+    assert 3 not in book.cancelled
+
+
+def test_a_mark_does_not_pass_to_the_call_that_gets_the_number_next() -> None:
+    book = Book()
+    unsent = PendingCall("embed", (), {}, 2, None)
+    assert book.ledger.accept(unsent)
+    book.ledger.cancel(unsent)
+    assert 1 in book.cancelled
+    book.ledger.unsent(unsent, TypeError("cannot pickle"))
+    assert book.send().number == 1
+    assert 1 not in book.cancelled
+
+
+def test_a_stream_ends_on_all_ranks_or_fails() -> None:
+    book = Book(in_flight=4)
+    calls = [PendingCall("words", (), {}, 2, 1, stream=number) for number in (1, 1, 1, -1)]
+    for call in calls:
+        assert book.ledger.accept(call)
+        book.ledger.sent()
+    values: list[Any] = [((None,), ("a",)), ((None,), ("b",)), ((), ("c",)), (None, None)]
+    for number, pair in enumerate(values, 1):
+        for rank, value in enumerate(pair):
+            book.reply(rank, number, value)
+    assert [call.result() for call in calls[:2]] == [("a",), ("b",)]
+    with pytest.raises(CallDivergedError) as raised:
+        calls[2].result()
+    assert str(raised.value) == (
+        "call 3 (words): in group world, rank 0 ended the stream where rank 1 went on with it"
+    )
+    assert calls[3].result() is None
+    assert book.ledger.ended is None
+
+
 def test_a_reply_that_an_interrupt_dropped_fails_its_call_only() -> None:
     book = Book()
     lost, kept = book.send(), book.send()
@@ -373,3 +420,15 @@ def test_the_sender_is_released_at_the_end() -> None:
     assert released == [None]
     assert book.ledger.wait_for_end(0)
     assert book.ledger.wait_until_idle(0)
+
+
+def test_results_are_handed_out_without_a_look_at_them() -> None:
+    class Tensor:
+        def __bool__(self) -> bool:
+            raise RuntimeError("ambiguous")
+
+    book, value = Book(), Tensor()
+    call = book.send()
+    book.reply(0, 1, value)
+    book.reply(1, 1, value)
+    assert call.result() == [value, value]

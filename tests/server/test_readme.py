@@ -79,9 +79,10 @@ def test_the_pool(beside: str, tmp_path: Path) -> None:
         (tmp_path / beside).write_text("raise RuntimeError('a module of the user')\n")
     script = tmp_path / "readme.py"
     script.write_text(block("with WorkerPool("))
-    first, second = output(sys.executable, str(script)).splitlines()
+    first, second, third = output(sys.executable, str(script)).splitlines()
     assert first == "tensor([30., 30., 30.])"
     assert second == "[tensor([30.]), tensor([30., 30.])]"
+    assert third == "[30.0, 31.0, 32.0]"
 
 
 def test_groups_under_torchrun(tmp_path: Path) -> None:

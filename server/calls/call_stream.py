@@ -1,0 +1,121 @@
+"""The driver's end of a stream: what a worker's generator yields, one call for each item.
+
+Every rank runs the generator. Each item is a call of its own, so all ranks go on, and stop, at the
+same item; calls and other streams come in between; and no worker is further ahead of the consumer
+than by the one item that it computes while the consumer has the last one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+from shm_broadcast import CoordinatorError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    Step: TypeAlias = Callable[[int, bool], Future[Any]]
+
+_log = logging.getLogger(__name__)
+
+
+class CallStream:
+    """Iterates over what a worker's generator yields. One thread at a time may use it.
+
+    It closes the generator on all ranks when it is closed or collected as garbage, at the end of a
+    ``with`` block, and when an item fails: after that the stream is over.
+
+    Args:
+        number: the stream's number, from 1; no other stream of the pool has it.
+        step: ``(stream, first)``: queue a call for the next item of stream ``stream``, or, if it is
+            negative, to close it. ``first``: whether the call begins the generator.
+    """
+
+    def __init__(self, number: int, step: Step) -> None:
+        self._number = number
+        self._step = step
+        self._begun = False
+        self._over = False
+        self._asked: Future[Any] | None = None
+
+    def __iter__(self) -> Self:
+        """Give the stream itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """Wait for the next item.
+
+        Raises:
+            CallDivergedError: the generator ended on some ranks only. The pool goes on.
+            What `pool.WorkerPool.call` raises.
+        """
+        if self._over:
+            raise StopIteration
+        try:
+            found = self.ask().result()
+        except BaseException:
+            self.close()
+            raise
+        if not self.take(found):
+            raise StopIteration
+        return found[0]
+
+    def ask(self) -> Future[Any]:
+        """Ask for the next item, unless that was done.
+
+        Returns:
+            The future of a tuple: ``(item,)``, or ``()`` at the end. Pass it to `take`.
+        """
+        if self._asked is None:
+            first, self._begun = not self._begun, True
+            self._asked = self._step(self._number, first)
+        return self._asked
+
+    def take(self, found: tuple[Any, ...]) -> bool:
+        """Take what `ask` has found, and ask for the next item; False at the end."""
+        self._asked = None
+        if not found:
+            self.close()
+            return False
+        with suppress(CoordinatorError):  # the next `ask` raises it; this item is there
+            self.ask()
+        return True
+
+    def close(self) -> None:
+        """Close the generator on all ranks, behind the calls that were made before. Idempotent.
+
+        Returns at once. A worker that computes an item just now hears that nobody waits for it:
+        see `worker.WorkerContext.cancelled`.
+        """
+        if self._over:
+            return
+        self._over = True
+        if self._asked is not None:
+            self._asked.cancel()
+        if self._begun:
+            with suppress(CoordinatorError):  # a pool that has ended has no generators
+                self._step(-self._number, False).add_done_callback(_log_failure)
+
+    def __enter__(self) -> Self:
+        """Give the stream itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the stream."""
+        self.close()
+
+    def __del__(self) -> None:
+        """Close the stream in another thread: this one may hold the pool's lock at any moment."""
+        if self._begun and not self._over:
+            with suppress(RuntimeError):  # the interpreter ends, and the pool with it
+                threading.Thread(target=self.close, name="pool-stream-end", daemon=True).start()
+
+
+def _log_failure(closed: Future[Any]) -> None:
+    error = None if closed.cancelled() else closed.exception()
+    if error is not None:
+        _log.warning("a stream's generator could not be closed: %s", error)

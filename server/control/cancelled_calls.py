@@ -1,0 +1,75 @@
+"""Which calls nobody waits for any more: a word of shared memory for each call under way.
+
+The driver marks a call; a worker may look while it runs the call, at the price of reading a word.
+Calls are numbered in order, and no more of them are under way than there are words, so no two of
+those share one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from shm_broadcast import Segment
+
+if TYPE_CHECKING:
+    from shm_broadcast import SegmentHandle
+
+_WORDS = 64
+"""Where the words begin, behind the segment's header."""
+
+
+class CancelledCalls:
+    """The marks of one pool. The driver writes them, workers read them; any thread may.
+
+    Args:
+        segment: the memory, owned by this object.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._n_words = (segment.size - _WORDS) // 8
+
+    @classmethod
+    def create(cls, in_flight: int) -> CancelledCalls:
+        """No call is marked; at most ``in_flight`` of them will be under way at once.
+
+        Raises:
+            SharedMemoryError: too little memory is free.
+        """
+        return cls(Segment.create(_WORDS + 8 * in_flight, "cancelled calls"))
+
+    @classmethod
+    def attach(cls, handle: SegmentHandle) -> CancelledCalls:
+        """The marks that another process made with `create`.
+
+        Raises:
+            SharedMemoryError: its process has ended.
+        """
+        return cls(Segment.attach(handle))
+
+    def handle(self) -> SegmentHandle:
+        """What `attach` needs."""
+        return self._segment.handle()
+
+    def mark(self, number: int) -> None:
+        """Note that nobody waits for call ``number``, which is under way."""
+        self._segment.words.store64(self._word(number), number)
+
+    def clear(self, number: int) -> None:
+        """Forget a mark: another call is going to have this number."""
+        self._segment.words.store64(self._word(number), 0)
+
+    def __contains__(self, number: int) -> bool:
+        """Whether a call under way was marked."""
+        return self._segment.words.load64(self._word(number)) == number
+
+    def __enter__(self) -> Self:
+        """Give the marks themselves."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the memory."""
+        self._segment.close()
+
+    def _word(self, number: int) -> int:
+        return _WORDS + 8 * (number % self._n_words)

@@ -1,0 +1,293 @@
+"""Streams of what a worker's generator yields, and calls that are cancelled; real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from server.errors import (
+    CallDivergedError,
+    CallTimeoutError,
+    PoolClosedError,
+    WorkerError,
+    WorkerLostError,
+)
+from server.pool import WorkerPool
+from tests.patience import until
+from tests.server.workers import Gate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from server.worker import WorkerContext
+
+
+class Speaker:
+    """Its generators note what becomes of them."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+        self.world = context.groups.world
+        self.made = 0
+        self.closed: list[str] = []
+
+    def count(self, name: str, stop: int) -> Iterator[int]:
+        """Yields the sum of each number over the ranks, so every item needs all of them."""
+        try:
+            for number in range(stop):
+                self.made += 1
+                yield int(self.world.all_reduce(torch.tensor(number)).item())
+        finally:
+            self.closed.append(name)
+
+    def fail_after(self, items: int, rank: int) -> Iterator[int]:
+        for number in range(items + 1):
+            if number == items and self.world.rank == rank:
+                raise ValueError("out of words")
+            yield number
+
+    def end_on(self, rank: int) -> Iterator[str]:
+        yield "all"
+        if self.world.rank != rank:
+            yield "not all"
+
+    def sizes(self, *sizes: int) -> Iterator[torch.Tensor]:
+        for size in sizes:
+            yield torch.full((size,), float(size))
+
+    def no_generator(self) -> list[int]:
+        return [1, 2]
+
+    def told(self) -> tuple[int, list[str]]:
+        return self.made, self.closed
+
+    def told_by_all(self) -> list[Any]:
+        return self.world.all_gather_object(self.told())
+
+    def pids(self) -> list[Any]:
+        return self.world.all_gather_object(os.getpid())
+
+    def run_until_cancelled(self, gate: Gate) -> str:
+        """Come to the gate, which stays shut, and wait there until nobody waits for this call."""
+        (gate.folder / str(self.world.rank)).touch()
+        until(self.context.cancelled)
+        self.closed.append("cancelled")
+        return "cancelled"
+
+    def say_until_cancelled(self, gate: Gate) -> Iterator[str]:
+        yield "first"
+        yield self.run_until_cancelled(gate)
+
+    def cancelled(self) -> bool:
+        return self.context.cancelled()
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["tp", "pp"])
+def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
+    tp, pp = request.param
+    with WorkerPool(Speaker, tp=tp, pp=pp) as pool:
+        yield pool
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path)
+
+
+def reached(gate: Gate) -> None:
+    until(lambda: gate.reached(0) and gate.reached(1))
+
+
+def test_items_come_in_order(pool: WorkerPool) -> None:
+    assert list(pool.stream("count", "whole", stop=5)) == [0, 2, 4, 6, 8]
+    assert list(pool.stream("count", "empty", 0)) == []
+    found = list(pool.stream("sizes", 0, 1, 1_000_000))
+    assert [tensor.shape for tensor in found] == [(0,), (1,), (1_000_000,)]
+    assert torch.equal(found[2], torch.full((1_000_000,), 1e6))
+
+
+def test_calls_and_other_streams_go_on_in_between(pool: WorkerPool) -> None:
+    with pool.stream("count", "one", 3) as one, pool.stream("count", "two", 3) as two:
+        seen = []
+        for pair in zip(one, two, strict=True):
+            seen.append(pair)
+            pool.call("told")
+    assert seen == [(0, 0), (2, 2), (4, 4)]
+
+
+def test_workers_are_one_item_ahead_and_no_more(pool: WorkerPool) -> None:
+    before, _ = pool.call("told")
+    with pool.stream("count", "ahead", 100) as stream:
+        assert pool.call("told")[0] == before
+        for taken in (1, 2, 3):
+            next(stream)
+            assert pool.call("told")[0] == before + taken + 1
+
+
+def test_leaving_a_stream_closes_the_generator_on_all_ranks(pool: WorkerPool) -> None:
+    with pool.stream("count", "left", 100) as stream:
+        assert next(stream) == 0
+    assert all("left" in closed for _, closed in pool.call("told_by_all"))
+    with pytest.raises(StopIteration):
+        next(stream)
+    stream.close()
+
+
+def test_a_stream_that_is_dropped_is_closed(pool: WorkerPool) -> None:
+    stream = pool.stream("count", "dropped", 100)
+    next(stream)
+    del stream
+    gc.collect()
+    until(lambda: all("dropped" in closed for _, closed in pool.call("told_by_all")))
+
+
+def test_a_stream_that_nobody_reads_begins_nothing(pool: WorkerPool) -> None:
+    before, _ = pool.call("told")
+    pool.stream("count", "unread", 100).close()
+    made, closed = pool.call("told")
+    assert made == before
+    assert "unread" not in closed
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_ends_the_stream_and_not_the_pool(pool: WorkerPool, rank: int) -> None:
+    stream = pool.stream("fail_after", 2, rank)
+    assert [next(stream), next(stream)] == [0, 1]
+    with pytest.raises(WorkerError, match=f"rank {rank} failed in fail_after.*out of words"):
+        next(stream)
+    assert list(stream) == []
+    assert list(pool.stream("count", "after an error", 2)) == [0, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_generator_that_ends_on_some_ranks_only_is_an_error(pool: WorkerPool, rank: int) -> None:
+    stream = pool.stream("end_on", rank)
+    assert next(stream) == "all"
+    expected = f"rank {rank} ended the stream where rank {1 - rank} went on with it"
+    with pytest.raises(CallDivergedError, match=expected):
+        next(stream)
+    assert list(pool.stream("count", "after an uneven end", 2)) == [0, 2]
+
+
+def test_what_is_no_generator_is_refused(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="no_generator is not a generator: it returned list"):
+        next(pool.stream("no_generator"))
+    with pytest.raises(ValueError, match="private"):
+        pool.stream("_begin")
+    with pytest.raises(TypeError, match="cannot pickle"):
+        next(pool.stream("count", threading.Lock(), 1))
+    assert list(pool.stream("count", "after a slip", 2)) == [0, 2]
+
+
+def test_streams_are_awaited(pool: WorkerPool) -> None:
+    async def consume() -> tuple[list[int], list[int], Any]:
+        one = [item async for item in pool.astream("count", "awaited", 4)]
+        async with aclosing(pool.astream("count", "left by await", 100)) as stream:
+            two = [await anext(stream), await anext(stream)]
+        return one, two, await pool.acall("told_by_all")
+
+    one, two, told = asyncio.run(consume())
+    assert (one, two) == ([0, 2, 4, 6], [0, 2])
+    assert all("left by await" in closed for _, closed in told)
+
+
+def test_a_cancelled_task_is_heard_by_the_workers(pool: WorkerPool, gate: Gate) -> None:
+    async def cancel() -> None:
+        task = asyncio.create_task(pool.acall("run_until_cancelled", gate))
+        await asyncio.to_thread(reached, gate)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert all(closed[-1] == "cancelled" for _, closed in pool.call("told_by_all"))
+    assert pool.call("cancelled") is False
+
+
+def test_a_cancelled_consumer_of_a_stream_is_heard(pool: WorkerPool, gate: Gate) -> None:
+    async def consume() -> None:
+        async for _ in pool.astream("say_until_cancelled", gate):
+            pass
+
+    async def cancel() -> None:
+        task = asyncio.create_task(consume())
+        await asyncio.to_thread(reached, gate)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert all(closed[-1] == "cancelled" for _, closed in pool.call("told_by_all"))
+    assert pool.call("cancelled") is False
+
+
+def test_leaving_a_stream_is_heard_by_a_worker_that_is_ahead(pool: WorkerPool, gate: Gate) -> None:
+    with pool.stream("say_until_cancelled", gate) as stream:
+        assert next(stream) == "first"
+        reached(gate)
+    assert all(closed[-1] == "cancelled" for _, closed in pool.call("told_by_all"))
+
+
+WAYS: dict[str, Callable[[WorkerPool, Gate], object]] = {
+    "call": lambda pool, gate: pool.call("run_until_cancelled", gate, timeout=0.5),
+    "submit": lambda pool, gate: pool.submit("run_until_cancelled", gate, timeout=0.5).result(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_late_call_hears_that_nobody_waits(pool: WorkerPool, gate: Gate, way: str) -> None:
+    with pytest.raises(CallTimeoutError) as raised:
+        WAYS[way](pool, gate)
+    assert all("in run_until_cancelled" in stack for stack in raised.value.stacks.values())
+    assert sorted(raised.value.stacks) == [0, 1]
+    assert all(closed[-1] == "cancelled" for _, closed in pool.call("told_by_all"))
+
+
+def test_a_late_item_ends_the_stream(pool: WorkerPool, gate: Gate) -> None:
+    stream = pool.stream("say_until_cancelled", gate, timeout=0.5)
+    with pytest.raises(CallTimeoutError, match="say_until_cancelled"):
+        list(stream)
+    assert list(stream) == []
+    assert list(pool.stream("count", "after a late one", 2)) == [0, 2]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_that_dies_ends_its_streams(victim: int) -> None:
+    with WorkerPool(Speaker, tp=2) as pool:
+        pids = pool.call("pids")
+        with pool.stream("count", "killed", 10_000) as stream:
+            next(stream)
+            os.kill(pids[victim], signal.SIGKILL)
+            with pytest.raises(WorkerLostError) as raised:
+                list(stream)
+        assert raised.value.rank == victim
+
+
+def test_an_item_that_has_come_is_not_lost_when_the_pool_ends() -> None:
+    with WorkerPool(Speaker, tp=2) as pool:
+        stream = pool.stream("count", "shut down", 100)
+        asked = stream.ask()
+        assert asked.result(timeout=30) == (0,)
+        pool.shutdown()
+        assert next(stream) == 0
+        with pytest.raises(PoolClosedError):
+            next(stream)
+    with pytest.raises(PoolClosedError):
+        next(pool.stream("count", "closed", 1))
+
+
+def test_several_results_are_no_stream() -> None:
+    with (
+        WorkerPool(Speaker, dp=2) as pool,
+        pytest.raises(ValueError, match="call and submit give one result"),
+    ):
+        pool.stream("count", "replicas", 1)
