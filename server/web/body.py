@@ -13,24 +13,20 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 MAX_BODY_BYTES = 16 << 20
+"""The longest body that a request may have."""
 MAX_HELD_BYTES = 4 * MAX_BODY_BYTES
+"""What the bodies of all requests that are being answered may have together."""
 
 
 class Bodies:
     """The bodies of the requests that are being answered.
 
     Attributes:
-        held: bytes of them.
-
-    Args:
-        max_bytes: of one.
-        max_held: of all together.
+        held: the number of their bytes that are in memory now.
     """
 
-    def __init__(self, max_bytes: int = MAX_BODY_BYTES, max_held: int = MAX_HELD_BYTES) -> None:
+    def __init__(self) -> None:
         self.held = 0
-        self._max_bytes = max_bytes
-        self._max_held = max_held
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytearray]:
@@ -42,13 +38,13 @@ class Bodies:
         """
         body = bytearray()
         announced = request.headers.get("content-length", "0")
-        if announced.isdecimal() and int(announced) > self._max_bytes:
-            raise self._too_large()
+        if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+            raise _too_large()
         try:
             async for chunk in request.stream():
-                if len(body) + len(chunk) > self._max_bytes:
-                    raise self._too_large()
-                if self.held + len(chunk) > self._max_held:
+                if len(body) + len(chunk) > MAX_BODY_BYTES:
+                    raise _too_large()
+                if self.held + len(chunk) > MAX_HELD_BYTES:
                     message = f"the requests before this one have {self.held} bytes"
                     raise ApiError(429, message, "rate_limit_error", code="queue_full")
                 body += chunk
@@ -57,5 +53,6 @@ class Bodies:
         finally:
             self.held -= len(body)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body has more than {self._max_bytes} bytes")
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
