@@ -58,9 +58,6 @@ class WorkerError(CoordinatorError):
         if traceback:
             self.add_note(f"Traceback of rank {rank}:\n{traceback.rstrip()}")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, self.method, self.kind, self.message, self.traceback)
-
 
 class CallRefusedError(CoordinatorError):
     """A worker's method raises it to refuse a call while no other rank waits for this rank.
@@ -77,9 +74,6 @@ class CallRefusedError(CoordinatorError):
     def __init__(self, rank: int | None = None) -> None:
         self.rank = rank
         super().__init__("refused" if rank is None else f"rank {rank} has refused the call")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank,)
 
 
 class CallDivergedError(DivergenceError):
@@ -112,9 +106,6 @@ class CallDivergedError(DivergenceError):
             f"rank {ranks[1]} {did[1]}",
         )
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.number, self.method, self.group, self.ranks, self.did)
-
 
 class WorkerLostError(CoordinatorError, ConnectionError):
     """A worker's process ended while the pool was in use.
@@ -135,9 +126,6 @@ class WorkerLostError(CoordinatorError, ConnectionError):
         if stack:
             self.add_note(f"Last stack of rank {rank}:\n{stack.rstrip()}")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, self.pid, self.end, self.stack)
-
 
 class WorkerStartError(CoordinatorError):
     """A worker did not start, so the pool was not made; all its processes have ended.
@@ -155,9 +143,6 @@ class WorkerStartError(CoordinatorError):
         super().__init__(f"the worker of rank {rank} did not start: {reason}")
         if traceback:
             self.add_note(f"From rank {rank}:\n{traceback.rstrip()}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, self.reason, self.traceback)
 
 
 class CallTimeoutError(GroupTimeoutError):
@@ -182,10 +167,6 @@ class CallTimeoutError(GroupTimeoutError):
         for rank, stack in self.stacks.items():
             self.add_note(f"Stack of rank {rank}:\n{stack.rstrip()}")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        arguments = (self.method, self.timeout, self.waiting_for, self.detail, self.stacks)
-        return type(self), arguments
-
 
 class QueueFullError(CoordinatorError):
     """A request was refused at once: with it, too many items would wait.
@@ -201,9 +182,6 @@ class QueueFullError(CoordinatorError):
         self.waiting = waiting
         self.limit = limit
         super().__init__(f"no room for {asked} more: {waiting} of at most {limit} wait already")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.asked, self.waiting, self.limit)
 
 
 class PoolClosedError(GroupClosedError):

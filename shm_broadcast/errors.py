@@ -26,7 +26,7 @@ do.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 DRIVER_RANK: Final = -1
 """Stands for the rank of the driver: the process that starts the ranks and is none of them."""
@@ -117,7 +117,19 @@ class Failure:
 
 
 class CoordinatorError(Exception):
-    """The root of this project's errors."""
+    """The root of this project's errors.
+
+    One whose constructor keeps each of its arguments as the attribute of that name is pickled as
+    these arguments; any other one as exceptions are.
+    """
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        code = getattr(type(self).__init__, "__code__", None)
+        names = code.co_varnames[1 : code.co_argcount] if code else ()
+        kept = vars(self)
+        if not names or not kept.keys() >= {*names}:
+            return super().__reduce__()
+        return type(self), tuple(kept[name] for name in names)
 
 
 class GroupTimeoutError(CoordinatorError, TimeoutError):
@@ -150,9 +162,6 @@ class GroupTimeoutError(CoordinatorError, TimeoutError):
         text += f", waiting for {who}" if who else ""
         super().__init__(f"{text} ({detail})" if detail else text)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.operation, self.timeout, self.waiting_for, self.detail)
-
 
 class PeerLostError(CoordinatorError, ConnectionError):
     """A member that others wait for has gone: its process has ended, or its host is out of reach.
@@ -179,9 +188,6 @@ class PeerLostError(CoordinatorError, ConnectionError):
         """The lost member's process id."""
         return self.peer.pid
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.operation, self.peer)
-
 
 class PeerProtocolError(CoordinatorError):
     """A member on another host sent what the protocol does not allow, or refused this one.
@@ -197,9 +203,6 @@ class PeerProtocolError(CoordinatorError):
         self.rank = rank
         self.detail = detail
         super().__init__(f"{operation}: nothing more is exchanged with {name_of(rank)}: {detail}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.operation, self.rank, self.detail)
 
 
 class TransportError(CoordinatorError, ConnectionError):
@@ -218,9 +221,6 @@ class TransportError(CoordinatorError, ConnectionError):
         where = "a connection" if rank is None else f"the connection with rank {rank}"
         super().__init__(f"{operation}: {where} broke: {detail}")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.operation, self.detail, self.rank)
-
 
 class GroupAbortedError(CoordinatorError):
     """A member aborted the group; every call of every member raises from then on.
@@ -234,9 +234,6 @@ class GroupAbortedError(CoordinatorError):
         self.operation = operation
         self.failure = failure
         super().__init__(f"{operation}: the group was aborted: {failure}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.operation, self.failure)
 
 
 class GroupClosedError(CoordinatorError):
@@ -257,9 +254,6 @@ class DivergenceError(CoordinatorError):
         self.ours = ours
         self.theirs = theirs
         super().__init__(f"rank {rank} issued {theirs} where this rank issued {ours}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, self.ours, self.theirs)
 
 
 class SharedMemoryError(CoordinatorError):
@@ -294,9 +288,6 @@ class MessageSealError(MessageError):
         self.detail = detail
         super().__init__(f"a message of {name_of(rank)} was not opened: {detail}")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, self.detail)
-
 
 class MessageRefusedError(MessageError, TypeError):
     """An object cannot be sent; raised at the sender, and at those that wait to receive it.
@@ -311,9 +302,6 @@ class MessageRefusedError(MessageError, TypeError):
         self.detail = detail
         super().__init__(f"{name_of(rank)} sends nothing: {detail}")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, self.detail)
-
 
 class MessageTooLargeError(MessageError):
     """A message is larger than a limit that was set.
@@ -327,6 +315,3 @@ class MessageTooLargeError(MessageError):
         self.size = size
         self.limit = limit
         super().__init__(f"message of {size} bytes; at most {limit} are allowed")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.size, self.limit)

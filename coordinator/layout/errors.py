@@ -26,9 +26,6 @@ class CheckpointError(CoordinatorError):
         self.problem = problem
         super().__init__(f"{path}: {problem}")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.path, self.problem)
-
 
 class CheckpointFormatError(CheckpointError, ValueError):
     """A file is not a safetensors file, is cut short, or an index is malformed."""
@@ -45,9 +42,6 @@ class MissingTensorError(CheckpointError, LookupError):
         self.names = names
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         super().__init__(path, f"no tensor named {', '.join(names[:3])}{more}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.path, self.names)
 
 
 class TensorShapeError(CheckpointError, ValueError):
@@ -66,6 +60,3 @@ class TensorShapeError(CheckpointError, ValueError):
         self.expected = expected
         self.found = found
         super().__init__(path, f"{name} has shape {list(found)}, expected {list(expected)}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.path, self.name, self.expected, self.found)

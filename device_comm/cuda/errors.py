@@ -24,9 +24,6 @@ class DeviceError(CoordinatorError):
         self.detail = detail
         super().__init__(f"{call}: {detail}")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.call, self.detail)
-
 
 class NotShareableError(CoordinatorError):
     """Other processes cannot map this device memory.
@@ -41,9 +38,6 @@ class NotShareableError(CoordinatorError):
         self.reason = reason
         super().__init__(f"memory at {pointer:#x} cannot be shared: {reason}")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.pointer, self.reason)
-
 
 class IpcUnavailableError(CoordinatorError):
     """The ranks of a group cannot use each other's device memory; all of them raise this.
@@ -57,9 +51,6 @@ class IpcUnavailableError(CoordinatorError):
         self.rank = rank
         self.reason = reason
         super().__init__(f"rank {rank} cannot use its peers' device memory: {reason}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, self.reason)
 
 
 __all__ = ["DeviceError", "IpcUnavailableError", "NotShareableError"]

@@ -66,6 +66,15 @@ def test_an_error_travels(error: CoordinatorError) -> None:
     assert vars(copy) == vars(error)
 
 
+def test_an_error_that_does_not_keep_its_arguments_travels_as_exceptions_do() -> None:
+    class Forgetful(CoordinatorError):
+        def __init__(self, reason: str) -> None:
+            super().__init__(f"for {reason}")
+
+    error = Forgetful("nothing")
+    assert error.__reduce__()[:2] == (Forgetful, ("for nothing",))
+
+
 @pytest.mark.parametrize("error", EVERY, ids=lambda each: type(each).__name__)
 def test_an_error_stands_in_the_tree_of_the_docstring(error: CoordinatorError) -> None:
     assert isinstance(error, CoordinatorError)

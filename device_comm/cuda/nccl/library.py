@@ -84,9 +84,6 @@ class NcclError(CoordinatorError):
         name = Result(result).name if known else f"error {result}"
         super().__init__(f"{function}: {name}{detail and ': '}{detail}")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.function, self.result, self.detail)
-
 
 class NcclUnavailableError(CoordinatorError):
     """This process has no usable NCCL; the message says why."""
