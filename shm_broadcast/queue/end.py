@@ -30,19 +30,19 @@ class QueueEnd:
     def __init__(
         self,
         handle: QueueHandle,
-        *,
-        board: Board | None,
-        ring: Segment | None,
         end: QueueWriter | QueueReader,
-        owns_board: bool,
+        board: Board | None = None,
+        ring: Segment | None = None,
+        *,
+        owns_board: bool = False,
     ) -> None:
         """For `MessageQueue` only.
 
         Args:
             handle: what the other members join with.
+            end: the implementation that writes or reads.
             board: the board of the members on the writer's host; None at a reader on another host.
             ring: the shared memory between them; None if nobody reads on the writer's host.
-            end: the implementation that writes or reads.
             owns_board: whether to close the board with this end.
         """
         self._handle = handle

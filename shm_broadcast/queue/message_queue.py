@@ -104,13 +104,9 @@ class MessageQueue(QueueEnd):
         ring = create_ring(board, 0, readers, capacity) if readers else None
         writing = RingWriter(ring, board, 0, readers) if ring else None
         blocks = _blocks(writing, zero_copy)
-        super().__init__(
-            _describe(board, ring, 0, readers, local, remote),
-            board=board,
-            ring=ring,
-            end=QueueWriter(board, codec_for(type), writing, remote, blocks, watch),
-            owns_board=True,
-        )
+        end = QueueWriter(board, codec_for(type), writing, remote, blocks, watch)
+        handle = _describe(board, ring, 0, readers, local, remote)
+        super().__init__(handle, end, board, ring, owns_board=True)
 
     @classmethod
     def on_board(
@@ -210,8 +206,9 @@ class MessageQueue(QueueEnd):
         if secret is None:
             raise ValueError(f"rank {rank} reads from another host: it needs the launcher's secret")
         remote = RemoteReader(handle.remote, rank, secret)
-        end = DistantReader(codec_for(type), remote, watch)
-        return cls._of(handle, board=None, ring=None, end=end, owns_board=False)
+        queue = cls.__new__(cls)
+        QueueEnd.__init__(queue, handle, DistantReader(codec_for(type), remote, watch))
+        return queue
 
     @classmethod
     def create_from_process_group(
@@ -379,20 +376,8 @@ class MessageQueue(QueueEnd):
         else:
             reading = RingReader(ring, board, member, readers.index(member), len(readers), writer)
             end = LocalReader(board, codec, reading, writer, AdaptiveSpin(spin_seconds), watch)
-        return cls._of(handle, board=board, ring=ring, end=end, owns_board=owns_board)
-
-    @classmethod
-    def _of(
-        cls,
-        handle: QueueHandle,
-        *,
-        board: Board | None,
-        ring: Segment | None,
-        end: QueueWriter | QueueReader,
-        owns_board: bool,
-    ) -> MessageQueue:
         queue = cls.__new__(cls)
-        QueueEnd.__init__(queue, handle, board=board, ring=ring, end=end, owns_board=owns_board)
+        QueueEnd.__init__(queue, handle, end, board, ring, owns_board=owns_board)
         return queue
 
 

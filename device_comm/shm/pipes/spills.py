@@ -63,9 +63,7 @@ class SentSpill(Spill):
 class SpillPool:
     """The spills that one rank sends. Thread-safe: transfers to several ranks go on at once."""
 
-    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
-        """Keep spills with room for ``kept_bytes``."""
-        self._kept_limit = kept_bytes
+    def __init__(self) -> None:
         self._spills: list[SentSpill] = []
         self._lock = threading.Lock()
 
@@ -112,7 +110,7 @@ class SpillPool:
     def _free_or_new(self, wanted: int, spare: int) -> SentSpill:
         room = min(align(wanted, SMALLEST_ROOM), KEPT_ROOM)
         found = self._free(room)
-        if found is None and self._kept() + room <= self._kept_limit:
+        if found is None and self._kept() + room <= KEPT_BYTES:
             return self._make(room, kept=True)
         return found or self._make(min(wanted, max(spare, 2 * KEPT_ROOM)), kept=False)
 
