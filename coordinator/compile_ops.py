@@ -1,9 +1,9 @@
 # ruff: noqa: ARG001 - an op and its fake implementation take the same arguments
 """Collectives that `torch.compile` keeps in its graph: functional custom ops.
 
-An op cannot hold a group, so it names one, and finds it in the registry below: the one
-mutable state of this package. What is returned is new: an op may not return its input, so a
-group of one does not come here.
+An op cannot hold a group, so it is given a group's name, and looks it up in the registry below: the
+one mutable state of this package. torch forbids an op to return its input, which is what a group of
+one does; so that calls no op.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Named(Protocol):
 
     @property
     def device_communicator(self) -> Communicator:
-        """What moves its tensors now; another one after the group was rebuilt."""
+        """The communicator of its tensors; rebuilding the group replaces it."""
 
 
 _groups: WeakValueDictionary[str, Named] = WeakValueDictionary()
@@ -99,13 +99,10 @@ def _(x: Tensor, dim: int, op: int, world_size: int, group: str) -> Tensor:
 
 
 class OpsOfGraph:
-    """One group's verbs as these ops; a `device_comm.verbs.runner.Traced`.
-
-    A group of one returns its input, as everywhere: an op may not.
-    """
+    """The verbs of one group by these ops; a `device_comm.verbs.runner.Traced`."""
 
     def __init__(self, name: str, world_size: int) -> None:
-        """Of the group of that unique name."""
+        """Call the ops with this group's unique name."""
         self._name = name
         self._n = world_size
 

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A container: picklable, hashable, equal where the nesting is.
+    """A container in a tree: picklable, hashable, and equal to any of the same nesting.
 
     Attributes:
         kind: dict, list, tuple, or a named tuple's class.
         keys: of a dict, in its order; otherwise empty.
-        children: what is in it, in order; None is a leaf.
+        children: the nesting of each of its items, in order; None stands for a leaf.
     """
 
     kind: type
@@ -25,7 +25,7 @@ class Node:
 
 
 Structure = Node | None
-"""The nesting of a tree; None is a leaf by itself."""
+"""The nesting of a tree; None where the tree is a single leaf."""
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:

@@ -59,11 +59,11 @@ class Communicator(
         world_size: how many ranks the group has.
         device: where the tensors are.
         name: the group's name, for errors and status.
-        watch: over the group: its board, or a `device_comm.LoneWatch`.
+        watch: notices lost members and aborts: the board, or a `device_comm.LoneWatch`.
         members: the watch's member number of each rank.
-        peers: those of all other ranks.
+        peers: the member numbers of all other ranks.
         capabilities: what the backend offers.
-        begun: what was begun in calls, for the ranks to compare.
+        begun: counts the operations begun in a pool's call, so that ranks can be compared.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -97,12 +97,14 @@ class Communicator(
             timeout: seconds; None: the communicator's.
 
         Raises:
-            GroupTimeoutError: it has not; it is still on its way.
+            GroupTimeoutError: something has not arrived yet, and is still on its way.
         """
         self.backend.flush(Deadline.after(self.timeout if timeout is None else timeout))
 
     def close(self) -> None:
-        """Give everything back; again does nothing. The watch stays. Collective: no.
+        """Free memory and connections; the second time does nothing. Collective: no.
+
+        The watch belongs to the caller and stays open.
 
         Calls of this rank raise `GroupClosedError` from then on.
         """
@@ -115,7 +117,7 @@ class Communicator(
 
         Args:
             error: why.
-            culprit: the rank in the group that it is about; None: this one.
+            culprit: the rank in the group that failed; None: this one.
         """
         self.watch.abort(error, None if culprit is None else self.members[culprit])
         self.backend.discard()

@@ -1,7 +1,7 @@
 """How numbers of several ranks become one: the operations, what they accept, and what they mean.
 
-`reduce_in_rank_order` is the meaning: rank 0's value first, then the others in rank
-order, half precision accumulated in float32. Whoever reduces locally uses it.
+`reduce_in_rank_order` defines the result: it begins with rank 0's value and takes the others in
+rank order; half precision is accumulated in float32. Whatever reduces in Python calls it.
 """
 
 from __future__ import annotations

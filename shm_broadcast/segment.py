@@ -158,15 +158,12 @@ class Segment:
         self._release()
 
     def __enter__(self) -> Self:
-        """Give the segment itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the segment."""
         self.close()
 
     def __repr__(self) -> str:
-        """Show the size and the nonce."""
         state = ", closed" if self.closed else ""
         return f"Segment({self.size} bytes, nonce={self.nonce.hex()[:8]}{state})"
 

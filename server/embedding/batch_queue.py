@@ -1,9 +1,9 @@
-"""Requests that wait to be computed, shared out in batches: by tokens, and fairly.
+"""Decides which items of the requests that wait go into the next batch.
 
-Pure logic: no waiting, no tasks. The requests that wait take turns, in the order of arrival. In
-its turn one puts into the batch what it has, up to a share of it; what is left over waits for its
-next turn, behind the others (deficit round robin). So a small request waits for one share of each
-that came before it, however large these are, and a large one alone fills whole batches.
+Pure logic: no waiting, no tasks. The requests take turns, in the order of arrival. In its turn a
+request may fill a share of a batch's tokens; the rest of its items wait for its next turn, behind
+the other requests (deficit round robin). So a small request waits for one share of each request
+that came before it, however large these are, and a large one that is alone fills whole batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Item = TypeVar("Item", bound="Sized")
 Result = TypeVar("Result")
 
 _SHARES = 4
-"""A turn takes one part in so many of a batch."""
+"""In one turn a request may fill a batch to one part in this many."""
 
 
 @dataclass(eq=False)
@@ -31,11 +31,11 @@ class BatchRequest(Generic[Item, Result]):
 
     Attributes:
         items: what was asked; the length of each is what it costs.
-        results: by item; each is filled in once its batch is done.
+        results: one for each item, filled in once its batch is done.
         left: how many results are missing.
         answer: given ``results`` when none is missing.
-        next: the first item that waits.
-        credit: what it may still take in its turn.
+        next: the index of the first item that is in no batch yet.
+        credit: the tokens that it may still put into batches in this turn.
     """
 
     items: Sequence[Item]
@@ -47,7 +47,7 @@ class BatchRequest(Generic[Item, Result]):
 
     @property
     def waiting(self) -> int:
-        """Items that wait."""
+        """How many items are in no batch yet."""
         return len(self.items) - self.next
 
 
@@ -61,18 +61,18 @@ class RequestPiece(Generic[Item, Result]):
 
     @property
     def items(self) -> Sequence[Item]:
-        """What it asks."""
+        """The items of this part."""
         return self.request.items[self.start : self.stop]
 
 
 @dataclass
 class BatchQueue(Generic[Item, Result]):
-    """What waits.
+    """The requests of which items wait for a batch.
 
     Attributes:
-        max_tokens: of a batch; an item that has more is a batch of its own.
-        max_waiting: items that may wait.
-        waiting: items that do.
+        max_tokens: tokens of a batch at most; an item that has more is a batch of its own.
+        max_waiting: items that may wait, at most.
+        waiting: how many items wait.
     """
 
     max_tokens: int
@@ -81,7 +81,7 @@ class BatchQueue(Generic[Item, Result]):
     _turns: deque[BatchRequest[Item, Result]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Raise `ValueError` for a limit below 1."""
         if self.max_tokens < 1 or self.max_waiting < 1:
             raise ValueError(
                 "max_tokens and max_waiting must be 1 or more; "
@@ -90,7 +90,7 @@ class BatchQueue(Generic[Item, Result]):
         self._share = max(1, self.max_tokens // _SHARES)
 
     def add(self, request: BatchRequest[Item, Result]) -> None:
-        """Put a request last.
+        """Let a request wait, behind the others.
 
         Raises:
             QueueFullError: there is no room for all of it.
@@ -124,9 +124,9 @@ class BatchQueue(Generic[Item, Result]):
     def _turn(
         self, request: BatchRequest[Item, Result], room: int, first: bool
     ) -> tuple[RequestPiece[Item, Result], int, bool]:
-        """What a request puts into a batch, what that costs, and whether no room was left for more.
+        """What a request puts into a batch, how many tokens that is, and whether the batch is full.
 
-        ``first``: nothing is in the batch yet, and so one item has room, whatever it costs.
+        ``first``: the batch is empty so far, so that one item fits, however many tokens it has.
         """
         start, taken = request.next, 0
         full = False
@@ -143,7 +143,7 @@ class BatchQueue(Generic[Item, Result]):
         return RequestPiece(request, start, request.next), taken, full
 
     def drop(self, request: BatchRequest[Item, Result]) -> None:
-        """Forget what waits of a request."""
+        """Forget the items of a request that are in no batch yet."""
         if request in self._turns:
             self._turns.remove(request)
             self.waiting -= request.waiting

@@ -1,8 +1,8 @@
 """Dynamic batching: requests that wait together are computed together.
 
-Nothing is delayed to fill a batch: whenever a batch may start, it takes of what waits, up to its
-size; see `batch_queue`. What waits is bounded: a request that does not fit is refused at
-once.
+Nothing is delayed to fill a batch: as soon as a batch may start, it takes what waits, up to its
+size; `batch_queue` says of whom. The number of items that wait is bounded: a request that would
+exceed it is refused at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Batcher(Generic[Item, Result]):
 
     Args:
         compute: gives the results of a batch's items, in their order.
-        max_tokens: of a batch: of the lengths of its items.
+        max_tokens: how long the items of a batch may be together.
         max_waiting: items that may wait, beside those that are being computed.
         in_flight: batches that may be computed at once.
     """
@@ -43,16 +43,16 @@ class Batcher(Generic[Item, Result]):
 
     @property
     def waiting(self) -> int:
-        """Items that wait."""
+        """How many items wait for a batch."""
         return self._queue.waiting
 
     @property
     def running(self) -> int:
-        """Batches that are being computed."""
+        """How many batches are being computed."""
         return len(self._running)
 
     async def submit(self, items: Sequence[Item]) -> list[Result]:
-        """The results of ``items``, in their order. Whoever cancels this is not computed for.
+        """The results of ``items``, in their order. If cancelled, items that wait are dropped.
 
         Raises:
             QueueFullError: no room; nothing of it will be computed.

@@ -47,7 +47,7 @@ class Metrics:
         seconds: how long those took that were answered with 200.
         calls: batches that the workers computed, by outcome, ``"ok"`` or ``"error"``.
         batch_items: items of those batches.
-        batch_tokens: and their tokens.
+        batch_tokens: tokens of those batches.
         truncated: inputs that were cut.
 
     Args:
@@ -82,12 +82,12 @@ class Metrics:
         self._registry.register(_Workers(workers))
 
     def expose(self) -> bytes:
-        """All of it in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _Now(Collector):
-    """What the service does, when asked."""
+    """The service's activity, read whenever the metrics are."""
 
     def __init__(self, activity: Callable[[], Activity]) -> None:
         self._activity = activity
@@ -107,7 +107,7 @@ class _Now(Collector):
 
 
 class _Workers(Collector):
-    """Each worker's progress, read from the board when asked."""
+    """Each worker's progress, read from the board whenever the metrics are."""
 
     def __init__(self, workers: Callable[[], Sequence[MemberStatus]]) -> None:
         self._workers = workers

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_INPUTS = 2048
-"""Inputs of one request, as in OpenAI's API."""
+"""Inputs of one request at most, as in OpenAI's API."""
 
 Input: TypeAlias = "str | list[int]"
 
@@ -66,11 +66,11 @@ class ServedModel:
     """The model that requests have to name.
 
     Attributes:
-        name: in requests.
+        name: what requests call it.
         hidden_size: the length of its vectors.
-        max_tokens: of an input.
+        max_tokens: tokens of an input at most.
         vocabulary: how many token ids there are, from 0.
-        created: since when it is served, in seconds since the epoch.
+        created: when serving it began, in seconds since the epoch.
     """
 
     name: str
@@ -80,7 +80,7 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def entry(self) -> dict[str, object]:
-        """It, in a list of models."""
+        """The model's entry in a list of models."""
         return {
             "id": self.name,
             "object": "model",

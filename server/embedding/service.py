@@ -1,8 +1,8 @@
 """Embeddings as a service: a pool that is started beside the server, and batches for it.
 
-Life: *starting* while the workers load; *ready* once a probe call came back; *stalled* while calls
-do not move, until one is answered; *failed* for good when the workers did not start, or the pool
-broke; *stopping* from `EmbeddingService.stop` on.
+Life: *starting* while the workers load; *ready* once a probe call was answered; *stalled* while
+calls are not answered in time; *failed* for good when the workers did not start, or the pool broke;
+*stopping* from `EmbeddingService.stop` on.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ PROBE = "ready"
 """What the probe call embeds."""
 
 _UNANSWERED_SECONDS = 1.0
-"""How long clients have to take in that their requests were given up."""
+"""Seconds that clients have to read that their requests were given up, before the server ends."""
 _LEAVE_SECONDS = 3.0
-"""How long workers have to leave when all is answered."""
+"""Seconds that workers have to end once all requests are answered."""
 _FAILED_SECONDS = 2.0
-"""How long a service that has failed still tells clients and probes why."""
+"""Seconds for which a service that has failed still tells clients and probes why."""
 
 
 class NotReadyError(CoordinatorError):
-    """The service cannot answer now: it starts, stands still, has failed, or stops."""
+    """The service cannot answer now: it is starting, stalled, failed or stopping."""
 
 
 class RequestTimeoutError(CoordinatorError, TimeoutError):
-    """A request was not answered in time: there was too much before it."""
+    """A request was not answered in time: the requests before it took too long."""
 
 
 class BadInputError(CoordinatorError, ValueError):
-    """What was asked cannot be embedded; ``__cause__`` tells more."""
+    """An input cannot be embedded; ``__cause__`` is the error that says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """What was made of a request's inputs.
+    """A request's embeddings.
 
     Attributes:
-        vectors: float32 [hidden] for each.
-        n_tokens: of all of them.
-        truncated: which were longer than the model takes.
+        vectors: float32 [hidden] for each input.
+        n_tokens: how many tokens all inputs have together.
+        truncated: the numbers of the inputs that were cut, as longer than the model takes.
     """
 
     vectors: list[np.ndarray]
@@ -75,8 +75,8 @@ class EmbeddingService:
     Args:
         tokenizer: the model's.
         make_pool: starts the workers; runs in a thread.
-        max_tokens: of one call to the workers.
-        max_waiting: inputs that may wait.
+        max_tokens: tokens of one call to the workers, at most.
+        max_waiting: inputs that may wait, at most.
         in_flight: calls that may be with the workers at once.
         request_timeout: seconds for a request, waiting included; a call to the workers has half.
         stall_timeout: seconds that a call may take before the service counts as stalled.
@@ -129,7 +129,7 @@ class EmbeddingService:
 
     @property
     def stalled(self) -> str:
-        """What is known of calls that do not move; ``""`` while they do, or there are none."""
+        """Which calls were not answered in time; ``""`` unless the service is stalled."""
         return self._pool.stalled if self._probed and self._pool is not None else ""
 
     def workers(self) -> Sequence[MemberStatus]:
@@ -142,7 +142,7 @@ class EmbeddingService:
         return Activity(self.state, self._batcher.waiting, running, seconds)
 
     def status(self) -> dict[str, object]:
-        """All of it as plain data."""
+        """State, failure, load and workers as plain data, for JSON."""
         return {
             "failure": None if self.failure is None else str(self.failure),
             **asdict(self.activity()),
@@ -170,9 +170,9 @@ class EmbeddingService:
         Raises:
             NotReadyError: see `check_ready`.
             BadInputError: an input is too long, or not for this model.
-            QueueFullError: too much waits.
+            QueueFullError: too many inputs wait.
             CallTimeoutError: the workers did not answer in time; says which.
-            RequestTimeoutError: too much was computed before it.
+            RequestTimeoutError: the requests before it took too long.
             CoordinatorError: the workers failed.
         """
         self.check_ready()
@@ -200,8 +200,8 @@ class EmbeddingService:
         self._running = asyncio.create_task(self._run(on_failure))
 
     async def stop(self) -> None:
-        """Finish what was accepted, then end the workers. Workers that still load are left to the
-        end of this process, which ends them.
+        """Finish what was accepted, then end the workers. Workers that still load end when this
+        process does.
         """
         self._stopping = True
         if self._running is not None:
@@ -215,7 +215,7 @@ class EmbeddingService:
         """End the workers now: requests that wait get an error. From any thread or signal handler.
 
         Args:
-            then: called in the event loop when those who asked have had time to hear it.
+            then: called in the event loop after clients have had time to read that error.
         """
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._begin_giving_up, then)

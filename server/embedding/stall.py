@@ -1,7 +1,7 @@
-"""Whether a pool's calls move. Pure logic: the time is an argument.
+"""Decides whether a pool answers its calls. Pure logic: the time is an argument.
 
-Calls stand still while one has run for longer than any should, and after one has run out of time,
-until another is answered.
+It counts as stalled while a call has run for longer than the limit, and, after a call has timed
+out, until another one is answered.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class StallWatch:
     """The calls of one pool that are under way.
 
     Attributes:
-        limit: seconds that a call may run before calls count as standing still.
+        limit: seconds that a call may run before the pool counts as stalled.
     """
 
     limit: float
@@ -29,13 +29,13 @@ class StallWatch:
         return self._number
 
     def end(self, number: int, *, answered: bool) -> None:
-        """A call is over: the workers answered it, be it with an error, or its time did run out."""
+        """A call has ended: it was answered, with a result or an error, or it timed out."""
         del self._began[number]
         self._timed_out = not answered
 
     @property
     def running(self) -> int:
-        """Calls under way."""
+        """How many calls are under way."""
         return len(self._began)
 
     def oldest(self, now: float) -> float:
@@ -43,5 +43,5 @@ class StallWatch:
         return now - min(self._began.values(), default=now)
 
     def stalled(self, now: float) -> bool:
-        """Whether calls stand still."""
+        """Whether the pool counts as stalled."""
         return self._timed_out or self.oldest(now) >= self.limit

@@ -1,8 +1,8 @@
-"""Tokenising requests beside the event loop, a piece of each in turn.
+"""Tokenises requests in a thread beside the event loop, in pieces that take turns.
 
-A request's next piece is begun when its last one is done, behind those that others have begun
-meanwhile: a small request waits for one piece of each large one. A single short text waits for
-nobody: the thread would take longer to wake than the text takes.
+The next piece of a request is queued when the one before it is done, behind the pieces of other
+requests: so a small request waits for one piece of each large one. A single short text is tokenised
+in the event loop itself: to wake the thread would take longer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from .openai_api import Input
 
 _PIECE_CHARACTERS = 1 << 15
-"""Of a piece, about; takes some 10 ms, and 10 MB for the time."""
+"""About how long a piece is; it takes some 10 ms, and 10 MB of memory meanwhile."""
 _SHORT_CHARACTERS = 1 << 10
-"""Of a text that the event loop tokenises itself; takes 1 ms at most."""
+"""The longest text that the event loop tokenises itself; it takes 1 ms at most."""
 
 
 class Tokenizing:
@@ -49,7 +49,7 @@ class Tokenizing:
         return found
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Tokenise nothing more; pieces that are queued are dropped."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _pieces(self, inputs: Sequence[Input]) -> Iterator[tuple[int, int]]:

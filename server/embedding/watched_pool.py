@@ -1,4 +1,4 @@
-"""A pool whose calls are counted and watched: whether it lives, and whether they move."""
+"""A worker pool whose calls are counted, and which is watched for stalls and for its end."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class WatchedPool:
     """A running pool; belongs to one event loop.
 
     Args:
-        pool: it.
+        pool: the pool, which has started.
         metrics: where its calls are counted.
         call_timeout: seconds for a call.
-        stall_timeout: seconds that a call may take before calls count as standing still.
+        stall_timeout: seconds that a call may take before the pool counts as stalled.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class WatchedPool:
 
     @property
     def stalled(self) -> str:
-        """What is known of calls that do not move; ``""`` while they do, or there are none."""
+        """Which calls were not answered in time; ``""`` unless the pool is stalled."""
         now = time.monotonic()
         if not self._watch.stalled(now):
             return ""
@@ -73,7 +73,7 @@ class WatchedPool:
 
         Raises:
             CallTimeoutError: the workers did not answer in time; says which.
-            CoordinatorError: they failed.
+            CoordinatorError: the workers failed.
         """
         outcome, answered = "error", True
         number = self._watch.begin(time.monotonic())
@@ -93,10 +93,10 @@ class WatchedPool:
         return list(vectors)
 
     async def watch(self, probe: list[np.ndarray]) -> None:
-        """Log when calls stop to move, and when they move again; return when the pool has broken.
+        """Log when the pool stalls, and when it answers again; return when the pool has broken.
 
         Args:
-            probe: what to embed to see whether they do.
+            probe: what to embed in order to find out whether a stalled pool answers again.
         """
         stalled = ""
         probing: asyncio.Task[Any] | None = None

@@ -1,4 +1,4 @@
-"""A line for each request, and an id that tells which: in the log, in the answer, in error logs.
+"""Logs a line for each request, with an id that also stands in the answer and in error logs.
 
 The id is the client's own (``X-Request-ID``) where it is short and printable; else a new one.
 """
@@ -32,7 +32,7 @@ class AccessLog:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take a request, if it is one."""
+        """Answer a request; what is not HTTP is passed on as it is."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

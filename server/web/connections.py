@@ -1,15 +1,16 @@
-"""One client's connection: uvicorn's, with an end to each wait for the client, and to their number.
+"""One client's connection: uvicorn's, with limits to how long it waits, and to their number.
 
-What a client owes, and how long it has: the head of a request, `ConnectionLimits.head_seconds`; its
-body, ``body_seconds``; taking the answer, ``send_seconds``. Who is late is told so (408) where that
-is still possible, and cut off. (An end to idle connections is uvicorn's own.)
+The server waits for the head of a request for `ConnectionLimits.head_seconds`, for its body for
+``body_seconds``, and for the client to read the answer for ``send_seconds``. A client that takes
+longer is told so (408), unless an answer was begun, and disconnected. (Connections without a
+request are closed by uvicorn itself.)
 
-Where there are too many connections, the one that has kept the server waiting longest gives way to
-a new one. So whoever holds connections without asking anything keeps nobody else out.
+Where there are too many connections, the one that has kept the server waiting longest is closed for
+a new one. So clients that hold connections and send no request cannot keep others out.
 
-A client that has shut down its sending side still gets its answer. It cannot be told from one that
-has left, for both send the same; but one that has left answers to a byte with a reset. So the
-first letter of the answer, which is always the same, is sent ahead, and the reset is looked for.
+A client that has shut down its sending side still gets its answer. The server sees the same of one
+that has left; but the host of one that has left answers any byte with a reset. So the first byte of
+the answer, which is always the same, is sent at once, and the server looks for a reset.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _AHEAD = b"H"
-"""Of ``HTTP/1.1``."""
+"""The first byte of every answer, which begins with ``HTTP/1.1``."""
 _LOOK_SECONDS = 0.2
-"""How often to look whether a client that sends no more has left."""
+"""Seconds between two looks whether a client that sends no more has left."""
 
 _LATE = ApiError(408, "the request did not arrive in time")
 _MOVED = ApiError(503, "the server is shutting down", "server_error", code="not_ready")
@@ -40,14 +41,14 @@ _FULL = ApiError(503, "the server has too many connections", "server_error", cod
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What clients may take.
+    """How many connections there may be, and how long the server waits for their clients.
 
     Attributes:
-        connections: at once.
+        connections: how many may be open at once.
         head_seconds: for the head of a request, counted from its first byte, and for a new
             connection from its beginning.
         body_seconds: for the body, counted from the end of the head.
-        send_seconds: to take what was sent.
+        send_seconds: for the client to read what was sent.
     """
 
     connections: int = 1000
@@ -57,13 +58,13 @@ class ConnectionLimits:
 
 
 class TimedConnection(H11Protocol):
-    """A connection that ends in time.
+    """A connection that waits for its client for a limited time.
 
     Attributes:
-        limits: what clients may take.
-        owed: what the client owes: ``"head"``, ``"body"``, ``"taking"``, ``"request"`` (it is
-            idle), or ``""``: it waits for its answer.
-        since: since when, by the monotonic clock.
+        limits: how long it waits.
+        owed: what it waits for: ``"head"``, ``"body"``, ``"taking"`` (the client has not read all
+            that was sent), ``"request"`` (it is idle), or ``""``: the client waits for the server.
+        since: when that began, by the monotonic clock.
     """
 
     limits: ClassVar = ConnectionLimits()
@@ -86,19 +87,19 @@ class TimedConnection(H11Protocol):
         self._half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection, at the cost of another one where there are too many."""
+        """Take the connection; where there are too many, close another one for it."""
         super().connection_made(transport)
         self._note("head")
         if len(self.connections) > self.limits.connections and not self._displace():
             self._refuse(_FULL)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is over."""
+        """The connection was closed: wait for nothing more."""
         super().connection_lost(exc)
         self._note("")
 
     def data_received(self, data: bytes) -> None:
-        """Take in some bytes."""
+        """Take in some bytes from the client."""
         super().data_received(data)
         self._note(self._what_is_owed())
 
@@ -110,7 +111,7 @@ class TimedConnection(H11Protocol):
         self._note(self._what_is_owed())
 
     def resume_writing(self) -> None:
-        """The client takes what was sent."""
+        """The client has read enough of what was sent for more to be sent."""
         super().resume_writing()
         self._note(self._what_is_owed())
 
@@ -124,7 +125,7 @@ class TimedConnection(H11Protocol):
         return self._half_closed
 
     def shutdown(self) -> None:
-        """The server ends: what was not asked wholly yet is not waited for."""
+        """The server ends: a request that has not arrived as a whole is not waited for."""
         if self.cycle is None or self.owed == "":
             super().shutdown()
         elif self.owed == "body" and not self.cycle.response_started:
@@ -146,7 +147,7 @@ class TimedConnection(H11Protocol):
         return "head" if self.conn.trailing_data[0] else "request"
 
     def _note(self, owed: str) -> None:
-        """The client owes this from now on, unless it did before."""
+        """Wait for this from now on; the time runs on if it is what was waited for before."""
         if owed == self.owed:
             return
         self.owed = owed
@@ -164,7 +165,7 @@ class TimedConnection(H11Protocol):
             self._refuse(_LATE)
 
     def _displace(self) -> bool:
-        """Whether another connection gave way."""
+        """Close the connection that has kept the server waiting longest; whether there is one."""
         waiting = [
             each
             for each in self.connections
@@ -176,14 +177,14 @@ class TimedConnection(H11Protocol):
         return True
 
     def give_way(self) -> None:
-        """Close the connection: its client has kept the server waiting."""
+        """Close the connection in favour of a new one."""
         if self.owed in ("head", "body"):
             self._refuse(_LATE)
         else:
             self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
-        """Say why, where no answer was begun, and close."""
+        """Close the connection, and say why unless an answer was begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = error.body()
             headers = [
@@ -215,11 +216,11 @@ class TimedConnection(H11Protocol):
 
 
 class _Rest:
-    """A transport to which the beginning of what is written has been sent already.
+    """A transport on which the first bytes of the answer have been sent already.
 
     Args:
-        transport: whose.
-        sent: how many bytes.
+        transport: where the rest is written.
+        sent: how many bytes have been sent.
     """
 
     def __init__(self, transport: asyncio.Transport, sent: int) -> None:
@@ -229,6 +230,6 @@ class _Rest:
         self.is_closing: Callable[[], bool] = transport.is_closing
 
     def write(self, data: bytes) -> None:
-        """Send what was not yet."""
+        """Send ``data`` without the bytes that were sent already."""
         ahead, self._sent = self._sent, 0
         self._write(data[ahead:])

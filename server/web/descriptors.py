@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _OWN = 32
-"""Descriptors that are not the clients': of the event loop, of files that are read."""
+"""Descriptors kept for the process itself: for the event loop, and files that are read."""
 _PER_WORKER = 16
-"""And of each worker: queues, channels, process descriptors."""
+"""Descriptors kept for each worker: queues, channels, process descriptors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What clients may take.
+    """How many descriptors clients may use.
 
     Attributes:
-        connections: at once.
-        accepts: connections that are accepted before one of them is looked at.
+        connections: how many may be open at once.
+        accepts: how many the event loop may accept before it looks at the first of them.
     """
 
     connections: int
@@ -26,7 +26,7 @@ class Shares:
 
 
 def raise_limit() -> int:
-    """Raise the limit of open files as far as this user may; the limit."""
+    """Raise the limit of open files as far as this user may; returns the new limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
@@ -36,12 +36,12 @@ def share_out(limit: int, wanted: int, n_workers: int) -> Shares:
     """How many of ``limit`` descriptors clients may take, while workers have not started.
 
     Args:
-        limit: descriptors of this process.
-        wanted: connections.
+        limit: how many descriptors this process may have.
+        wanted: how many connections were asked for.
         n_workers: how many will be started.
 
     Raises:
-        OSError: too few are left for one.
+        OSError: none is left for a connection.
     """
     reserve = _OWN + _PER_WORKER * n_workers
     accepts = reserve // 4

@@ -36,7 +36,7 @@ def listen(host: str, port: int) -> socket.socket:
         port: 0: any free one.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: nothing can listen at this address; says why.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -50,6 +50,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url(listener: socket.socket) -> str:
-    """How clients reach it."""
+    """The URL at which clients reach ``listener``."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

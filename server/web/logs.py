@@ -1,6 +1,6 @@
-"""What the service writes about itself: lines with a time, on stderr, and never a flood of them.
+"""The service's log on stderr, in which no line is repeated without limit, and its access log.
 
-And about requests, if that is wanted: a line for each, on stdout.
+The access log is written to stdout, a line for each request, if that is wanted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sparing(logging.Filter):
     """Lets through some records of a kind in each minute, and counts the others.
 
     A kind is a logger and its format string: what differs between two records is their arguments.
-    So nobody who can provoke a line, be it a client, can fill a disk.
+    So a client that can provoke a line cannot fill the disk with it.
     """
 
     def __init__(self, limit: int = _KIND_LIMIT, seconds: float = _KIND_SECONDS) -> None:
@@ -48,7 +48,7 @@ class Sparing(logging.Filter):
         self._since: dict[tuple[str, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to write ``record``; the last one of its kind that is says so."""
+        """Whether to write ``record``; the last one before others are left out says so."""
         kind = (record.name, str(record.msg))
         since, count = self._since.get(kind, (record.created, 0))
         if record.created - since >= self._seconds:
@@ -78,7 +78,7 @@ def _facts(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def configure(access: str) -> None:
-    """Write the records of the whole process to stderr, those of the others from warnings up.
+    """Write this package's records to stderr, and those of all others from warnings up.
 
     Args:
         access: how to write requests to stdout, one of `ACCESS_MODES`.

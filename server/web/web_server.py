@@ -1,4 +1,4 @@
-"""uvicorn, ended by signals as this service wants it.
+"""uvicorn, with an orderly end at the first signal and a quick one at the second.
 
 The first SIGTERM, SIGINT or SIGHUP: refuse new connections, finish what was accepted. A second one,
 whichever of them, or the end of the time to drain: give up what is unfinished. uvicorn alone hears
@@ -33,7 +33,7 @@ class WebServer(uvicorn.Server):
     Args:
         config: uvicorn's.
         give_up: called once to give up what is unfinished, in the main thread, between any two
-            instructions; it has to call its argument when clients have heard of it.
+            instructions; it must call its argument after clients have had time to read of it.
         drain_seconds: how long it may take from the first signal to finish what was accepted.
     """
 
@@ -57,7 +57,7 @@ class WebServer(uvicorn.Server):
             self._give_up_now()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finish what was accepted, for some time."""
+        """Finish what was accepted; after ``drain_seconds`` give it up."""
         over = asyncio.get_running_loop().call_later(self._drain_seconds, self._give_up_now)
         try:
             await super().shutdown(sockets)
@@ -84,7 +84,7 @@ class WebServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave them as they are, in place of uvicorn's own handling."""
+        """Leave signals as they are; uvicorn would take them over here."""
         yield
 
     def _give_up_now(self) -> None:

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 
 LIVENESS_SECONDS: Final = 0.1
-"""How often a sleeping member looks whether those it waits for still live: that costs more than all
-else that it does between two slices of sleep."""
+"""Seconds between two looks of a sleeping member whether those it waits for still live. It wakes
+more often than that, but this look costs more than all else that it then does."""
 
 
 class BoardHandle(msgspec.Struct, frozen=True):
@@ -167,7 +167,7 @@ class Board:
         return self._closed
 
     def hear(self, elsewhere: Elsewhere) -> None:
-        """Have ``elsewhere`` tell of the members that are on other hosts."""
+        """Learn from ``elsewhere`` what members on other hosts do."""
         self._members.elsewhere = elsewhere
 
     def slot_offset(self, member: int) -> int:
@@ -231,7 +231,7 @@ class Board:
         member = self._require_member("abort")
         about = self._lost_by(error, member) if culprit is None else culprit
         self.report(member, *describe(error), about)
-        self.catch_up()  # the others hear of it before anything else is done about it
+        self.catch_up()  # other hosts are told before this call does anything else
 
     def report(self, member: int, kind: str, message: str, culprit: int) -> None:
         """Abort with what ``member`` has reported, on this host or on another one."""
@@ -384,15 +384,12 @@ class Board:
             self._segment.close()
 
     def __enter__(self) -> Self:
-        """Give the board itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the board."""
         self.close()
 
     def __repr__(self) -> str:
-        """Show name, members and this process's slot."""
         state = ", closed" if self._closed else ""
         return f"Board({self.name!r}, member={self.member} of {self.n_members}{state})"
 

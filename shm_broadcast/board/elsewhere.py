@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from shm_broadcast.errors import MemberStatus
 
 _SEEN_WITHIN: Final = 0.5
-"""Seconds until a member's end is seen on its host: a broken connection tells it sooner."""
+"""Seconds until a member's end has surely been noticed on its own host; a connection to it breaks
+earlier."""
 
 
 class Elsewhere(Protocol):
-    """What this process has heard of the members that are on other hosts."""
+    """What is known in this process about the members that are on other hosts."""
 
     def status(self, member: int) -> MemberStatus | None:
         """What ``member`` was last heard to do; None if it is on this host."""
@@ -27,7 +28,7 @@ class Elsewhere(Protocol):
         """Whether ``member`` has died or left, or its host has been silent for too long."""
 
     def suspect(self, members: Iterable[int]) -> float:
-        """A connection with one of ``members`` broke: take less silence for its host's end.
+        """A connection with one of ``members`` broke: believe sooner that a silent host is gone.
 
         Returns:
             The seconds within which it will be known which of them has gone, if one has.
@@ -47,18 +48,18 @@ class OneHost:
     """No member is on another host."""
 
     def status(self, member: int) -> None:
-        """Nothing was heard: what stands on the board counts."""
+        """None: every member is on this host."""
 
     def gone(self, member: int) -> bool:  # noqa: ARG002
-        """No: its process tells."""
+        """False: whether a member's process runs is looked up instead."""
         return False
 
     def suspect(self, members: Iterable[int]) -> float:  # noqa: ARG002
-        """A process that ends is seen soon."""
+        """The seconds until the end of a process on this host is noticed."""
         return _SEEN_WITHIN
 
     def blame(self, member: int) -> None:
-        """Its process tells."""
+        """Nothing to note: whether its process runs is looked up."""
 
     def swap(self) -> None:
         """There is nobody to swap with."""

@@ -1,4 +1,4 @@
-"""The failures on a board: each member can report one, the first to claim the abort word counts."""
+"""The failures on a board: each member can report one; the first to claim the abort word aborts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def report_failure(
 
 
 def forget_failure(segment: Segment, n_members: int, member: int) -> None:
-    """Make room for a failure of ``member``'s successor, unless the group was aborted by it."""
+    """Let ``member``'s successor report a failure, unless that of ``member`` aborted the group."""
     if segment.words.load32(layout.BOARD_ABORT) != member + 1:
         slot = layout.failure_slot(member, n_members)
         segment.words.store32(slot + layout.FAILURE_CLAIMED, 0)

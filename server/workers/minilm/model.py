@@ -99,7 +99,7 @@ class Layer(nn.Module):
             linear.prepack()
 
     def forward(self, x: torch.Tensor, spans: Sequence[AttentionSpan]) -> torch.Tensor:
-        """``spans``: what of the batch attends together."""
+        """``spans``: the parts of the batch within which tokens attend to each other."""
         parts = self.attending(x).chunk(3, dim=1)
         heads = [self._attend(span, *(part[span.tokens] for part in parts)) for span in spans]
         attended = heads[0] if len(heads) == 1 else torch.cat(heads)

@@ -185,8 +185,8 @@ class ModelFolder:
         """Check what shall be embedded: texts, or token ids with the special ones among them.
 
         Args:
-            inputs: what it is, of any length but 0 where it is token ids.
-            first: what errors call the first one.
+            inputs: texts of any length; of token ids one or more.
+            first: the number of the first input, for errors.
 
         Raises:
             TypeError: ``inputs`` is one text, or an input is neither text nor token ids.

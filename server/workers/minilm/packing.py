@@ -1,7 +1,7 @@
 """Token lists end to end, without padding: what a model computes at once.
 
-Only attention needs one row per input. There inputs of like lengths are padded to the longest of
-them, `AttentionSpan` by span, so that padding never takes more than the tokens themselves.
+Only attention needs one row per input. For it, inputs of similar length form an `AttentionSpan` and
+are padded to the longest of them, so that there is never more padding than tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _SHORT = 16
-"""Inputs up to so long are padded to one length: there an operation costs more than its tokens."""
+"""Inputs of up to so many tokens form one span: one more span costs more than the padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class TokenArrangement:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpan:
-    """Inputs of a batch that attention takes together.
+    """Inputs of a batch that are padded to one length, for attention.
 
     Attributes:
         tokens: where their tokens stand in the batch.
         shape: how many inputs, and the tokens of the longest.
-        places: int64: where each token stands among those that are padded; ``None`` if none is.
+        places: int64: the row of each token once they are padded; ``None`` if none is padded.
         mask: bool [inputs, 1, 1, longest]: where a token stands; ``None`` if everywhere.
     """
 
@@ -80,7 +80,7 @@ def make_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[PackedBatc
 
 
 def arrange(lengths: Sequence[int], device: torch.device) -> TokenArrangement:
-    """How the tokens of inputs stand that have ``lengths`` tokens, falling."""
+    """How the tokens of a batch stand whose inputs have ``lengths`` tokens, the longest first."""
     return TokenArrangement(
         torch.tensor(lengths, device=device),
         torch.cat([torch.arange(length) for length in lengths]).to(device),

@@ -15,7 +15,7 @@ from torch.nn import functional
 _BLOCK = 128
 """Rows computed at once; fewer make poor use of the caches, more need more memory for kernels."""
 _COARSE, _FINE = 32, 8
-"""Blocks have a multiple of so many rows: of the coarse one beyond twice of it."""
+"""A block is filled up to a multiple of these rows: of `_COARSE` beyond ``2 * _COARSE`` rows."""
 
 
 def can_prepack(weight: torch.Tensor) -> bool:

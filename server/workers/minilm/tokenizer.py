@@ -17,7 +17,7 @@ class InputTooLongError(ValueError):
     """An input is longer than the model takes, and was not to be truncated.
 
     Attributes:
-        index: which one.
+        index: the number of the input in its request.
         length: how long it is.
         limit: how long it may be.
         unit: of both: ``"tokens"`` or ``"characters"``.
@@ -40,7 +40,7 @@ class Encoded:
 
     Attributes:
         tokens: int32 [length] for each input, special tokens included.
-        truncated: which inputs were longer.
+        truncated: the numbers of the inputs that were cut.
     """
 
     tokens: list[np.ndarray] = field(default_factory=list)
@@ -51,8 +51,8 @@ class SentenceTokenizer:
     """The tokenizer of a model folder.
 
     Attributes:
-        max_characters: of a text; what is beyond is not looked at, whatever it is. It is as many as
-            the model's most tokens can hold, so that a text costs no more than its tokens do.
+        max_characters: how much of a text is looked at. No more characters fit into the tokens that
+            the model takes, so that a longer text costs no more than these tokens do.
 
     Args:
         folder: the model.
@@ -104,7 +104,7 @@ class SentenceTokenizer:
         return found
 
     def _cut(self, index: int, item: str | Sequence[int], truncate: bool) -> str | Sequence[int]:
-        """What of an input is looked at."""
+        """The part of an input that is looked at."""
         limit = self._folder.max_length
         if not isinstance(item, str):
             return [*item[: limit - 1], item[-1]] if truncate and len(item) > limit else item
