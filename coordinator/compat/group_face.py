@@ -84,20 +84,17 @@ class GroupFace:
         """The sum of every ``input_``; of one member, ``input_`` itself. Collective: yes."""
         if self.world_size == 1:
             return input_
-        result: Tensor = self.group.all_reduce(input_)
-        return result
+        return self.group.all_reduce(input_)
 
     def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
         """Every ``input_``, concatenated, on ``dst``; None elsewhere. Collective: yes."""
         if self.world_size == 1:
             return input_
-        result: Tensor | None = self.group.gather(input_, dst, dim)
-        return result
+        return self.group.gather(input_, dst, dim)
 
     def broadcast(self, input_: Tensor, src: int = 0) -> Tensor:
         """Fill ``input_`` with that of ``src``; returns it. Collective: yes, every member."""
-        result: Tensor = self.group.broadcast_(input_, src)
-        return result
+        return self.group.broadcast_(input_, src)
 
     def send(self, tensor: Tensor, dst: int | None = None) -> None:
         """Send a tensor; None: to the next rank. Collective: no, the two members."""
@@ -124,8 +121,7 @@ class GroupFace:
         group: ProcessGroup | None = None,  # noqa: ARG002 - the original ignores it as well
     ) -> list[Any]:
         """Fill every member's list with the objects of ``src``'s. Collective: yes."""
-        result: list[Any] = self.group.broadcast_object_list(obj_list, src)
-        return result
+        return self.group.broadcast_object_list(obj_list, src)
 
     def broadcast_tensor_dict(
         self,

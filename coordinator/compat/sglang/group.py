@@ -135,8 +135,7 @@ class GroupCoordinator(GroupFace):
             return None
         if self.world_size == 1:
             return input_
-        result: Tensor = self.group.all_gather(input_, dim)
-        return result
+        return self.group.all_gather(input_, dim)
 
     def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> None:  # noqa: A002
         """Fill ``output`` with every ``input``, one after the other. Collective: yes.
@@ -186,15 +185,13 @@ class GroupCoordinator(GroupFace):
         """This member's part of the sum, along ``dim``. Collective: yes, every member."""
         if self.world_size == 1:
             return input_
-        result: Tensor = self.group.reduce_scatter(input_, dim)
-        return result
+        return self.group.reduce_scatter(input_, dim)
 
     def reduce_scatterv(
         self, input_: Tensor, output: Tensor | None = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
         """This member's rows of the sum, ``sizes[r]`` for rank r. Collective: yes."""
-        result: Tensor = self.group.reduce_scatterv(input_, 0, sizes, out=output)
-        return result
+        return self.group.reduce_scatterv(input_, 0, sizes, out=output)
 
     def all_to_all_single(self, output: Tensor, input: Tensor) -> None:  # noqa: A002
         """Part r of ``input``'s rows goes to rank r's ``output``. Collective: yes."""
@@ -204,8 +201,7 @@ class GroupCoordinator(GroupFace):
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every member's object, by rank in the group. Collective: yes, every member."""
-        result: list[Any] = self.group.all_gather_object(obj)
-        return result
+        return self.group.all_gather_object(obj)
 
     def send_object(
         self, obj: Any, dst: int, async_send: bool = False, tag: int = 0

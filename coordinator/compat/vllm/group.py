@@ -62,8 +62,7 @@ class GroupCoordinator(RowVerbs):
 
     def cpu_all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sum a CPU tensor into itself. Collective: yes, every member."""
-        result: Tensor = self.group.cpu_all_reduce_(tensor)
-        return result
+        return self.group.cpu_all_reduce_(tensor)
 
     def make_sibling_device_group(self, group_desc: str | None = None) -> ProcessGroup:
         """One more torch process group of the members, closed with this. Collective: yes."""

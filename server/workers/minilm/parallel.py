@@ -147,8 +147,7 @@ class VocabEmbedding(ShardedModule):
         local = ids - rows * self.group.rank_in_group
         elsewhere = (local < 0) | (local >= rows)
         found = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        whole: torch.Tensor = self.group.all_reduce_(found.masked_fill_(elsewhere.unsqueeze(-1), 0))
-        return whole
+        return self.group.all_reduce_(found.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
 
 def whole_parameters(model: nn.Module) -> dict[str, WholeParameter]:

@@ -22,8 +22,7 @@ class RowVerbs(GroupFace):
         """Every ``input_``, concatenated; of one member, ``input_`` itself."""
         if self.world_size == 1:
             return input_
-        result: Tensor = self.group.all_gather(input_, dim)
-        return result
+        return self.group.all_gather(input_, dim)
 
     def all_gatherv(
         self,
@@ -38,15 +37,13 @@ class RowVerbs(GroupFace):
         """This member's part of the sum; of one member, ``input_`` itself."""
         if self.world_size == 1:
             return input_
-        result: Tensor = self.group.reduce_scatter(input_, dim)
-        return result
+        return self.group.reduce_scatter(input_, dim)
 
     def reduce_scatterv(
         self, input_: Tensor, dim: int = -1, sizes: Sequence[int] | None = None
     ) -> Tensor:
         """As `reduce_scatter`, with ``sizes[r]`` rows for rank r."""
-        result: Tensor = self.group.reduce_scatterv(input_, dim, sizes)
-        return result
+        return self.group.reduce_scatterv(input_, dim, sizes)
 
     def reduce_scatterv_into_output(
         self,
@@ -56,8 +53,7 @@ class RowVerbs(GroupFace):
         sizes: Sequence[int] | None = None,
     ) -> Tensor:
         """As `reduce_scatterv`, into ``output``, which is returned."""
-        result: Tensor = self.group.reduce_scatterv_into_output(input_, output, dim, sizes)
-        return result
+        return self.group.reduce_scatterv_into_output(input_, output, dim, sizes)
 
     # --- experts -------------------------------------------------------------------------
 
@@ -88,8 +84,7 @@ class RowVerbs(GroupFace):
 
     def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
         """The sum of all members' results, for this member's rows."""
-        result: Tensor = self.group.combine(hidden_states, is_sequence_parallel)
-        return result
+        return self.group.combine(hidden_states, is_sequence_parallel)
 
     def allocate_combine_input(
         self,
@@ -105,8 +100,7 @@ class RowVerbs(GroupFace):
         self, hidden_states: Tensor, output: Tensor, is_sequence_parallel: bool = False
     ) -> Tensor:
         """As `combine`, into ``output``, which is returned."""
-        result: Tensor = self.group.combine_into_output(hidden_states, output, is_sequence_parallel)
-        return result
+        return self.group.combine_into_output(hidden_states, output, is_sequence_parallel)
 
 
 class DeviceCommunicatorBase(RowVerbs):
