@@ -134,6 +134,3 @@ def _call(comm: Communicator, verb: str, size: int) -> Callable[[], Any]:
         "barrier": comm.barrier,
     }
     return calls[verb]
-
-
-__all__ = ["SIZES", "measure"]

@@ -59,6 +59,3 @@ def agree(swap: Swap, attempt: Callable[[], bytes]) -> list[bytes]:
         if each.reason:
             raise IpcUnavailableError(rank, each.reason) from failed
     return [each.made for each in outcomes]
-
-
-__all__ = ["agree", "swap_over"]

@@ -51,6 +51,3 @@ class IpcUnavailableError(CoordinatorError):
         self.rank = rank
         self.reason = reason
         super().__init__(f"rank {rank} cannot use its peers' device memory: {reason}")
-
-
-__all__ = ["DeviceError", "IpcUnavailableError", "NotShareableError"]

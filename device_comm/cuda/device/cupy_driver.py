@@ -298,6 +298,3 @@ def _torch(call: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise DeviceError(call, str(error).partition("\n")[0]) from error
-
-
-__all__ = ["CudaMark", "CupyDriver"]

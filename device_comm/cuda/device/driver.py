@@ -145,6 +145,3 @@ class Driver(Protocol):
 
     def mark(self, stream: int) -> Mark:
         """The end of the work that is on the stream now. Must not be called in a capture."""
-
-
-__all__ = ["Driver", "Exported", "HostBlock", "Mark"]

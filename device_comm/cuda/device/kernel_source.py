@@ -25,6 +25,3 @@ def kernel_source() -> str:
         )
 
     return expand("collectives.cu")
-
-
-__all__ = ["kernel_source"]

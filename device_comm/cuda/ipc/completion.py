@@ -67,6 +67,3 @@ class StreamCompletion:
 
     def _look(self, deadline: Deadline) -> None:
         self._boundary.wait(self._mark.passed, deadline, self._operation, self._peers, poll=POLL)
-
-
-__all__ = ["POLL", "StreamCompletion"]

@@ -187,6 +187,3 @@ class _RegionLoan:
             self._departures.close()
         if alone:
             self._driver.free(region)
-
-
-__all__ = ["PROBE_SECONDS", "Endpoint", "meet"]

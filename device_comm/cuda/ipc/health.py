@@ -137,6 +137,3 @@ class Health:
                 self._forward(operation, ())
         except CoordinatorError:
             self.abort()
-
-
-__all__ = ["Health"]

@@ -318,6 +318,3 @@ def _pass(marks: Sequence[Mark]) -> bool:
             return False
         time.sleep(POLL)
     return True
-
-
-__all__ = ["IpcBackend"]

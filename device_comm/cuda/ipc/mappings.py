@@ -152,6 +152,3 @@ class Departures:
 
     def _gone(self, rank: int, watch: ProcessWatch) -> bool:
         return bool(self._segment.words.load32(_FIRST_WORD + 4 * rank)) or not watch.alive()
-
-
-__all__ = ["Departures", "Mappings", "Shared"]

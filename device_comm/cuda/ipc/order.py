@@ -155,6 +155,3 @@ class Passage:
         side = self._streams.get(self._way)
         if side is not None:
             self._driver.order(side, self._driver.current_stream())
-
-
-__all__ = ["Passage", "SideStreams", "StreamOrder", "StreamPlace"]

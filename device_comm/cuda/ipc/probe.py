@@ -81,6 +81,3 @@ def _wait(driver: Driver, stream: int, health: Health, seconds: float) -> None:
             health.abort()
             raise DeviceError("probe", f"the device was not done in {deadline.timeout} s")
         time.sleep(_NAP)
-
-
-__all__ = ["probe"]

@@ -89,6 +89,3 @@ def recipe(operation: Operation, world_size: int, protocol: Protocol) -> Recipe:
 
 def _in_bytes(sizes: Sequence[int], like: Tensor) -> list[int]:
     return [size * like.element_size() for size in sizes]
-
-
-__all__ = ["Recipe", "recipe"]

@@ -192,6 +192,3 @@ def _compare(rank: int, ours: _Account, theirs: _Account) -> None:
     pairs = zip([*ours.events, "nothing"], [*theirs.events, "nothing"], strict=False)
     here, there = next((a, b) for a, b in pairs if a != b)
     raise DivergenceError(rank, here, there)
-
-
-__all__ = ["ENTRIES", "Registry"]
