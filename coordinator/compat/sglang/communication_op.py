@@ -19,6 +19,21 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+__all__ = [
+    "attention_tensor_model_parallel_all_reduce",
+    "attention_tensor_model_parallel_quant_all_reduce",
+    "attn_cp_tp_broadcast_pyobj",
+    "broadcast_tensor_dict",
+    "moe_expert_parallel_all_reduce",
+    "moe_tensor_model_parallel_all_reduce",
+    "tensor_model_parallel_all_gather",
+    "tensor_model_parallel_all_reduce",
+    "tensor_model_parallel_fused_allreduce_rmsnorm",
+    "tensor_model_parallel_fused_allreduce_rmsnorm_quant_per_group",
+    "tensor_model_parallel_gather",
+    "tensor_model_parallel_quant_all_reduce",
+]
+
 
 def tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
     """The sum of every ``input_``. Collective: yes, every member."""

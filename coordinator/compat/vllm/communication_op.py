@@ -13,6 +13,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+__all__ = [
+    "broadcast_tensor_dict",
+    "tensor_model_parallel_all_gather",
+    "tensor_model_parallel_all_reduce",
+    "tensor_model_parallel_gather",
+    "tensor_model_parallel_reduce_scatter",
+]
+
 
 def tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
     """The sum of every ``input_``. Collective: yes, every member."""
