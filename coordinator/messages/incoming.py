@@ -40,7 +40,7 @@ class Routes(NamedTuple):
     device: Communicator
 
     def of(self, device_type: str) -> Communicator:
-        """What moves tensors of such a device."""
+        """The communicator that moves tensors of such a device."""
         return self.cpu if device_type == "cpu" else self.device
 
 
@@ -115,7 +115,7 @@ class Incoming(Generic[T]):
         return self._read(sent)
 
     def _read(self, payload: memoryview) -> Sequence[Tensor]:
-        """Take the payload; what comes behind it."""
+        """Take in the payload; returns the tensors to receive behind it."""
         raise NotImplementedError
 
     def _restore(self) -> T:

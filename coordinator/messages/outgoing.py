@@ -7,7 +7,7 @@ No send waits for its receive, whatever moves it:
     asynchronous    a message whose tensors on the CPU are of `COPIED_BYTES` or less is treated
                     alike, and is done at once; larger ones are not copied, and done when the
                     transport has taken them: shared memory ahead of the receive (see
-                    `device_comm.shm.channels.overflow`), torch's groups with the receive
+                    `device_comm.shm.pipes.spills`), torch's groups with the receive
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ OUTSTANDING_BYTES: Final = 64 << 20
 """What may be under way to one peer before a blocking send waits; one message always may."""
 
 COPIED_BYTES: Final = 1 << 20
-"""Of an asynchronous message that is copied where it cannot be taken ahead of its receive."""
+"""The largest asynchronous message that is copied where it cannot be sent ahead of its receive."""
 
 
 class Outgoing:
     """The sends of one member."""
 
     def __init__(self, routes: Routes) -> None:
-        """Send over these."""
+        """Send over the communicators ``routes``."""
         self._routes = routes
         self._under_way: dict[int, deque[tuple[int, Work[None]]]] = {}
 

@@ -29,11 +29,11 @@ def swap(
     """
     if group.world_size == 1:
         return list(pieces)
+    sizes = [math.prod(shape) for shape in shapes]
     received = group.all_to_all(
         torch.cat([piece.reshape(-1) for piece in pieces]),
         input_sizes=[piece.numel() for piece in pieces],
-        output_sizes=[math.prod(shape) for shape in shapes],
+        output_sizes=sizes,
     )
-    sizes = [math.prod(shape) for shape in shapes]
     parts = received.split(sizes)  # type: ignore[no-untyped-call]
     return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]

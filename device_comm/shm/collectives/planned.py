@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 _WORD: Final = 8
-"""Bytes of a size that goes round."""
+"""Bytes of a size that ranks tell each other."""
 
 
 class Plans:
     """Makes the plans of one rank's collectives.
 
-    Where every rank's share has its own size, the sizes go round first, so that ranks which differ
-    about them find out before they touch each other's data.
+    Where every rank's share has its own size, the ranks first tell each other the sizes, so that
+    they notice if these do not match before they touch each other's data.
     """
 
     def __init__(self, rank: int, world_size: int, whole_bytes: int) -> None:
@@ -65,7 +65,7 @@ class Plans:
         return iter((plan,))
 
     def _agreed(self, operation: Operation) -> Iterator[SlotPlan]:
-        """Of the verbs in which the ranks' shares differ."""
+        """The plans of verbs in which the ranks' shares may differ in size."""
         source, output = operation.source, operation.output
         takes, gives = operation.output_parts(self._n), operation.source_parts(self._n)
         if operation.verb == "all_gatherv":
@@ -77,7 +77,7 @@ class Plans:
     def all_gatherv(
         self, output: Tensor, source: Tensor, sizes: Sequence[int]
     ) -> Generator[SlotPlan, None, None]:
-        """Plans to put all ``source`` in a row."""
+        """Plans that concatenate every rank's ``source``."""
         signature = sign("all_gatherv", source.dtype)
         yield from self._agree("all_gatherv", signature, sizes)
         yield self._planner.gather_parts(signature, output, source, sizes)
@@ -85,7 +85,7 @@ class Plans:
     def reduce_scatterv(
         self, output: Tensor, source: Tensor, sizes: Sequence[int], op: ReduceOp
     ) -> Generator[SlotPlan, None, None]:
-        """Plans to reduce this rank's part of all ``source``."""
+        """Plans that reduce this rank's part of every rank's ``source``."""
         signature = sign("reduce_scatterv", source.dtype, op=op)
         yield from self._agree("reduce_scatterv", signature, sizes)
         yield self._planner.reduce_parts(signature, output, source, sizes, op)
@@ -97,7 +97,7 @@ class Plans:
         output_sizes: Sequence[int],
         source_sizes: Sequence[int],
     ) -> Generator[SlotPlan, None, None]:
-        """Plans to exchange parts."""
+        """Plans that give each rank its part of every rank's ``source``."""
         signature = sign("all_to_all", source.dtype)
         table = yield from self._swap(signature, source_sizes)
         for rank, row in enumerate(table):
@@ -123,7 +123,7 @@ class Plans:
     def _swap(
         self, signature: bytes, sizes: Sequence[int]
     ) -> Generator[SlotPlan, None, list[list[int]]]:
-        """Everybody's sizes, by rank."""
+        """Plans after which this rank knows every rank's sizes, which are returned by rank."""
         mine, table = array("Q", sizes), array("Q", bytes(_WORD * self._n * self._n))
         yield self._planner.table(signature, _span_of(mine), _span_of(table))
         numbers = table.tolist()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shm_broadcast.board.board import Board
 
 CHUNKS_ABOUT_SPILLS: Final = 32
-"""More than any transfer takes: four kept ones, and then of twice the size each time."""
+"""More than one transfer posts: four about kept spills, then each spill doubles the last one."""
 
 _HANDLE = struct.Struct("<IIxxxxQQ16s")
 
@@ -46,13 +46,13 @@ class PeerPipes:
     """All pipes of one rank. They are made when they are first used.
 
     Attributes:
-        board: the node's.
+        board: this node's board.
         members: the board's member number of each rank.
-        rank: this one.
-        group: the group's segment.
-        layout: its layout.
+        rank: this process's rank.
+        group: the segment of the group.
+        layout: the layout of that segment.
         make_mover: makes what moves bytes through a pipe's segment, for the rank at its other end.
-        spills: what this rank sends large tensors in.
+        spills: where this rank puts what does not fit into its pipes.
         outgoing: the ends of the pipes to ranks, as far as they were made.
         coming: the ends of the pipes from ranks, likewise.
     """
@@ -106,7 +106,7 @@ class PeerPipes:
         return [rank for rank, end in self.outgoing.items() if not end.empty]
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close all pipes and spills."""
         for sending in self.outgoing.values():
             sending.close()
         for receiving in self.coming.values():
@@ -155,7 +155,7 @@ class SendingEnd:
         self._board.ring(self._member)
 
     def close(self) -> None:
-        """Post no more."""
+        """Tell the receiver that no more chunks will come, and close the pipe."""
         self._words.store32(CLOSED, 1)
         self._board.ring(self._member)
         self._segment.close()
@@ -186,7 +186,7 @@ class ReceivingEnd:
         return self.mover
 
     def readable(self) -> bool:
-        """Whether a chunk is there, or will never be."""
+        """Whether a chunk has come, or none will come any more."""
         segment = self._find()
         return segment is not None and (segment.words.load32(CLOSED) != 0 or has_chunk(segment))
 
@@ -214,7 +214,7 @@ class ReceivingEnd:
         return self._spills.find(handle, chunk.kept)
 
     def close(self) -> None:
-        """Let go of the pipe."""
+        """Close the pipe, and the spills that were opened."""
         if self._segment is not None:
             self._segment.close()
         self._spills.close()

@@ -1,4 +1,4 @@
-"""Memory of its own for data that does not fit a pipe, used again and again.
+"""Spills: shared memory for data that does not fit into a pipe, used again and again.
 
 A spill is a segment: its sender marks it as taken and fills it, posts a chunk about it, and does
 not touch it before the receiver has copied it out and freed the mark::
@@ -53,7 +53,7 @@ class Spill:
 
 
 class SentSpill(Spill):
-    """One at its sender's."""
+    """A spill at its sender, which owns the memory."""
 
     def __init__(self, room: int, kept: bool) -> None:
         super().__init__(Segment.create(room + _DATA, "group-spill"), kept)
@@ -101,7 +101,7 @@ class SpillPool:
             return spill
 
     def close(self) -> None:
-        """Let go of all. What receivers have found already, they can still copy out."""
+        """Close all spills. Receivers can still copy out of those that they have opened."""
         with self._lock:
             for spill in self._spills:
                 spill.segment.close()
@@ -154,7 +154,7 @@ class ReceivedSpills:
         return spill
 
     def close(self) -> None:
-        """Let go of all."""
+        """Close all spills that were opened."""
         for spill in self._known.values():
             spill.segment.close()
         self._known.clear()

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from device_comm.shm.pipes.spills import SentSpill
 
 PATIENCE_NS: Final = 300_000
-"""What a receiver that keeps up needs to empty a pipe, several times over."""
+"""How long a sender waits for room before it spills; a receiver that keeps up empties a pipe
+several times in it."""
 
 
 class SendTask:
@@ -64,11 +65,11 @@ class SendTask:
                 return False
 
     def ready(self) -> bool:
-        """Whether there is room."""
+        """Whether more of the tensor can be sent now."""
         return self._end.takes_inside(self._left) or self._may_spill()
 
     def missing(self) -> tuple[int, ...]:
-        """The receiver."""
+        """The receiver's member number."""
         return (self._member,)
 
     @property
@@ -82,7 +83,7 @@ class SendTask:
         return self._ahead or self._spills.allow(self._left)
 
     def _post(self, spill: SentSpill) -> None:
-        """Send in ``spill`` what goes into it."""
+        """Fill ``spill`` with what comes next of the tensor, and post a chunk about it."""
         used = min(self._left, spill.room)
         copy(spill.address, self._address + self._sent, used)
         fd, size, nonce = spill.handle.fd, spill.handle.size, spill.handle.nonce
@@ -152,14 +153,14 @@ class ReceiveTask:
         return True
 
     def ready(self) -> bool:
-        """Whether something has come, or nothing will."""
+        """Whether something has come, or nothing will come any more."""
         try:
             return self._end.readable()
         except SharedMemoryError:  # `advance` tells
             return True
 
     def missing(self) -> tuple[int, ...]:
-        """The sender."""
+        """The sender's member number."""
         return (self._member,)
 
     def _take_next(self) -> bool:
