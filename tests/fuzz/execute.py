@@ -10,19 +10,55 @@ from __future__ import annotations
 
 import traceback
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
+import torch.distributed as dist
+
+import coordinator.setup.link
+from coordinator.hosts.nodes import Nodes, find_nodes
 from device_comm import Work
-from tests.fuzz import verbs
-from tests.fuzz.verbs import MESSAGES, OBJECT_VERBS, Given
+from tests.fuzz.object_verbs import MESSAGES, OBJECT_VERBS, barrier, call_object_verb, receive, send
+from tests.fuzz.program import groups_of
+from tests.fuzz.verbs import DISPATCHES, Given, call_dispatch, call_tensor_verb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from coordinator import GroupCoordinator
     from tests.fuzz.faults import Fault
+    from tests.fuzz.fleet import Post
     from tests.fuzz.program import Program, Step
+
+
+class ProgramRank:
+    """A rank that carries out programs."""
+
+    def __init__(self, post: Post) -> None:
+        self._groups = {
+            name: self._make(post, name, members)
+            for name, members in groups_of(post.n).items()
+            if any(post.rank in ranks for ranks in members)
+        }
+
+    @staticmethod
+    def _make(post: Post, name: str, members: Sequence[Sequence[int]]) -> GroupCoordinator:
+        if name == "halves":
+            return post.make_group(name, members, store=dist.distributed_c10d._get_default_store())
+        if name != "nodes":
+            return post.make_group(name, members, queue=name == "turned")
+        halves = tuple(post.n // 2 * int(2 * rank >= post.n) for rank in range(post.n))
+
+        def pretended(*arguments: Any, **options: Any) -> Nodes:
+            return replace(find_nodes(*arguments, **options), node_of=halves)
+
+        with mock.patch.object(coordinator.setup.link, "find_nodes", pretended):
+            return post.make_group(name, members)
+
+    def run(self, program: Program, fault: Fault | None) -> str:
+        """Carry out a program; what went wrong first, with where, or ``""``."""
+        return Execution(self._groups).run(program, fault)
 
 
 @dataclass
@@ -49,7 +85,8 @@ class Execution:
                     step = fault.strike(step)
                 group = self.groups.get(step.group)
                 if group is not None:
-                    given = Given(step, place, group.rank_in_group, group.world_size)
+                    slicing = self.groups["rows"] if step.group == "columns" else None
+                    given = Given(step, place, group.rank_in_group, group.world_size, slicing)
                     self._take_part(group, given)
             for place in sorted({*self._waits, *(due for due, *_ in self._receives)}):
                 self._catch_up(place)
@@ -69,21 +106,13 @@ class Execution:
         if step.verb in MESSAGES:
             self._message(group, given)
             return
-        if step.verb in OBJECT_VERBS:
-            if step.form == "async":
-                self._receive_if(lambda _, where: where is group)
-            began, check = verbs.call_object_verb(group, given)
-        elif step.verb == "barrier":
-            began, check = verbs.barrier(group, given)
-        elif step.verb == "hierarchical":
-            began, check = verbs.hierarchical(group, given)
-        else:
-            began, check = verbs.call_tensor_verb(group, given)
-        self._end(given, began, check)
+        if step.verb in OBJECT_VERBS and step.run_on:
+            self._receive_if(lambda _, where: where is group)
+        self._end(given, *begin(group, given))
 
     def _end(self, given: Given, began: Any, check: Callable[[Any], None]) -> None:
         """Check what has come, now or when it is to be waited for."""
-        if given.step.form == "async":
+        if given.step.run_on:
             assert isinstance(began, Work), f"{type(began).__name__} is no Work"
             place = given.number + 1 + _later(given.step, given.rank)
             self._waits[place].append(lambda: check(began.wait()))
@@ -95,7 +124,7 @@ class Execution:
         if step.root == step.peer:
             return
         if given.rank == step.root:
-            self._end(given, verbs.send(group, given), _nothing)
+            self._end(given, send(group, given), _nothing)
         elif given.rank == step.peer:
             due = given.number + 1 + _later(step, step.peer)
             before = self._received_last.get((step.group, step.root), 0)
@@ -107,8 +136,18 @@ class Execution:
         now = [each for each in self._receives if wanted(*each[:2])]
         self._receives = [each for each in self._receives if each not in now]
         for _, group, given in now:
-            began, check = verbs.receive(group, given)
-            check(began.wait() if given.step.form == "async" else began)
+            began, check = receive(group, given)
+            check(began.wait() if given.step.run_on else began)
+
+
+def begin(group: GroupCoordinator, given: Given) -> tuple[Any, Callable[[Any], None]]:
+    """Call a collective verb; its result or work, and what checks the result."""
+    verb = given.step.verb
+    if verb in OBJECT_VERBS:
+        return call_object_verb(group, given)
+    if verb in DISPATCHES:
+        return call_dispatch(group, given)
+    return barrier(group, given) if verb == "barrier" else call_tensor_verb(group, given)
 
 
 def _later(step: Step, rank: int) -> int:

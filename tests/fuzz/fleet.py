@@ -1,7 +1,7 @@
-"""Ranks that carry out one program after the other.
+"""Ranks that carry out one example after the other.
 
 Each fleet has a transport: ``shm`` (shared memory), ``python`` (the same without the C extension),
-``torch`` (torch process groups). A fleet in which a program went wrong is ended and made anew.
+``torch`` (torch process groups). A fleet in which an example went wrong is ended and made anew.
 """
 
 from __future__ import annotations
@@ -11,45 +11,95 @@ import tempfile
 import time
 import traceback
 from contextlib import ExitStack
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import psutil
 import torch
 
-from coordinator import GroupCoordinator
+from coordinator import GroupCoordinator, StatelessGroupCoordinator
 from device_comm.shm import shm_backend as shm_comm
-from tests.fuzz.execute import Execution
 from tests.fuzz.faults import ENDED, STOPPED_SECONDS
-from tests.fuzz.program import groups_of
 from tests.patience import NAMED_WITHIN, STALL_SECONDS, until
 from tests.ranks import CONTEXT, init_gloo
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed import Store
+
     from tests.fuzz.faults import Fault
-    from tests.fuzz.program import Program
 
 TRANSPORTS = ("shm", "python", "torch")
 START_SECONDS = 60.0
-PROGRAM_SECONDS = 60.0
-"""For a program that takes milliseconds, on a machine that may stall."""
+EXAMPLE_SECONDS = 60.0
+"""For what takes milliseconds, on a machine that may stall."""
 FAULT_SECONDS = NAMED_WITHIN + 2 * STALL_SECONDS
 """For all ranks to hear of a fault, each perhaps from one that has just heard of it."""
+
+
+class MakeGroup(Protocol):
+    """How a rank makes a group."""
+
+    def __call__(
+        self,
+        name: str,
+        members: Sequence[Sequence[int]],
+        *,
+        queue: bool = False,
+        store: Store | None = None,
+    ) -> GroupCoordinator:
+        """Make the group of one kind that this rank is in; it is closed with its process.
+
+        Args:
+            name: of the kind.
+            members: of all groups of that kind.
+            queue: whether it gets a queue for broadcasts.
+            store: where a stateless one meets; None: it is not stateless.
+        """
+
+
+@dataclass(frozen=True)
+class Post:
+    """Where a rank stands.
+
+    Attributes:
+        rank: its number.
+        n: how many there are.
+        folder: theirs.
+        make_group: makes the group of one kind that this rank is in.
+    """
+
+    rank: int
+    n: int
+    folder: Path
+    make_group: MakeGroup
+
+
+class Rank(Protocol):
+    """What a rank does; made in its process."""
+
+    def __init__(self, post: Post) -> None: ...
+
+    def run(self, example: Any, fault: Fault | None, /) -> str:
+        """Take part in an example; what went wrong first, or ``""``."""
 
 
 class Fleet:
     """``n`` ranks of one transport. Use it in a ``with`` block."""
 
-    def __init__(self, n: int, transport: str) -> None:
+    def __init__(self, rank_type: type[Rank], n: int, transport: str) -> None:
         self.n, self.transport = n, transport
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz-")
-        path = str(Path(self._folder.name) / "store")
         self._pipes, self._processes = [], []
         for rank in range(n):
             ours, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(
-                target=_serve, args=(rank, n, transport, path, theirs), daemon=True
+                target=_serve,
+                args=(rank_type, rank, n, transport, self._folder.name, theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -57,10 +107,10 @@ class Fleet:
             self._processes.append(process)
         self.broken = any(self._answers(START_SECONDS).values())
 
-    def run(self, program: Program, fault: Fault | None = None) -> dict[int, str]:
-        """Carry out a program, in which something may happen; what went wrong, by rank."""
-        seconds = PROGRAM_SECONDS if fault is None else FAULT_SECONDS
-        data = pickle.dumps((program, fault))
+    def run(self, example: object, fault: Fault | None) -> dict[int, str]:
+        """Carry out an example, in which something may happen; what went wrong, by rank."""
+        seconds = EXAMPLE_SECONDS if fault is None else FAULT_SECONDS
+        data = pickle.dumps((example, fault))
         for pipe in self._pipes:
             pipe.send_bytes(data)
         if fault is not None and fault.kind == "stop":
@@ -105,27 +155,40 @@ class Fleet:
         self._folder.cleanup()
 
 
-def _serve(rank: int, n: int, transport: str, path: str, pipe: Connection) -> None:
+def _serve(
+    rank_type: type[Rank], rank: int, n: int, transport: str, folder: str, pipe: Connection
+) -> None:
     torch.set_num_threads(1)
     if transport == "python":
         shm_comm.native = None
     with ExitStack() as closing:
+
+        def make_group(
+            name: str,
+            members: Sequence[Sequence[int]],
+            *,
+            queue: bool = False,
+            store: Store | None = None,
+        ) -> GroupCoordinator:
+            options = (rank, "gloo", transport != "torch")
+            if store is None:
+                made = GroupCoordinator(members, *options, queue, name)
+            else:
+                made = StatelessGroupCoordinator(
+                    members, *options, store, queue, name, global_rank=rank
+                )
+            return closing.enter_context(made)
+
         try:
-            init_gloo(rank, n, path, START_SECONDS)
-            groups = {}
-            for name, members in groups_of(n).items():
-                if any(rank in ranks for ranks in members):
-                    group = GroupCoordinator(
-                        members, rank, "gloo", transport != "torch", group_name=name
-                    )
-                    groups[name] = closing.enter_context(group)
+            init_gloo(rank, n, f"{folder}/store", START_SECONDS)
+            me = rank_type(Post(rank, n, Path(folder), make_group))
             pipe.send("")
         except Exception:  # noqa: BLE001 - told to whoever started it
             pipe.send(traceback.format_exc())
             return
         while True:
             try:
-                program, fault = pickle.loads(pipe.recv_bytes())
+                example, fault = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 return
-            pipe.send(Execution(groups).run(program, fault))
+            pipe.send(me.run(example, fault))

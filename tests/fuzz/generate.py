@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from tests.device_comm.oracle import MOVED, REDUCED, ops_for
-from tests.fuzz.program import FORMS, LAYOUTS, Program, Step, groups_of
-from tests.fuzz.verbs import IN_PLACE, MESSAGES, OBJECT_VERBS, TENSOR_VERBS
+from tests.fuzz.object_verbs import MESSAGES, OBJECT_VERBS
+from tests.fuzz.program import LAYOUTS, Program, Step, groups_of
+from tests.fuzz.verbs import DISPATCHES, REDUCTIONS, TENSOR_VERBS, WITH_FORMS, WITHOUT_DIM
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from hypothesis.strategies import SearchStrategy
 
@@ -24,6 +25,12 @@ MOST_ELEMENTS = 80_000
 
 _LENGTHS = st.one_of(st.integers(0, 4), st.sampled_from([31, 257, 4099, 33_000, 70_001]))
 _SIZES = st.integers(0, 5)
+VERBS = (*TENSOR_VERBS, *DISPATCHES, *OBJECT_VERBS, *MESSAGES, "barrier")
+
+
+def forms_of(verb: str) -> Sequence[str]:
+    """How a verb may be called."""
+    return WITH_FORMS.get(verb, ("plain", "async"))
 
 
 @st.composite
@@ -39,21 +46,15 @@ def steps(draw: Draw, n: int) -> Step:
     # A step is for one of the groups of a kind; ranks are taken from the smallest of them.
     size = min(map(len, groups_of(n)[group]))
     most = max(map(len, groups_of(n)[group]))
-    verb = draw(
-        st.sampled_from([*TENSOR_VERBS, *OBJECT_VERBS, *MESSAGES, "barrier", "hierarchical"])
-    )
-    reduces = "reduce" in verb or verb == "hierarchical"
+    verb = draw(st.sampled_from(VERBS))
+    reduces = verb in REDUCTIONS
     dtype = draw(st.sampled_from(REDUCED if reduces else MOVED))
-    shape = tuple(draw(st.lists(_LENGTHS, min_size=1, max_size=3)))
+    least = 0 if verb in WITHOUT_DIM or verb in MESSAGES else 1
+    shape = tuple(draw(st.lists(_LENGTHS, min_size=least, max_size=3)))
     # A length of 0 hides the others only until the verb puts its sizes there.
     if math.prod(length or 1 for length in shape) > MOST_ELEMENTS:
         shape = (min(shape[0], 5), *(min(length, 31) for length in shape[1:]))
-    forms = [form for form in FORMS if form != "in_place" or verb in IN_PLACE]
-    if verb in OBJECT_VERBS or verb in MESSAGES or verb == "barrier":
-        forms = ["plain", "async"]
-    if verb == "hierarchical":
-        forms = ["plain"]
-    form = draw(st.sampled_from(forms))
+    form = draw(st.sampled_from(forms_of(verb)))
     step = {
         "verb": verb,
         "group": group,
@@ -64,12 +65,12 @@ def steps(draw: Draw, n: int) -> Step:
         "op": draw(st.sampled_from(ops_for(dtype))) if reduces else Step.op,
         "root": draw(st.integers(0, size - 1)),
         "peer": draw(st.integers(0, size - 1)),
-        "dim": draw(st.integers(-len(shape), len(shape) - 1)),
+        "dim": draw(st.integers(-len(shape), len(shape) - 1)) if shape else 0,
     }
-    if verb in ("all_gatherv", "reduce_scatterv"):
+    if verb in ("all_gatherv", "reduce_scatterv", "combine", *DISPATCHES):
         step["sizes"] = tuple(draw(st.lists(_SIZES, min_size=most, max_size=most)))
     if verb == "all_to_all_uneven":
         step["sizes"] = tuple(draw(st.lists(_SIZES, min_size=most**2, max_size=most**2)))
-    if form == "async" or verb in MESSAGES:
+    if form.startswith("async") or verb in MESSAGES:
         step["later"] = tuple(draw(st.lists(st.integers(0, 6), min_size=most, max_size=most)))
     return Step(**step)

@@ -15,7 +15,7 @@ from device_comm import ReduceOp
 from tests.device_comm.suite import strided
 
 LAYOUTS = ("plain", "strided", "offset", "transposed", "expanded")
-FORMS = ("plain", "out", "strided_out", "in_place", "async")
+FORMS = ("plain", "out", "strided_out", "into_output", "in_place", "async", "async_in_place")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Step:
         form: how the verb is called.
         op: for reductions.
         root: a rank in the group: the source, destination or sender.
-        peer: the rank in the group that a message goes to.
+        peer: the rank in the group that a message goes to; of `dispatch`, not 0 if the members have
+            to ask each other for their sizes.
         dim: along which is gathered or scattered.
         sizes: rows by rank, or by pair of ranks.
         later: by rank in the group, how many steps later what was begun is waited for.
@@ -49,6 +50,11 @@ class Step:
     dim: int = 0
     sizes: tuple[int, ...] = ()
     later: tuple[int, ...] = ()
+
+    @property
+    def run_on(self) -> bool:
+        """Whether it is begun only."""
+        return self.form.startswith("async")
 
 
 @dataclass(frozen=True)
@@ -73,13 +79,21 @@ class Program:
 
 
 def groups_of(n: int) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The groups that programs use, by the name of their kind: global ranks, some out of order."""
+    """The groups that programs use, by the name of their kind: global ranks, some out of order.
+
+    The halves are stateless groups, ``turned`` has a queue for broadcasts, and ``nodes`` is told
+    that it stands on two hosts. The columns send dicts that the rows slice.
+    """
     everyone = tuple(range(n))
+    half = n // 2
     kinds = {
         "world": (everyone,),
         "halves": (everyone[::2], everyone[1::2]),
         "turned": ((*everyone[1:], 0),),
         "edges": ((0,), (n - 1, *everyone[1 : n - 1])),
+        "nodes": (everyone,),
+        "rows": (everyone[:half], everyone[half : 2 * half]),
+        "columns": tuple((rank, rank + half) for rank in range(half)),
     }
     return {name: tuple(ranks for ranks in groups if ranks) for name, groups in kinds.items()}
 

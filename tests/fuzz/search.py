@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from tests.fuzz.execute import ProgramRank
 from tests.fuzz.faults import struck_programs
 from tests.fuzz.fleet import Fleet
 from tests.fuzz.generate import programs
+from tests.fuzz.moves import moves
+from tests.fuzz.moving import MovingRank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,21 +23,21 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
     from tests.fuzz.faults import Fault
-    from tests.fuzz.program import Program
+    from tests.fuzz.fleet import Rank
 
 T = TypeVar("T")
 
 _ANY_NUMBER = 1_000_000
 
 
-class ProgramFailedError(AssertionError):
-    """A program after which some rank does not hold what it has to."""
+class RanksFailedError(AssertionError):
+    """An example after which some rank does not hold what it has to."""
 
     def __init__(
-        self, program: Program, fault: Fault | None, transport: str, wrong: dict[int, str]
+        self, example: object, fault: Fault | None, transport: str, wrong: dict[int, str]
     ) -> None:
         told = "\n".join(f"--- rank {rank} {text}" for rank, text in sorted(wrong.items()))
-        super().__init__(f"over {transport}:\n{program}\n{fault or ''}\n{told}")
+        super().__init__(f"over {transport}:\n{example}\n{fault or ''}\n{told}")
 
 
 class _TimeOverError(BaseException):
@@ -87,7 +90,9 @@ def falsify(
     return count
 
 
-def search(n: int, transport: str, number: int, seconds: float, faults: Sequence[str] = ()) -> int:
+def search_programs(
+    n: int, transport: str, number: int, seconds: float, faults: Sequence[str] = ()
+) -> int:
     """Run random programs on ``n`` ranks for so long; how many it were.
 
     Args:
@@ -98,20 +103,40 @@ def search(n: int, transport: str, number: int, seconds: float, faults: Sequence
         faults: kinds of `tests.fuzz.faults.KINDS`, one of which befalls each program.
 
     Raises:
-        ProgramFailedError: of the shortest program that was found to fail.
+        RanksFailedError: of the shortest program that was found to fail.
     """
-    with ExitStack() as fleets:
-        fleet = fleets.enter_context(Fleet(n, transport))
+    plain = st.tuples(programs(n), st.none())
+    struck = struck_programs(n, tuple(faults)) if faults else plain
+    return _search(ProgramRank, n, transport, struck, number, seconds)
 
-        def check(struck: tuple[Program, Fault | None]) -> None:
+
+def search_layouts(n: int, transport: str, number: int, seconds: float) -> int:
+    """Move random tensors from layout to layout on ``n`` ranks for so long; how many it were.
+
+    The arguments, and what is raised, are those of `search_programs`.
+    """
+    examples = st.tuples(moves(n), st.none())
+    return _search(MovingRank, n, transport, examples, number, seconds)
+
+
+def _search(
+    rank_type: type[Rank],
+    n: int,
+    transport: str,
+    examples: SearchStrategy[tuple[Any, Fault | None]],
+    number: int,
+    seconds: float,
+) -> int:
+    with ExitStack() as fleets:
+        fleet = fleets.enter_context(Fleet(rank_type, n, transport))
+
+        def check(example: tuple[Any, Fault | None]) -> None:
             nonlocal fleet
             if fleet.broken:
                 fleets.close()
-                fleet = fleets.enter_context(Fleet(n, transport))
-            wrong = fleet.run(*struck)
+                fleet = fleets.enter_context(Fleet(rank_type, n, transport))
+            wrong = fleet.run(*example)
             if wrong:
-                raise ProgramFailedError(*struck, transport, wrong)
+                raise RanksFailedError(*example, transport, wrong)
 
-        plain = st.tuples(programs(n), st.none())
-        struck = struck_programs(n, tuple(faults)) if faults else plain
-        return falsify(struck, check, number, seconds)
+        return falsify(examples, check, number, seconds)

@@ -1,31 +1,60 @@
-"""Most of a minute of random programs, from fresh seeds that a failure prints.
-
-Not over torch process groups: what is begun asynchronously there goes on only while its rank waits
-for it, so that programs which wait for it out of order time out.
-"""
+"""A minute of random programs, moves and messages, from fresh seeds that a failure prints."""
 
 from __future__ import annotations
 
+import inspect
 import secrets
+from unittest import mock
 
 import pytest
 
+from coordinator import GroupCoordinator
+from tests.fuzz.execute import begin
 from tests.fuzz.faults import KINDS
-from tests.fuzz.search import search
+from tests.fuzz.fleet import TRANSPORTS
+from tests.fuzz.generate import VERBS, forms_of
+from tests.fuzz.object_verbs import MESSAGES, receive, send
+from tests.fuzz.program import Step
+from tests.fuzz.search import search_layouts, search_programs
 from tests.fuzz.sockets import SOCKETS, search_socket
+from tests.fuzz.verbs import Given
 
-SECONDS = 10.0
+SECONDS = 7.0
 FAULT_SECONDS = 5.0
 SOCKET_SECONDS = 3.0
 
+NO_VERBS = {
+    *("from_device_mesh", "from_link", "from_process_group", "make_sibling_device_group"),
+    *("start_broadcaster", "create_mq_broadcaster", "create_single_reader_mq_broadcasters"),
+    *("abort", "close", "destroy", "explain", "status", "graph_capture"),
+    *("allocate_combine_input", "prepare_communication_buffer_for_model"),
+}
+"""What a group can do besides exchanging something among its members."""
+
+
+def test_programs_call_every_verb() -> None:
+    group = mock.create_autospec(GroupCoordinator, instance=True)
+    for verb in VERBS:
+        for form in forms_of(verb):
+            given = Given(Step(verb, "world", form=form, peer=1, sizes=(1, 2, 3, 4)), 0, 0, 2)
+            for call in (send, receive) if verb in MESSAGES else (begin,):
+                call(group, given)
+    called = {name for name, *_ in group.method_calls}
+    public = {
+        name
+        for name, _ in inspect.getmembers(GroupCoordinator, inspect.isroutine)
+        if not name.startswith("_")
+    }
+    assert called == public - NO_VERBS
+
 
 @pytest.mark.stress
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("transport", ["shm", "python"])
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_random_programs_give_what_the_oracle_does(transport: str, n: int) -> None:
     number = secrets.randbelow(1 << 32)
     print(f"python -m tests.fuzz --seed {number} --transport {transport} --ranks {n}")  # noqa: T201
-    assert search(n, transport, number, SECONDS) > 0
+    assert search_programs(n, transport, number, SECONDS) > 0
 
 
 @pytest.mark.stress
@@ -33,7 +62,15 @@ def test_random_programs_give_what_the_oracle_does(transport: str, n: int) -> No
 def test_what_befalls_one_rank_is_found_by_all_and_nothing_else_is(fault: str) -> None:
     number = secrets.randbelow(1 << 32)
     print(f"python -m tests.fuzz --seed {number} --transport shm --ranks 3 --fault {fault}")  # noqa: T201
-    assert search(3, "shm", number, FAULT_SECONDS, (fault,)) > 0
+    assert search_programs(3, "shm", number, FAULT_SECONDS, (fault,)) > 0
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("n", [4, 6])
+def test_any_layout_goes_to_any_other(n: int) -> None:
+    number = secrets.randbelow(1 << 32)
+    print(f"python -m tests.fuzz --seed {number} --what layouts --transport shm --ranks {n}")  # noqa: T201
+    assert search_layouts(n, "shm", number, SECONDS) > 0
 
 
 @pytest.mark.parametrize("kind", SOCKETS)

@@ -1,19 +1,20 @@
-"""Every verb as a step: how it is called, and what it has to give, computed with plain torch."""
+"""Every verb over tensors as a step: how it is called, and what it gives, by plain torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from device_comm import ReduceOp
 from tests.device_comm.oracle import reduced, same, values
 from tests.device_comm.suite import strided
 from tests.fuzz.program import Step, lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from coordinator import GroupCoordinator
 
@@ -29,12 +30,14 @@ class Given:
         number: its place in the program.
         rank: this member's rank in the group.
         n: how many members.
+        slicing: the group among which dicts are sliced; None: they are not.
     """
 
     step: Step
     number: int
     rank: int
     n: int
+    slicing: GroupCoordinator | None = None
 
     def input(self, rank: int | None = None, rows: int | None = None) -> Tensor:
         """What a member gives; ``rows``: with so many along ``dim``."""
@@ -52,6 +55,11 @@ class Given:
     def rows(self) -> int:
         """Rows of one member's part along ``dim``."""
         return self.step.shape[self.step.dim]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each member."""
+        return list(self.step.sizes[: self.n])
 
     def at_root(self, value: Any) -> Any:
         """``value`` on the root, None elsewhere."""
@@ -89,6 +97,15 @@ def all_reduce(given: Given) -> Case:
     return Case(given.input(), {"op": op}, reduced(given.inputs(), op))
 
 
+def all_reduce_hierarchical(given: Given) -> Case:
+    case = all_reduce(given)
+    return replace(case, options={**case.options, "hierarchical": True})
+
+
+def cpu_all_reduce(given: Given) -> Case:
+    return Case(given.input(), {}, reduced(given.inputs(), ReduceOp.SUM))
+
+
 def all_gather(given: Given) -> Case:
     dim, parts = given.step.dim, given.inputs()
     whole = joined(parts, dim)
@@ -98,9 +115,9 @@ def all_gather(given: Given) -> Case:
 
 
 def all_gatherv(given: Given) -> Case:
-    dim, sizes = given.step.dim, given.step.sizes[: given.n]
-    parts = [given.input(rank, rows) for rank, rows in enumerate(sizes)]
-    return Case(parts[given.rank], {"dim": dim, "sizes": list(sizes)}, joined(parts, dim))
+    dim = given.step.dim
+    parts = [given.input(rank, rows) for rank, rows in enumerate(given.sizes)]
+    return Case(parts[given.rank], {"dim": dim, "sizes": given.sizes}, joined(parts, dim))
 
 
 def reduce_scatter(given: Given) -> Case:
@@ -111,10 +128,15 @@ def reduce_scatter(given: Given) -> Case:
 
 
 def reduce_scatterv(given: Given) -> Case:
-    step, sizes = given.step, list(given.step.sizes[: given.n])
+    step, sizes = given.step, given.sizes
     parts = given.inputs(sum(sizes))
     mine = reduced(parts, step.op).split(sizes, step.dim)[given.rank]
     return Case(parts[given.rank], {"dim": step.dim, "op": step.op, "sizes": sizes}, mine)
+
+
+def combine(given: Given) -> Case:
+    case = reduce_scatterv(replace(given, step=replace(given.step, dim=0, op=ReduceOp.SUM)))
+    return replace(case, options={"sizes": given.sizes})
 
 
 def all_to_all(given: Given) -> Case:
@@ -164,11 +186,28 @@ def scatter(given: Given) -> Case:
 TENSOR_VERBS: Mapping[str, Callable[[Given], Case]] = {
     verb.__name__: verb
     for verb in (
-        *(all_reduce, all_gather, all_gatherv, reduce_scatter, reduce_scatterv, all_to_all),
-        *(all_to_all_uneven, broadcast, reduce, gather, scatter),
+        *(all_reduce, all_reduce_hierarchical, cpu_all_reduce),
+        *(all_gather, all_gatherv, reduce_scatter, reduce_scatterv, combine),
+        *(all_to_all, all_to_all_uneven, broadcast, reduce, gather, scatter),
     )
 }
-IN_PLACE = frozenset(TENSOR_VERBS) - {"all_gatherv", "reduce_scatterv", "all_to_all_uneven"}
+_OUT_OF_PLACE = ("plain", "out", "strided_out", "async")
+_FORMS = {
+    "all_reduce_hierarchical": _OUT_OF_PLACE,
+    "cpu_all_reduce": ("in_place", "async_in_place"),
+    "all_gatherv": _OUT_OF_PLACE,
+    "reduce_scatterv": (*_OUT_OF_PLACE, "into_output"),
+    "combine": (*_OUT_OF_PLACE, "into_output"),
+    "all_to_all_uneven": _OUT_OF_PLACE,
+}
+WITH_FORMS: Mapping[str, Sequence[str]] = {
+    verb: _FORMS.get(verb, (*_OUT_OF_PLACE, "in_place", "async_in_place")) for verb in TENSOR_VERBS
+}
+"""How each verb over tensors may be called."""
+REDUCTIONS = frozenset({verb for verb in TENSOR_VERBS if "reduce" in verb} | {"combine"})
+WITHOUT_DIM = frozenset({verb for verb in TENSOR_VERBS if "all_reduce" in verb})
+WITHOUT_DIM |= {"broadcast", "reduce"}
+"""The verbs that take tensors without dimensions, too."""
 
 
 def call_tensor_verb(group: GroupCoordinator, given: Given) -> tuple[Any, Callable[[Any], None]]:
@@ -176,18 +215,20 @@ def call_tensor_verb(group: GroupCoordinator, given: Given) -> tuple[Any, Callab
     step = given.step
     case = TENSOR_VERBS[step.verb](given)
     x, expected = case.argument, case.expected
-    verb = getattr(group, step.verb.removesuffix("_uneven"))
+    name = step.verb.removesuffix("_uneven").removesuffix("_hierarchical")
     options = dict(case.options)
-    if step.form == "in_place":
+    if step.run_on:
+        options["async_op"] = True
+    if step.form.endswith("in_place"):
         x = x if case.in_place is None else case.in_place
         x = x.clone(memory_format=torch.contiguous_format)
-        return getattr(group, f"{step.verb}_")(x, **options), lambda found: _check(found, expected)
+        return getattr(group, f"{name}_")(x, **options), lambda found: _check(found, expected)
     out = None
     # The others of a scatter know no shape but that of out.
-    if expected is not None and (step.form.endswith("out") or x is None):
+    if expected is not None and ("out" in step.form or x is None):
         out = torch.zeros_like(expected, memory_format=torch.contiguous_format)
         out = strided(out) if step.form == "strided_out" else out
-        options["out"] = out
+        options["output" if step.form == "into_output" else "out"] = out
     before = None if x is None else x.clone()
 
     def check(found: Any) -> None:
@@ -196,7 +237,8 @@ def call_tensor_verb(group: GroupCoordinator, given: Given) -> tuple[Any, Callab
         if before is not None:
             same(x, before)
 
-    return verb(x, **options, async_op=step.form == "async"), check
+    verb = getattr(group, f"{name}_into_output" if step.form == "into_output" else name)
+    return verb(x, **options), check
 
 
 def _check(found: Any, expected: Any) -> None:
@@ -206,104 +248,34 @@ def _check(found: Any, expected: Any) -> None:
         same(found, expected)
 
 
-def an_object(given: Given, rank: int) -> Any:
-    """A plain object of a size that the shape tells."""
-    size = given.step.shape[0] if given.step.shape else 0
-    return {"from": rank, "step": given.number, "bytes": bytes([rank]) * size, "none": [None, 1.5]}
+def call_dispatch(group: GroupCoordinator, given: Given) -> tuple[Any, Callable[[Any], None]]:
+    """Dispatch rows to experts; the result or work, and what checks the result."""
+    step, columns = given.step, given.step.shape[1:]
+
+    def rows_of(dtype: torch.dtype, *columns: int) -> tuple[Tensor, Tensor]:
+        parts = [
+            lay_out(values(rank, (rows, *columns), dtype, given.number), step.layout)
+            for rank, rows in enumerate(given.sizes)
+        ]
+        return parts[given.rank], joined(parts, 0)
+
+    pairs = [rows_of(step.dtype, *columns), rows_of(torch.float32, 2), rows_of(torch.int64, 2)]
+    if step.verb == "dispatch_router_logits":
+        del pairs[2]
+    extra, whole_extra = rows_of(torch.int32)
+    found = getattr(group, step.verb)(
+        *(mine for mine, _ in pairs),
+        extra_tensors=[extra],
+        sizes=None if step.peer else given.sizes,
+        async_op=step.run_on,
+    )
+
+    def check(found: Any) -> None:
+        *main, (last,) = found
+        for each, (_, whole) in zip((*main, last), (*pairs, (extra, whole_extra)), strict=True):
+            same(each, whole)
+
+    return found, check
 
 
-def a_dict(given: Given, rank: int) -> dict[str, Any]:
-    """Tensors and values."""
-    return {
-        "x": given.input(rank),
-        "value": [rank, given.number],
-        "empty": torch.zeros(0, 3),
-        "again.x": values(rank, given.step.shape, torch.int64, given.number),
-        "text": "step",
-    }
-
-
-def same_dict(found: Any, expected: dict[str, Any]) -> None:
-    """Require equal names in equal order, and equal values."""
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        if isinstance(value, Tensor):
-            same(found[name], value)
-        else:
-            assert found[name] == value
-
-
-def same_object(found: Any, expected: Any) -> None:
-    """Require equality."""
-    assert found == expected, f"{found} is not {expected}"
-
-
-def call_object_verb(group: GroupCoordinator, given: Given) -> tuple[Any, Callable[[Any], None]]:
-    """Call a collective verb over objects or dicts; its result or work, and the check."""
-    step, root = given.step, given.step.root
-    run_on = step.form == "async"
-    mine, roots = an_object(given, given.rank), an_object(given, root)
-    if step.verb == "all_gather_object":
-        everything = [an_object(given, rank) for rank in range(given.n)]
-        work = group.all_gather_object(mine, async_op=run_on)
-        return work, lambda found: same_object(found, everything)
-    if step.verb == "broadcast_object":
-        work = group.broadcast_object(given.at_root(roots), root, async_op=run_on)
-        return work, lambda found: same_object(found, roots)
-    if step.verb == "broadcast_object_list":
-        work = group.broadcast_object_list([mine, given.rank], root, async_op=run_on)
-        return work, lambda found: same_object(found, [roots, root])
-    dict_of_root = a_dict(given, root)
-    argument = given.at_root(dict_of_root)
-    work = group.broadcast_tensor_dict(argument, root, async_op=run_on)
-    return work, lambda found: same_dict(found, dict_of_root)
-
-
-OBJECT_VERBS = (
-    "all_gather_object",
-    "broadcast_object",
-    "broadcast_object_list",
-    "broadcast_tensor_dict",
-)
-
-
-def send(group: GroupCoordinator, given: Given) -> Any:
-    """Send this step's message; a work, where it is asynchronous."""
-    step, verb = given.step, given.step.verb.removeprefix("message_")
-    payload: Any = given.input()
-    if verb == "object":
-        payload = an_object(given, given.rank)
-    elif verb == "tensor_dict":
-        payload = a_dict(given, given.rank)
-    name = f"send_{verb}".removesuffix("_tensor")
-    return getattr(group, f"i{name}" if step.form == "async" else name)(payload, step.peer)
-
-
-def receive(group: GroupCoordinator, given: Given) -> tuple[Any, Callable[[Any], None]]:
-    """Receive this step's message: its value or work, and the check."""
-    step, verb = given.step, given.step.verb.removeprefix("message_")
-    name = f"recv_{verb}".removesuffix("_tensor")
-    call = getattr(group, f"i{name}" if step.form == "async" else name)
-    if verb == "tensor":
-        expected = given.input(step.root)
-        return call(step.shape, step.dtype, step.root), lambda found: same(found, expected)
-    found = call(step.root)
-    if verb == "object":
-        return found, lambda value: same_object(value, an_object(given, step.root))
-    return found, lambda value: same_dict(value, a_dict(given, step.root))
-
-
-MESSAGES = ("message_tensor", "message_object", "message_tensor_dict")
-
-
-def barrier(group: GroupCoordinator, given: Given) -> tuple[Any, Callable[[Any], None]]:
-    """Meet; what it gives is nothing."""
-    work = group.barrier(async_op=given.step.form == "async")
-    return work, lambda found: same_object(found, None)
-
-
-def hierarchical(group: GroupCoordinator, given: Given) -> tuple[Any, Callable[[Any], None]]:
-    """All-reduce by way of the nodes."""
-    case = all_reduce(given)
-    found = group.all_reduce(case.argument, hierarchical=True, **case.options)
-    return found, lambda value: same(value, case.expected)
+DISPATCHES = ("dispatch", "dispatch_router_logits")

@@ -1,4 +1,4 @@
-"""Breaks that random programs, faults and damaged messages have to find by themselves."""
+"""Breaks that random programs, moves, faults and damaged messages have to find by themselves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from tests.mutants.catalogue import Mutant
 _FUZZ = "tests/fuzz/test_fuzz.py"
 _PROGRAMS = f"{_FUZZ}::test_random_programs_give_what_the_oracle_does"
 _FAULTS = f"{_FUZZ}::test_what_befalls_one_rank_is_found_by_all_and_nothing_else_is"
+_LAYOUTS = f"{_FUZZ}::test_any_layout_goes_to_any_other"
 _SOCKETS = f"{_FUZZ}::test_whatever_comes_over_a_socket_is_understood_or_refused"
 
 FUZZED_MUTANTS = (
@@ -29,14 +30,14 @@ FUZZED_MUTANTS = (
         "device_comm/native/steps.c",
         "    s->chunks = (s->plan.length + chunk - 1) / chunk;",
         "    s->chunks = s->plan.length / chunk;",
-        (f"{_PROGRAMS}[shm-2]",),
+        (f"{_PROGRAMS}[shm-4]",),
     ),
     Mutant(
         "F4 slicing: pieces along an inner dimension",
         "device_comm/verbs/arrange.py",
         "count, x.numel() // (outer * count)).transpose(0, 1))",
         "count, x.numel() // (outer * count)))",
-        (f"{_PROGRAMS}[shm-2]",),
+        (f"{_PROGRAMS}[shm-4]",),
     ),
     Mutant(
         "F5 sizes: shares of different sizes",
@@ -72,5 +73,12 @@ FUZZED_MUTANTS = (
         "        except UNDECODABLE as error:",
         "        except RecursionError as error:",
         (f"{_SOCKETS}[control]",),
+    ),
+    Mutant(
+        "F10 layouts: what surrounds a shard that becomes a term changes no product",
+        "coordinator/layout/moving/redistribute.py",
+        "functional.pad(x, margins, value=NEUTRAL[target.op])",
+        "functional.pad(x, margins)",
+        (f"{_LAYOUTS}[4]",),
     ),
 )

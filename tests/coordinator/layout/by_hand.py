@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from coordinator.layout import Axis
 
+_NEUTRAL = {ReduceOp.PRODUCT: 1, ReduceOp.BOR: 0, ReduceOp.BXOR: 0, ReduceOp.BAND: -1}
+
 
 def hold(x: Tensor, layout: Layout, axes: Sequence[Axis]) -> Tensor:
     """What a rank holds of ``x``: its shard with padding, its term of terms that differ."""
@@ -56,7 +58,7 @@ def term(x: Tensor, op: ReduceOp, r: int, n: int) -> Tensor:
         return x - (r + 1) % n
     if op is ReduceOp.MIN:
         return x + (r + 1) % n
-    return x if r == n - 1 else torch.ones_like(x)
+    return x if r == n - 1 else torch.full_like(x, _NEUTRAL[op])
 
 
 def of_gradient(layout: Layout) -> Layout:
@@ -74,31 +76,31 @@ def share(layout: Layout, mesh: Sequence[int]) -> float:
 
 
 @st.composite
-def shapes(draw: st.DrawFn, max_dims: int = 3) -> tuple[int, ...]:
-    return tuple(draw(st.lists(st.integers(0, 7), min_size=1, max_size=max_dims)))
-
-
-@st.composite
 def layouts(
     draw: st.DrawFn,
     shape: Sequence[int],
     mesh: Sequence[int],
     ops: Sequence[ReduceOp] = (ReduceOp.SUM,),
+    as_torch: bool = False,
 ) -> Layout:
-    """Any layout that fits: nested, padded, of given sizes, negative dimensions, one reduction."""
-    op = draw(st.sampled_from(ops))
+    """Any layout that fits: nested, padded, of given sizes, negative dimensions, one reduction.
+
+    ``as_torch``: without what DTensor does not have.
+    """
+    op = draw(st.sampled_from(ops)) if ops else None
+    kinds = ["replicate", *(["shard"] * 2 if shape else []), *(["partial"] if ops else [])]
     lengths: list[set[int]] = [{size} for size in shape]
     placements = []
     for n in mesh:
-        kind = draw(st.sampled_from(["replicate", "shard", "shard", "partial"]))
+        kind = draw(st.sampled_from(kinds))
         if kind == "replicate":
             placements.append(Replicate())
-        elif kind == "partial":
+        elif op is not None and kind == "partial":
             placements.append(Partial(op))
         else:
             dim = draw(st.integers(0, len(shape) - 1))
-            shard = Shard(dim, padded=draw(st.booleans()))
-            if len(lengths[dim]) == 1 and draw(st.booleans()):
+            shard = Shard(dim, padded=not as_torch and draw(st.booleans()))
+            if not as_torch and len(lengths[dim]) == 1 and draw(st.booleans()):
                 shard = Shard(dim, shard.padded, draw(_sizes(next(iter(lengths[dim])), n)))
             cuts = [shard.cut(length, n) for length in lengths[dim]]
             lengths[dim] = {s for cut in cuts for s in ([max(cut)] if shard.padded else cut)}

@@ -1,4 +1,4 @@
-"""Plans: their steps by hand, their costs against DTensor's own paths, the formulas."""
+"""Plans: their steps by hand, of any layouts, their costs against DTensor's paths, the formulas."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordinator.layout import Layout, MeshCosts, Partial, Plan, Replicate, Shard, plan
+from coordinator.layout.planning.arrangement import Arrangement
 from device_comm import ReduceOp
+from tests.coordinator.layout.by_hand import layouts
 from tests.coordinator.layout.dtensor_paths import compare
 from tests.ranks import run_ranks
 
@@ -115,6 +119,21 @@ def test_mixed_reductions_are_refused() -> None:
     mixed = Layout((P, Partial(ReduceOp.MAX)))
     with pytest.raises(ValueError, match="mixes"):
         plan(mixed, Layout((R, R)), (8,), MeshCosts.uniform((2, 2)))
+
+
+@given(st.data())
+def test_a_plan_starts_and_ends_right_and_costs_what_its_steps_cost(data: st.DataObject) -> None:
+    mesh = data.draw(st.sampled_from([(2,), (4,), (2, 3), (3, 2), (1, 4), (2, 1, 2), (2, 2, 2)]))
+    shape = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple))
+    source, target = data.draw(layouts(shape, mesh)), data.draw(layouts(shape, mesh))
+    found = plan(source, target, shape, MeshCosts.uniform(mesh))
+    for before, after in itertools.pairwise(found.steps):
+        assert before.after == after.before
+    assert found.cost == sum(step.cost for step in found.steps) >= 0
+    if found.steps:
+        assert found.steps[0].before == Arrangement.of(source, len(shape), mesh)
+        assert found.steps[-1].after == Arrangement.of(target, len(shape), mesh)
+    assert plan(target, target, shape, MeshCosts.uniform(mesh)).steps == ()
 
 
 # --- against DTensor's planner, which needs no peers ---------------------------------------
