@@ -131,7 +131,7 @@ def read_request(
         ApiError: what is wrong with it; 400, or 404 for another model.
     """
     try:
-        request = _decoder.decode(body)
+        request = _decoder.decode(str(body, "utf-8"))  # msgspec checks no text that it skips
     except msgspec.ValidationError as error:
         field = _FIELD.search(str(error))
         message = f"the body is not an embeddings request: {error}"

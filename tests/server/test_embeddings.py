@@ -74,6 +74,7 @@ def test_what_is_wrong_is_told(fields: Any, status: int, param: str, text: str) 
         (b"{", "not JSON"),
         (b"\xff\xfe", "not JSON"),
         (b'{"model":"m","input":"\\ud800 "}', "not JSON"),
+        (b'{"model":"m","input":"a","other":"\x80"}', "not JSON: .*position 34"),
         (b'"m"', "not an embeddings request"),
         (b'{"model":"m","input":' + b"[" * 1_000_000, "not JSON|not an embeddings|nested too deep"),
         (b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
