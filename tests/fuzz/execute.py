@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import torch.distributed as dist
-
 import coordinator.setup.link
 from coordinator.hosts.nodes import Nodes, find_nodes
+from coordinator.setup.torch_groups import default_store
 from device_comm import Work
 from tests.fuzz.object_verbs import MESSAGES, OBJECT_VERBS, barrier, call_object_verb, receive, send
 from tests.fuzz.program import groups_of
@@ -45,7 +44,7 @@ class ProgramRank:
     @staticmethod
     def _make(post: Post, name: str, members: Sequence[Sequence[int]]) -> GroupCoordinator:
         if name == "halves":
-            return post.make_group(name, members, store=dist.distributed_c10d._get_default_store())
+            return post.make_group(name, members, store=default_store())
         if name != "nodes":
             return post.make_group(name, members, queue=name == "turned")
         halves = tuple(post.n // 2 * int(2 * rank >= post.n) for rank in range(post.n))

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from tests.fuzz.faults import Fault
 
 TRANSPORTS = ("shm", "python", "torch")
-START_SECONDS = 60.0
+START_SECONDS = 180.0
+"""For processes that import torch, on a machine that has others to run."""
 EXAMPLE_SECONDS = 60.0
 """For what takes milliseconds, on a machine that may stall."""
 FAULT_SECONDS = NAMED_WITHIN + 2 * STALL_SECONDS
@@ -105,7 +106,11 @@ class Fleet:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        self.broken = any(self._answers(START_SECONDS).values())
+        told = {rank: text for rank, text in self._answers(START_SECONDS).items() if text}
+        self.broken = bool(told)
+        if told:
+            self.__exit__()
+            raise RuntimeError(f"{n} ranks do not start over {transport}: {told}")
 
     def run(self, example: object, fault: Fault | None) -> dict[int, str]:
         """Carry out an example, in which something may happen; what went wrong, by rank."""

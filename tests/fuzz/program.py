@@ -15,7 +15,6 @@ from device_comm import ReduceOp
 from tests.device_comm.suite import strided
 
 LAYOUTS = ("plain", "strided", "offset", "transposed", "expanded")
-FORMS = ("plain", "out", "strided_out", "into_output", "in_place", "async", "async_in_place")
 
 
 @dataclass(frozen=True)
@@ -23,12 +22,12 @@ class Step:
     """One verb of one group.
 
     Attributes:
-        verb: a name of `tests.fuzz.verbs.VERBS`.
+        verb: of `tests.fuzz.generate.VERBS`.
         group: a name of `groups_of`.
         dtype: of the tensors.
         shape: of one rank's input, before the verb's sizes are put in.
         layout: how the input lies in memory.
-        form: how the verb is called.
+        form: how the verb is called, of `tests.fuzz.generate.forms_of`.
         op: for reductions.
         root: a rank in the group: the source, destination or sender.
         peer: the rank in the group that a message goes to; of `dispatch`, not 0 if the members have
