@@ -46,7 +46,7 @@ $(VLLM_STAMP): .ci/vllm-requirements.txt pyproject.toml
 
 # The real engine with our parts inside, beside stock.
 vllm-test: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest -o faulthandler_timeout=600 tests/plugins
+	$(VLLM_VENV)/bin/python -m pytest -o faulthandler_timeout=1800 tests/plugins
 
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants

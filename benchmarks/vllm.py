@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
-from benchmarks.vllm_served import LAYOUTS, environment
+from benchmarks.vllm_served import LAYOUTS, environment, keywords
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,13 +142,7 @@ def be_an_engine(layout: str, told: int) -> None:
     from vllm import LLM, SamplingParams
 
     make, arguments = LAYOUTS[layout]
-    size = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size"}[arguments[0]]
-    how: dict[str, Any] = {size: int(arguments[1])}
-    if "--enforce-eager" in arguments:
-        how["enforce_eager"] = True
-    else:
-        how["compilation_config"] = json.loads(arguments[3])
-    llm = LLM(str(make()), max_model_len=512, max_num_seqs=32, max_num_batched_tokens=512, **how)
+    llm = LLM(str(make()), **keywords(arguments))
     with os.fdopen(told, "w", buffering=1) as answers:
         print(0, file=answers)
         for line in sys.stdin:

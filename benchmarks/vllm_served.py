@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 ROOT = Path(__file__).parents[1]
-SMALL = (
-    *("--max-model-len", "512", "--max-num-seqs", "32", "--max-num-batched-tokens", "512"),
-    "--disable-uvicorn-access-log",
-)
-"""What keeps a model of this size small, and quick to start."""
+SMALL = {
+    "max_model_len": 512,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 512,
+    "kv_cache_memory_bytes": 256 << 20,
+}
+"""What keeps an engine of such a model small, and quick to start."""
 
 EAGER = ("--enforce-eager",)
 TRACED = ("--compilation-config", '{"mode": 2, "backend": "eager"}')
@@ -38,6 +41,17 @@ LAYOUTS = {
     "PP=2": (smollm2, ("-pp", "2", *TRACED)),
 }
 """The model of each layout, and the arguments of ``vllm serve`` for it."""
+
+
+def keywords(arguments: Sequence[str]) -> dict[str, Any]:
+    """Arguments of ``vllm serve``, as in `LAYOUTS`, as those of ``vllm.LLM``."""
+    size = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size"}[arguments[0]]
+    found: dict[str, Any] = {size: int(arguments[1])}
+    if "--enforce-eager" in arguments:
+        found["enforce_eager"] = True
+    else:
+        found["compilation_config"] = json.loads(arguments[3])
+    return {**found, **SMALL}
 
 
 def environment(parts: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -55,7 +69,6 @@ def environment(parts: str, more: Mapping[str, str] | None = None) -> dict[str, 
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -81,7 +94,7 @@ class Served:
         folder: Path,
         parts: str = "",
         more: Mapping[str, str] | None = None,
-        timeout: float = 420.0,
+        timeout: float = 1800.0,
     ) -> None:
         """Start it, and wait until it answers.
 
@@ -109,10 +122,11 @@ class Served:
         # What `vllm serve` runs; that command itself asks for a distribution called "vllm".
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--served-model-name", "model"]
-        command += ["--host", "127.0.0.1", "--port", str(port)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+        command += [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*command, *SMALL, *arguments],
+                [*command, *arguments],
                 cwd=folder,
                 env=environment(parts, {"VLLM_RPC_BASE_PATH": str(self.sockets), **(more or {})}),
                 stdout=log,
@@ -140,7 +154,7 @@ class Served:
         import openai
 
         return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120, http_client=None
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=600, http_client=None
         )
 
     def family(self) -> list[psutil.Process]:
@@ -154,7 +168,7 @@ class Served:
         ordered = sorted(named, key=lambda each: "".join(each.cmdline()))
         return {rank: each.pid for rank, each in enumerate(ordered)}
 
-    def end(self, timeout: float = 30.0) -> int:
+    def end(self, timeout: float = 90.0) -> int:
         """Ask it to end as an operator does; the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)

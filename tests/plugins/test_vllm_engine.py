@@ -1,13 +1,14 @@
 """Stock vLLM with our parts inside: real engines, real models, the official client.
 
-Each test starts ``vllm.entrypoints.openai.api_server``; all need ``make vllm-test``.
+``make vllm-test`` runs them. Starting takes most of the time, so they share few engines.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import importlib.util
-import itertools
+import json
 import os
 import signal
 import subprocess
@@ -20,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from benchmarks.vllm_models import random_qwen2, smollm2
 from benchmarks.vllm_served import LAYOUTS, Served, environment
 from coordinator.plugins.vllm.__main__ import report
-from tests.patience import NAMED_WITHIN, quickest, until
+from tests.patience import NAMED_WITHIN, STALL_SECONDS, until
+from tests.plugins.vllm_offline import CASES, PROMPTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,13 +37,14 @@ pytestmark = pytest.mark.skipif(
 FRONT_SOCKETS = 3
 """What vLLM leaves of the sockets between its front end and its engine; queues of its own add 8."""
 
-PROMPTS = [f"{count} facts about the sea at night:" for count in range(1, 21)]
+LONGEST_SECONDS = 3600
+"""After which an engine has hung: a machine that others use makes minutes of seconds."""
 
 
-def greedy(served: Served, max_tokens: int = 16) -> list[str]:
+def greedy(served: Served, max_tokens: int) -> list[str]:
     answer = served.client().completions.create(
         model="model",
-        prompt=PROMPTS,
+        prompt=list(PROMPTS),
         max_tokens=max_tokens,
         temperature=0,
         extra_body={"ignore_eos": True, "return_token_ids": True},
@@ -49,23 +53,64 @@ def greedy(served: Served, max_tokens: int = 16) -> list[str]:
     return [str(choice.token_ids) for choice in ordered]
 
 
+def offline(whose: str, folder: Path) -> subprocess.Popen[bytes]:
+    """Start `tests.plugins.vllm_offline`, which writes into ``folder``."""
+    command = [sys.executable, "-m", "tests.plugins.vllm_offline", whose, str(folder / whose)]
+    with (folder / f"{whose}.log").open("w") as log:
+        return subprocess.Popen(
+            command,
+            env=environment("", {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What stock and ours did in each case. They run side by side: most of it is starting."""
+    folder = tmp_path_factory.mktemp("offline")
+    smollm2(), random_qwen2()
+    with offline("stock", folder) as stock, offline("ours", folder) as ours:
+        running = {"stock": stock, "ours": ours}
+        try:
+            for whose, process in running.items():
+                log = folder / f"{whose}.log"
+                assert process.wait(LONGEST_SECONDS) == 0, log.read_text()[-4000:]
+        finally:
+            for process in running.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    return {whose: cases_in(folder / whose) for whose in running}
+
+
+def cases_in(file: Path) -> dict[str, Any]:
+    cases = [json.loads(line) for line in file.read_text().splitlines()]
+    return {case["case"]: case for case in cases}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_tokens_are_those_of_stock(found: dict[str, dict[str, Any]], case: str) -> None:
+    stock, ours = found["stock"][case], found["ours"][case]
+    assert len({str(tokens) for tokens in stock["tokens"]}) > 10
+    assert ours["tokens"] == stock["tokens"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_executor_puts_our_parts_in_place_from_python(
+    found: dict[str, dict[str, Any]], case: str
+) -> None:
+    ours = found["ours"][case]
+    assert ours["workers with a queue of vLLM's"] == 0
+    assert ours["workers with a board of ours"] == int(case[-1])
+    assert ours["workers left"] == 0
+
+
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model, arguments = LAYOUTS["TP=3"]
     with Served(model(), arguments, tmp_path_factory.mktemp("ours"), "1") as served:
         yield served
-
-
-def stock_tokens(layout: str, folder: Path) -> list[str]:
-    model, arguments = LAYOUTS[layout]
-    with Served(model(), arguments, folder / "stock") as served:
-        return greedy(served)
-
-
-def test_three_ranks_give_the_tokens_of_stock(ours: Served, tmp_path: Path) -> None:
-    expected = stock_tokens("TP=3", tmp_path)
-    assert len(set(expected)) > 10
-    assert greedy(ours) == expected
 
 
 def test_chat_is_streamed(ours: Served) -> None:
@@ -165,28 +210,14 @@ def running(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-def test_two_stages_give_the_tokens_of_stock(tmp_path: Path) -> None:
-    expected = stock_tokens("PP=2", tmp_path)
-    model, arguments = LAYOUTS["PP=2"]
-    with Served(model(), arguments, tmp_path / "ours", "1") as served:
-        assert greedy(served) == expected
-
-
-def test_two_ranks_give_the_tokens_of_stock_and_a_killed_one_is_named(tmp_path: Path) -> None:
-    expected = stock_tokens("TP=2", tmp_path)
-    model, arguments = LAYOUTS["TP=2"]
-    folders = (tmp_path / f"ours{count}" for count in itertools.count())
-
-    def attempt() -> float:
-        folder = next(folders)
-        with Served(model(), arguments, folder, "1") as served:
-            assert greedy(served) == expected
-            pid, seconds = kill_one_of_two(served)
-        said = f"vLLM's engine has ended: worker rank 1 (pid {pid}) was killed by SIGKILL"
-        assert last_line(folder / "log") == said
-        return seconds
-
-    assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
+def test_a_killed_worker_is_named(tmp_path: Path) -> None:
+    """Within what is promised, and what a stall adds: vLLM itself waits for 9 s first."""
+    make, arguments = LAYOUTS["TP=2"]
+    with Served(make(), arguments, tmp_path, "1") as served:
+        pid, seconds = kill_one_of_two(served)
+    said = f"vLLM's engine has ended: worker rank 1 (pid {pid}) was killed by SIGKILL"
+    assert last_line(served.log) == said
+    assert seconds < NAMED_WITHIN + STALL_SECONDS
 
 
 def kill_one_of_two(served: Served) -> tuple[int, float]:
@@ -199,7 +230,7 @@ def kill_one_of_two(served: Served) -> tuple[int, float]:
     killed = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     asking.join()
-    served.process.wait(30)
+    served.process.wait(90)
     ((when, error),) = failed
     assert "EngineCore" in str(error)
     return victim, when - killed
@@ -220,45 +251,3 @@ def last_line(log: Path) -> str:
     """The last line of vLLM; Python's own process that counts shared memory may add a warning."""
     lines = log.read_text().splitlines()
     return [line for line in lines if "resource_tracker" not in line and line.strip()][-1]
-
-
-FROM_PYTHON = """
-import os, psutil
-from coordinator.plugins.vllm.executor import GroupCoordinatorExecutor
-from vllm import LLM, SamplingParams
-
-if __name__ == "__main__":
-    llm = LLM(
-        {model!r},
-        tensor_parallel_size=2,
-        distributed_executor_backend=GroupCoordinatorExecutor,
-        max_model_len=512,
-        max_num_seqs=4,
-        max_num_batched_tokens=512,
-        compilation_config={{"mode": 2, "backend": "eager"}},
-    )
-    answer = llm.generate("Once", SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
-    print("tokens", len(answer[0].outputs[0].token_ids))
-    maps = [open(f"/proc/{{each.pid}}/maps").read() for each in psutil.Process().children(True)]
-    print("queues of vLLM", any("/dev/shm/psm_" in text for text in maps))
-    print("boards of ours", sum("/memfd:" in text for text in maps))
-"""
-
-
-def test_an_executor_puts_our_parts_in_place_from_python_also_in_a_traced_model(
-    tmp_path: Path,
-) -> None:
-    make, _ = LAYOUTS["TP=2"]
-    script = tmp_path / "script.py"
-    script.write_text(FROM_PYTHON.format(model=str(make())))
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment(""),
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=420,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    said = [line for line in done.stdout.splitlines() if line.startswith(("tok", "que", "boa"))]
-    assert said == ["tokens 4", "queues of vLLM False", "boards of ours 3"]
