@@ -93,6 +93,7 @@ class StatelessGroupCoordinator(GroupCoordinator):
             len(ranks),
             name,
             Deadline.after(timeout),
+            called=ranks,
         )
         self._adopt(connect(exchange, ranks, settings))
         if use_message_queue_broadcaster:

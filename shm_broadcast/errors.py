@@ -180,7 +180,7 @@ class PeerLostError(CoordinatorError, ConnectionError):
 
     @property
     def rank(self) -> int:
-        """The lost member's rank in the group."""
+        """The lost member's rank: what its board calls it."""
         return self.peer.rank
 
     @property

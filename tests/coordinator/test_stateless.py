@@ -18,7 +18,7 @@ from coordinator import (
     connect_store,
     host_store,
 )
-from shm_broadcast import CoordinatorError, GroupTimeoutError
+from shm_broadcast import CoordinatorError, GroupTimeoutError, PeerLostError
 from tests.patience import STALL_SECONDS, all_here
 from tests.ranks import run_ranks
 
@@ -172,3 +172,24 @@ def remade(rank: int, n: int, port: int) -> None:
 def test_remade_without_a_dead_member() -> None:
     store = host_store()
     run_ranks(3, remade, store.port, may_die=[1])
+
+
+def other_ranks_than_in_the_group(rank: int, n: int, port: int) -> None:
+    """Ranks 1 and 2 are 0 and 1 in their group; errors call them what the caller does."""
+    if rank == 0:
+        return
+    group = build(rank, port, [1, 2])
+    all_here(connect_store("127.0.0.1", port), 2)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="lost rank 2 ") as raised:
+        group.all_reduce(torch.ones(1))
+    assert raised.value.rank == 2
+    with pytest.raises(GroupTimeoutError, match="rank 2"):
+        group.resized([[1, 2]], timeout=0.2)
+    group.close()
+
+
+def test_errors_name_global_ranks() -> None:
+    store = host_store()
+    run_ranks(3, other_ranks_than_in_the_group, store.port, may_die=[2])
