@@ -75,10 +75,10 @@ FUZZED_MUTANTS = (
         (f"{_SOCKETS}[control]",),
     ),
     Mutant(
-        "F10 layouts: what surrounds a shard that becomes a term changes no product",
+        "F10 layouts: a dimension that is cut in other places goes there",
         "coordinator/layout/moving/redistribute.py",
-        "functional.pad(x, margins, value=NEUTRAL[target.op])",
-        "functional.pad(x, margins)",
+        "recut(x, source.dim, group, before, after)",
+        "recut(x, source.dim, group, before, before)",
         (f"{_LAYOUTS}[4]",),
     ),
 )
