@@ -1,6 +1,7 @@
 """A call that does nothing, on all workers of a pool: python -m benchmarks.pool [--quick].
 
-Two workers; the driver calls them back to back, every 20 ms, and after 5 s of silence. vLLM's
+Two workers; the driver calls them back to back, every 20 ms, and after 5 s of silence. Then pools
+are started, one after another, each up to the end of its first call. vLLM's
 executor cannot be built without a model, so its loop is followed over its queue: one broadcast of
 ``(method, args, kwargs, output_rank)``, one reply from each worker.
 """
@@ -17,7 +18,7 @@ import torch
 from benchmarks.harness import Report, machine, parser
 from benchmarks.message_queue import Remote
 from benchmarks.queue_base import require
-from server import WorkerPool
+from server import PoolConfig, WorkerPool
 
 if TYPE_CHECKING:
     import argparse
@@ -118,10 +119,25 @@ def run(report: Report, options: argparse.Namespace) -> None:
             ):
                 if options.only in params:
                     measure(report, params, idle, count, calls, remote, 2 if quick else 5)
+            # While a pool is there, a fork server has been started: this is a later pool's start.
+            if options.only in "started":
+                ways = {"ours": lambda: starts(True), "ours, spawned": lambda: starts(False)}
+                report.measure("no-op pool", "started", ways, repeats=2 if quick else 5)
     finally:
         pipes.stop()
         if remote is not None:
             remote.stop()
+
+
+def starts(fork: bool) -> list[float]:
+    """Seconds of each of 3 starts of a pool, up to the end of its first call."""
+    samples = []
+    for _ in range(3):
+        began = time.perf_counter()
+        with WorkerPool(Nothing, tp=WORKERS, config=PoolConfig(fork=fork)) as pool:
+            pool.collective_rpc("no_op")
+            samples.append(time.perf_counter() - began)
+    return samples
 
 
 def measure(

@@ -22,6 +22,9 @@ class PoolConfig:
             before the pool breaks.
         stack_seconds: how long to wait for the stacks of late workers.
         kill_seconds: how long workers have to end after SIGTERM, before SIGKILL.
+        fork: whether workers are forked from a process that has loaded torch, where that can be
+            done: they start in a fraction of the time. That process stays until the driver ends.
+            ``False``: each worker is a fresh interpreter, for code that must not be forked.
     """
 
     in_flight: int | None = None
@@ -31,6 +34,7 @@ class PoolConfig:
     settle_seconds: float = 1.0
     stack_seconds: float = 1.0
     kill_seconds: float = 1.0
+    fork: bool = True
 
     def __post_init__(self) -> None:
         """Check the values.

@@ -64,7 +64,7 @@ class Crew:
         with ExitStack() as undo:
             self._links = Links(plan)
             undo.callback(self._links.close)
-            self._workers = launch(self._links.meeting.seats)
+            self._workers = launch(self._links.meeting.seats, deadline, fork=plan.config.fork)
             undo.callback(self._end_workers, 0.0)
             self._links.meeting.seated()
             self._supervisor = Supervisor(self._workers)

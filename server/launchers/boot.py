@@ -1,4 +1,4 @@
-"""The script that a local worker's process runs first. It uses the standard library only.
+"""What a local worker's process runs first. It uses the standard library only.
 
 Before anything slow is imported it sets up what must hold from the start:
 
@@ -17,7 +17,8 @@ Before anything slow is imported it sets up what must hold from the start:
 
 Then it receives the driver's ``sys.path`` and runs the worker's main function.
 
-It is run by its path, so that no module of this package has to be importable before.
+A worker that is spawned runs it as a script, by its path, so that no module of this package has to
+be importable before. One that is forked (`forking`) calls `main` with the same command line.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 10
 END_SIGNAL = signal.SIGRTMIN + 11
 """Sent to the keeper: end the worker by SIGKILL, and all that it has started."""
 _PASSED_ON = (signal.SIGTERM, STACK_SIGNAL)
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _KIN_SECONDS = 2.0
 """How long the keeper waits for processes that it has killed; one in a system call may hang on."""
@@ -60,7 +62,7 @@ def main() -> None:
             os.close(fd)
         keep(worker, lifeline, driver)
     signal.signal(signal.SIGINT, lambda *_: None)
-    warnings.filterwarnings("ignore", "group-coordinator's C extension was not built")
+    ignore_shown_warnings()
     faulthandler.enable(stacks)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
     hold(lifeline, driver, keeper)
@@ -72,6 +74,26 @@ def main() -> None:
     importlib.import_module(f"{package}.worker").main(control, seat)
 
 
+def rename(process: str) -> None:
+    """Name this process, in at most 15 characters, for whoever lists processes."""
+    prctl(_PR_SET_NAME, process.encode())
+
+
+def prctl(option: int, value: int | bytes) -> None:
+    """Set an attribute of this process, see prctl(2).
+
+    Raises:
+        OSError: it cannot be set.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def ignore_shown_warnings() -> None:
+    """Ignore warnings that the driver has shown."""
+    warnings.filterwarnings("ignore", "group-coordinator's C extension was not built")
+
+
 def hello() -> bytes:
     """A frame of the control channel with `protocol.Hello`: all of the above is set up."""
     message = json.dumps({"type": "Hello", "pid": os.getpid()}).encode()
@@ -80,9 +102,8 @@ def hello() -> bytes:
 
 def split() -> int:
     """Fork. Returns the worker's pid in the keeper, and 0 in the worker, now in a new session."""
-    subreaper = ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if subreaper != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    rename("pool-keeper")
     # Blocked until the handlers are there: an early SIGTERM would end the keeper alone.
     signals = {*_PASSED_ON, END_SIGNAL, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -93,6 +114,7 @@ def split() -> int:
         signal.signal(END_SIGNAL, lambda *_: os.kill(worker, signal.SIGKILL))
         signal.signal(signal.SIGCHLD, lambda *_: _reap(but=worker))
     else:
+        rename("pool-worker")
         os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     return worker
@@ -163,12 +185,7 @@ def hold(lifeline: int, driver: int, keeper: int) -> None:
         driver: the driver's pid.
         keeper: the pid of this worker's keeper.
     """
-    # O_ASYNC: the kernel sends the signal when the pipe's other end is closed; no thread of this
-    # process has to run for that.
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
+    end_with(lifeline, -os.getpgrp())
     watched = select.poll()
     watched.register(lifeline, select.POLLIN)
     try:
@@ -177,6 +194,20 @@ def hold(lifeline: int, driver: int, keeper: int) -> None:
     except ProcessLookupError:
         _end()
     threading.Thread(target=_watch, args=(watched,), name="lifeline", daemon=True).start()
+
+
+def end_with(lifeline: int, owner: int) -> None:
+    """Have the kernel send SIGKILL when the other end of ``lifeline`` is closed from now on.
+
+    Args:
+        lifeline: the reading end of a pipe.
+        owner: a pid, or a process group's number, negated.
+    """
+    # O_ASYNC: no thread of this process has to run for that.
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, owner)
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
 
 
 def _watch(watched: select.poll) -> None:

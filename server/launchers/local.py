@@ -6,6 +6,9 @@ process that only sees to it that everything that the worker has started ends wi
 
 A worker inherits four descriptors: the control channel, its seat in the meeting, the lifeline and
 the file for its stack. `launchers.boot` says what it does with them.
+
+The keeper is a child of the driver, however it was started: forked by a process that has loaded
+torch (`launchers.fork_servers`), or spawned, as a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -19,18 +22,20 @@ import sys
 import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from shm_broadcast import Deadline
+from shm_broadcast import Deadline, GroupTimeoutError
 
 from ..control.channel import Channel, ChannelClosedError
 from ..control.protocol import FromWorker
 from ..control.stacks import StackFile
 from ..driver.cores import worker_threads
+from ..errors import WorkerStartError
 from .boot import END_SIGNAL, STACK_SIGNAL
+from .fork_servers import FORK_SERVERS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ..control.protocol import Start
 
@@ -47,6 +52,20 @@ _BOOT = Path(__file__).with_name("boot.py")
 _PACKAGE = __name__.partition(".")[0]
 
 
+class Process(Protocol):
+    """A child of this process."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless its end was waited for."""
+
+    def wait(self) -> int:
+        """Wait until it has ended. Returns its exit status, or its signal's number, negated."""
+
+
 class LocalWorker:
     """The driver's handle of one worker's process and its keeper.
 
@@ -59,8 +78,16 @@ class LocalWorker:
         stack_file: the file that the worker writes its stack to.
     """
 
-    def __init__(self, rank: int, seat: socket.socket, environment: Mapping[str, str]) -> None:
-        """Start the process, with ``seat`` to inherit; `start` tells it what to be."""
+    def __init__(
+        self, rank: int, seat: socket.socket, begin: Callable[[Sequence[int]], Process]
+    ) -> None:
+        """Start the process, with ``seat`` to inherit; `start` tells it what to be.
+
+        Args:
+            rank: its global rank.
+            seat: its end of the meeting.
+            begin: starts the process with the descriptors that it is to inherit.
+        """
         self.rank = rank
         self._closed = False
         self._closing = threading.Lock()
@@ -75,20 +102,7 @@ class LocalWorker:
             self.stack_file = StackFile()
             ours.callback(self.stack_file.close)
             inherited = (control.fileno(), seat.fileno(), beat, self.stack_file.fd)
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    str(_BOOT),
-                    *map(str, inherited),
-                    str(os.getpid()),
-                    _PACKAGE,
-                ],
-                stdin=subprocess.DEVNULL,
-                env=dict(environment),
-                pass_fds=inherited,
-                start_new_session=True,
-            )
+            self._process = begin(inherited)
             self.pid = self._process.pid
             try:
                 self.pidfd = os.pidfd_open(self.pid)
@@ -150,27 +164,54 @@ class LocalWorker:
             self._ours.close()
 
 
-def launch(seats: Sequence[socket.socket]) -> list[LocalWorker]:
+def launch(
+    seats: Sequence[socket.socket], deadline: Deadline, *, fork: bool = True
+) -> list[LocalWorker]:
     """Start one worker process for each seat, in rank order. End them with `end`.
+
+    Args:
+        seats: the workers' ends of the meeting.
+        deadline: when to give up.
+        fork: whether to fork them, where that can be done, instead of spawning them.
 
     Raises:
         OSError: a process cannot be started; those already started were ended.
+        WorkerStartError: one was not started in time; likewise.
     """
     environment = {
         **(_BRIEF_SPIN if "OMP_WAIT_POLICY" not in os.environ else {}),
         **os.environ,
         "OMP_NUM_THREADS": str(worker_threads(len(seats))),
     }
+
+    def begin(inherited: Sequence[int]) -> Process:
+        forked = FORK_SERVERS.fork(environment, inherited, deadline) if fork else None
+        return forked or _spawn(environment, inherited)
+
     workers: list[LocalWorker] = []
     try:
         for rank, seat in enumerate(seats):
-            workers.append(LocalWorker(rank, seat, environment))
-    except BaseException:
+            workers.append(LocalWorker(rank, seat, begin))
+    except BaseException as error:
         end(workers, 0.0, 0.0)
         for worker in workers:
             worker.close()
+        if isinstance(error, GroupTimeoutError):
+            late = ", ".join(map(str, range(len(seats))))
+            reason = f"not ready after {deadline.timeout:g} s (late: {late})"
+            raise WorkerStartError(len(workers), reason) from error
         raise
     return workers
+
+
+def _spawn(environment: Mapping[str, str], inherited: Sequence[int]) -> Process:
+    return subprocess.Popen(
+        [sys.executable, "-P", str(_BOOT), *map(str, (*inherited, os.getpid(), _PACKAGE))],
+        stdin=subprocess.DEVNULL,
+        env=dict(environment),
+        pass_fds=inherited,
+        start_new_session=True,
+    )
 
 
 def end(workers: Sequence[LocalWorker], stop_seconds: float, kill_seconds: float) -> None:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from server.errors import PoolClosedError
 from server.pool import WorkerPool
+from server.pool_config import PoolConfig
 from tests.server.workers import Worker
 
 
@@ -31,6 +32,13 @@ class Here(Worker):
 def say(pids: list[int]) -> None:
     sys.stdout.write(json.dumps(pids) + "\n")
     sys.stdout.flush()
+
+
+def repeat() -> None:
+    """Start and end pools, without end; say so each time."""
+    while True:
+        with WorkerPool(Worker, tp=2) as pool:
+            say(pool.collective_rpc("start_daemon"))
 
 
 def wait(pool: WorkerPool, what: str) -> None:
@@ -58,13 +66,16 @@ def use(pool: WorkerPool) -> None:
         os.abort()
 
 
-def main(what: str, argument: str = "") -> None:
+def main(what: str, argument: str = "", start: str = "fork") -> None:
     if what == "wait":
         try:
-            with WorkerPool(Worker, tp=2) as pool:
+            config = PoolConfig(fork=start == "fork")
+            with WorkerPool(Worker, tp=2, config=config) as pool:
                 wait(pool, argument)
         except KeyboardInterrupt:
             sys.exit(130)
+    elif what == "repeat":
+        repeat()
     elif what == "start":
         say([])
         try:
@@ -98,6 +109,9 @@ def main(what: str, argument: str = "") -> None:
                     raise ValueError("the child's own")
             elif argument == "use":
                 use(pool)
+            elif argument == "own":
+                with WorkerPool(Worker, tp=2) as own:
+                    assert own.collective_rpc("echo", args=(1,)) == [1, 1]
             elif argument == "drop":
                 del pool
                 gc.collect()

@@ -84,10 +84,15 @@ def drivers() -> Iterator[list[Driver]]:
         driver.process.communicate()
 
 
-@pytest.mark.parametrize("what", ["idle", "sleep", "group", "locked"])
-def test_a_killed_driver_takes_all_workers_along(drivers: list[Driver], what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "start"),
+    [("idle", "fork"), ("sleep", "fork"), ("group", "fork"), ("locked", "fork"), ("idle", "spawn")],
+)
+def test_a_killed_driver_takes_all_workers_along(
+    drivers: list[Driver], what: str, start: str
+) -> None:
     """Whatever they are in: no call, a sleep, a collective, C code that holds Python's lock."""
-    driver = Driver("wait", what)
+    driver = Driver("wait", what, start)
     drivers.append(driver)
     driver.pids = driver.says()
     assert len(driver.pids) == 6
@@ -151,7 +156,7 @@ def test_a_pool_that_nobody_refers_to_ends(drivers: list[Driver]) -> None:
     assert driver.left(10.0 + STALL_SECONDS) == []
 
 
-@pytest.mark.parametrize("how", ["exit", "shutdown", "block", "drop", "use"])
+@pytest.mark.parametrize("how", ["exit", "shutdown", "block", "drop", "use", "own"])
 def test_a_forked_child_leaves_the_pool_alone(drivers: list[Driver], how: str) -> None:
     """Whatever it does with it: the pool goes on in its own process."""
     driver = Driver("fork", how)

@@ -28,6 +28,13 @@ def pool() -> Iterator[WorkerPool]:
         yield pool
 
 
+@pytest.fixture(params=["fork", "spawn"])
+def either_pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
+    """However its workers were started."""
+    with WorkerPool(Worker, tp=2, config=PoolConfig(fork=request.param == "fork")) as pool:
+        yield pool
+
+
 @pytest.fixture
 def patient_pool() -> Iterator[WorkerPool]:
     """Ranks may be late to answer a call that another one has failed."""
@@ -46,7 +53,7 @@ def workers_left() -> list[int]:
 
 def may_be_worker(child: psutil.Process) -> bool:
     try:
-        return any("boot.py" in word for word in child.cmdline())
+        return child.name() in ("pool-keeper", "pool-worker")
     except psutil.ZombieProcess:
         return True
     except psutil.NoSuchProcess:
@@ -130,11 +137,11 @@ def test_a_killed_worker_is_named_though_a_peer_noticed_before_the_driver(
     assert_gone(pids, 0.0)
 
 
-def test_a_worker_killed_between_calls_fails_the_next_one(pool: WorkerPool) -> None:
-    pids = pids_of(pool)
+def test_a_worker_killed_between_calls_fails_the_next_one(either_pool: WorkerPool) -> None:
+    pids = pids_of(either_pool)
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerLostError, match="rank 1"):
-        pool.call("total", 1.0)
+        either_pool.call("total", 1.0)
     assert_gone(pids)
 
 
@@ -223,14 +230,16 @@ def test_a_pool_breaks_when_a_message_was_left_half_done(pool: WorkerPool) -> No
         pool.call("echo", timeout=10)
 
 
-def test_a_worker_that_leaves_or_crashes_says_how(pool: WorkerPool) -> None:
+def test_a_worker_that_leaves_or_crashes_says_how(either_pool: WorkerPool) -> None:
     with pytest.raises(WorkerLostError, match=r"rank 1 \(pid \d+\): exit status 3"):
-        pool.call("exit", [1], 3)
+        either_pool.call("exit", [1], 3)
 
 
-def test_a_crash_comes_with_the_stack(pool: WorkerPool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_crash_comes_with_the_stack(
+    either_pool: WorkerPool, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(WorkerLostError, match="killed by SIGABRT") as raised:
-        pool.call("crash", [0])
+        either_pool.call("crash", [0])
     assert "in crash" in raised.value.stack
     assert capfd.readouterr().err == ""
 
@@ -252,13 +261,13 @@ def test_a_stack_shows_though_python_is_locked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["start_child", "start_daemon"])
 @pytest.mark.parametrize("how", ["killed", "shut down"])
-def test_what_a_worker_started_goes_with_it(pool: WorkerPool, what: str, how: str) -> None:
-    children = pool.collective_rpc(what)
+def test_what_a_worker_started_goes_with_it(either_pool: WorkerPool, what: str, how: str) -> None:
+    children = either_pool.collective_rpc(what)
     assert all(psutil.pid_exists(child) for child in children)
     if how == "killed":
-        os.kill(pids_of(pool)[0], signal.SIGKILL)
+        os.kill(pids_of(either_pool)[0], signal.SIGKILL)
     else:
-        pool.shutdown()
+        either_pool.shutdown()
     assert_gone(children)
 
 
@@ -275,12 +284,12 @@ def test_a_control_channel_that_is_written_to_breaks_the_pool_and_names_the_work
     assert_gone(pids)
 
 
-def test_a_keeper_that_is_killed_takes_its_worker_along(pool: WorkerPool) -> None:
-    pids = pids_of(pool)
+def test_a_keeper_that_is_killed_takes_its_worker_along(either_pool: WorkerPool) -> None:
+    pids = pids_of(either_pool)
     keeper = psutil.Process(pids[1]).ppid()
     os.kill(keeper, signal.SIGKILL)
     with pytest.raises(WorkerLostError, match=r"rank 1 \(pid \d+\): killed by SIGKILL") as raised:
-        pool.call("sleep", 600.0)
+        either_pool.call("sleep", 600.0)
     assert raised.value.pid == pids[1]
     assert_gone([*pids, keeper])
 

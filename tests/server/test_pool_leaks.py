@@ -19,8 +19,11 @@ import psutil
 import pytest
 
 from server.control.meeting import WorkerMeeting
+from server.launchers.fork_servers import FORK_SERVERS
 from server.launchers.local import end, launch
 from server.pool import WorkerPool
+from server.pool_config import PoolConfig
+from shm_broadcast import NEVER
 from tests.server.workers import Worker
 
 if TYPE_CHECKING:
@@ -64,39 +67,43 @@ def _descriptors() -> Iterator[str]:
             yield str(fd.readlink())
 
 
-def run_pools(count: int, tp: int = 1) -> None:
+def run_pools(count: int, tp: int = 1, fork: bool = True) -> None:
     for turn in range(count):
-        with WorkerPool(Worker, tp=tp) as pool:
+        with WorkerPool(Worker, tp=tp, config=PoolConfig(fork=fork)) as pool:
             assert pool.collective_rpc("total", args=(1.0,)) == [float(tp)] * tp
             assert pool.submit("echo", turn).result(timeout=60) == turn
 
 
-def test_twenty_pools_one_after_another_in_two_threads_leave_nothing() -> None:
-    run_pools(1, tp=2)
+@pytest.mark.parametrize(("fork", "count"), [(True, 10), (False, 3)])
+def test_pools_one_after_another_in_two_threads_leave_nothing(fork: bool, count: int) -> None:
+    run_pools(1, fork=fork)
     before = settled()
     with ThreadPoolExecutor(2) as threads:
-        for sequence in [threads.submit(run_pools, 10) for _ in range(2)]:
+        for sequence in [threads.submit(run_pools, count, fork=fork) for _ in range(2)]:
             sequence.result()
     assert_nothing_left(before)
 
 
-def test_a_launch_that_fails_midway_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fork", [True, False])
+def test_a_launch_that_fails_midway_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, fork: bool
+) -> None:
     """The third worker's process cannot be started: the two before it end."""
-    run_pools(1, tp=2)
+    run_pools(1, tp=4, fork=fork)
     before = settled()
     started = 0
-    popen = subprocess.Popen
+    starter, begin = (FORK_SERVERS, FORK_SERVERS.fork) if fork else (subprocess, subprocess.Popen)
 
     def refuse_the_third(*arguments: Any, **options: Any) -> Any:
         nonlocal started
         started += 1
         if started == 3:
             raise BlockingIOError(errno.EAGAIN, "no more processes")
-        return popen(*arguments, **options)
+        return begin(*arguments, **options)
 
-    monkeypatch.setattr("server.launchers.local.subprocess.Popen", refuse_the_third)
+    monkeypatch.setattr(starter, begin.__name__, refuse_the_third)
     with pytest.raises(BlockingIOError):
-        WorkerPool(Worker, tp=4)
+        WorkerPool(Worker, tp=4, config=PoolConfig(fork=fork))
     assert started == 3
     assert_nothing_left(before)
 
@@ -105,7 +112,7 @@ def test_a_worker_closed_by_many_threads_closes_each_descriptor_once() -> None:
     """A descriptor closed twice may be somebody else's by then."""
     for _ in range(20):
         with contextlib.closing(WorkerMeeting(1)) as meeting:
-            (worker,) = launch(meeting.seats)
+            (worker,) = launch(meeting.seats, NEVER)
         end([worker], 0.0, 0.0)
         gate = threading.Barrier(8)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 
 from server.errors import CallRefusedError
@@ -84,6 +87,28 @@ class Worker:
             "fds": len(list(Path("/proc/self/fd").iterdir())),
             "session": os.getsid(0),
         }
+
+    def inherited(self) -> dict[str, Any]:
+        """What a process gets from the one that starts it."""
+        return {
+            "variables": dict(os.environ),
+            "cores": os.sched_getaffinity(0),
+            "mask": re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text()),
+            "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+            "read": sys.stdin.read(),
+            "argument": len(sys.argv),
+        }
+
+    def numbers(self) -> dict[str, float]:
+        """What generators give that nobody has seeded."""
+        return {
+            "random": random.random(),
+            "numpy": float(np.random.random()),
+            "torch": float(torch.rand(1)),
+        }
+
+    def say(self, text: str) -> None:
+        sys.stdout.write(f"{text}\n")
 
     def scribble(self, data: bytes) -> None:
         """Write to the descriptor of this worker's control channel what is no message."""

@@ -1,0 +1,90 @@
+"""What a worker takes over from its driver: only a fork server that was started in the same
+circumstances can serve it.
+
+A process inherits them when it starts. Many can be set later, but not all, and libraries read some
+of them while they load: OpenMP its variables and the cores, Python its own. So none is set later,
+but the folder, the output and `IDLE_VARIABLES`, which a fork server is told for each worker.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+IDLE_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
+"""Variables that change all the time, and that nothing reads while it loads."""
+_STATUS = frozenset(
+    (
+        *("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs"),
+        *("Umask", "SigBlk", "SigIgn", "Seccomp", "Seccomp_filters"),
+        *("Cpus_allowed", "Mems_allowed"),
+    )
+)
+"""The fields of proc_pid_status(5) that a new process inherits."""
+_THREAD = Path("/proc/thread-self")
+_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+
+
+class Circumstances(NamedTuple):
+    """All that is compared; of the calling thread, which is what would start the process.
+
+    Attributes:
+        driver: the driver's pid; a process that was forked from it needs servers of its own.
+        executable: Python's.
+        path: `sys.path`.
+        folder: the current folder's device and inode, if ``path`` is relative to it.
+        environment: all variables but `IDLE_VARIABLES`.
+        status: identity, signals, cores, umask.
+        limits: the resource limits.
+        priority: its nice value.
+        places: its control groups, and what the kernel kills it for.
+        namespaces: the device and inode of its root folder, and its namespaces.
+    """
+
+    driver: int
+    executable: str
+    path: tuple[str, ...]
+    folder: tuple[int, int] | None
+    environment: frozenset[tuple[str, str]]
+    status: tuple[str, ...]
+    limits: tuple[tuple[int, int], ...]
+    priority: int
+    places: tuple[str, ...]
+    namespaces: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def now(cls, environment: Mapping[str, str]) -> Circumstances:
+        """Those of a process that this thread would start with ``environment``."""
+        path = tuple(map(str, sys.path))
+        relative = not all(map(os.path.isabs, path))
+        return cls(
+            driver=os.getpid(),
+            executable=sys.executable,
+            path=path,
+            folder=_identity(Path()) if relative else None,
+            environment=frozenset(
+                (name, value) for name, value in environment.items() if name not in IDLE_VARIABLES
+            ),
+            status=tuple(_status()),
+            limits=tuple(map(resource.getrlimit, _LIMITS)),
+            priority=os.getpriority(os.PRIO_PROCESS, 0),
+            places=tuple((_THREAD / name).read_text() for name in ("cgroup", "oom_score_adj")),
+            namespaces=tuple(map(_identity, (_THREAD / "root", *(_THREAD / "ns").iterdir()))),
+        )
+
+
+def _status() -> Iterator[str]:
+    for line in (_THREAD / "status").read_text().splitlines():
+        if line.partition(":")[0] in _STATUS:
+            yield line
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino

@@ -1,0 +1,310 @@
+"""The driver's side of fork servers: starts them, asks them for workers, and ends them.
+
+A fork server (`forking`) is a process of this driver that has loaded what every worker needs. It
+serves only who is in the circumstances that it was started in; `_KEPT` of them stay. Its workers
+do not depend on it: if it is killed, they go on, and another one is started for the next.
+
+Nobody else can ask it: the way to it is a socket pair, which has no address.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shm_broadcast import NEVER, Deadline, GroupTimeoutError
+
+from .circumstances import IDLE_VARIABLES, Circumstances
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_log = logging.getLogger(__name__)
+_KEPT = 2
+"""How many servers stay. Pools of one and of more workers get different numbers of threads."""
+_ATTEMPTS = 2
+"""How often a worker is asked for, if servers are killed; then it is spawned."""
+_END_SECONDS = 4.0
+"""How long a process that was killed may take to end."""
+_SCRIPT = Path(__file__).with_name("forking.py")
+_PACKAGE = __name__.partition(".")[0]
+
+
+class ForkedProcess:
+    """A child of this process that a fork server has made; used as a `subprocess.Popen`.
+
+    Attributes:
+        pid: its process id.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+        self._reaping = threading.Lock()
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless its end was waited for."""
+        with self._reaping:
+            if self._code is None:
+                os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Wait until it has ended. Returns its exit status, or its signal's number, negated."""
+        with self._reaping:
+            if self._code is None:
+                try:
+                    self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+                except ChildProcessError:  # somebody else has waited for it
+                    self._code = 0
+            return self._code
+
+
+class _ServerLostError(Exception):
+    """The server has ended before it forked."""
+
+
+class _ForkServer:
+    """One server.
+
+    Attributes:
+        users: how many threads ask it just now; guarded by the registry.
+        refusal: why it cannot fork workers; ``""`` if it can, or has not said.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.users = 0
+        self.refusal = ""
+        with ExitStack() as ours, ExitStack() as theirs:
+            self._requests, asked = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            theirs.callback(asked.close)
+            ours.callback(self._requests.close)
+            beat, lifeline = os.pipe()
+            theirs.callback(os.close, beat)
+            ours.callback(os.close, lifeline)
+            inherited = asked.fileno(), beat
+            settings = {
+                "path": list(map(str, sys.path)),
+                "package": _PACKAGE,
+                "driver": os.getpid(),
+                "requests": inherited[0],
+                "lifeline": inherited[1],
+            }
+            told = theirs.enter_context(open(os.memfd_create("fork-server"), "w+"))  # noqa: PTH123
+            json.dump(settings, told)
+            told.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_SCRIPT)],
+                stdin=told,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=dict(environment),
+                pass_fds=inherited,
+                start_new_session=True,
+            )
+            self._ours = ours.pop_all()
+        self._requests.setblocking(False)
+
+    def usable(self) -> bool:
+        """Whether asking it is of use: its process has not ended, or it is known to refuse."""
+        return bool(self.refusal) or self._process.poll() is None
+
+    def fork(
+        self, environment: Mapping[str, str], inherited: Sequence[int], deadline: Deadline
+    ) -> ForkedProcess | None:
+        """As `ForkServers.fork`; ``None`` if it refuses.
+
+        Raises:
+            _ServerLostError: it has ended.
+        """
+        if self.refusal:
+            return None
+        with ExitStack() as undo:
+            said, birth = os.pipe()
+            undo.callback(os.close, said)
+            try:
+                try:
+                    self._ask(environment, inherited, birth, deadline)
+                finally:
+                    os.close(birth)
+                answer = _answer(said, deadline)
+            except BaseException:
+                self._disown(said)
+                raise
+        match answer:
+            case {"pid": pid}:
+                return ForkedProcess(pid)
+            case {"errno": number}:
+                raise OSError(number, f"a worker cannot be forked: {os.strerror(number)}")
+            case {"refusal": refusal}:
+                if not self.refusal:
+                    _log.warning("workers are spawned, not forked: %s", refusal)
+                self.refusal = refusal
+                return None
+        raise _ServerLostError
+
+    def close(self) -> None:
+        """End its process; idempotent."""
+        self._end()
+        self._ours.close()
+
+    def forget(self) -> None:
+        """In a forked child: close what was inherited; the server is the parent's."""
+        self._ours.close()
+        self._process.returncode = 0  # it is not to be waited for here
+
+    def _ask(
+        self,
+        environment: Mapping[str, str],
+        inherited: Sequence[int],
+        birth: int,
+        deadline: Deadline,
+    ) -> None:
+        variables = {name: environment.get(name) for name in IDLE_VARIABLES}
+        with ExitStack() as undo:
+            folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
+            undo.callback(os.close, folder)
+            sent = [*inherited, birth, folder, *(_output(number, undo) for number in (1, 2))]
+            while True:
+                try:
+                    socket.send_fds(self._requests, [json.dumps(variables).encode()], sent)
+                except BlockingIOError:
+                    _wait(self._requests.fileno(), select.POLLOUT, deadline)
+                except (BrokenPipeError, ConnectionResetError):
+                    raise _ServerLostError from None
+                else:
+                    return
+
+    def _disown(self, said: int) -> None:
+        """End the server, so that it forks nothing later, and what it has forked already."""
+        self._end()
+        with suppress(GroupTimeoutError):
+            match _answer(said, Deadline.after(_END_SECONDS)):
+                case {"pid": pid}:
+                    newborn = ForkedProcess(pid)
+                    newborn.kill()
+                    newborn.wait()
+
+    def _end(self) -> None:
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+
+
+class ForkServers:
+    """The servers of this process; any thread may ask. There is one, `FORK_SERVERS`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._servers: dict[Circumstances, _ForkServer] = {}  # the one used last is the last
+
+    def fork(
+        self, environment: Mapping[str, str], inherited: Sequence[int], deadline: Deadline
+    ) -> ForkedProcess | None:
+        """Fork a worker's process, as a child of this one; start a server if there is none for it.
+
+        Args:
+            environment: its variables.
+            inherited: the four descriptors that `boot.main` gets.
+            deadline: when to give up.
+
+        Returns:
+            ``None`` if workers cannot be forked here; the log says why.
+
+        Raises:
+            GroupTimeoutError: the server did not answer in time; it was ended.
+            OSError: no process can be started.
+        """
+        wanted = Circumstances.now(environment)
+        for _ in range(_ATTEMPTS):
+            with self._borrowed(wanted, environment) as server:
+                try:
+                    return server.fork(environment, inherited, deadline)
+                except _ServerLostError:
+                    continue
+        _log.warning("a worker is spawned, not forked: %d fork servers were killed", _ATTEMPTS)
+        return None
+
+    def close(self) -> None:
+        """End all servers; workers that they have forked go on."""
+        with self._lock:
+            while self._servers:
+                self._servers.popitem()[1].close()
+
+    def forget(self) -> None:
+        """In a forked child: have no servers."""
+        self._lock = threading.Lock()  # another thread of the parent may have held it
+        while self._servers:
+            self._servers.popitem()[1].forget()
+
+    @contextmanager
+    def _borrowed(
+        self, wanted: Circumstances, environment: Mapping[str, str]
+    ) -> Iterator[_ForkServer]:
+        with self._lock:
+            server = self._servers.pop(wanted, None)
+            if server is None or not server.usable():
+                if server is not None and not server.users:
+                    server.close()
+                self._make_room()
+                server = _ForkServer(environment)
+            self._servers[wanted] = server
+            server.users += 1
+        try:
+            yield server
+        finally:
+            with self._lock:
+                server.users -= 1
+                if not server.users and self._servers.get(wanted) is not server:
+                    server.close()
+
+    def _make_room(self) -> None:
+        idle = [wanted for wanted, server in self._servers.items() if not server.users]
+        for wanted in idle[: max(len(self._servers) - _KEPT + 1, 0)]:
+            self._servers.pop(wanted).close()
+
+
+def _output(number: int, undo: ExitStack) -> int:
+    """Descriptor ``number``, or one of the null device if there is none."""
+    try:
+        found = os.dup(number)
+    except OSError:
+        found = os.open(os.devnull, os.O_WRONLY)
+    undo.callback(os.close, found)
+    return found
+
+
+def _answer(said: int, deadline: Deadline) -> dict[str, Any] | None:
+    """What the server or the newborn says first; ``None`` if there is neither any more."""
+    heard = b""
+    while b"\n" not in heard:
+        _wait(said, select.POLLIN, deadline)
+        more = os.read(said, 1024)
+        if not more:
+            return None
+        heard += more
+    answer: dict[str, Any] = json.loads(heard.partition(b"\n")[0])
+    return answer
+
+
+def _wait(fd: int, event: int, deadline: Deadline) -> None:
+    poll = select.poll()
+    poll.register(fd, event)
+    if not poll.poll(None if deadline is NEVER else deadline.remaining() * 1000):
+        raise GroupTimeoutError("fork a worker", deadline.timeout)
+
+
+FORK_SERVERS = ForkServers()
+"""The servers of this process."""
+atexit.register(FORK_SERVERS.close)
+os.register_at_fork(after_in_child=FORK_SERVERS.forget)

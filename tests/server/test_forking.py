@@ -1,0 +1,309 @@
+"""Workers that are forked: they find what spawned ones find, whatever becomes of their server."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from server.errors import WorkerStartError
+from server.launchers.fork_servers import FORK_SERVERS
+from server.pool import WorkerPool
+from server.pool_config import PoolConfig
+from tests.patience import until
+from tests.server.test_pool_ends import Driver
+from tests.server.workers import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(params=[True, False], ids=["fork", "spawn"])
+def either(request: pytest.FixtureRequest) -> PoolConfig:
+    return PoolConfig(fork=request.param)
+
+
+def servers() -> list[psutil.Process]:
+    """The fork servers that run.
+
+    A newborn of theirs, which must not be taken for one, is renamed first and then leads a session.
+    """
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(child.pid) == child.pid and child.name() == "pool-forks":
+                found.append(child)
+    return found
+
+
+def ask(method: str, config: PoolConfig | None = None, tp: int = 2) -> list[Any]:
+    """What the workers of a new pool return."""
+    with WorkerPool(Worker, tp=tp, config=config) as pool:
+        answers: list[Any] = pool.collective_rpc(method, timeout=120)
+        return answers
+
+
+@pytest.fixture
+def server() -> psutil.Process:
+    """The only fork server; it has served pools of two."""
+    FORK_SERVERS.close()
+    ask("where")
+    (found,) = servers()
+    return found
+
+
+def test_pools_share_a_server_which_has_nothing_that_a_fork_would_break(
+    server: psutil.Process,
+) -> None:
+    for _ in range(3):
+        places = ask("where")
+        assert [psutil.pid_exists(pid) for _, pid in places] == [False, False]
+    assert servers() == [server]
+    assert server.num_threads() == 1
+    kinds = sorted(str(fd.readlink()) for fd in Path(f"/proc/{server.pid}/fd").iterdir())
+    assert kinds[:4] == ["/dev/null"] * 3 + ["anon_inode:[pidfd]"]
+    assert [kind.partition(":")[0] for kind in kinds[4:]] == ["pipe", "socket"]
+    assert os.getsid(server.pid) == server.pid
+
+
+def test_a_worker_is_a_child_of_a_child_of_the_driver(server: psutil.Process) -> None:
+    with WorkerPool(Worker) as pool:
+        keeper = psutil.Process(pool.call("where")[1]).parent()
+        assert keeper is not None
+        assert keeper.ppid() == os.getpid()
+        assert keeper.pid != server.pid
+
+
+def test_what_is_the_drivers_is_the_next_workers(
+    either: PoolConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = ask("inherited", either)[1]
+    assert before["variables"]["PYTEST_CURRENT_TEST"] == os.environ["PYTEST_CURRENT_TEST"]
+    assert (before["read"], before["argument"], before["blocked"]) == ("", 7, set())
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("A_WORD", "said")
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "another")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    mask = os.umask(0o027)
+    cores = os.sched_getaffinity(0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with WorkerPool(Worker, tp=2, config=either) as pool:
+            there = pool.call("environment")
+            inherited = pool.call("inherited")
+    finally:
+        os.sched_setaffinity(0, cores)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+        os.umask(mask)
+    assert (there["folder"], there["path"]) == (str(tmp_path), sys.path)
+    variables = inherited["variables"]
+    assert variables["OMP_NUM_THREADS"] == "3"
+    assert (variables["A_WORD"], variables["PYTEST_CURRENT_TEST"]) == ("said", "another")
+    assert (inherited["mask"], inherited["cores"]) == (["0027"], {min(cores)})
+    assert inherited["blocked"] == {signal.SIGUSR2}
+
+
+def test_a_folder_that_is_gone_and_a_variable_that_is_gone_are_gone(
+    server: psutil.Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "path", [os.path.abspath(entry) for entry in sys.path])  # noqa: PTH100
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert "PYTEST_CURRENT_TEST" not in ask("inherited")[0]["variables"]
+    tmp_path.mkdir()
+
+
+def test_what_workers_print_goes_where_the_driver_prints_now(
+    either: PoolConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with WorkerPool(Worker, tp=2, config=either) as pool:
+        pool.collective_rpc("say", args=("hello",))
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[rank 0] hello", "[rank 1] hello"]
+
+
+def test_a_module_that_was_changed_is_loaded_anew(
+    server: psutil.Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = tmp_path / "worker_that_changes.py"
+    for answer in ("first", "another"):
+        module.write_text(
+            "class Changing:\n"
+            "    def __init__(self, context): pass\n"
+            f"    def answer(self): return {answer!r}\n"
+        )
+        importlib.invalidate_caches()
+        with WorkerPool("worker_that_changes:Changing", tp=2) as pool:
+            assert pool.call("answer") == answer
+
+
+def test_no_two_workers_draw_the_same_numbers(either: PoolConfig) -> None:
+    drawn = [*ask("numbers", either), *ask("numbers", either)]
+    for generator in ("random", "numpy", "torch"):
+        assert len({numbers[generator] for numbers in drawn}) == 4
+
+
+def test_a_server_that_is_killed_is_replaced_and_its_workers_go_on(server: psutil.Process) -> None:
+    with WorkerPool(Worker, tp=2) as pool:
+        server.kill()
+        with WorkerPool(Worker, tp=2) as another:
+            assert pool.collective_rpc("total", args=(1.0,)) == [2.0, 2.0]
+            assert another.collective_rpc("total", args=(1.0,)) == [2.0, 2.0]
+            (replacement,) = servers()
+            assert replacement != server
+            assert not psutil.pid_exists(server.pid)
+        pids = [pid for _, pid in pool.collective_rpc("where")]
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_servers_that_are_killed_while_they_serve_stop_no_start(server: psutil.Process) -> None:
+    chance = random.Random(18)
+    children = {child.pid for child in psutil.Process().children()} - {server.pid}
+    stop = threading.Event()
+
+    def kill_servers() -> None:
+        while not stop.wait(chance.choice((0.0, 0.01, 0.1, 1.0, 2.0))):
+            for each in servers():
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+
+    killing = threading.Thread(target=kill_servers)
+    killing.start()
+    try:
+        for _ in range(4):
+            with WorkerPool(Worker, tp=2) as pool:
+                assert pool.collective_rpc("total", args=(1.0,)) == [2.0, 2.0]
+    finally:
+        stop.set()
+        killing.join()
+    FORK_SERVERS.close()
+    assert {child.pid for child in psutil.Process().children()} == children
+
+
+def test_a_server_that_does_not_answer_fails_the_start_in_time_and_is_replaced(
+    server: psutil.Process,
+) -> None:
+    server.suspend()
+    with pytest.raises(WorkerStartError, match=r"not ready after 2 s \(late: 0, 1\)") as raised:
+        WorkerPool(Worker, tp=2, start_timeout=2)
+    assert raised.value.rank == 0
+    assert not psutil.pid_exists(server.pid)
+    assert [rank for rank, _ in ask("where")] == [0, 1]
+
+
+def test_an_interrupt_while_a_server_does_not_answer_leaves_nothing(
+    server: psutil.Process,
+) -> None:
+    before = {child.pid for child in psutil.Process().children()} - {server.pid}
+    server.suspend()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        WorkerPool(Worker, tp=2, start_timeout=None)
+    assert {child.pid for child in psutil.Process().children()} == before
+
+
+def test_threads_start_pools_at_the_same_time(server: psutil.Process) -> None:
+    def start(n: int) -> list[float]:
+        with WorkerPool(Worker, tp=n) as pool:
+            answers: list[float] = pool.collective_rpc("total", args=(1.0,), timeout=120)
+            return answers
+
+    sizes = [1, 2, 3, 2, 1]
+    with ThreadPoolExecutor(len(sizes)) as threads:
+        assert list(threads.map(start, sizes)) == [[float(n)] * n for n in sizes]
+    assert server.is_running()
+
+
+def test_few_servers_stay(server: psutil.Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    for word in ("one", "two", "three"):
+        monkeypatch.setenv("A_WORD", word)
+        ask("where")
+    assert len(servers()) == 2
+    assert server not in servers()
+
+
+@contextmanager
+def at_start(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> Iterator[None]:
+    """Have Python run ``code`` when it starts."""
+    (folder / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    yield
+    FORK_SERVERS.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (
+            "import threading\n"
+            "threading.Thread(target=threading.Event().wait, daemon=True).start()\n",
+            "has started threads: there are 2",
+        ),
+        (
+            "import sys\n"
+            "if 'forking.py' in ' '.join(sys.orig_argv):\n"
+            "    sys.modules['coordinator.groups'] = None\n",
+            "importing what workers need failed: ModuleNotFoundError",
+        ),
+    ],
+)
+def test_workers_are_spawned_where_they_cannot_be_forked_and_the_log_says_why(
+    code: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, "server.launchers.fork_servers")
+    with at_start(monkeypatch, tmp_path, code):
+        for _ in range(2):
+            assert [rank for rank, _ in ask("where")] == [0, 1]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("workers are spawned, not forked: ")
+    assert reason in said
+
+
+def test_who_wants_no_fork_gets_none() -> None:
+    FORK_SERVERS.close()
+    ask("where", PoolConfig(fork=False))
+    assert servers() == []
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that were started with ``mark`` in their environment, by whomever."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
+                found.append(process.pid)
+    return found
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0, 3.0, 5.0])
+def test_a_driver_killed_at_any_moment_leaves_nothing(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while its fork server starts, and while that forks."""
+    mark = f"MARK_{random.getrandbits(64):x}"
+    monkeypatch.setenv(mark, "1")
+    driver = Driver("repeat")
+    monkeypatch.delenv(mark)
+    time.sleep(seconds * random.uniform(0.7, 1.3))
+    driver.process.kill()
+    driver.process.communicate()
+    until(lambda: marked(mark) == [])
