@@ -17,6 +17,7 @@ pipe's writing end, the current folder, standard output and error.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import gc
@@ -28,10 +29,11 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -79,6 +81,7 @@ def main() -> None:
         os.close(driver)
         sys.argv[:] = [str(boot.__file__), *map(str, (*descriptors, settings["driver"], package))]
         boot.main()
+        _leave()
 
 
 def _load(boot: ModuleType, package: str) -> str:
@@ -189,6 +192,18 @@ def _become(variables: dict[str, str | None], birth: int, folder: int, *output: 
     sys.modules["torch"].default_generator.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
+
+
+def _leave() -> NoReturn:
+    """End as a process that multiprocessing has forked: threads, exit functions, and no more.
+
+    Taking the interpreter apart touches all objects, and so would copy what is shared.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _reopen(name: str, number: int) -> None:

@@ -35,7 +35,8 @@ def say(pids: list[int]) -> None:
 
 
 def repeat() -> None:
-    """Start and end pools, without end; say so each time."""
+    """Start and end pools, without end; say so at first and each time."""
+    say([])
     while True:
         with WorkerPool(Worker, tp=2) as pool:
             say(pool.collective_rpc("start_daemon"))

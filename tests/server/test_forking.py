@@ -136,6 +136,14 @@ def test_what_workers_print_goes_where_the_driver_prints_now(
     assert sorted(capfd.readouterr().out.splitlines()) == ["[rank 0] hello", "[rank 1] hello"]
 
 
+def test_a_workers_threads_and_exit_functions_run_at_its_end(
+    either: PoolConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with WorkerPool(Worker, config=either) as pool:
+        pool.call("say_at_the_end")
+    assert capfd.readouterr().out.splitlines() == ["[rank 0] thread", "[rank 0] exit"]
+
+
 def test_a_module_that_was_changed_is_loaded_anew(
     server: psutil.Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -294,16 +302,22 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0, 3.0, 5.0])
+@pytest.mark.parametrize(
+    ("lines", "seconds"), [(1, 0.1), (1, 1.0), (1, 3.0), (2, 0.1), (2, 0.5), (3, 0.1), (3, 0.5)]
+)
 def test_a_driver_killed_at_any_moment_leaves_nothing(
-    seconds: float, monkeypatch: pytest.MonkeyPatch
+    lines: int, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while its fork server starts, and while that forks."""
+    """While its fork server starts (it has said one line), and while later pools start and end."""
     mark = f"MARK_{random.getrandbits(64):x}"
     monkeypatch.setenv(mark, "1")
     driver = Driver("repeat")
+    try:
+        for _ in range(lines):
+            driver.says()
+        time.sleep(random.uniform(0, seconds))
+    finally:
+        driver.process.kill()
+        driver.process.communicate()
     monkeypatch.delenv(mark)
-    time.sleep(seconds * random.uniform(0.7, 1.3))
-    driver.process.kill()
-    driver.process.communicate()
     until(lambda: marked(mark) == [])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +108,16 @@ class Worker:
             "numpy": float(np.random.random()),
             "torch": float(torch.rand(1)),
         }
+
+    def say_at_the_end(self) -> None:
+        """A thread that is not waited for yet says something, and then an exit function."""
+
+        def late() -> None:
+            threading.main_thread().join()
+            self.say("thread")
+
+        atexit.register(self.say, "exit")
+        threading.Thread(target=late).start()
 
     def say(self, text: str) -> None:
         sys.stdout.write(f"{text}\n")
