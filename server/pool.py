@@ -219,8 +219,8 @@ class WorkerPool:
 
         Raises:
             ValueError: the pool has ``dp`` greater than 1, or ``method`` begins with "_".
-            PoolClosedError: the pool was shut down.
-            Each item: what `call` raises, and CallDivergedError if ranks do not end alike.
+            Each item: what `call` raises, also that the pool was shut down; and CallDivergedError
+                if the generator ends on some ranks only.
         """
         rank = self._output_rank
 

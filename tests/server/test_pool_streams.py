@@ -64,6 +64,13 @@ class Speaker:
         for size in sizes:
             yield torch.full((size,), float(size))
 
+    def fail_to_close(self) -> Iterator[str]:
+        try:
+            while True:
+                yield "fine"
+        finally:
+            raise ValueError("not now")
+
     def no_generator(self) -> list[int]:
         return [1, 2]
 
@@ -166,6 +173,16 @@ def test_an_error_ends_the_stream_and_not_the_pool(pool: WorkerPool, rank: int) 
         next(stream)
     assert list(stream) == []
     assert list(pool.stream("count", "after an error", 2)) == [0, 2]
+
+
+def test_a_generator_that_fails_to_close_is_logged(
+    pool: WorkerPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pool.stream("fail_to_close") as stream:
+        assert next(stream) == "fine"
+    until(lambda: "could not be closed: rank " in caplog.text)
+    assert "failed in fail_to_close: ValueError: not now" in caplog.text
+    assert list(pool.stream("count", "after a failure to close", 2)) == [0, 2]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
