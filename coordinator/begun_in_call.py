@@ -48,6 +48,12 @@ def enter(name: str, ranks: Sequence[int], begun: Begun) -> Entry:
     return entry
 
 
+def forget_groups() -> None:
+    """Count no operations of the groups made so far, and number new ones from 0. Collective: no."""
+    _entries.clear()
+    _made.clear()
+
+
 def take_begun() -> tuple[BegunInGroup, ...]:
     """The counts since the last call, of the groups that have begun anything. Collective: no."""
     taken = []

@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from .errors import (
         CallDivergedError,
         CallRefusedError,
+        CallStuckError,
         CallTimeoutError,
         PoolClosedError,
+        RestartLimitError,
+        StreamLostError,
         WorkerError,
         WorkerLostError,
         WorkerStartError,
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CallDivergedError",
     "CallRefusedError",
+    "CallStuckError",
     "CallTimeoutError",
     "CoordinatorError",
     "DivergenceError",
@@ -50,7 +54,9 @@ __all__ = [
     "PeerLostError",
     "PoolClosedError",
     "PoolConfig",
+    "RestartLimitError",
     "SharedMemoryError",
+    "StreamLostError",
     "WorkerContext",
     "WorkerError",
     "WorkerLostError",
@@ -62,7 +68,8 @@ __all__ = [
 _HOMES: Final = {
     ".pool_config": ("PoolConfig",),
     ".errors": (
-        *("CallDivergedError", "CallRefusedError", "CallTimeoutError", "PoolClosedError"),
+        *("CallDivergedError", "CallRefusedError", "CallStuckError", "CallTimeoutError"),
+        *("PoolClosedError", "RestartLimitError", "StreamLostError"),
         *("WorkerError", "WorkerLostError", "WorkerStartError"),
     ),
     ".pool": ("WorkerPool",),

@@ -3,19 +3,22 @@
     CoordinatorError
     ├── WorkerError                         a worker's method raised; carries its traceback
     ├── CallRefusedError                    a worker's method raises it to refuse a call cleanly
+    ├── StreamLostError                     a stream began before the pool was restarted
+    ├── RestartLimitError                   the pool broke too often to be restarted again
     ├── DivergenceError
     │   └── CallDivergedError               ranks did not do the same in a call; names them
     ├── WorkerLostError (ConnectionError)   a worker's process ended; names rank, pid and signal
     ├── WorkerStartError                    a worker did not come up; the pool does not exist
     ├── GroupTimeoutError (TimeoutError)
     │   └── CallTimeoutError                a call's time passed; carries the stacks of the late
+    │       └── CallStuckError              no call was answered for long, and the pool broke
     ├── GroupClosedError
     │   └── PoolClosedError                 the pool was shut down
     └── QueueFullError                      too many items wait already; try again later
 
 A failure breaks the pool unless every rank has answered and no group operation was left half done:
-in each group all members began the same operations, and received what was sent. A broken pool
-raises that failure again from every later call, with a note that says so.
+in each group all members began the same operations, and received what was sent. A pool that is not
+restarted raises that failure again from every later call, with a note that says so.
 """
 
 from __future__ import annotations
@@ -168,6 +171,43 @@ class CallTimeoutError(GroupTimeoutError):
             self.add_note(f"Stack of rank {rank}:\n{stack.rstrip()}")
 
 
+class CallStuckError(CallTimeoutError):
+    """The workers have not answered their oldest call for ``stuck_after`` seconds. Unlike after a
+    `CallTimeoutError`, they do not go on: the pool breaks, and is restarted if it was told to.
+    """
+
+
+class StreamLostError(CoordinatorError):
+    """A stream cannot go on: its generators ended when the pool was restarted.
+
+    Attributes:
+        method: the method that began the stream.
+    """
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        super().__init__(f"{method}: the stream ended when the pool was restarted")
+
+
+class RestartLimitError(CoordinatorError):
+    """A pool has broken, and was restarted as often as it may be. ``__cause__`` broke it last.
+
+    Attributes:
+        restarts: how many restarts there were within ``window``.
+        window: seconds.
+        failure: the text of what broke it last.
+    """
+
+    def __init__(self, restarts: int, window: float, failure: str) -> None:
+        self.restarts = restarts
+        self.window = window
+        self.failure = failure
+        super().__init__(
+            f"the pool has broken again after {restarts} restarts within {window:g} s, the most "
+            f"that max_restarts allows: {failure}"
+        )
+
+
 class QueueFullError(CoordinatorError):
     """A request was refused at once: with it, too many items would wait.
 
@@ -203,3 +243,8 @@ def again(error: BaseException, note: str = "") -> BaseException:
     if note:
         copy.add_note(note)
     return copy
+
+
+def with_notes(error: BaseException) -> str:
+    """The error's text and its notes, which hold stacks and tracebacks of workers."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])

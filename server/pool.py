@@ -21,6 +21,8 @@ Guarantees
   otherwise it breaks with that failure.
 - When a worker's process ends, the pool breaks within a second, with an error that names it.
 - A broken pool fails all its calls with the first failure, and ends its processes by itself.
+- A pool that is told to (``restart=``) replaces what broke instead: the calls that the workers had
+  fail, or are made again if they may be (``retry=True``); all others wait, and go on.
 - When the driver ends, however it ends, the workers and all that they have started end too.
 """
 
@@ -70,6 +72,10 @@ class WorkerPool:
         launcher: str = "local",
         start_timeout: float | None = 120.0,
         on_progress: Callable[[int, int, int, str], None] | None = None,
+        restart: str = "never",
+        max_restarts: int = 5,
+        window: float = 60.0,
+        stuck_after: float | None = None,
         config: PoolConfig | None = None,
     ) -> None:
         """Start the workers, and return when all are ready.
@@ -89,6 +95,16 @@ class WorkerPool:
             start_timeout: seconds for all workers to be ready; ``None``: for ever.
             on_progress: called with ``(rank, done, total, what)`` when a worker reports progress:
                 in this thread until the workers are ready, in a thread of the pool afterwards.
+            restart: what happens when the pool breaks, because a worker's process ends, a call is
+                stuck, or a failure has left a group operation half done. ``"never"``: it takes no
+                more calls. ``"worker"``: workers that have ended, or do not leave what they do
+                within `PoolConfig.settle_seconds`, are replaced. The others stay: their
+                ``restore(context)`` is called with new groups, or, if they have no such method,
+                the class is made anew in the same process. ``"pool"``: all workers are replaced.
+            max_restarts: restarts within ``window`` before the pool ends with `RestartLimitError`.
+            window: seconds.
+            stuck_after: seconds after which the pool breaks if its oldest call is not answered; at
+                most a quarter more. ``None``: never. Longer than any call should take.
             config: further settings.
 
         Raises:
@@ -108,6 +124,10 @@ class WorkerPool:
             share_gpu,
             start_timeout,
             on_progress,
+            restart,
+            max_restarts,
+            window,
+            stuck_after,
             config or PoolConfig(),
         )
         self._crew = Crew(self._plan)
@@ -128,6 +148,7 @@ class WorkerPool:
         kwargs: Mapping[str, Any] | None = None,
         *,
         unique_reply_rank: int | None = None,
+        retry: bool = False,
     ) -> Any:
         """Call ``method`` on every rank and wait until all have answered.
 
@@ -138,6 +159,8 @@ class WorkerPool:
             args: positional arguments; picklable.
             kwargs: keyword arguments; picklable.
             unique_reply_rank: the only rank whose result is wanted; the others' are not sent.
+            retry: whether the call may be made again, twice at most, if the pool is restarted while
+                the workers have it.
 
         Returns:
             A list of the results by rank, or the result of ``unique_reply_rank``.
@@ -146,6 +169,8 @@ class WorkerPool:
             WorkerError: the method raised on a rank.
             CallDivergedError: ranks began different group operations in the call.
             WorkerLostError: a worker's process ended.
+            CallStuckError: no call was answered for ``stuck_after`` seconds.
+            RestartLimitError: the pool broke once more than it may be restarted.
             CallTimeoutError: not all ranks have answered in time; has the late ranks and their
                 stacks. The workers go on with the call, and the pool stays usable.
             PoolClosedError: the pool was shut down.
@@ -157,23 +182,36 @@ class WorkerPool:
                 f"unique_reply_rank must be in 0..{self.n_workers - 1}; got {unique_reply_rank}"
             )
         return self._crew.call(
-            self._pending(method, args, kwargs or {}, unique_reply_rank, timeout)
+            self._pending(method, args, kwargs or {}, unique_reply_rank, timeout, retry=retry)
         )
 
-    def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        timeout: float | None = None,
+        retry: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """Call ``method`` on every rank; return the result of tp rank 0 of the last stage.
 
-        Otherwise as `collective_rpc`. ``timeout`` is the call's: a keyword argument of this name
-        can be passed to the method by `collective_rpc` only.
+        Otherwise as `collective_rpc`. ``timeout`` and ``retry`` are the call's: keyword arguments
+        of these names can be passed to the method by `collective_rpc` only.
 
         Raises:
             ValueError: the pool has ``dp`` greater than 1.
             What `collective_rpc` raises.
         """
-        return self._crew.call(self._pending(method, args, kwargs, self._output_rank, timeout))
+        rank = self._output_rank
+        return self._crew.call(self._pending(method, args, kwargs, rank, timeout, retry=retry))
 
     def submit(
-        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+        self,
+        method: str,
+        *args: Any,
+        timeout: float | None = None,
+        retry: bool = False,
+        **kwargs: Any,
     ) -> Future[Any]:
         """As `call`, without waiting: the call is queued, and sent to the workers in order.
 
@@ -187,10 +225,16 @@ class WorkerPool:
         Raises:
             What broke the pool, or `PoolClosedError`.
         """
-        return self._crew.submit(self._pending(method, args, kwargs, self._output_rank, timeout))
+        rank = self._output_rank
+        return self._crew.submit(self._pending(method, args, kwargs, rank, timeout, retry=retry))
 
     async def acall(
-        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+        self,
+        method: str,
+        *args: Any,
+        timeout: float | None = None,
+        retry: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """As `submit`, awaited. A task that is cancelled meanwhile cancels the call: one that is
         queued is not made, and the workers hear of one that they have (`WorkerContext.cancelled`).
@@ -198,7 +242,8 @@ class WorkerPool:
         Raises:
             What `call` raises.
         """
-        return await asyncio.wrap_future(self.submit(method, *args, timeout=timeout, **kwargs))
+        future = self.submit(method, *args, timeout=timeout, retry=retry, **kwargs)
+        return await asyncio.wrap_future(future)
 
     def stream(
         self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
@@ -219,14 +264,15 @@ class WorkerPool:
 
         Raises:
             ValueError: the pool has ``dp`` greater than 1, or ``method`` begins with "_".
-            Each item: what `call` raises, also that the pool was shut down; and CallDivergedError
-                if the generator ends on some ranks only.
+            Each item: what `call` raises, also that the pool was shut down; CallDivergedError if
+                the generator ends on some ranks only; StreamLostError if the pool was restarted.
         """
         rank = self._output_rank
 
         def step(stream: int, first: bool) -> Future[Any]:
             given = (args, kwargs) if first else ((), {})
-            return self._crew.submit(self._pending(method, *given, rank, timeout, stream))
+            pending = self._pending(method, *given, rank, timeout, stream, begins=first)
+            return self._crew.submit(pending)
 
         self._check_callable(method)
         return CallStream(next(self._stream_numbers), step)
@@ -241,8 +287,21 @@ class WorkerPool:
 
     @property
     def failure(self) -> CoordinatorError | None:
-        """The error that broke the pool, or `PoolClosedError`; ``None`` while it takes calls."""
+        """What broke the pool for good, or `PoolClosedError`; ``None`` while it takes calls."""
         return self._crew.failure
+
+    @property
+    def restarting(self) -> CoordinatorError | None:
+        """What broke the pool, while it is restarted for that; ``None`` while its workers work.
+
+        It takes calls meanwhile, which wait.
+        """
+        return self._crew.restarting
+
+    @property
+    def generation(self) -> int:
+        """How many generations of workers have begun: 1, and one more after each restart."""
+        return self._crew.generation
 
     def status(self) -> list[MemberStatus]:
         """What every worker was last seen doing, by rank. Does not wait for the workers.
@@ -310,9 +369,16 @@ class WorkerPool:
         reply_rank: int | None,
         timeout: float | None,
         stream: int = 0,
+        *,
+        begins: bool = False,
+        retry: bool = False,
     ) -> PendingCall:
         self._check_callable(method)
-        return PendingCall(method, args, kwargs, self.n_workers, reply_rank, timeout, stream)
+        return PendingCall(
+            *(method, args, kwargs, self.n_workers, reply_rank, timeout, stream),
+            begins=begins,
+            retry=retry,
+        )
 
     def _check_callable(self, method: str) -> None:
         if not isinstance(method, str):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from .errors import StreamLostError
+
 if TYPE_CHECKING:
     from .control.protocol import Call
 
@@ -34,16 +36,19 @@ class RunningStreams:
             ``None`` if the call closes the stream.
 
         Raises:
+            StreamLostError: the stream began before the pool was restarted.
             TypeError: the method returned something else than a generator.
             What the generator raises.
         """
         if call.stream < 0:
             self._running.pop(-call.stream, _ended()).close()
             return None
-        if call.stream not in self._running:
+        if call.begins:
             # If the method raises, the stream has ended on this rank; the driver closes it.
             self._running[call.stream] = _ended()
             self._running[call.stream] = self._begin(call)
+        elif call.stream not in self._running:
+            raise StreamLostError(call.method)
         for item in self._running[call.stream]:
             return (item if wanted else None,)
         return ()

@@ -3,6 +3,9 @@
 After a failed call a worker takes no other call until the driver tells it to go on. The other ranks
 may still be in the failed call and wait for this rank: its group operations of the next call would
 be matched with theirs of the failed one.
+
+When the pool breaks, a worker that survives leaves its groups and queues, and waits until the
+driver tells it to join new ones: the next generation.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import os
 import pickle
 import socket
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +22,7 @@ import torch
 from msgspec.structs import astuple
 
 import coordinator
-from coordinator.begun_in_call import take_begun
+from coordinator.begun_in_call import forget_groups, take_begun
 from device_comm.call_number import in_call
 from shm_broadcast import (
     NEVER,
@@ -35,13 +39,15 @@ from .control.cancelled_calls import CancelledCalls
 from .control.channel import Channel, ChannelClosedError
 from .control.meeting import take_seat
 from .control.output import label_output
-from .control.protocol import Call, Ready, Reply, Resume, Start, WorkProgress
+from .control.protocol import Call, Left, Ready, Reply, Resume, Start, WorkProgress
 from .control.reference import load
-from .control.worker_failure import describe
+from .control.worker_failure import describe, is_consequence
 from .running_streams import RunningStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed import Store
 
     from coordinator.begun_in_call import BegunInGroup
 
@@ -61,6 +67,7 @@ class WorkerContext:
         device: this rank's device; a CUDA device is the current one already.
         report_progress: call it with ``(done, total, what)`` to tell the driver's ``on_progress``
             how far a long piece of work, such as reading weights, has come.
+        generation: 1 in a new pool, and one more each time that the pool was restarted.
         cancelled: whether nobody waits for the present call any more: its future, task or stream
             was cancelled or closed, or it is late. Costs 0.1 us. Ranks hear of it at different
             moments: where they meet in group operations, let one of them ask and tell the others.
@@ -69,6 +76,7 @@ class WorkerContext:
     groups: coordinator.ParallelGroups
     device: torch.device
     report_progress: Callable[[int, int, str], None]
+    generation: int = 1
     cancelled: Callable[[], bool] = lambda: False
 
 
@@ -92,62 +100,121 @@ def main(control: int, seat: int) -> None:
 
 
 def _run(channel: Channel, seat: int) -> bool:
-    """Start, then answer calls until the driver closes the queue; False if the start failed."""
+    """Take part in one generation after another; False if the start failed.
+
+    Raises:
+        What is in `_ENDS`: the pool has broken, and this worker does not survive that.
+    """
     start: Start = channel.receive()
     label_output(f"[rank {start.rank}] ")
-    try:
-        serving = _Serving(channel, seat, start)
-    except BaseException as error:  # noqa: BLE001 - all that ends the start goes to the caller
-        channel.send(describe(error))
-        return False
-    channel.send(Ready())
-    serving.serve()
-    return True
+    store = take_seat(seat, start.timeout)
+    worker: Any = None
+    while True:
+        serving = _Serving(channel, start)
+        if not hasattr(worker, "restore"):
+            worker = None  # a new one will be made, and needs its memory
+        try:
+            worker = serving.join(store, worker)
+        except BaseException as error:  # noqa: BLE001 - all that ends the start goes to the caller
+            if not (start.survives and is_consequence(error)):
+                channel.send(describe(error))
+                return False
+        else:
+            channel.send(Ready())
+            try:
+                serving.serve()
+            except _ENDS:
+                if not start.survives:
+                    raise
+            else:
+                serving.close()
+                return True
+        serving.close()
+        forget_groups()
+        channel.send(Left())
+        start = _next_start(channel)
+
+
+def _next_start(channel: Channel) -> Start:
+    while not isinstance(message := channel.receive(), Start):
+        pass  # a `Resume` of the generation that is over
+    return message
 
 
 class _Serving:
-    """The user's worker, with the queues that bring its calls and take its replies."""
+    """One generation: the queues that bring calls and take replies, the groups, the streams.
 
-    def __init__(self, channel: Channel, seat: int, start: Start) -> None:
+    Args:
+        channel: the control channel.
+        start: what the driver says of the generation.
+    """
+
+    def __init__(self, channel: Channel, start: Start) -> None:
         self._channel = channel
+        self._start = start
         self._rank = start.rank
+        self._last = start.first_call - 1
+        self._resumed = 0
+        self._closing = ExitStack()
+
+    def join(self, store: Store, worker: Any) -> Any:
+        """Join the queues and the groups; make the user's worker, or let it go on.
+
+        Args:
+            store: the store where the ranks meet.
+            worker: the one of the generation before, to restore; ``None``: make a new one.
+
+        Returns:
+            The worker.
+        """
+        start, closing = self._start, self._closing
         board, calls, replies, cancelled = pickle.loads(start.handles)
-        self._board = Board.attach(board, start.rank)
-        self._calls = MessageQueue.attach(calls, self._board)
-        self._replies = MessageQueue.attach(replies, self._board)
-        self._cancelled = CancelledCalls.attach(cancelled)
-        self._last = self._resumed = 0
+        self._cancelled = closing.enter_context(CancelledCalls.attach(cancelled))
+        self._board = closing.enter_context(Board.attach(board, start.rank))
+        self._calls = closing.enter_context(MessageQueue.attach(calls, self._board))
+        self._replies = closing.enter_context(MessageQueue.attach(replies, self._board))
         device = torch.device(start.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         deadline = Deadline.after(start.timeout)
         n_workers = start.tp * start.pp * start.dp
-        self._groups = coordinator.init(
+        groups = coordinator.init(
             tp=start.tp,
             pp=start.pp,
             dp=start.dp,
             rank=start.rank,
             world_size=n_workers,
             local_rank=start.rank if device.index is None else device.index,
-            store=take_seat(seat, start.timeout),
+            store=store,
             board=self._board,
             node_of=(0,) * n_workers,
             secret=start.secret,
             backend="gloo" if device.type == "cpu" else None,
             timeout=None if start.timeout is None else deadline.remaining(),
         )
+        closing.callback(groups.close)
         context = WorkerContext(
-            self._groups,
+            groups,
             device,
-            lambda done, total, what: channel.send(WorkProgress(done, total, what)),
+            lambda done, total, what: self._channel.send(WorkProgress(done, total, what)),
+            start.generation,
             lambda: self._last in self._cancelled,
         )
-        build = load(start.worker, start.main)
-        self._worker = build(context, **pickle.loads(start.worker_kwargs))
-        self._streams = RunningStreams(self._worker)
+        if worker is None:
+            build = load(start.worker, start.main)
+            worker = build(context, **pickle.loads(start.worker_kwargs))
+        else:
+            worker.restore(context)
+        self._worker = worker
+        self._streams = RunningStreams(worker)
+        return worker
 
     def serve(self) -> None:
-        """Answer calls until the driver closes the queue, then close groups and queues."""
+        """Answer calls until the driver closes the queue.
+
+        Raises:
+            What is in `_ENDS`: the generation has broken.
+        """
         while True:
             try:
                 call = Call(*self._calls.dequeue())
@@ -156,14 +223,14 @@ class _Serving:
                 self._last += 1
                 self._fail(error)
             except GroupClosedError:
-                break
+                return
             else:
                 self._last = call.number
                 self._answer(call)
-        self._groups.close()
-        self._replies.shutdown()
-        self._calls.shutdown()
-        self._board.close()
+
+    def close(self) -> None:
+        """Leave the groups and the queues."""
+        self._closing.close()
 
     def _answer(self, call: Call) -> None:
         self._board.stamp(call.method)

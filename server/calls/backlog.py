@@ -16,6 +16,7 @@ class Backlog:
     """Calls under way by number, and queued calls, which have no number. Not thread-safe.
 
     Attributes:
+        last: the number of the call that began last.
         last_settled: the method of the latest call that all ranks have answered; ``""`` if none.
 
     Args:
@@ -24,9 +25,9 @@ class Backlog:
 
     def __init__(self, in_flight: int) -> None:
         self._in_flight = in_flight
-        self._last = 0
+        self.last = 0
         self.last_settled = ""
-        self._sending = False
+        self._sending = 0
         self._under_way: dict[int, PendingCall] = {}
         self._queued: deque[PendingCall] = deque()
 
@@ -88,19 +89,19 @@ class Backlog:
         """Give a call its number and count it as under way. No other call can begin before
         `sent` or `unsent`: one thread sends at a time, so numbers and the queue agree in order.
         """
-        self._sending = True
-        self._last += 1
-        call.number = self._last
+        self.last += 1
+        self._sending = call.number = self.last
         self._under_way[call.number] = call
 
-    def sent(self) -> None:
-        """Note that the call which began last was sent."""
-        self._sending = False
+    def sent(self, number: int) -> None:
+        """Note that call ``number`` was sent; nothing if calls were taken back since."""
+        if number == self._sending:
+            self._sending = 0
 
     def unsent(self, call: PendingCall) -> None:
         """Note that ``call``, which began last, reached no worker: the next gets its number."""
-        self._sending = False
-        self._last -= 1
+        self._sending = 0
+        self.last -= 1
         del self._under_way[call.number]
         call.number = 0
 
@@ -108,6 +109,19 @@ class Backlog:
         """Note that every rank has answered ``call``: it leaves the calls under way."""
         self.last_settled = call.method
         del self._under_way[call.number]
+
+    def take_back(self) -> list[PendingCall]:
+        """Leave no call under way: those that are to be made again go back to the queue's head.
+
+        Returns:
+            The others, in order.
+        """
+        self._sending = 0
+        calls = list(self._under_way.values())
+        self._under_way.clear()
+        again = [call for call in calls if call.take_back()]
+        self._queued.extendleft(reversed(again))
+        return [call for call in calls if call not in again]
 
     def clear(self) -> list[PendingCall]:
         """Forget all calls, under way and queued; returns them in order."""

@@ -1,5 +1,8 @@
 """Sends a pool's calls to the workers and takes their replies; the ledger decides what to do.
 
+Each generation of workers has a dispatcher of its own. A call that outlives it, because it is
+queued or is made again, is waited for by its future.
+
 One thread at a time listens for replies, and takes the replies to everybody's calls. A caller that
 waits for its own call listens itself if nobody does: a switch to another thread would cost it more
 than the reply takes. When it stops, and calls are still under way, the collector thread goes on.
@@ -61,15 +64,22 @@ class Dispatcher:
 
     Args:
         ledger: the book of the pool's calls.
+        generation: the generation of workers.
         board: the pool's board; its last member is this process.
         calls: the queue to all workers.
         replies: the queue from each worker, by rank.
     """
 
     def __init__(
-        self, ledger: Ledger, board: Board, calls: MessageQueue, replies: Sequence[MessageQueue]
+        self,
+        ledger: Ledger,
+        generation: int,
+        board: Board,
+        calls: MessageQueue,
+        replies: Sequence[MessageQueue],
     ) -> None:
         self._ledger = ledger
+        self._generation = generation
         self._board = board
         self._calls = calls
         self._replies = tuple(replies)
@@ -94,7 +104,7 @@ class Dispatcher:
                 the call.
             What broke the pool.
         """
-        if self._ledger.accept(call):
+        if self._ledger.accept(call, self._generation):
             self._send(call, deadline)
 
     def wait(self, call: PendingCall, deadline: Deadline) -> Any:
@@ -110,7 +120,7 @@ class Dispatcher:
             finally:
                 self._listening.release()
                 self._wake_collector()
-        else:
+        if not call.done:
             self._wait_for_other_listener(call, deadline)
         return call.result()
 
@@ -125,7 +135,9 @@ class Dispatcher:
         return future
 
     def join(self) -> None:
-        """Wait for both threads to end. Call it after `Ledger.end` and the queues' shutdown."""
+        """Wait for both threads to end. Call it when the generation is over, after the queues'
+        shutdown.
+        """
         self._needs_collector.set()
         for thread in self.threads:
             thread.join()
@@ -140,32 +152,35 @@ class Dispatcher:
 
     def _send(self, call: PendingCall, deadline: Deadline) -> None:
         wanted = -1 if call.reply_rank is None else call.reply_rank
-        message = Call(call.number, call.method, call.args, call.kwargs, wanted, call.stream)
+        number = call.number
+        message = Call(
+            number, call.method, call.args, call.kwargs, wanted, call.stream, call.begins
+        )
         try:
             self._calls.enqueue(astuple(message), deadline)
         except _ENDS as error:
-            self._ledger.sent()
+            self._ledger.sent(number)
             self._end_with_reason(error)
         except GroupTimeoutError:
-            self._ledger.unsent(call, None)
+            self._ledger.unsent(number, None)
             raise
         except Exception as error:  # noqa: BLE001 - the arguments' own code fails to pickle them
-            self._ledger.unsent(call, error)
+            self._ledger.unsent(number, error)
         except BaseException:
             # A signal handler raised, maybe after the message was out. Count it as sent: if it was,
             # its replies are taken as they come, and the numbers of later calls still agree.
-            self._ledger.sent()
+            self._ledger.sent(number)
             raise
         else:
-            self._ledger.sent()
+            self._ledger.sent(number)
 
     def _send_queued(self) -> None:
-        while (call := self._ledger.next_to_send()) is not None:
+        while (call := self._ledger.next_to_send(self._generation)) is not None:
             self._send(call, NEVER)
             self._wake_collector()
 
     def _collect(self) -> None:
-        while not self._ledger.ended:
+        while not self._ledger.over(self._generation):
             self._needs_collector.wait()
             # Cleared before it listens: a set while it listens then causes another round.
             self._needs_collector.clear()
@@ -177,7 +192,8 @@ class Dispatcher:
             self._needs_collector.set()
 
     def _listen(self, until: Callable[[], bool], deadline: Deadline) -> None:
-        """Take replies until ``until()``; the caller holds ``_listening``.
+        """Take replies until ``until()``, or until the generation is over; the caller holds
+        ``_listening``.
 
         Raises:
             GroupTimeoutError: the deadline passed.
@@ -203,6 +219,7 @@ class Dispatcher:
                         self._take_reply(each, queue, deadline)
             except _ENDS as error:
                 self._end_with_reason(error)
+                return
         self._observe_wait(number, since)
 
     def _observe_wait(self, number: int, since: int) -> None:
@@ -214,15 +231,15 @@ class Dispatcher:
         try:
             reply = Reply(*queue.dequeue(deadline))
         except MessageDecodeError as error:
-            self._ledger.garbled(rank, error)
+            self._ledger.garbled(rank, error, self._generation)
         else:
             self._ledger.replied(rank, reply)
 
     def _end_with_reason(self, error: CoordinatorError) -> None:
-        """End the ledger because the queues raised ``error``, unless the supervisor does it first.
+        """Break the pool because the queues raised ``error``, unless the supervisor does it first.
 
         The queues only know that the group was aborted or a process is gone. The supervisor hears
         why, by the worker's exit status or its report, and its error is the better one.
         """
-        if not self._ledger.wait_for_end(_REASON_SECONDS):
-            self._ledger.end(error)
+        if not self._ledger.wait_until_over(self._generation, _REASON_SECONDS):
+            self._ledger.break_off(error, self._generation)

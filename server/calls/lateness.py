@@ -33,6 +33,10 @@ class Lateness:
         self._answered_at = time.monotonic()
         self._watched.pop(call, None)
 
+    def resumed(self) -> None:
+        """Note that calls can be answered again, from now on."""
+        self._answered_at = time.monotonic()
+
     def due(self, call: PendingCall) -> Deadline:
         """When ``call`` becomes late, if no call is answered before that."""
         if call.timeout is not None:

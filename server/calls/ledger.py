@@ -13,6 +13,8 @@ Guarantees
   condition. The pool breaks if that takes longer than ``settle_seconds``, counted from when all
   earlier calls were answered.
 - The first failure that breaks the pool fails all its calls, and is raised from every later one.
+  If the pool is restarted, it fails only those calls that the workers had; the others, and those
+  that may be made again, wait for the next generation of workers.
 
 Locking: one lock guards all state. Hooks and futures' callbacks are collected as "actions" under
 the lock and run after it was released: they write to sockets, wake threads and run users' code,
@@ -21,6 +23,7 @@ which may call the pool again and would wait for this very lock.
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +32,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ..control.worker_failure import rebuild
 from ..errors import PoolClosedError, WorkerError, again
 from .backlog import Backlog
+from .call_clock import CallClock
 from .lateness import Lateness
-from .settling import SettleClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,8 +59,9 @@ class LedgerHooks:
         resume: ``(rank, number)``: tell the rank, which has failed call ``number``, to go on.
         wake: wake the thread that listens for replies: a call ended without a reply.
         clock: call `Ledger.tick` now: it has to look earlier than it said last.
-        broke: ``(error)``: the pool broke; called once.
+        broke: ``(error)``: the pool broke; called once in each generation.
         late: ``(calls)``: these calls are late: call `Ledger.expire`. Each call once.
+        stuck: ``(call)``: this call has been the oldest one for too long. Each call once.
     """
 
     resume: Callable[[int, int], None]
@@ -65,17 +69,24 @@ class LedgerHooks:
     clock: Callable[[], None]
     broke: Callable[[CoordinatorError], None]
     late: Callable[[list[PendingCall]], None]
+    stuck: Callable[[PendingCall], None]
 
 
 class Ledger:
     """The calls of one pool. Any thread may use it.
 
+    Calls wait until `open` is called: when the workers are there, and again after each restart.
+
+    Attributes:
+        generation: how often `open` was called.
+
     Args:
         in_flight: how many calls may be under way at once.
         call_seconds: calls are late when none was answered for so long.
         settle_seconds: how long the other ranks have to answer a call that one of them has failed.
+        stuck_seconds: how long a call may be the oldest one, before it counts as stuck.
+        restarts: whether the owner restarts the pool when it has broken, or calls `end`.
         hooks: the owner's functions.
-        cancelled: where to mark calls that nobody waits for.
     """
 
     def __init__(
@@ -84,18 +95,25 @@ class Ledger:
         call_seconds: float,
         settle_seconds: float,
         hooks: LedgerHooks,
-        cancelled: CancelledCalls,
+        *,
+        stuck_seconds: float = math.inf,
+        restarts: bool = False,
     ) -> None:
+        self.generation = 0
         self._hooks = hooks
-        self._cancelled = cancelled
+        self._restarts = restarts
+        self._open = False
         self._lock = threading.Lock()
         self._to_send = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
         self._calls = Backlog(in_flight)
         self._lateness = Lateness(call_seconds)
-        self._settling = SettleClock(settle_seconds)
+        self._settling = CallClock(settle_seconds)
+        self._stuck = CallClock(stuck_seconds)
+        self._look_seconds = stuck_seconds / 4
+        self._failure: CoordinatorError | None = None
         self._end: CoordinatorError | None = None
-        self._ended = threading.Event()
+        self._over = threading.Event()
 
     @property
     def busy(self) -> bool:
@@ -123,33 +141,68 @@ class Ledger:
 
     @property
     def ended(self) -> CoordinatorError | None:
-        """What broke the pool, or that it was closed; ``None`` while it takes calls."""
+        """What broke the pool for good, or that it was closed; ``None`` while it takes calls."""
         return self._end
+
+    @property
+    def restarting(self) -> CoordinatorError | None:
+        """What broke the pool, while it is restarted because of that."""
+        return None if self._open or self._end is not None else self._failure
+
+    @property
+    def worked(self) -> bool:
+        """Whether the workers of this generation have answered a call."""
+        return self._calls.last_settled != ""
+
+    @property
+    def last_call(self) -> int:
+        """The number of the call that was sent last; 0 if none was."""
+        return self._calls.last
+
+    def open(self, cancelled: CancelledCalls) -> None:
+        """Let calls go to the workers of a new generation.
+
+        Args:
+            cancelled: where to mark calls that nobody waits for.
+        """
+        with self._lock:
+            if self._end is None:
+                self.generation += 1
+                self._calls.last_settled = ""
+                self._cancelled = cancelled
+                self._open = True
+                self._over.clear()
+                self._lateness.resumed()
+                self._to_send.notify_all()
+
+    def over(self, generation: int) -> bool:
+        """Whether the workers of ``generation`` take no more calls."""
+        return not self._open or generation != self.generation
 
     def check(self) -> None:
         """Raise the error that broke the pool, or `PoolClosedError`; nothing while it is usable."""
         if self._end is not None:
             raise again(self._end, "" if isinstance(self._end, PoolClosedError) else _BROKEN)
 
-    def wait_for_end(self, timeout: float) -> bool:
-        """Wait until the pool is broken or closed; False after ``timeout`` seconds."""
-        return self._ended.wait(timeout)
+    def wait_until_over(self, generation: int, timeout: float) -> bool:
+        """Wait until a generation has broken or was closed; False after ``timeout`` seconds."""
+        return self.over(generation) or self._over.wait(timeout)
 
     def wait_until_idle(self, timeout: float) -> bool:
         """Wait until no call is queued or under way; False after ``timeout`` seconds."""
         with self._lock:
             return self._idle.wait_for(lambda: self._calls.empty, timeout)
 
-    def accept(self, call: PendingCall) -> bool:
-        """Take a call in. If it returns True, the caller must send the call now, and then call
-        `sent` or `unsent`; otherwise the call is queued.
+    def accept(self, call: PendingCall, generation: int) -> bool:
+        """Take a call in. If it returns True, the caller must send the call now, to the workers of
+        ``generation``, and then call `sent` or `unsent`; otherwise the call is queued.
 
         Raises:
             What broke the pool, or `PoolClosedError`.
         """
         with self._lock:
             self.check()
-            if not self._calls.open:
+            if self.over(generation) or not self._calls.open:
                 self._calls.enqueue(call)
                 self._to_send.notify()
                 return False
@@ -175,14 +228,14 @@ class Ledger:
         with self._lock:
             return call.future()
 
-    def next_to_send(self) -> PendingCall | None:
+    def next_to_send(self, generation: int) -> PendingCall | None:
         """Wait for a queued call that can be sent; the caller must send it, and then call `sent` or
-        `unsent`. ``None`` once the pool is broken or closed.
+        `unsent`. ``None`` once the generation is over.
         """
         with self._lock:
             while True:
-                self._to_send.wait_for(lambda: self._end is not None or self._calls.sendable)
-                if self._end is not None:
+                self._to_send.wait_for(lambda: self.over(generation) or self._calls.sendable)
+                if self.over(generation):
                     return None
                 call = self._calls.next()
                 if call.begin():
@@ -192,24 +245,25 @@ class Ledger:
                 if self._calls.empty:
                     self._idle.notify_all()
 
-    def sent(self) -> None:
-        """Note that a call was sent; another may be sent now."""
+    def sent(self, number: int) -> None:
+        """Note that call ``number`` was sent; another may be sent now."""
         with self._lock:
-            self._calls.sent()
+            self._calls.sent(number)
             if self._calls.sendable:
                 self._to_send.notify()
 
-    def unsent(self, call: PendingCall, error: BaseException | None) -> None:
+    def unsent(self, number: int, error: BaseException | None) -> None:
         """Note that a call was not sent and no worker gets it.
 
         Args:
-            call: the call.
+            number: the call's number.
             error: why, for its caller; ``None`` if the caller gave up and knows.
         """
         with self._lock:
             actions: Actions = []
-            if self._end is None:
-                self._cancelled.clear(call.number)
+            call = self._calls.find(number)
+            if call is not None:
+                self._cancelled.clear(number)
                 self._calls.unsent(call)
                 self._notify_waiters()
                 call.error = error
@@ -256,10 +310,10 @@ class Ledger:
                 actions += self._settle(call)
         _run(actions)
 
-    def garbled(self, rank: int, error: BaseException) -> None:
+    def garbled(self, rank: int, error: BaseException, generation: int) -> None:
         """Take in a reply of ``rank`` that cannot be decoded, because of ``error``."""
         with self._lock:
-            call = self._calls.oldest_of(rank)
+            call = None if self.over(generation) else self._calls.oldest_of(rank)
             actions: Actions = []
             if call is not None:
                 call.spoil(rank, error)
@@ -281,7 +335,7 @@ class Ledger:
             call = self._calls.find(failed.number)
             if call is None:
                 where = f"call {failed.number}" if failed.number else "no call"
-                actions = self._break(rebuild(failed, rank, where))
+                actions = self._break_off(rebuild(failed, rank, where))
             else:
                 actions = []
                 detail = self._calls.told() if failed.diverged else ""
@@ -300,26 +354,46 @@ class Ledger:
         _run(actions)
 
     def tick(self) -> float:
-        """Break the pool if a failed call was not answered in time; report calls that are late.
+        """Break the pool if a failed call was not answered in time; report calls that are late, or
+        stuck.
 
         Returns:
             The seconds until it has to be called again.
         """
         actions: Actions = []
         with self._lock:
-            left = self._settling.left()
-            if left <= 0 and self._settling.call is not None:
-                actions = self._break_with(self._settling.call)
+            unsettled = self._settling.passed()
+            if unsettled is not None:
+                actions += self._break_with(unsettled)
+            self._stuck.watch(self._calls.oldest)
+            stuck = self._stuck.passed()
             late, next_look = self._lateness.look()
+            left = min(self._settling.left(), self._stuck.left(), next_look, self._look_seconds)
+        if stuck is not None:
+            actions.append(partial(self._hooks.stuck, stuck))
         if late:
             actions.append(partial(self._hooks.late, late))
         _run(actions)
-        return max(min(left, next_look), 0.0)
+        return max(left, 0.0)
+
+    def break_off(self, error: CoordinatorError, generation: int | None = None) -> None:
+        """Break the pool because of ``error``; nothing if it has broken already.
+
+        Args:
+            error: what happened.
+            generation: to which generation of workers; ``None``: the present one.
+        """
+        with self._lock:
+            late = generation is not None and self.over(generation)
+            actions = [] if late else self._break_off(error)
+        _run(actions)
 
     def end(self, error: CoordinatorError) -> None:
-        """Break the pool with ``error``, or close it (`PoolClosedError`). The first call counts."""
+        """End the pool for good because of ``error``, or close it (`PoolClosedError`). The first
+        call counts.
+        """
         with self._lock:
-            actions = self._break(error)
+            actions = self._break(error, final=True) if self._end is None else []
         _run(actions)
 
     def _spoil_before(self, rank: int, number: int) -> Actions:
@@ -347,7 +421,7 @@ class Ledger:
             resumed = [partial(self._hooks.resume, rank, call.number) for rank in call.failed]
             return [call.finish(), *self._clock(), *resumed]
         call.error = call.error or call.failure or diverged
-        return [call.finish(), *self._clock(), *self._break(call.failure or diverged)]
+        return [call.finish(), *self._clock(), *self._break_off(call.failure or diverged)]
 
     def _notify_waiters(self) -> None:
         """A call has left those under way: wake the sender, or `wait_until_idle`."""
@@ -358,26 +432,34 @@ class Ledger:
 
     def _clock(self) -> Actions:
         """Time the oldest call if a rank has failed it; ask for a `tick` if its time begins now."""
-        return [self._hooks.clock] if self._settling.watch(self._calls.oldest) else []
+        oldest = self._calls.oldest
+        failed = oldest if oldest is not None and oldest.failed else None
+        return [self._hooks.clock] if self._settling.watch(failed) else []
 
     def _break_with(self, call: PendingCall) -> Actions:
-        return [] if call.failure is None else self._break(call.failure)
+        return [] if call.failure is None else self._break_off(call.failure)
 
-    def _break(self, error: CoordinatorError) -> Actions:
-        if self._end is not None:
-            return []
-        self._end = error
-        doomed = self._calls.clear()
+    def _break_off(self, error: CoordinatorError) -> Actions:
+        return self._break(error, final=not self._restarts) if self._open else []
+
+    def _break(self, error: CoordinatorError, *, final: bool) -> Actions:
+        self._open = False
+        self._failure = error
+        if final:
+            self._end = error
+        doomed = self._calls.clear() if final else self._calls.take_back()
         self._clock()
-        self._ended.set()
+        self._over.set()
         # Wakes `next_to_send` and `wait_until_idle`: both look at what has changed here.
         self._to_send.notify_all()
         self._idle.notify_all()
         for call in doomed:
             call.error = call.error or error
+        # `broke` wakes all who wait, and after it the owner may take down what `wake` needs.
         closed = isinstance(error, PoolClosedError)
-        broke: Actions = [] if closed else [partial(self._hooks.broke, error)]
-        return [*broke, *(call.finish() for call in doomed), self._hooks.wake]
+        before: Actions = [] if closed else [partial(self._hooks.broke, error)]
+        after: Actions = [self._hooks.wake] if closed else []
+        return [*before, *(call.finish() for call in doomed), *after]
 
 
 def _run(actions: Actions) -> None:

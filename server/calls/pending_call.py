@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from .call_future import Late
 
 
+MOST_TRIES = 3
+"""How often a call is made. The workers are lost each time, so it may be the call that kills them.
+"""
+
+
 class PendingCall:
     """A call that the workers have, or will get. Not thread-safe: the ledger's lock guards it.
 
@@ -45,11 +50,14 @@ class PendingCall:
         timeout: seconds that it may take, from ``since``; ``None``: `PoolConfig.call_seconds`.
         since: when it was made, in seconds of ``time.monotonic()``.
         stream: as in `control.protocol.Call`.
+        begins: as in `control.protocol.Call`.
+        retry: whether to make the call again when the pool is restarted.
     """
 
     __slots__ = (
-        "_begun", "_future", "_values", "args", "done", "error", "failed", "failure", "kwargs",
-        "method", "number", "reply_rank", "since", "stream", "timeout", "waiting",
+        "_begun", "_future", "_n_ranks", "_tries", "_values", "args", "begins", "done", "error",
+        "failed", "failure", "kwargs", "method", "number", "reply_rank", "retry", "since", "stream",
+        "timeout", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +69,9 @@ class PendingCall:
         reply_rank: int | None,
         timeout: float | None = None,
         stream: int = 0,
+        *,
+        begins: bool = False,
+        retry: bool = False,
     ) -> None:
         deadline = Deadline.after(timeout)  # raises ValueError for what is not a duration
         self.timeout = deadline.timeout
@@ -70,15 +81,22 @@ class PendingCall:
         self.kwargs = dict(kwargs)
         self.reply_rank = reply_rank
         self.stream = stream
+        self.begins = begins
+        self.retry = retry
+        self.done = False
+        self._n_ranks = n_ranks
+        self._tries = 0
+        self._future: Future[Any] | None = None
+        self._forget_answers()
+
+    def _forget_answers(self) -> None:
         self.number = 0
-        self.waiting = set(range(n_ranks))
+        self.waiting = set(range(self._n_ranks))
         self.failed: list[int] = []
         self.error: BaseException | None = None
         self.failure: WorkerError | None = None
-        self.done = False
-        self._values: list[Any] = [None] * n_ranks
+        self._values: list[Any] = [None] * self._n_ranks
         self._begun: dict[int, tuple[BegunInGroup, ...]] = {}
-        self._future: Future[Any] | None = None
 
     @property
     def settled(self) -> bool:
@@ -146,7 +164,16 @@ class PendingCall:
 
     def begin(self) -> bool:
         """Whether to send the call: False if its future was cancelled; it cannot be from now on."""
-        return self._future is None or self._future.set_running_or_notify_cancel()
+        future = self._future
+        return future is None or future.running() or future.set_running_or_notify_cancel()
+
+    def take_back(self) -> bool:
+        """Whether the call, whose workers are lost, is to be made again: if so it is as if new."""
+        self._tries += 1
+        if self.done or not self.retry or self._tries >= MOST_TRIES:
+            return False
+        self._forget_answers()
+        return True
 
     def _uneven_end(self) -> CallDivergedError | None:
         """The error if a stream has ended on some ranks only."""

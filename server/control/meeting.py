@@ -10,7 +10,7 @@ import os
 import select
 import socket
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from coordinator.stores.asked_store import AskedStore
@@ -20,6 +20,8 @@ from shm_broadcast import Deadline, GroupTimeoutError, MessageDecodeError
 from .channel import Channel, ChannelClosedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from torch.distributed import Store
 
 _ANSWER_SECONDS = 1.0
@@ -31,51 +33,68 @@ makes this wait; it gets no more answers.
 
 
 class WorkerMeeting:
-    """The driver's end: answers the workers in a thread of its own. Close it.
+    """The driver's end: answers the workers in a thread of its own. Close it."""
 
-    Attributes:
-        seats: the workers' ends, by rank, for them to inherit; see `seated`.
-    """
+    def __init__(self) -> None:
+        """Nobody is invited yet; see `convene`."""
+        self._channels: dict[int, Channel] = {}
+        self._end = os.eventfd(0, os.EFD_CLOEXEC)
+        self._closed = False
+        self._thread: threading.Thread | None = None
 
-    def __init__(self, n_workers: int) -> None:
-        """Make a seat for each of ``n_workers`` workers and start the thread."""
-        with ExitStack() as undo:
-            self._channels: dict[int, Channel] = {}
-            self.seats: list[socket.socket] = []
-            for _ in range(n_workers):
+    @contextmanager
+    def convene(self, newcomers: Iterable[int]) -> Iterator[dict[int, socket.socket]]:
+        """Empty the store for another meeting, and make a seat for each newcomer.
+
+        The seats of the other ranks, who have left the meeting before, stay theirs. Inside, the
+        newcomers' processes can inherit their seats; at the end they are closed in this process.
+
+        Args:
+            newcomers: the ranks whose processes are new.
+
+        Yields:
+            Their seats, by rank.
+        """
+        self._adjourn()
+        self._values = KeyValues()
+        with ExitStack() as seats:
+            made = {}
+            for rank in newcomers:
                 ours, theirs = socket.socketpair()
-                self.seats.append(undo.enter_context(theirs))
-                channel = Channel(ours, Question)
-                undo.callback(channel.close)
-                self._channels[channel.fileno()] = channel
-            self._end = os.eventfd(0, os.EFD_CLOEXEC)
-            undo.callback(os.close, self._end)
-            self._values = KeyValues()
+                made[rank] = seats.enter_context(theirs)
+                if rank in self._channels:
+                    self._channels[rank].close()
+                self._channels[rank] = Channel(ours, Question)
             self._thread = threading.Thread(target=self._serve, name="pool-meeting", daemon=True)
             self._thread.start()
-            self._undo = undo.pop_all()
-
-    def seated(self) -> None:
-        """Close the driver's copies of the seats, once every worker has inherited its own."""
-        for seat in self.seats:
-            seat.close()
+            yield made
 
     def close(self) -> None:
         """End the thread and close everything; idempotent."""
-        if self._thread.is_alive():
+        if not self._closed:
+            self._closed = True
+            self._adjourn()
+            for channel in self._channels.values():
+                channel.close()
+            os.close(self._end)
+
+    def _adjourn(self) -> None:
+        if self._thread is not None:
             os.eventfd_write(self._end, 1)
             self._thread.join()
-        self._undo.close()
+            self._thread = None
+            os.eventfd_read(self._end)
 
     def _serve(self) -> None:
+        channels = {channel.fileno(): channel for channel in self._channels.values()}
         asking = select.poll()
-        for fd in (self._end, *self._channels):
+        for fd in (self._end, *channels):
             asking.register(fd, select.POLLIN)
         while True:
             for fd, _ in asking.poll():
                 if fd == self._end:
                     return
-                if not self._answers(self._channels[fd]):
+                if not self._answers(channels[fd]):
                     asking.unregister(fd)
 
     def _answers(self, channel: Channel) -> bool:

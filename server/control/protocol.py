@@ -24,8 +24,8 @@ class Call(msgspec.Struct, frozen=True, gc=False):
         args: its positional arguments.
         kwargs: its keyword arguments.
         reply_rank: the only rank whose result is wanted; -1: all ranks'.
-        stream: 0: an ordinary call. ``n``: give the next item of stream n; the first such call
-            begins it: the method returns its generator. ``-n``: close stream n.
+        stream: 0: an ordinary call. ``n``: give the next item of stream n. ``-n``: close stream n.
+        begins: whether the call begins its stream: the method returns the generator.
     """
 
     number: int
@@ -34,6 +34,7 @@ class Call(msgspec.Struct, frozen=True, gc=False):
     kwargs: dict[str, Any]
     reply_rank: int = -1
     stream: int = 0
+    begins: bool = False
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):
@@ -52,9 +53,12 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Driver to worker, once: everything that the worker needs to start.
+    """Driver to worker, once for each generation: everything that the worker needs to take part.
 
     Attributes:
+        generation: 1, 2, ...: how often the workers have met.
+        first_call: the number of the generation's first call.
+        survives: whether the worker goes on to the next generation when this one breaks.
         rank: the worker's global rank, which is also its member number on the board.
         tp, pp, dp: the grid of ranks.
         device: ``"cpu"``, or a GPU such as ``"cuda:0"``.
@@ -67,6 +71,9 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         timeout: seconds for all ranks to meet; ``None``: for ever.
     """
 
+    generation: int
+    first_call: int
+    survives: bool
     rank: int
     tp: int
     pp: int
@@ -142,4 +149,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     exception: bytes = b""
 
 
-FromWorker: TypeAlias = Hello | WorkProgress | Ready | Failed
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """Worker to driver: it has left all groups and queues, and waits for another `Start`."""
+
+
+FromWorker: TypeAlias = Hello | WorkProgress | Ready | Failed | Left

@@ -34,7 +34,7 @@ def describe(error: BaseException, number: int = 0, begun: tuple[BegunInGroup, .
         kind,
         _text(shown),
         _sendable("".join(traceback.format_exception(error))),
-        consequence=_is_consequence(error),
+        consequence=is_consequence(error),
         diverged=isinstance(error, DivergenceError),
         exception=_pickled(shown),
     )
@@ -57,7 +57,7 @@ def rebuild(failed: Failed, rank: int, method: str, detail: str = "") -> WorkerE
     return error
 
 
-def _is_consequence(error: BaseException | None) -> bool:
+def is_consequence(error: BaseException | None) -> bool:
     """Whether ``error`` was raised, directly or not, because another rank failed."""
     if isinstance(error, CallRefusedError):
         return error.rank is not None

@@ -1,4 +1,8 @@
-"""Starts the workers of one pool, passes calls on to them, handles their failures, ends them."""
+"""Runs the workers of one pool: passes calls on to them, handles their failures, ends them.
+
+A pool that is restarted has one *generation* of workers after another. When one breaks, all workers
+leave its groups and queues; those that cannot are ended, and replaced; then all join new ones.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,22 +20,29 @@ from shm_broadcast import CoordinatorError, Deadline, GroupAbortedError, GroupTi
 from ..calls.dispatcher import Dispatcher
 from ..calls.ledger import Ledger, LedgerHooks
 from ..control.channel import ChannelClosedError
-from ..control.protocol import Failed, Resume, WorkProgress
+from ..control.protocol import Failed, Left, Resume, WorkProgress
 from ..control.stacks import read_stacks
-from ..errors import CallTimeoutError, PoolClosedError, WorkerLostError, WorkerStartError
-from ..launchers.local import end, launch
+from ..errors import (
+    CallStuckError,
+    CallTimeoutError,
+    PoolClosedError,
+    RestartLimitError,
+    WorkerLostError,
+    with_notes,
+)
+from ..launchers.local import end
 from .links import Links
-from .roll_call import RollCall
-from .supervisor import Supervisor
+from .restart_budget import RestartBudget
+from .staff import Staff
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from shm_broadcast import MemberStatus
 
     from ..calls.pending_call import PendingCall
     from ..control.protocol import FromWorker
-    from ..launchers.local import LocalWorker
     from .pool_plan import PoolPlan
 
 _log = logging.getLogger(__name__)
@@ -40,10 +51,10 @@ _LEAVE_SECONDS = 0.5
 
 
 class Crew:
-    """The started workers of a pool. Any thread may use it.
+    """The workers of a pool, one generation after another. Any thread may use it.
 
     Attributes:
-        dispatcher: sends calls to the workers.
+        dispatcher: sends calls to the workers of the latest generation.
     """
 
     def __init__(self, plan: PoolPlan) -> None:
@@ -57,36 +68,25 @@ class Crew:
         self._plan = plan
         self._stopping = threading.Lock()
         self._stopped = False
-        self._reading_stacks = threading.Lock()
+        self._budget = RestartBudget(plan.max_restarts, plan.window)
+        self._broken: CoordinatorError | None = None
         self._reason_by = math.inf
         self._end_at = math.inf
-        deadline = Deadline.after(plan.start_timeout)
+        self._ledger = Ledger(
+            plan.in_flight,
+            plan.config.call_seconds,
+            plan.config.settle_seconds,
+            LedgerHooks(
+                self._resume, self._wake, self._clock, self._broke, self._expire, self._expose
+            ),
+            stuck_seconds=math.inf if plan.stuck_after is None else plan.stuck_after,
+            restarts=plan.restart != "never",
+        )
         with ExitStack() as undo:
-            self._links = Links(plan)
-            undo.callback(self._links.close)
-            self._workers = launch(self._links.meeting.seats, deadline, fork=plan.config.fork)
-            undo.callback(self._end_workers, 0.0)
-            self._links.meeting.seated()
-            self._supervisor = Supervisor(self._workers)
-            undo.callback(self._supervisor.stop)
-            for worker in self._workers:
-                self._tell(worker, deadline)
-            RollCall(self._workers, plan.on_progress, plan.config.stack_seconds).wait(
-                self._supervisor, deadline
-            )
-            self._ledger = Ledger(
-                plan.in_flight,
-                plan.config.call_seconds,
-                plan.config.settle_seconds,
-                LedgerHooks(
-                    self._resume, self._wake, self._supervisor.wake, self._broke, self._expire
-                ),
-                self._links.cancelled,
-            )
-            self.dispatcher = Dispatcher(
-                self._ledger, self._links.board, self._links.calls, self._links.replies
-            )
-            self._supervisor.start(self, self._tick)
+            self._staff = Staff(plan)
+            undo.callback(self._staff.close, 0.0)
+            self._links, self.dispatcher = self._begin(lambda: math.inf)
+            self._staff.supervisor.start(self, self._tick)
             undo.pop_all()
 
     def on_message(self, rank: int, message: FromWorker) -> None:
@@ -95,6 +95,8 @@ class Crew:
             case Failed():
                 final = self._links.board.aborted is not None
                 self._ledger.failed(rank, message, final)
+            case Left():
+                self._staff.workers[rank].away = True
             case WorkProgress(done, total, what):
                 try:
                     self._plan.on_progress(rank, done, total, what)
@@ -107,11 +109,22 @@ class Crew:
         # another rank's report names this one.
         failure = self._links.board.aborted
         if failure is None or failure.culprit == rank != failure.rank:
-            self._ledger.end(WorkerLostError(rank, self._workers[rank].pid, how, stack))
+            pid = self._staff.workers[rank].pid
+            self._ledger.break_off(WorkerLostError(rank, pid, how, stack))
         elif self._reason_by == math.inf:
             # The worker that aborted the board reports why over its control channel. Give it time,
             # but not for ever: it may be the one that has just ended.
             self._reason_by = time.monotonic() + self._plan.config.settle_seconds
+
+    @property
+    def restarting(self) -> CoordinatorError | None:
+        """What broke the pool, while it is restarted because of that."""
+        return self._ledger.restarting
+
+    @property
+    def generation(self) -> int:
+        """How many generations of workers have begun."""
+        return self._ledger.generation
 
     @property
     def failure(self) -> CoordinatorError | None:
@@ -124,9 +137,10 @@ class Crew:
         Raises:
             PoolClosedError: the pool was shut down.
         """
-        if self._stopped:
-            raise PoolClosedError("status: the pool was shut down")
-        return [self._status(worker.rank) for worker in self._workers]
+        with self._staff.using:
+            if self._stopped:
+                raise PoolClosedError("status: the pool was shut down")
+            return [self._status(rank) for rank in range(self._plan.n_workers)]
 
     def _status(self, rank: int) -> MemberStatus:
         # On the board a worker without a call is busy with `dequeue`: show it as idle instead.
@@ -176,19 +190,28 @@ class Crew:
         """
         ranks = self._ledger.late(call)
         if not ranks:
-            busy = "not sent: the workers are busy with calls before it"
+            restarting = self._ledger.restarting
+            busy = "not sent: " + (
+                f"the pool is being restarted after this: {restarting}"
+                if restarting
+                else "the workers are busy with calls before it"
+            )
             detail = "answered just afterwards" if call.number else busy
             return CallTimeoutError(call.method, timeout, detail=detail)
-        with self._reading_stacks:  # two readers would clear each other's; `stop` closes the files
+        return CallTimeoutError(call.method, timeout, *self._seen(ranks))
+
+    def _seen(self, ranks: list[int]) -> tuple[tuple[MemberStatus, ...], str, dict[int, str]]:
+        """What ranks are doing, that the pool was shut down if it was, and their stacks."""
+        with self._staff.using:
             if self._stopped:
-                return CallTimeoutError(call.method, timeout, detail="the pool was shut down")
+                return (), "the pool was shut down", {}
+            workers = {r: w for r, w in self._staff.workers.items() if r in ranks}
             stacks = read_stacks(
-                {rank: self._workers[rank].stack_file for rank in ranks},
-                lambda rank: self._workers[rank].ask_stack(),
+                {rank: worker.stack_file for rank, worker in workers.items()},
+                lambda rank: workers[rank].ask_stack(),
                 Deadline.after(self._plan.config.stack_seconds),
             )
-            waiting_for = tuple(self._links.board.member_status(rank) for rank in ranks)
-        return CallTimeoutError(call.method, timeout, waiting_for, stacks=stacks)
+            return tuple(self._links.board.member_status(rank) for rank in ranks), "", stacks
 
     def stop(self, timeout: float, finish: bool) -> None:
         """End everything; idempotent, bounded, from any thread but the pool's own.
@@ -206,35 +229,75 @@ class Crew:
             deadline = Deadline.after(timeout)
             idle = self._ledger.wait_until_idle(timeout / 2 if finish else 0.0)
             self._ledger.end(PoolClosedError("the pool was shut down"))
-            self._supervisor.stop()
-            if not idle:
+            self._staff.supervisor.stop()
+            if not idle or self._broken is not None:
                 self._links.board.abort("the pool was shut down during a call")
                 deadline = Deadline.after(deadline.remaining(at_most=_LEAVE_SECONDS))
             self._links.calls.shutdown()
             self.dispatcher.join()
-            with self._reading_stacks:
-                self._end_workers(deadline.remaining())
+            with self._staff.using:
+                self._staff.close(deadline.remaining())
                 self._links.close()
                 self._stopped = True
 
     def is_own(self, thread: threading.Thread) -> bool:
         """Whether `stop` joins ``thread``, which must therefore not call it."""
-        return thread in (self._supervisor.thread, *self.dispatcher.threads)
+        return thread in (self._staff.supervisor.thread, *self.dispatcher.threads)
 
-    def _tell(self, worker: LocalWorker, deadline: Deadline) -> None:
+    def _begin(self, tick: Callable[[], float]) -> tuple[Links, Dispatcher]:
+        """Begin a generation: returns what the driver shares with it, and its dispatcher."""
+        generation = self._ledger.generation + 1
+        links = Links(self._plan)
         try:
-            worker.start(self._links.start_of(worker.rank), deadline)
-        except GroupTimeoutError as error:
-            raise WorkerStartError(worker.rank, f"it took nothing in: {error}") from error
+            self._staff.assemble(links, generation, self._ledger.last_call + 1, tick)
+        except BaseException as error:
+            links.board.abort(error)  # those that wait for others leave
+            links.close()
+            raise
+        self._ledger.open(links.cancelled)
+        return links, Dispatcher(self._ledger, generation, links.board, links.calls, links.replies)
+
+    def _restart(self, failure: CoordinatorError | OSError) -> None:
+        """Begin generations until one stands, or there were too many."""
+
+        def tick() -> float:
+            self._ledger.check()
+            return self._ledger.tick()
+
+        self._links.calls.shutdown()
+        with suppress(PoolClosedError):
+            while (pause := self._budget.take(time.monotonic(), self._ledger.worked)) is not None:
+                _log.error("the pool has broken, and is restarted: %s", with_notes(failure))
+                self._staff.dismiss(pause, tick)
+                try:
+                    links, dispatcher = self._begin(tick)
+                except PoolClosedError:
+                    raise
+                except (CoordinatorError, OSError) as error:
+                    failure = error
+                    continue
+                with self._staff.using:
+                    self._links.close()
+                    self._links, self.dispatcher = links, dispatcher
+                self._broken = None
+                _log.warning("the pool was restarted: generation %d", self._ledger.generation)
+                return
+            limit = self._plan.max_restarts, self._plan.window
+            limited = RestartLimitError(*limit, str(failure))
+            limited.__cause__ = failure
+            self._ledger.end(limited)
 
     def _resume(self, rank: int, number: int) -> None:
-        try:
-            self._workers[rank].channel.send(Resume(number))
-        except ChannelClosedError:
-            return  # Its death is the supervisor's to report.
+        worker = self._staff.workers.get(rank)
+        if worker is not None:
+            with suppress(ChannelClosedError):  # its death is the supervisor's to report
+                worker.channel.send(Resume(number))
 
     def _wake(self) -> None:
         self._links.board.ring(self._links.driver)
+
+    def _clock(self) -> None:
+        self._staff.supervisor.wake()
 
     def _expire(self, calls: list[PendingCall]) -> None:
         """Fail late calls, in a new thread: reading their workers' stacks takes a while, and the
@@ -250,24 +313,37 @@ class Crew:
 
         threading.Thread(target=expire, name="pool-late-calls", daemon=True).start()
 
+    def _expose(self, call: PendingCall) -> None:
+        """Break the pool because of a call that is stuck, in a new thread as in `_expire`."""
+
+        def expose() -> None:
+            seen = self._seen(self._ledger.late(call))
+            self._ledger.break_off(
+                CallStuckError(call.method, self._plan.stuck_after, *seen), generation
+            )
+
+        generation = self._ledger.generation
+        threading.Thread(target=expose, name="pool-stuck-call", daemon=True).start()
+
     def _broke(self, error: CoordinatorError) -> None:
+        # The abort lets the workers leave. Those that have not by then are ended: by `_restart`, or
+        # by `_tick`.
         self._links.board.abort(error, getattr(error, "rank", None))
-        # The abort lets the workers leave; those that have not by then are terminated by `_tick`.
-        self._end_at = time.monotonic() + _LEAVE_SECONDS
-        self._supervisor.wake()
+        self._broken = error
+        if self._ledger.ended is not None:
+            self._end_at = time.monotonic() + _LEAVE_SECONDS
+        self._staff.supervisor.wake()
 
     def _tick(self) -> float:
+        if self._broken is not None and self._ledger.ended is None:
+            self._reason_by = math.inf
+            self._restart(self._broken)
         now = time.monotonic()
         failure = self._links.board.aborted
         if self._reason_by <= now and failure is not None:
             self._reason_by = math.inf
-            self._ledger.end(GroupAbortedError("pool", failure))
+            self._ledger.break_off(GroupAbortedError("pool", failure))
         if self._end_at <= now:
             self._end_at = math.inf
-            end(self._workers, 0.0, self._plan.config.kill_seconds)
+            end(list(self._staff.workers.values()), 0.0, self._plan.config.kill_seconds)
         return min(self._ledger.tick(), max(min(self._end_at, self._reason_by) - now, 0.0))
-
-    def _end_workers(self, seconds: float) -> None:
-        end(self._workers, seconds, self._plan.config.kill_seconds)
-        for worker in self._workers:
-            worker.close()

@@ -1,4 +1,7 @@
-"""What the driver shares with its workers: the board, the queues, and the rendezvous store.
+"""What the driver shares with its workers for one generation: the board and the queues.
+
+Each generation has a board, queues and groups of its own, so nothing that is left over from an
+earlier one, be it a message or a process that hangs in an operation, can reach it.
 
 Workers are members 0 to n-1 of the board, by rank; the driver is the last member.
 """
@@ -13,7 +16,6 @@ from typing import TYPE_CHECKING
 from shm_broadcast import DRIVER_RANK, Board, MessageQueue
 
 from ..control.cancelled_calls import CancelledCalls
-from ..control.meeting import WorkerMeeting
 from ..control.protocol import Start
 
 if TYPE_CHECKING:
@@ -29,11 +31,10 @@ class Links:
         calls: the queue to all workers.
         replies: the queue from each worker, by rank.
         cancelled: the calls that nobody waits for any more.
-        meeting: the rendezvous store.
     """
 
     def __init__(self, plan: PoolPlan) -> None:
-        """Reserve the shared memory and start to answer the store's questions.
+        """Reserve the shared memory.
 
         Raises:
             SharedMemoryError: too little memory is free.
@@ -61,11 +62,9 @@ class Links:
                 for rank in range(self.driver)
             ]
             self.cancelled = undo.enter_context(CancelledCalls.create(plan.in_flight))
-            self.meeting = WorkerMeeting(plan.n_workers)
-            undo.callback(self.meeting.close)
             self._undo = undo.pop_all()
 
-    def start_of(self, rank: int) -> Start:
+    def start_of(self, rank: int, generation: int, first_call: int) -> Start:
         """The start message for the worker of ``rank``."""
         plan = self._plan
         handles = (
@@ -75,6 +74,9 @@ class Links:
             self.cancelled.handle(),
         )
         return Start(
+            generation=generation,
+            first_call=first_call,
+            survives=plan.restart == "worker",
             rank=rank,
             tp=plan.tp,
             pp=plan.pp,

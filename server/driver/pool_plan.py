@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ..pool_config import PoolConfig
 
 
+RESTARTS = ("never", "worker", "pool")
+
+
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
     """A pool's shape, its worker and its settings.
@@ -30,6 +33,7 @@ class PoolPlan:
         devices: each rank's device.
         start_timeout: seconds for all workers to be ready; ``None``: for ever.
         on_progress: called with ``(rank, done, total, what)``.
+        restart, max_restarts, window, stuck_after: as for `pool.WorkerPool`.
         config: the other settings.
     """
 
@@ -42,6 +46,10 @@ class PoolPlan:
     devices: tuple[str, ...]
     start_timeout: float | None
     on_progress: Callable[[int, int, int, str], None]
+    restart: str
+    max_restarts: int
+    window: float
+    stuck_after: float | None
     config: PoolConfig
 
     @classmethod
@@ -54,6 +62,10 @@ class PoolPlan:
         share_gpu: bool,
         start_timeout: float | None,
         on_progress: Callable[[int, int, int, str], None] | None,
+        restart: str,
+        max_restarts: int,
+        window: float,
+        stuck_after: float | None,
         config: PoolConfig,
     ) -> PoolPlan:
         """Check the arguments of `pool.WorkerPool`; ``grid`` is tp, pp, dp.
@@ -67,6 +79,13 @@ class PoolPlan:
                 raise ValueError(f"{name} must be 1 or more; got {size}")
         if start_timeout is not None and not start_timeout > 0:
             raise ValueError(f"start_timeout must be more than 0 seconds; got {start_timeout!r}")
+        if restart not in RESTARTS:
+            raise ValueError(f"restart must be one of {', '.join(RESTARTS)}; got {restart!r}")
+        if max_restarts < 1:
+            raise ValueError(f"max_restarts must be 1 or more; got {max_restarts}")
+        for what, seconds in (("window", window), ("stuck_after", stuck_after)):
+            if seconds is not None and not seconds > 0:
+                raise ValueError(f"{what} must be more than 0 seconds; got {seconds!r}")
         devices = assign(device, math.prod(grid), torch.cuda.device_count(), share_gpu)
         name = name_of(worker)
         return cls(
@@ -77,6 +96,10 @@ class PoolPlan:
             devices,
             start_timeout,
             on_progress or _ignore,
+            restart,
+            max_restarts,
+            window,
+            stuck_after,
             config,
         )
 

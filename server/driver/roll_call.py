@@ -1,4 +1,4 @@
-"""Waits until all workers of a new pool are ready, or one has failed."""
+"""Waits until all workers of a new generation are ready, or one has failed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from shm_broadcast import Deadline
 
-from ..control.protocol import Failed, Hello, Ready, WorkProgress
+from ..control.protocol import Failed, Hello, Left, Ready, WorkProgress
 from ..control.stacks import read_stacks
 from ..control.worker_failure import rebuild
 from ..errors import WorkerStartError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping
 
     from ..control.protocol import FromWorker
     from ..launchers.local import LocalWorker
@@ -32,27 +32,32 @@ class RollCall:
 
     def __init__(
         self,
-        workers: Sequence[LocalWorker],
+        workers: Mapping[int, LocalWorker],
         on_progress: Callable[[int, int, int, str], None],
         patience: float,
     ) -> None:
         self._workers = workers
         self._on_progress = on_progress
         self._patience = patience
-        self._running: set[int] = set()
-        self._absent = set(range(len(workers)))
+        self._absent = set(workers)
         self._failure: WorkerStartError | None = None
         self._hearsay: WorkerStartError | None = None
         self._hearsay_until = 0.0
 
-    def wait(self, supervisor: Supervisor, deadline: Deadline) -> None:
+    def wait(self, supervisor: Supervisor, deadline: Deadline, tick: Callable[[], float]) -> None:
         """Wait until every worker is ready.
+
+        Args:
+            supervisor: watches the workers.
+            deadline: when to give up.
+            tick: called again and again; returns the seconds until its next call.
 
         Raises:
             WorkerStartError: a worker has failed, or was not ready in time.
+            What ``tick`` raises.
         """
         while self._absent:
-            supervisor.step(self, min(deadline.remaining(), self._hearsay_remaining()))
+            supervisor.step(self, min(deadline.remaining(), self._hearsay_remaining(), tick()))
             if self._failure is not None:
                 raise self._failure
             if self._hearsay is not None and not self._hearsay_remaining():
@@ -65,9 +70,11 @@ class RollCall:
         match message:
             case Hello(pid):
                 self._workers[rank].pid = pid
-                self._running.add(rank)
+                self._workers[rank].greeted = True
             case Ready():
                 self._absent.discard(rank)
+            case Left():
+                self._workers[rank].away = True
             case WorkProgress(done, total, what):
                 self._on_progress(rank, done, total, what)
             case Failed():
@@ -97,7 +104,7 @@ class RollCall:
         rank = min(self._absent)
         worker = self._workers[rank]
         stacks = {}
-        if rank in self._running:
+        if worker.greeted:
             files = {rank: worker.stack_file}
             stacks = read_stacks(
                 files, lambda _: worker.ask_stack(), Deadline.after(self._patience)

@@ -21,7 +21,7 @@ from ..control.channel import ChannelClosedError
 from ..control.worker_failure import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ..control.protocol import FromWorker
     from ..launchers.local import LocalWorker
@@ -44,23 +44,34 @@ class Watcher(Protocol):
 
 
 class Supervisor:
-    """Watches ``workers``; close it with `stop`.
+    """Watches workers; close it with `stop`.
 
     Attributes:
         thread: the thread that watches; ``None`` before `start`.
     """
 
-    def __init__(self, workers: Sequence[LocalWorker]) -> None:
-        self._workers = workers
+    def __init__(self) -> None:
+        self._workers: list[LocalWorker] = []
         self._poll = select.poll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll.register(self._wake, select.POLLIN)
         self._waking = threading.Lock()
         self._stopping = False
         self.thread: threading.Thread | None = None
-        self._watched = {fd for worker in workers for fd in (worker.channel.fileno(), worker.pidfd)}
-        for fd in self._watched:
+        self._watched: set[int] = set()
+
+    def watch(self, worker: LocalWorker) -> None:
+        """Watch another worker; from the thread that watches, or before `start`."""
+        self._workers.append(worker)
+        for fd in (worker.channel.fileno(), worker.pidfd):
+            self._watched.add(fd)
             self._poll.register(fd, select.POLLIN)
+
+    def forget(self, worker: LocalWorker) -> None:
+        """Watch a worker no more; before it is closed, otherwise as `watch`."""
+        self._workers.remove(worker)
+        self._ignore(worker.channel.fileno())
+        self._ignore(worker.pidfd)
 
     def step(self, watcher: Watcher, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for events, and pass them to ``watcher``."""
@@ -68,13 +79,13 @@ class Supervisor:
         fds = {fd for fd, _ in ready}
         if self._wake in fds:
             os.eventfd_read(self._wake)
-        for worker in self._workers:
+        for worker in tuple(self._workers):
             # Its messages first: one that reports why it ends does so before it ends.
             if worker.channel.fileno() in fds or worker.pidfd in fds:
                 self._read(worker, watcher)
             if worker.pidfd in fds:
-                self._forget(worker.pidfd)
-                self._forget(worker.channel.fileno())
+                self._ignore(worker.pidfd)
+                self._ignore(worker.channel.fileno())
                 watcher.on_death(worker.rank, worker.bury(), worker.stack_file.read())
 
     def start(self, watcher: Watcher, tick: Callable[[], float]) -> None:
@@ -115,13 +126,13 @@ class Supervisor:
             while (message := worker.channel.take()) is not None:
                 watcher.on_message(worker.rank, message)
         except ChannelClosedError:
-            self._forget(worker.channel.fileno())
+            self._ignore(worker.channel.fileno())
         except MessageDecodeError as error:
-            self._forget(worker.channel.fileno())
+            self._ignore(worker.channel.fileno())
             # The traceback is this process's, and would be taken for the worker's.
             watcher.on_message(worker.rank, structs.replace(describe(error), traceback=""))
 
-    def _forget(self, fd: int) -> None:
+    def _ignore(self, fd: int) -> None:
         if fd in self._watched:
             self._watched.remove(fd)
             self._poll.unregister(fd)

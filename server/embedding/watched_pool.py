@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CallTimeoutError, PoolClosedError
+from ..errors import CallTimeoutError, PoolClosedError, with_notes
 from .stall import StallWatch
 
 if TYPE_CHECKING:
@@ -116,8 +116,3 @@ class WatchedPool:
         """End the workers; see `WorkerPool.shutdown`."""
         self._closed = True
         await asyncio.to_thread(self._pool.shutdown, seconds)
-
-
-def with_notes(error: BaseException) -> str:
-    """The error's text and its notes, which hold stacks and tracebacks of workers."""
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])

@@ -73,6 +73,8 @@ class LocalWorker:
         rank: the worker's global rank.
         pid: the worker's process id, which is also the id of its process group and session; until
             its `Hello` has come, the keeper's.
+        greeted: whether its `Hello` has come: it can show its stack.
+        away: whether its `Left` has come: it waits for `start`.
         pidfd: a descriptor of the keeper's process, which ends after the worker.
         channel: the driver's end of the control channel.
         stack_file: the file that the worker writes its stack to.
@@ -89,6 +91,8 @@ class LocalWorker:
             begin: starts the process with the descriptors that it is to inherit.
         """
         self.rank = rank
+        self.greeted = self.away = False
+        self._told_path = False
         self._closed = False
         self._closing = threading.Lock()
         with ExitStack() as ours, ExitStack() as theirs:
@@ -114,7 +118,7 @@ class LocalWorker:
             self._ours = ours.pop_all()
 
     def start(self, start: Start, deadline: Deadline) -> None:
-        """Send the driver's ``sys.path`` and the start message.
+        """Send the start message, before the first one also the driver's ``sys.path``.
 
         Does nothing if the process has ended: whoever watches it reports that.
 
@@ -122,7 +126,10 @@ class LocalWorker:
             GroupTimeoutError: the process does not read them in time.
         """
         try:
-            self.channel.send(list(map(str, sys.path)), deadline)
+            self.away = False
+            if not self._told_path:
+                self._told_path = True
+                self.channel.send(list(map(str, sys.path)), deadline)
             self.channel.send(start, deadline)
         except ChannelClosedError:
             return
@@ -165,12 +172,13 @@ class LocalWorker:
 
 
 def launch(
-    seats: Sequence[socket.socket], deadline: Deadline, *, fork: bool = True
+    seats: Mapping[int, socket.socket], n_workers: int, deadline: Deadline, *, fork: bool = True
 ) -> list[LocalWorker]:
-    """Start one worker process for each seat, in rank order. End them with `end`.
+    """Start one worker process for each seat, in order. End them with `end`.
 
     Args:
-        seats: the workers' ends of the meeting.
+        seats: the workers' ends of the meeting, by rank.
+        n_workers: how many workers the pool has, which share the cores.
         deadline: when to give up.
         fork: whether to fork them, where that can be done, instead of spawning them.
 
@@ -181,7 +189,7 @@ def launch(
     environment = {
         **(_BRIEF_SPIN if "OMP_WAIT_POLICY" not in os.environ else {}),
         **os.environ,
-        "OMP_NUM_THREADS": str(worker_threads(len(seats))),
+        "OMP_NUM_THREADS": str(worker_threads(n_workers)),
     }
 
     def begin(inherited: Sequence[int]) -> Process:
@@ -190,16 +198,16 @@ def launch(
 
     workers: list[LocalWorker] = []
     try:
-        for rank, seat in enumerate(seats):
+        for rank, seat in seats.items():
             workers.append(LocalWorker(rank, seat, begin))
     except BaseException as error:
         end(workers, 0.0, 0.0)
         for worker in workers:
             worker.close()
         if isinstance(error, GroupTimeoutError):
-            late = ", ".join(map(str, range(len(seats))))
-            reason = f"not ready after {deadline.timeout:g} s (late: {late})"
-            raise WorkerStartError(len(workers), reason) from error
+            late = list(seats)
+            reason = f"not ready after {deadline.timeout:g} s (late: {', '.join(map(str, late))})"
+            raise WorkerStartError(late[len(workers)], reason) from error
         raise
     return workers
 

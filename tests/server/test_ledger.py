@@ -20,7 +20,13 @@ class Book:
     """A ledger of two ranks, and what it asked for."""
 
     def __init__(
-        self, in_flight: int = 2, settle_seconds: float = 60.0, call_seconds: float = math.inf
+        self,
+        in_flight: int = 2,
+        settle_seconds: float = 60.0,
+        call_seconds: float = math.inf,
+        stuck_seconds: float = math.inf,
+        *,
+        restarts: bool = False,
     ) -> None:
         self.asked: list[Any] = []
         self.cancelled = CancelledCalls.create(in_flight)
@@ -34,14 +40,17 @@ class Book:
                 clock=lambda: None,
                 broke=lambda error: self.asked.append(("broke", type(error))),
                 late=lambda calls: self.asked.append(("late", [call.method for call in calls])),
+                stuck=lambda call: self.asked.append(("stuck", call.method)),
             ),
-            self.cancelled,
+            restarts=restarts,
+            stuck_seconds=stuck_seconds,
         )
+        self.ledger.open(self.cancelled)
 
     def send(self, method: str = "embed", reply_rank: int | None = None) -> PendingCall:
         call = PendingCall(method, (), {}, 2, reply_rank)
-        if self.ledger.accept(call):
-            self.ledger.sent()
+        if self.ledger.accept(call, self.ledger.generation):
+            self.ledger.sent(call.number)
         return call
 
     def reply(self, rank: int, number: int, value: Any = None, operations: int = 0) -> None:
@@ -180,9 +189,9 @@ def test_a_failure_that_overtakes_a_reply_leaves_it_alone() -> None:
 def test_a_call_that_timed_out_on_its_way_gets_what_broke_the_pool() -> None:
     book = Book()
     call = PendingCall("embed", (), {}, 2, None)
-    assert book.ledger.accept(call)
+    assert book.ledger.accept(call, 1)
     book.ledger.end(WorkerLostError(1, 4242, "killed by SIGKILL"))
-    book.ledger.unsent(call, None)
+    book.ledger.unsent(1, None)
     with pytest.raises(WorkerLostError):
         call.result()
 
@@ -248,8 +257,8 @@ def test_an_aborted_board_breaks_the_pool_though_all_have_answered() -> None:
 def test_a_call_given_up_before_it_left_leaves_no_gap() -> None:
     book = Book()
     call = PendingCall("embed", (), {}, 2, None)
-    assert book.ledger.accept(call)
-    book.ledger.unsent(call, None)
+    assert book.ledger.accept(call, 1)
+    book.ledger.unsent(1, None)
     book.ledger.give_up(call)
     assert book.ledger.late(call) == []
     assert not call.done
@@ -285,28 +294,28 @@ def test_no_more_calls_are_under_way_than_allowed_and_the_rest_go_in_order() -> 
     assert [call.number for call in calls] == [1, 2, 0, 0]
     book.reply(0, 1)
     book.reply(1, 1)
-    assert book.ledger.next_to_send() is calls[2]
+    assert book.ledger.next_to_send(1) is calls[2]
     assert calls[2].number == 3
-    book.ledger.sent()
+    book.ledger.sent(3)
     book.reply(0, 2)
     book.reply(1, 2)
-    assert book.ledger.next_to_send() is calls[3]
+    assert book.ledger.next_to_send(1) is calls[3]
 
 
 def test_a_call_waits_for_the_one_that_is_being_sent() -> None:
     book = Book(in_flight=2)
     first, second = (PendingCall("embed", (), {}, 2, None) for _ in range(2))
-    assert book.ledger.accept(first)
-    assert not book.ledger.accept(second)
-    book.ledger.sent()
-    assert book.ledger.next_to_send() is second
+    assert book.ledger.accept(first, 1)
+    assert not book.ledger.accept(second, 1)
+    book.ledger.sent(1)
+    assert book.ledger.next_to_send(1) is second
 
 
 def test_a_call_that_could_not_be_sent_leaves_no_gap() -> None:
     book = Book()
     call = PendingCall("embed", (), {}, 2, None)
-    assert book.ledger.accept(call)
-    book.ledger.unsent(call, TypeError("cannot pickle"))
+    assert book.ledger.accept(call, 1)
+    book.ledger.unsent(1, TypeError("cannot pickle"))
     with pytest.raises(TypeError, match="cannot pickle"):
         call.result()
     assert book.send().number == 1
@@ -325,7 +334,7 @@ def test_a_queued_call_can_be_withdrawn_and_a_cancelled_one_is_skipped() -> None
     assert book.ledger.late(first) == [0, 1]
     book.reply(0, 1)
     book.reply(1, 1)
-    assert book.ledger.next_to_send() is last
+    assert book.ledger.next_to_send(1) is last
 
 
 def test_a_call_that_nobody_waits_for_is_marked_while_it_is_under_way() -> None:
@@ -344,10 +353,10 @@ def test_a_call_that_nobody_waits_for_is_marked_while_it_is_under_way() -> None:
 def test_a_mark_does_not_pass_to_the_call_that_gets_the_number_next() -> None:
     book = Book()
     unsent = PendingCall("embed", (), {}, 2, None)
-    assert book.ledger.accept(unsent)
+    assert book.ledger.accept(unsent, 1)
     book.ledger.cancel(unsent)
     assert 1 in book.cancelled
-    book.ledger.unsent(unsent, TypeError("cannot pickle"))
+    book.ledger.unsent(1, TypeError("cannot pickle"))
     assert book.send().number == 1
     assert 1 not in book.cancelled
 
@@ -356,8 +365,8 @@ def test_a_stream_ends_on_all_ranks_or_fails() -> None:
     book = Book(in_flight=4)
     calls = [PendingCall("words", (), {}, 2, 1, stream=number) for number in (1, 1, 1, -1)]
     for call in calls:
-        assert book.ledger.accept(call)
-        book.ledger.sent()
+        assert book.ledger.accept(call, 1)
+        book.ledger.sent(call.number)
     values: list[Any] = [((None,), ("a",)), ((None,), ("b",)), ((), ("c",)), (None, None)]
     for number, pair in enumerate(values, 1):
         for rank, value in enumerate(pair):
@@ -388,7 +397,7 @@ def test_a_reply_that_cannot_be_decoded_fails_the_oldest_call_of_its_rank() -> N
     book = Book()
     first, second = book.send(), book.send()
     book.reply(1, 1)
-    book.ledger.garbled(0, ValueError("garbled"))
+    book.ledger.garbled(0, ValueError("garbled"), 1)
     with pytest.raises(ValueError, match="garbled"):
         first.result()
     assert not second.done
@@ -413,12 +422,12 @@ def test_futures_get_the_result_before_and_after_it_is_known() -> None:
 def test_the_sender_is_released_at_the_end() -> None:
     book = Book()
     released: list[Any] = []
-    sender = threading.Thread(target=lambda: released.append(book.ledger.next_to_send()))
+    sender = threading.Thread(target=lambda: released.append(book.ledger.next_to_send(1)))
     sender.start()
     book.ledger.end(PoolClosedError("shut down"))
     sender.join(10)
     assert released == [None]
-    assert book.ledger.wait_for_end(0)
+    assert book.ledger.over(1)
     assert book.ledger.wait_until_idle(0)
 
 

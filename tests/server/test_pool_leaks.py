@@ -111,8 +111,8 @@ def test_a_launch_that_fails_midway_leaves_nothing(
 def test_a_worker_closed_by_many_threads_closes_each_descriptor_once() -> None:
     """A descriptor closed twice may be somebody else's by then."""
     for _ in range(20):
-        with contextlib.closing(WorkerMeeting(1)) as meeting:
-            (worker,) = launch(meeting.seats, NEVER)
+        with contextlib.closing(WorkerMeeting()) as meeting, meeting.convene([0]) as seats:
+            (worker,) = launch(seats, 1, NEVER)
         end([worker], 0.0, 0.0)
         gate = threading.Barrier(8)
 

@@ -1,0 +1,104 @@
+"""The processes of a pool's workers: starts them, replaces those that have ended, ends them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from shm_broadcast import Deadline, GroupTimeoutError
+
+from ..control.meeting import WorkerMeeting
+from ..errors import WorkerStartError
+from ..launchers.local import end, launch
+from .leaving import Leaving
+from .roll_call import RollCall
+from .supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ..launchers.local import LocalWorker
+    from .links import Links
+    from .pool_plan import PoolPlan
+
+    Tick = Callable[[], float]
+
+
+class Staff:
+    """The workers of one pool. One thread at a time may use it.
+
+    Attributes:
+        using: held while any thread uses `workers` or their files, and while they are removed.
+        workers: the workers whose processes run, or have ended and were not replaced yet, by rank.
+        supervisor: watches them.
+    """
+
+    def __init__(self, plan: PoolPlan) -> None:
+        """Nobody is started yet."""
+        self._plan = plan
+        self._meeting = WorkerMeeting()
+        self.using = threading.Lock()
+        self.workers: dict[int, LocalWorker] = {}
+        self.supervisor = Supervisor()
+
+    def assemble(self, links: Links, generation: int, first_call: int, tick: Tick) -> None:
+        """Start the workers that are missing, and wait until all take part in a new generation.
+
+        Args:
+            links: what they share.
+            generation: the generation's number.
+            first_call: the number of its first call.
+            tick: called again and again; returns the seconds until its next call.
+
+        Raises:
+            WorkerStartError: a worker failed, or was not ready in time.
+            OSError: a process cannot be started.
+            What ``tick`` raises.
+        """
+        plan = self._plan
+        deadline = Deadline.after(plan.start_timeout)
+        missing = [rank for rank in range(plan.n_workers) if rank not in self.workers]
+        with self._meeting.convene(missing) as seats:
+            for worker in launch(seats, plan.n_workers, deadline, fork=plan.config.fork):
+                self.workers[worker.rank] = worker
+                self.supervisor.watch(worker)
+        for worker in self.workers.values():
+            try:
+                worker.start(links.start_of(worker.rank, generation, first_call), deadline)
+            except GroupTimeoutError as error:
+                raise WorkerStartError(worker.rank, f"it took nothing in: {error}") from error
+        roll_call = RollCall(self.workers, plan.on_progress, plan.config.stack_seconds)
+        roll_call.wait(self.supervisor, deadline, tick)
+
+    def dismiss(self, pause: float, tick: Tick) -> None:
+        """After the board was aborted: keep the workers that leave, and end the others.
+
+        Args:
+            pause: how many seconds to take at least.
+            tick: as for `assemble`.
+        """
+        over = time.monotonic() + pause
+        leaving = Leaving(self.workers.values())
+        leaving.wait(self.supervisor, Deadline.after(self._plan.config.settle_seconds), tick)
+        self._remove([worker for worker in self.workers.values() if not worker.away])
+        while (seconds := over - time.monotonic()) > 0:
+            self.supervisor.step(leaving, min(seconds, tick()))
+        self._remove([worker for worker in self.workers.values() if worker.ended()])
+
+    def close(self, seconds: float) -> None:
+        """End all workers, after giving them ``seconds`` to end by themselves. Idempotent."""
+        self.supervisor.stop()
+        end(list(self.workers.values()), seconds, self._plan.config.kill_seconds)
+        for worker in self.workers.values():
+            worker.close()
+        self._meeting.close()
+
+    def _remove(self, workers: Iterable[LocalWorker]) -> None:
+        removed = list(workers)
+        end(removed, 0.0, self._plan.config.kill_seconds)
+        with self.using:
+            for worker in removed:
+                self.supervisor.forget(worker)
+                del self.workers[worker.rank]
+                worker.close()
