@@ -98,7 +98,7 @@ class WorkerPool:
             restart: what happens when the pool breaks, because a worker's process ends, a call is
                 stuck, or a failure has left a group operation half done. ``"never"``: it takes no
                 more calls. ``"worker"``: workers that have ended, or do not leave what they do
-                within `PoolConfig.settle_seconds`, are replaced. The others stay: their
+                within `PoolConfig.leave_seconds`, are replaced. The others stay: their
                 ``restore(context)`` is called with new groups, or, if they have no such method,
                 the class is made anew in the same process. ``"pool"``: all workers are replaced.
             max_restarts: restarts within ``window`` before the pool ends with `RestartLimitError`.
@@ -300,7 +300,7 @@ class WorkerPool:
 
     @property
     def generation(self) -> int:
-        """How many generations of workers have begun: 1, and one more after each restart."""
+        """The number of the workers' generation: 1, and higher after each restart."""
         return self._crew.generation
 
     def status(self) -> list[MemberStatus]:

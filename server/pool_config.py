@@ -20,6 +20,8 @@ class PoolConfig:
             seconds; ``math.inf``: never.
         settle_seconds: how long the other ranks have to answer a call that one rank has failed,
             before the pool breaks.
+        leave_seconds: how long workers have to leave what they do when the pool is restarted,
+            before they are replaced as well.
         stack_seconds: how long to wait for the stacks of late workers.
         kill_seconds: how long workers have to end after SIGTERM, before SIGKILL.
         fork: whether workers are forked from a process that has loaded torch, where that can be
@@ -32,6 +34,7 @@ class PoolConfig:
     reply_capacity: int = 2 * MIB
     call_seconds: float = 300.0
     settle_seconds: float = 1.0
+    leave_seconds: float = 1.0
     stack_seconds: float = 1.0
     kill_seconds: float = 1.0
     fork: bool = True
@@ -46,7 +49,7 @@ class PoolConfig:
             raise ValueError(f"in_flight must be 1 or more; got {self.in_flight}")
         if not self.call_seconds > 0:
             raise ValueError(f"call_seconds must be more than 0; got {self.call_seconds!r}")
-        for name in ("settle_seconds", "stack_seconds", "kill_seconds"):
+        for name in ("settle_seconds", "leave_seconds", "stack_seconds", "kill_seconds"):
             seconds = getattr(self, name)
             if not seconds >= 0:
                 raise ValueError(f"{name} must be 0 or more seconds; got {seconds!r}")

@@ -10,6 +10,7 @@ driver tells it to join new ones: the next generation.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import socket
@@ -67,7 +68,7 @@ class WorkerContext:
         device: this rank's device; a CUDA device is the current one already.
         report_progress: call it with ``(done, total, what)`` to tell the driver's ``on_progress``
             how far a long piece of work, such as reading weights, has come.
-        generation: 1 in a new pool, and one more each time that the pool was restarted.
+        generation: 1 in a new pool, and higher each time that the pool was restarted.
         cancelled: whether nobody waits for the present call any more: its future, task or stream
             was cancelled or closed, or it is late. Costs 0.1 us. Ranks hear of it at different
             moments: where they meet in group operations, let one of them ask and tell the others.
@@ -132,6 +133,7 @@ def _run(channel: Channel, seat: int) -> bool:
         serving.close()
         forget_groups()
         channel.send(Left())
+        gc.collect()  # cycles hold some of what was closed, descriptors and memory with it
         start = _next_start(channel)
 
 

@@ -134,11 +134,12 @@ class Dispatcher:
         self._ledger.queue(call)
         return future
 
-    def join(self) -> None:
-        """Wait for both threads to end. Call it when the generation is over, after the queues'
-        shutdown.
-        """
+    def release(self) -> None:
+        """Let both threads end, as the generation is over."""
         self._needs_collector.set()
+
+    def join(self) -> None:
+        """Wait for both threads to end, after `release` and the queues' shutdown."""
         for thread in self.threads:
             thread.join()
 

@@ -78,7 +78,7 @@ class Ledger:
     Calls wait until `open` is called: when the workers are there, and again after each restart.
 
     Attributes:
-        generation: how often `open` was called.
+        generation: what `open` was called with last; 0 before.
 
     Args:
         in_flight: how many calls may be under way at once.
@@ -159,15 +159,16 @@ class Ledger:
         """The number of the call that was sent last; 0 if none was."""
         return self._calls.last
 
-    def open(self, cancelled: CancelledCalls) -> None:
+    def open(self, generation: int, cancelled: CancelledCalls) -> None:
         """Let calls go to the workers of a new generation.
 
         Args:
+            generation: its number, higher than those before.
             cancelled: where to mark calls that nobody waits for.
         """
         with self._lock:
             if self._end is None:
-                self.generation += 1
+                self.generation = generation
                 self._calls.last_settled = ""
                 self._cancelled = cancelled
                 self._open = True

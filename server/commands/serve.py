@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..driver.pool_plan import RESTARTS
 from ..embedding.openai_api import MAX_INPUTS, ServedModel
 from ..web import descriptors, listener, logs
 from ..workers.minilm import BATCH_TOKENS, SentenceTokenizer
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import argparse
 
 PACKAGES = ("prometheus_client", "safetensors", "starlette", "tokenizers", "uvicorn")
+_TIMEOUTS = ("start", "request", "stall", "drain")
 PACKAGED_NAME = "all-MiniLM-L6-v2"
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections: so they, not the server, close them. A request that is
@@ -43,6 +45,9 @@ class ServePlan:
     max_connections: int
     truncate: bool
     access_log: str
+    restart: str
+    max_restarts: int
+    stuck_after: float | None
     start_timeout: float
     request_timeout: float
     stall_timeout: float
@@ -69,6 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "where a request does not say otherwise; else they are refused")  # fmt: skip
     add("--access-log", choices=logs.ACCESS_MODES, default="off", help="a line on stdout for each "
         "request (default off)")  # fmt: skip
+    add("--restart", choices=RESTARTS, default="never", help="when a worker is lost: end the "
+        "service, replace the worker, or replace all workers (default never)")  # fmt: skip
+    add("--max-restarts", type=int, default=5, metavar="N", help="restarts within a minute before "
+        "the service ends (default 5)")  # fmt: skip
+    add("--stuck-after", type=float, metavar="S", help="seconds for a batch after which its "
+        "workers count as lost (default: never)")  # fmt: skip
     add("--start-timeout", type=float, default=300.0, metavar="S", help="seconds for the workers "
         "to start (default 300)")  # fmt: skip
     add("--request-timeout", type=float, default=60.0, metavar="S", help="seconds for a request's "
@@ -93,11 +104,12 @@ def prepare(args: argparse.Namespace) -> ServePlan:
     api_key = _api_key(args.api_key)
     if not listener.is_loopback(host) and api_key is None:
         raise ValueError(f"--http {args.http} is beyond loopback: give --api-key as well")
-    for name in ("max_batch_tokens", "max_waiting", "max_connections"):
+    for name in ("max_batch_tokens", "max_waiting", "max_connections", "max_restarts"):
         if (count := getattr(args, name)) < 1:
             raise ValueError(f"{_option(name)} must be at least 1; got {count}")
-    for name in ("start_timeout", "request_timeout", "stall_timeout", "drain_timeout"):
-        if not 0 < (seconds := getattr(args, name)) < math.inf:
+    for name in ("stuck_after", *(f"{what}_timeout" for what in _TIMEOUTS)):
+        seconds = getattr(args, name)
+        if seconds is not None and not 0 < seconds < math.inf:
             raise ValueError(f"{_option(name)} must be more than 0 seconds; got {seconds}")
     model = read_model(args)
     return ServePlan(
@@ -112,6 +124,9 @@ def prepare(args: argparse.Namespace) -> ServePlan:
         max_connections=args.max_connections,
         truncate=args.truncate,
         access_log=args.access_log,
+        restart=args.restart,
+        max_restarts=args.max_restarts,
+        stuck_after=args.stuck_after,
         start_timeout=args.start_timeout,
         request_timeout=args.request_timeout,
         stall_timeout=args.stall_timeout,
@@ -145,7 +160,14 @@ def run(plan: ServePlan) -> int:
     )
     service = EmbeddingService(
         plan.tokenizer,
-        partial(model.start_pool, plan.start_timeout, batch_tokens=plan.max_batch_tokens),
+        partial(
+            model.start_pool,
+            plan.start_timeout,
+            batch_tokens=plan.max_batch_tokens,
+            restart=plan.restart,
+            max_restarts=plan.max_restarts,
+            stuck_after=plan.stuck_after,
+        ),
         max_tokens=plan.max_batch_tokens,
         max_waiting=plan.max_waiting,
         in_flight=model.pp + 1,

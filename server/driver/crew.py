@@ -65,6 +65,7 @@ class Crew:
             SharedMemoryError: too little memory is free.
             OSError: a process cannot be started.
         """
+        self._begun = 0
         self._plan = plan
         self._stopping = threading.Lock()
         self._stopped = False
@@ -117,14 +118,14 @@ class Crew:
             self._reason_by = time.monotonic() + self._plan.config.settle_seconds
 
     @property
+    def generation(self) -> int:
+        """The number of the generation that works, or worked last."""
+        return self._ledger.generation
+
+    @property
     def restarting(self) -> CoordinatorError | None:
         """What broke the pool, while it is restarted because of that."""
         return self._ledger.restarting
-
-    @property
-    def generation(self) -> int:
-        """How many generations of workers have begun."""
-        return self._ledger.generation
 
     @property
     def failure(self) -> CoordinatorError | None:
@@ -234,6 +235,7 @@ class Crew:
                 self._links.board.abort("the pool was shut down during a call")
                 deadline = Deadline.after(deadline.remaining(at_most=_LEAVE_SECONDS))
             self._links.calls.shutdown()
+            self.dispatcher.release()
             self.dispatcher.join()
             with self._staff.using:
                 self._staff.close(deadline.remaining())
@@ -246,7 +248,8 @@ class Crew:
 
     def _begin(self, tick: Callable[[], float]) -> tuple[Links, Dispatcher]:
         """Begin a generation: returns what the driver shares with it, and its dispatcher."""
-        generation = self._ledger.generation + 1
+        self._begun += 1
+        generation = self._begun
         links = Links(self._plan)
         try:
             self._staff.assemble(links, generation, self._ledger.last_call + 1, tick)
@@ -254,7 +257,7 @@ class Crew:
             links.board.abort(error)  # those that wait for others leave
             links.close()
             raise
-        self._ledger.open(links.cancelled)
+        self._ledger.open(generation, links.cancelled)
         return links, Dispatcher(self._ledger, generation, links.board, links.calls, links.replies)
 
     def _restart(self, failure: CoordinatorError | OSError) -> None:
@@ -264,6 +267,7 @@ class Crew:
             self._ledger.check()
             return self._ledger.tick()
 
+        self.dispatcher.release()
         self._links.calls.shutdown()
         with suppress(PoolClosedError):
             while (pause := self._budget.take(time.monotonic(), self._ledger.worked)) is not None:
@@ -280,7 +284,7 @@ class Crew:
                     self._links.close()
                     self._links, self.dispatcher = links, dispatcher
                 self._broken = None
-                _log.warning("the pool was restarted: generation %d", self._ledger.generation)
+                _log.warning("the pool was restarted: generation %d", self.generation)
                 return
             limit = self._plan.max_restarts, self._plan.window
             limited = RestartLimitError(*limit, str(failure))

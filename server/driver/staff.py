@@ -80,7 +80,7 @@ class Staff:
         """
         over = time.monotonic() + pause
         leaving = Leaving(self.workers.values())
-        leaving.wait(self.supervisor, Deadline.after(self._plan.config.settle_seconds), tick)
+        leaving.wait(self.supervisor, Deadline.after(self._plan.config.leave_seconds), tick)
         self._remove([worker for worker in self.workers.values() if not worker.away])
         while (seconds := over - time.monotonic()) > 0:
             self.supervisor.step(leaving, min(seconds, tick()))

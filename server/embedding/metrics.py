@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    from prometheus_client import Metric
 
     from shm_broadcast import MemberStatus
 
@@ -19,7 +21,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _TOKENS = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-STATES = ("starting", "ready", "stalled", "failed", "stopping")
+STATES = ("starting", "ready", "restarting", "stalled", "failed", "stopping")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +33,14 @@ class Activity:
         items_waiting: inputs that wait to be sent to the workers.
         calls_running: batches that the workers have.
         oldest_call_seconds: how long they have had the oldest of these.
+        restarts: how often the pool was restarted.
     """
 
     state: str
     items_waiting: int
     calls_running: int
     oldest_call_seconds: float
+    restarts: int
 
 
 class Metrics:
@@ -92,7 +96,7 @@ class _Now(Collector):
     def __init__(self, activity: Callable[[], Activity]) -> None:
         self._activity = activity
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
         now = self._activity()
         state = GaugeMetricFamily("service_state", "1 for the one it is in", labels=["state"])
         for each in STATES:
@@ -104,6 +108,7 @@ class _Now(Collector):
             ("pool_oldest_call_seconds", "Age of the oldest of these", now.oldest_call_seconds),
         ):
             yield GaugeMetricFamily(name, text, value)
+        yield CounterMetricFamily("pool_restarts", "Restarts of the pool", now.restarts)
 
 
 class _Workers(Collector):

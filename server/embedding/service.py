@@ -1,8 +1,9 @@
 """Embeddings as a service: a pool that is started beside the server, and batches for it.
 
-Life: *starting* while the workers load; *ready* once a probe call was answered; *stalled* while
-calls are not answered in time; *failed* for good when the workers did not start, or the pool broke;
-*stopping* from `EmbeddingService.stop` on.
+Life: *starting* while the workers load; *ready* once a probe call was answered; *restarting* while
+lost workers are replaced; *stalled* while calls are not answered in time; *failed* for good when
+the workers did not start, or the pool broke; *stopping* from `EmbeddingService.stop` on. While it
+is restarting, requests are refused; those that were accepted before are computed again.
 """
 
 from __future__ import annotations
@@ -111,13 +112,15 @@ class EmbeddingService:
 
     @property
     def state(self) -> str:
-        """``"starting"``, ``"ready"``, ``"stalled"``, ``"failed"`` or ``"stopping"``."""
+        """One of `metrics.STATES`."""
         if self.failure is not None:
             return "failed"
         if self._stopping:
             return "stopping"
         if not self._probed:
             return "starting"
+        if self.restarting is not None:
+            return "restarting"
         return "stalled" if self.stalled else "ready"
 
     @property
@@ -126,6 +129,11 @@ class EmbeddingService:
         if self._failure is None and self._pool is not None:
             self._failure = self._pool.failure
         return self._failure
+
+    @property
+    def restarting(self) -> CoordinatorError | None:
+        """What broke the pool, while it is restarted for that."""
+        return None if self._pool is None else self._pool.restarting
 
     @property
     def stalled(self) -> str:
@@ -139,7 +147,8 @@ class EmbeddingService:
     def activity(self) -> Activity:
         """What the service does at this moment."""
         running, seconds = (0, 0.0) if self._pool is None else self._pool.running
-        return Activity(self.state, self._batcher.waiting, running, seconds)
+        restarts = 0 if self._pool is None else self._pool.restarts
+        return Activity(self.state, self._batcher.waiting, running, seconds, restarts)
 
     def status(self) -> dict[str, object]:
         """State, failure, load and workers as plain data, for JSON."""
@@ -156,7 +165,7 @@ class EmbeddingService:
             NotReadyError: they cannot; says why.
         """
         if self.state != "ready":
-            reason = self.failure or self.stalled
+            reason = self.failure or self.restarting or self.stalled
             told = f": {reason}" if reason else ""
             raise NotReadyError(f"the service is {self.state}{told}") from self.failure
 

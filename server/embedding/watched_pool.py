@@ -50,6 +50,16 @@ class WatchedPool:
         return None if isinstance(failure, PoolClosedError) else failure
 
     @property
+    def restarting(self) -> CoordinatorError | None:
+        """What broke the pool, while it is restarted for that."""
+        return self._pool.restarting
+
+    @property
+    def restarts(self) -> int:
+        """How often the pool was restarted."""
+        return self._pool.generation - 1
+
+    @property
     def stalled(self) -> str:
         """Which calls were not answered in time; ``""`` unless the pool is stalled."""
         now = time.monotonic()
@@ -78,7 +88,7 @@ class WatchedPool:
         outcome, answered = "error", True
         number = self._watch.begin(time.monotonic())
         try:
-            future = self._pool.submit("embed", tokens, timeout=self._call_timeout)
+            future = self._pool.submit("embed", tokens, timeout=self._call_timeout, retry=True)
             vectors: np.ndarray = await asyncio.wrap_future(future)
             outcome = "ok"
         except CallTimeoutError as error:
@@ -93,7 +103,8 @@ class WatchedPool:
         return list(vectors)
 
     async def watch(self, probe: list[np.ndarray]) -> None:
-        """Log when the pool stalls, and when it answers again; return when the pool has broken.
+        """Log when the pool stalls, and when it answers again; return when the pool has broken for
+        good.
 
         Args:
             probe: what to embed in order to find out whether a stalled pool answers again.

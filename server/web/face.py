@@ -187,7 +187,7 @@ class Face:
         try:
             self._service.check_ready()
         except NotReadyError as error:
-            return _json(msgspec.json.encode({"ready": False, "reason": str(error)}), 503)
+            return _unavailable({"ready": False, "reason": str(error)})
         return _json(b'{"ready":true}')
 
     async def _status(self, _: Request) -> Response:
@@ -247,8 +247,14 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
 
 def _ok_unless(what: str, reason: str) -> Response:
     if reason:
-        return _json(msgspec.json.encode({"status": what, "reason": reason}), 503)
+        return _unavailable({"status": what, "reason": reason})
     return _json(b'{"status":"ok"}')
+
+
+def _unavailable(content: object) -> Response:
+    response = _json(msgspec.json.encode(content), 503)
+    response.headers["retry-after"] = "1"
+    return response
 
 
 def _json(body: bytes, status: int = 200) -> Response:
@@ -257,7 +263,7 @@ def _json(body: bytes, status: int = 200) -> Response:
 
 def _refusal(error: ApiError) -> Response:
     response = _json(error.body(), error.status)
-    if error.status == 429:
+    if error.status in (429, 503):
         response.headers["retry-after"] = "1"
     if error.status == 401:
         response.headers["www-authenticate"] = "Bearer"

@@ -32,12 +32,16 @@ class Pool:
 
     def __init__(self) -> None:
         self.failure: CoordinatorError | None = None
+        self.restarting: CoordinatorError | None = None
+        self.generation = 1
         self.held: list[tuple[Future[Any], list[str]]] | None = None
         self.batches: list[list[str]] = []
         self.stopped = False
 
-    def submit(self, method: str, tokens: list[np.ndarray], *, timeout: float) -> Future[Any]:
-        assert method == "embed"
+    def submit(
+        self, method: str, tokens: list[np.ndarray], *, timeout: float, retry: bool
+    ) -> Future[Any]:
+        assert (method, retry) == ("embed", True)
         inputs = ["".join(map(chr, each)) for each in tokens]
         if self.failure is not None:
             raise self.failure

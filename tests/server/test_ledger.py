@@ -45,7 +45,7 @@ class Book:
             restarts=restarts,
             stuck_seconds=stuck_seconds,
         )
-        self.ledger.open(self.cancelled)
+        self.ledger.open(1, self.cancelled)
 
     def send(self, method: str = "embed", reply_rank: int | None = None) -> PendingCall:
         call = PendingCall(method, (), {}, 2, reply_rank)

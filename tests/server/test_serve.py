@@ -208,6 +208,40 @@ def seconds_until_all_get_503() -> float:
     return max(at for _, at in answers) - killed
 
 
+def test_a_lost_worker_is_replaced_and_no_accepted_request_is_lost() -> None:
+    with Served(*FOUR, "--restart", "worker", "--truncate") as served:
+        served.wait_until_ready()
+        pids = served.worker_pids()
+        expected = embed(served, "word").json()["data"]
+        answers, threads = in_threads(8, served, ["word " * 300] * 60)
+        wait_for(served, "items_waiting", 300)
+        psutil.Process(pids[2]).kill()
+        for thread in threads:
+            thread.join(60)
+        assert [answer.status_code for answer, _ in answers] == [200] * 8
+        served.wait_until_ready()
+        assert embed(served, "word").json()["data"] == expected
+        assert served.worker_pids()[2] != pids[2]
+        assert "pool_restarts_total 1.0" in httpx.get(f"{served.url}/metrics").text
+        served.process.send_signal(signal.SIGTERM)
+        status, errors = served.finish()
+    assert status == 0
+    assert f"is restarted: lost the worker of rank 2 (pid {pids[2]})" in errors
+
+
+def test_a_service_whose_workers_are_lost_too_often_ends_and_says_why() -> None:
+    with Served(*FOUR, "--restart", "pool", "--max-restarts", "1") as served:
+        served.wait_until_ready()
+        psutil.Process(served.worker_pids()[0]).kill()
+        until(lambda: "pool_restarts_total 1.0" in httpx.get(f"{served.url}/metrics").text)
+        psutil.Process(served.worker_pids()[0]).kill()
+        status, errors = served.finish()
+    assert status == 1
+    assert (
+        "RestartLimitError: the pool has broken again after 1 restarts" in errors.splitlines()[-1]
+    )
+
+
 def lines_up_to(served: Served, text: str) -> str:
     """What the server writes to stderr, up to a line with ``text``, which has to come."""
     found = ""

@@ -23,6 +23,8 @@ from shm_broadcast import DivergenceError
 from tests.patience import until
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from server.worker import WorkerContext
 
 
@@ -214,6 +216,22 @@ class Worker:
                 gate.pass_through(self.rank)
             re.match(r"(a+)+$", "a" * 64 + "b")
 
+    def exit_once(self, flag: Path, rank: int) -> str:
+        """The first time, the process of ``rank`` ends."""
+        if self.rank == rank and not flag.exists():
+            flag.touch()
+            os._exit(3)
+        return "fine"
+
+    def diverge(self) -> torch.Tensor:
+        """The ranks begin different collectives."""
+        given = torch.ones(4)
+        world = self.groups.world
+        return world.all_reduce(given) if self.rank == 0 else world.all_gather(given)
+
+    def count(self, most: int) -> Iterator[int]:
+        yield from range(most)
+
     def exit(self, ranks: list[int], status: int) -> None:
         if self.rank in ranks:
             os._exit(status)
@@ -257,3 +275,29 @@ class Failing(Worker):
         if how == "exit":
             os._exit(7)
         time.sleep(600)
+
+
+class Restored(Worker):
+    """Keeps what it holds when the pool is restarted around it."""
+
+    def __init__(self, context: WorkerContext, **kwargs: Any) -> None:
+        super().__init__(context, **kwargs)
+        self.held = [f"made in {context.generation}"]
+
+    def restore(self, context: WorkerContext) -> None:
+        self.context, self.groups = context, context.groups
+        self.held.append(f"restored in {context.generation}")
+
+    def holds(self) -> list[str]:
+        return self.held
+
+
+class Unlucky(Worker):
+    """Cannot be made in some generations on rank 1: it raises, or hangs, there."""
+
+    def __init__(self, context: WorkerContext, raises: list[int], hangs: list[int]) -> None:
+        super().__init__(context)
+        if self.rank == 1 and context.generation in raises:
+            raise BadInputError(f"no luck in {context.generation}")
+        if self.rank == 1 and context.generation in hangs:
+            time.sleep(600)
