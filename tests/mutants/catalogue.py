@@ -289,6 +289,25 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "F7 calls that the workers had are not made again unasked",
+        "server/calls/pending_call.py",
+        "if self.done or not self.retry or",
+        "if self.done or",
+        (
+            "tests/server/test_ledger.py::"
+            "test_a_pool_that_is_restarted_fails_what_the_workers_had_and_keeps_the_rest",
+        ),
+    ),
+    Mutant(
+        "F7 a pool that is restarted keeps the workers that leave",
+        "server/driver/staff.py",
+        "if not worker.away])",
+        "if worker.away or not worker.away])",
+        (
+            "tests/server/test_pool_restart.py::test_workers_that_can_be_restored_keep_what_they_hold",
+        ),
+    ),
+    Mutant(
         "R5 the readers on other hosts outlive those on this one",
         "shm_broadcast/queue/writer.py",
         "            with suppress(_DesertedError):\n",

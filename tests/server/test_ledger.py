@@ -12,7 +12,13 @@ from server.calls.ledger import Ledger, LedgerHooks
 from server.calls.pending_call import PendingCall
 from server.control.cancelled_calls import CancelledCalls
 from server.control.protocol import Failed, Reply
-from server.errors import CallDivergedError, PoolClosedError, WorkerError, WorkerLostError
+from server.errors import (
+    CallDivergedError,
+    PoolClosedError,
+    RestartLimitError,
+    WorkerError,
+    WorkerLostError,
+)
 from tests.server.begun import begun
 
 
@@ -441,3 +447,123 @@ def test_results_are_handed_out_without_a_look_at_them() -> None:
     book.reply(0, 1, value)
     book.reply(1, 1, value)
     assert call.result() == [value, value]
+
+
+def a_call(*, retry: bool = False) -> PendingCall:
+    return PendingCall("embed", (), {}, 2, None, retry=retry)
+
+
+def test_a_pool_that_is_restarted_fails_what_the_workers_had_and_keeps_the_rest() -> None:
+    book = Book(in_flight=3, restarts=True)
+    had, again, third = (a_call(retry=retry) for retry in (False, True, True))
+    for call in (had, again, third):
+        assert book.ledger.accept(call, 1)
+        book.ledger.sent(call.number)
+    queued = book.send()
+    book.ledger.break_off(WorkerLostError(1, 4242, "killed by SIGKILL"))
+    assert book.asked == [("broke", WorkerLostError)]
+    with pytest.raises(WorkerLostError):
+        had.result()
+    assert not (again.done or third.done or queued.done)
+    assert isinstance(book.ledger.restarting, WorkerLostError)
+    assert book.ledger.ended is None
+    later = book.send()
+    assert book.ledger.next_to_send(1) is None
+    book.ledger.open(2, book.cancelled)
+    assert book.ledger.restarting is None
+    for number, call in enumerate((again, third, queued), 4):
+        assert book.ledger.next_to_send(2) is call
+        assert call.number == number
+        book.ledger.sent(number)
+    for number in (4, 5, 6):
+        book.reply(0, number, "a")
+        book.reply(1, number, "b")
+    assert again.result() == third.result() == queued.result() == ["a", "b"]
+    assert book.ledger.next_to_send(2) is later
+
+
+def test_what_comes_late_from_an_earlier_generation_changes_nothing() -> None:
+    book = Book(in_flight=1, restarts=True)
+    again = a_call(retry=True)
+    assert book.ledger.accept(again, 1)
+    book.reply(0, 1, "old")
+    book.ledger.break_off(WorkerLostError(1, 4242, "killed by SIGKILL"))
+    book.ledger.open(2, book.cancelled)
+    assert book.ledger.next_to_send(2) is again
+    waiting = book.send()
+    book.ledger.sent(1)
+    book.ledger.unsent(1, TypeError("cannot pickle"))
+    book.reply(1, 1, "old")
+    book.ledger.garbled(0, ValueError("garbled"), 1)
+    book.ledger.break_off(WorkerLostError(0, 4241, "killed by SIGKILL"), generation=1)
+    assert not book.ledger.accept(a_call(), 1)
+    assert not waiting.done
+    book.reply(0, 2, "a")
+    assert not again.done
+    book.reply(1, 2, "b")
+    assert again.result() == ["a", "b"]
+
+
+def test_a_call_is_made_three_times_at_most() -> None:
+    book = Book(restarts=True)
+    call = a_call(retry=True)
+    book.ledger.queue(call)
+    for generation in (1, 2, 3):
+        assert not call.done
+        assert book.ledger.next_to_send(generation) is call
+        book.ledger.break_off(WorkerLostError(1, 4242, "killed by SIGKILL"))
+        book.ledger.open(generation + 1, book.cancelled)
+    with pytest.raises(WorkerLostError):
+        call.result()
+
+
+def test_a_future_survives_its_generation_and_can_then_not_be_cancelled() -> None:
+    book = Book(restarts=True)
+    call = a_call(retry=True)
+    future = call.future()
+    book.ledger.queue(call)
+    assert book.ledger.next_to_send(1) is call
+    book.ledger.break_off(WorkerLostError(1, 4242, "killed by SIGKILL"))
+    assert not future.cancel()
+    book.ledger.open(2, book.cancelled)
+    assert book.ledger.next_to_send(2) is call
+    book.reply(0, 2, "a")
+    book.reply(1, 2, "b")
+    assert future.result(timeout=0) == ["a", "b"]
+
+
+def test_a_call_that_is_the_oldest_for_too_long_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    book = Book(stuck_seconds=8.0)
+    book.send("first")
+    book.send("second")
+    assert book.ledger.tick() == 2.0
+    now += 7.0
+    book.ledger.tick()
+    assert book.asked == []
+    now += 1.0
+    book.ledger.tick()
+    book.ledger.tick()
+    assert book.asked == [("stuck", "first")]
+    book.reply(0, 1)
+    book.reply(1, 1)
+    book.ledger.tick()
+    now += 8.0
+    book.ledger.tick()
+    assert book.asked == [("stuck", "first"), ("stuck", "second")]
+
+
+def test_a_pool_that_is_not_restarted_any_more_fails_what_waits() -> None:
+    book = Book(restarts=True)
+    waiting = book.send()
+    book.ledger.break_off(WorkerLostError(1, 4242, "killed by SIGKILL"))
+    queued = book.send()
+    book.ledger.end(RestartLimitError(5, 60.0, "lost"))
+    with pytest.raises(WorkerLostError):
+        waiting.result()
+    for refused in (queued.result, book.ledger.check):
+        with pytest.raises(RestartLimitError, match="after 5 restarts within 60 s"):
+            refused()
