@@ -35,6 +35,7 @@ def build(folder: Path, compiler: str | None) -> Path:
         shutil.copy(ROOT / name, tree)
     script = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    environment["CFLAGS"] = "-Werror"  # what the compiler warns of leaves the extension out
     if compiler is not None:
         environment["CC"] = compiler
     command = [sys.executable, "-W", "ignore", "-c", script]

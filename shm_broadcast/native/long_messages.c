@@ -45,15 +45,14 @@ static void skip(body *b, uint64_t size) {
 }
 
 static void copy_out_of(body *b, char *to, uint64_t size) {
-    for (uint64_t run; size; to += run, size -= run) {
-        const char *from = next_run(b, size, &run);
+    const char *from;
+    for (uint64_t run; size && (from = next_run(b, size, &run)); to += run, size -= run)
         memcpy(to, from, run);
-    }
 }
 
 static void copy_into(body *b, const char *from, uint64_t size) {
-    for (uint64_t run; size; from += run, size -= run) {
-        char *to = next_run(b, size, &run);
+    char *to;
+    for (uint64_t run; size && (to = next_run(b, size, &run)); from += run, size -= run) {
         if (b->total >= LARGE_BYTES)
             stream_copy(to, from, run);
         else
