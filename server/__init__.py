@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from .pool import WorkerPool
     from .pool_config import PoolConfig
+    from .replicas import Replicas
     from .worker import WorkerContext
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "PeerLostError",
     "PoolClosedError",
     "PoolConfig",
+    "Replicas",
     "RestartLimitError",
     "SharedMemoryError",
     "StreamLostError",
@@ -73,6 +75,7 @@ _HOMES: Final = {
         *("WorkerError", "WorkerLostError", "WorkerStartError"),
     ),
     ".pool": ("WorkerPool",),
+    ".replicas": ("Replicas",),
     ".worker": ("WorkerContext",),
     "coordinator": ("GroupCoordinator", "ParallelGroups", "init"),
     "shm_broadcast": (

@@ -67,7 +67,7 @@ class WorkerPool:
         pp: int = 1,
         dp: int = 1,
         worker_kwargs: Mapping[str, Any] | None = None,
-        device: str = "cpu",
+        device: str | Sequence[str] = "cpu",
         share_gpu: bool = False,
         launcher: str = "local",
         start_timeout: float | None = 120.0,
@@ -89,7 +89,8 @@ class WorkerPool:
             dp: replicas of the model (data parallel). Every call runs on all replicas, so `call`
                 and `submit`, which return one result, need ``dp=1``; `collective_rpc` returns all.
             worker_kwargs: keyword arguments for the class; picklable.
-            device: ``"cpu"``, ``"cuda"`` (the GPUs in turn) or one GPU for all, ``"cuda:0"``.
+            device: ``"cpu"``, ``"cuda"`` (the GPUs in turn), one GPU for all, ``"cuda:0"``, or a
+                device for each rank.
             share_gpu: whether several ranks may share one GPU.
             launcher: ``"local"``: processes of this host.
             start_timeout: seconds for all workers to be ready; ``None``: for ever.
@@ -299,6 +300,16 @@ class WorkerPool:
         return self._crew.restarting
 
     @property
+    def load(self) -> int:
+        """How many calls wait or are with the workers, at this moment."""
+        return self._crew.load
+
+    @property
+    def restarts(self) -> int:
+        """How often the pool was restarted."""
+        return self._crew.restarts
+
+    @property
     def generation(self) -> int:
         """The number of the workers' generation: 1, and higher after each restart."""
         return self._crew.generation
@@ -339,6 +350,23 @@ class WorkerPool:
         """Show the worker and the grid."""
         plan = self._plan
         return f"WorkerPool({plan.worker}, tp={plan.tp}, pp={plan.pp}, dp={plan.dp})"
+
+    def hand_over(self, move: Callable[[list[PendingCall]], list[PendingCall]]) -> None:
+        """For `replicas.Replicas`: when the pool breaks, let other pools of its shape have calls.
+
+        Args:
+            move: called with calls that no worker has begun, or that may be made again. Moves them
+                by `adopt` of other pools, and returns those that stay.
+        """
+        self._crew.hand_over(move)
+
+    def adopt(self, call: PendingCall) -> None:
+        """Take over a call of another pool; see `hand_over`.
+
+        Raises:
+            What broke the pool for good.
+        """
+        self._crew.submit(call)
 
     def _stop(self, timeout: float, finish: bool) -> None:
         if os.getpid() == self._owner:

@@ -24,6 +24,8 @@ class PoolConfig:
             before they are replaced as well.
         stack_seconds: how long to wait for the stacks of late workers.
         kill_seconds: how long workers have to end after SIGTERM, before SIGKILL.
+        threads: CPU threads of each worker. ``None``: ``OMP_NUM_THREADS``, or an equal share of the
+            cores that this process may use.
         fork: whether workers are forked from a process that has loaded torch, where that can be
             done: they start in a fraction of the time. That process stays until the driver ends.
             ``False``: each worker is a fresh interpreter, for code that must not be forked.
@@ -37,6 +39,7 @@ class PoolConfig:
     leave_seconds: float = 1.0
     stack_seconds: float = 1.0
     kill_seconds: float = 1.0
+    threads: int | None = None
     fork: bool = True
 
     def __post_init__(self) -> None:
@@ -45,8 +48,10 @@ class PoolConfig:
         Raises:
             ValueError: one is out of range.
         """
-        if self.in_flight is not None and self.in_flight < 1:
-            raise ValueError(f"in_flight must be 1 or more; got {self.in_flight}")
+        for name in ("in_flight", "threads"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be 1 or more; got {count}")
         if not self.call_seconds > 0:
             raise ValueError(f"call_seconds must be more than 0; got {self.call_seconds!r}")
         for name in ("settle_seconds", "leave_seconds", "stack_seconds", "kill_seconds"):

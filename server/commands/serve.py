@@ -1,4 +1,4 @@
-"""Serve sentence embeddings over HTTP, from a tensor- and pipeline-parallel pool of workers."""
+"""Serve sentence embeddings over HTTP, from tensor- and pipeline-parallel pools of workers."""
 
 from __future__ import annotations
 
@@ -156,12 +156,12 @@ def run(plan: ServePlan) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores are the workers'
     model, bert = plan.model, plan.model.folder.bert
     shares = descriptors.share_out(
-        descriptors.raise_limit(), plan.max_connections, model.tp * model.pp
+        descriptors.raise_limit(), plan.max_connections, model.dp * model.tp * model.pp
     )
     service = EmbeddingService(
         plan.tokenizer,
         partial(
-            model.start_pool,
+            model.start,
             plan.start_timeout,
             batch_tokens=plan.max_batch_tokens,
             restart=plan.restart,
@@ -170,7 +170,7 @@ def run(plan: ServePlan) -> int:
         ),
         max_tokens=plan.max_batch_tokens,
         max_waiting=plan.max_waiting,
-        in_flight=model.pp + 1,
+        in_flight=model.dp * (model.pp + 1),
         request_timeout=plan.request_timeout,
         stall_timeout=plan.stall_timeout,
     )

@@ -55,6 +55,7 @@ class Crew:
 
     Attributes:
         dispatcher: sends calls to the workers of the latest generation.
+        restarts: how often the pool was restarted.
     """
 
     def __init__(self, plan: PoolPlan) -> None:
@@ -66,6 +67,7 @@ class Crew:
             OSError: a process cannot be started.
         """
         self._begun = 0
+        self.restarts = 0
         self._plan = plan
         self._stopping = threading.Lock()
         self._stopped = False
@@ -116,6 +118,15 @@ class Crew:
             # The worker that aborted the board reports why over its control channel. Give it time,
             # but not for ever: it may be the one that has just ended.
             self._reason_by = time.monotonic() + self._plan.config.settle_seconds
+
+    @property
+    def load(self) -> int:
+        """How many calls wait or are under way."""
+        return self._ledger.load
+
+    def hand_over(self, move: Callable[[list[PendingCall]], list[PendingCall]]) -> None:
+        """Give calls away when the pool breaks; see `pool.WorkerPool.hand_over`."""
+        self._ledger.move = move
 
     @property
     def generation(self) -> int:
@@ -182,7 +193,7 @@ class Crew:
         Raises:
             What broke the pool.
         """
-        call.future(partial(self.late, call), partial(self._ledger.cancel, call))
+        call.future().answer_for(partial(self.late, call), partial(self._ledger.cancel, call))
         return self.dispatcher.submit(call)
 
     def late(self, call: PendingCall, timeout: float | None) -> CallTimeoutError:
@@ -284,6 +295,7 @@ class Crew:
                     self._links.close()
                     self._links, self.dispatcher = links, dispatcher
                 self._broken = None
+                self.restarts += 1
                 _log.warning("the pool was restarted: generation %d", self.generation)
                 return
             limit = self._plan.max_restarts, self._plan.window

@@ -11,16 +11,18 @@ import torch
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
 DTYPES = {"float32": 1e-5, "float16": 1e-3}
 """Dtypes of weights and activations, with the largest absolute difference from float32 on a CPU."""
 
 
-def assign(device: str, ranks: int, gpus: int, share_gpu: bool) -> tuple[str, ...]:
+def assign(device: str | Sequence[str], ranks: int, gpus: int, share_gpu: bool) -> tuple[str, ...]:
     """The device of each rank, by rank.
 
     Args:
-        device: ``"cpu"``, ``"cuda"`` (the GPUs in turn) or one GPU for all, as ``"cuda:0"``.
+        device: ``"cpu"``, ``"cuda"`` (the GPUs in turn), one GPU for all, as ``"cuda:0"``, or a
+            device for each rank.
         ranks: how many ranks there are.
         gpus: how many GPUs this host has.
         share_gpu: whether several ranks may be on one GPU.
@@ -28,6 +30,10 @@ def assign(device: str, ranks: int, gpus: int, share_gpu: bool) -> tuple[str, ..
     Raises:
         ValueError: there is no such device, or ranks would have to share a GPU and must not.
     """
+    if not isinstance(device, str):
+        if len(device) != ranks:
+            raise ValueError(f"device: {len(device)} devices for {ranks} ranks")
+        return tuple(one for each in device for one in assign(each, 1, gpus, share_gpu))
     try:
         wanted = torch.device(device)
     except RuntimeError as error:
@@ -61,12 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Check that ``args.tp * args.pp`` workers can have the devices asked for.
+    """Check that ``args.dp * args.tp * args.pp`` workers can have the devices asked for.
 
     Raises:
         ValueError: they cannot; says why in one line.
     """
-    assign(args.device, args.tp * args.pp, torch.cuda.device_count(), args.share_gpu)
+    assign(args.device, args.dp * args.tp * args.pp, torch.cuda.device_count(), args.share_gpu)
 
 
 def _count(gpus: int) -> str:

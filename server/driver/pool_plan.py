@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..control.reference import main_of, name_of
+from .cores import worker_threads
 from .devices import assign
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from ..pool_config import PoolConfig
 
@@ -58,7 +59,7 @@ class PoolPlan:
         worker: type | str,
         worker_kwargs: Mapping[str, Any] | None,
         grid: tuple[int, int, int],
-        device: str,
+        device: str | Sequence[str],
         share_gpu: bool,
         start_timeout: float | None,
         on_progress: Callable[[int, int, int, str], None] | None,
@@ -107,6 +108,11 @@ class PoolPlan:
     def n_workers(self) -> int:
         """How many ranks there are."""
         return self.tp * self.pp * self.dp
+
+    @property
+    def threads(self) -> int:
+        """How many CPU threads each worker may use."""
+        return self.config.threads or worker_threads(self.n_workers)
 
     @property
     def output_rank(self) -> int:

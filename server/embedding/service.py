@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shm_broadcast import MemberStatus
 
     from ..pool import WorkerPool
+    from ..replicas import Replicas
     from ..workers.minilm import Encoded, SentenceTokenizer
     from .openai_api import Input
 
@@ -86,7 +87,7 @@ class EmbeddingService:
     def __init__(
         self,
         tokenizer: SentenceTokenizer,
-        make_pool: Callable[[], WorkerPool],
+        make_pool: Callable[[], WorkerPool | Replicas],
         *,
         max_tokens: int,
         max_waiting: int,
@@ -267,10 +268,10 @@ class EmbeddingService:
         return await self._pool.embed(tokens)
 
 
-async def _in_daemon_thread(make: Callable[[], WorkerPool]) -> WorkerPool:
+async def _in_daemon_thread(make: Callable[[], WorkerPool | Replicas]) -> WorkerPool | Replicas:
     """Run ``make`` in a thread that does not keep the process from ending."""
     loop = asyncio.get_running_loop()
-    made: asyncio.Future[WorkerPool] = loop.create_future()
+    made: asyncio.Future[WorkerPool | Replicas] = loop.create_future()
 
     def tell(act: Callable[[], None]) -> None:
         if not loop.is_closed():

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shm_broadcast import CoordinatorError, MemberStatus
 
     from ..pool import WorkerPool
+    from ..replicas import Replicas
     from .metrics import Metrics
 
 _WATCH_SECONDS = 0.2
@@ -35,7 +36,11 @@ class WatchedPool:
     """
 
     def __init__(
-        self, pool: WorkerPool, metrics: Metrics, call_timeout: float, stall_timeout: float
+        self,
+        pool: WorkerPool | Replicas,
+        metrics: Metrics,
+        call_timeout: float,
+        stall_timeout: float,
     ) -> None:
         self._pool = pool
         self._metrics = metrics
@@ -57,7 +62,7 @@ class WatchedPool:
     @property
     def restarts(self) -> int:
         """How often the pool was restarted."""
-        return self._pool.generation - 1
+        return self._pool.restarts
 
     @property
     def stalled(self) -> str:

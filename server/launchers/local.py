@@ -29,7 +29,6 @@ from shm_broadcast import Deadline, GroupTimeoutError
 from ..control.channel import Channel, ChannelClosedError
 from ..control.protocol import FromWorker
 from ..control.stacks import StackFile
-from ..driver.cores import worker_threads
 from ..errors import WorkerStartError
 from .boot import END_SIGNAL, STACK_SIGNAL
 from .fork_servers import FORK_SERVERS
@@ -172,13 +171,13 @@ class LocalWorker:
 
 
 def launch(
-    seats: Mapping[int, socket.socket], n_workers: int, deadline: Deadline, *, fork: bool = True
+    seats: Mapping[int, socket.socket], threads: int, deadline: Deadline, *, fork: bool = True
 ) -> list[LocalWorker]:
     """Start one worker process for each seat, in order. End them with `end`.
 
     Args:
         seats: the workers' ends of the meeting, by rank.
-        n_workers: how many workers the pool has, which share the cores.
+        threads: how many CPU threads each may use.
         deadline: when to give up.
         fork: whether to fork them, where that can be done, instead of spawning them.
 
@@ -189,7 +188,7 @@ def launch(
     environment = {
         **(_BRIEF_SPIN if "OMP_WAIT_POLICY" not in os.environ else {}),
         **os.environ,
-        "OMP_NUM_THREADS": str(worker_threads(n_workers)),
+        "OMP_NUM_THREADS": str(threads),
     }
 
     def begin(inherited: Sequence[int]) -> Process:

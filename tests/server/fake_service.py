@@ -33,7 +33,7 @@ class Pool:
     def __init__(self) -> None:
         self.failure: CoordinatorError | None = None
         self.restarting: CoordinatorError | None = None
-        self.generation = 1
+        self.restarts = 0
         self.held: list[tuple[Future[Any], list[str]]] | None = None
         self.batches: list[list[str]] = []
         self.stopped = False

@@ -101,7 +101,7 @@ def test_a_wrong_answer_ends_with_status_1(
         (["--pp=-3"], "tp and pp must be at least 1; got tp=2, pp=-3"),
         (["--tp=1000", "--pp=1000"], "tp=1000 does not divide"),
         (["--tp=two"], "argument --tp: invalid int value: 'two'"),
-        (["--dp=2"], "--dp must be 1; got 2: a pool computes every call on all of its replicas"),
+        (["--dp=2"], "--dp must be 1; got 2: serve takes more replicas"),
         (["--threads=0"], "--threads must be at least 1; got 0"),
         (["--timeout=-1"], "--timeout must be more than 0 seconds; got -1.0"),
         (["--model=TMP/nowhere"], "TMP/nowhere: no such model folder"),

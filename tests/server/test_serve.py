@@ -242,6 +242,24 @@ def test_a_service_whose_workers_are_lost_too_often_ends_and_says_why() -> None:
     )
 
 
+def test_clients_notice_nothing_of_a_replica_that_dies() -> None:
+    with Served("--dp", "2", "--restart", "worker") as served:
+        served.wait_until_ready()
+        pids = served.worker_pids()
+        assert len(pids) == 2
+        expected = embed(served, "word").json()["data"]
+        answers, threads = in_threads(8, served, ["word"] * 100)
+        wait_for(served, "calls_running", 2)
+        psutil.Process(pids[0]).kill()
+        while any(thread.is_alive() for thread in threads):
+            assert embed(served, "word").json()["data"] == expected
+        assert [answer.status_code for answer, _ in answers] == [200] * 8
+        until(lambda: served.worker_pids()[0] != pids[0])
+        served.process.send_signal(signal.SIGTERM)
+        status, _ = served.finish()
+    assert status == 0
+
+
 def lines_up_to(served: Served, text: str) -> str:
     """What the server writes to stderr, up to a line with ``text``, which has to come."""
     found = ""

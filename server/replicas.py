@@ -1,0 +1,248 @@
+"""Replicas: several pools with the same model, which fail apart, behind one face.
+
+    with Replicas(Embedder, dp=2, tp=2, restart="worker") as replicas:
+        replicas.call("embed", tokens, retry=True)
+
+Each call is computed by one replica: the one that has the fewest calls at that moment, among those
+whose workers work. All replicas belong to this process, so the counts are never out of date. When a
+replica breaks, the calls that its workers had not begun go to the others, and so do those that may
+be made again (``retry=True``). It gets calls again once it was restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import torch
+
+from shm_broadcast import CoordinatorError
+
+from .driver.cores import worker_threads
+from .driver.devices import assign
+from .pool import WorkerPool
+from .pool_config import PoolConfig
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+    from concurrent.futures import Future
+
+    from shm_broadcast import MemberStatus
+
+    from .calls.call_stream import CallStream
+    from .calls.pending_call import PendingCall
+
+T = TypeVar("T")
+
+
+class Replicas:
+    """Starts ``dp`` pools of ``tp`` x ``pp`` workers, and shares calls out. Any thread may call.
+
+    Attributes:
+        pools: the replicas.
+    """
+
+    def __init__(
+        self,
+        worker: type | str,
+        *,
+        dp: int,
+        tp: int = 1,
+        pp: int = 1,
+        worker_kwargs: Mapping[str, Any] | None = None,
+        device: str | Sequence[str] = "cpu",
+        share_gpu: bool = False,
+        start_timeout: float | None = 120.0,
+        on_progress: Callable[[int, int, int, str], None] | None = None,
+        restart: str = "worker",
+        max_restarts: int = 5,
+        window: float = 60.0,
+        stuck_after: float | None = None,
+        config: PoolConfig | None = None,
+    ) -> None:
+        """Start all replicas, at the same time, and return when all are ready.
+
+        Args:
+            worker: as for `pool.WorkerPool`; so are the others, for each replica, but for these.
+            dp: how many replicas.
+            tp: ranks of a replica that share each layer.
+            pp: pipeline stages of a replica.
+            worker_kwargs: keyword arguments for the class.
+            device: as for `pool.WorkerPool`; a GPU for each rank of all replicas.
+            share_gpu: whether several ranks may share one GPU.
+            start_timeout: seconds for all workers to be ready; ``None``: for ever.
+            on_progress: called with ``(rank, done, total, what)``; ranks are counted through:
+                replica ``rank // (tp * pp)``.
+            restart: what happens when a replica breaks. ``"never"``: the others go on without it.
+            max_restarts: restarts of a replica within ``window`` before it is given up.
+            window: seconds.
+            stuck_after: seconds after which a replica breaks if its oldest call is not answered.
+            config: further settings, for each replica.
+
+        Raises:
+            ValueError, TypeError: an argument is out of range, or cannot be sent to the workers.
+            WorkerStartError: a worker of any replica did not start. All processes have ended.
+            SharedMemoryError: too little memory is free.
+        """
+        if dp < 1:
+            raise ValueError(f"dp must be 1 or more; got {dp}")
+        settings = config or PoolConfig()
+        n, gpus = tp * pp, torch.cuda.device_count()
+        devices = assign(device, dp * n, gpus, share_gpu)
+        threads = settings.threads or worker_threads(dp * n)
+
+        def start(number: int) -> WorkerPool:
+            first = number * n
+            return WorkerPool(
+                worker,
+                tp=tp,
+                pp=pp,
+                worker_kwargs=worker_kwargs,
+                device=devices[first : first + n],
+                share_gpu=share_gpu,
+                start_timeout=start_timeout,
+                on_progress=on_progress
+                and (lambda rank, *progress: on_progress(first + rank, *progress)),
+                restart=restart,
+                max_restarts=max_restarts,
+                window=window,
+                stuck_after=stuck_after,
+                config=replace(settings, threads=threads),
+            )
+
+        with ExitStack() as undo, ThreadPoolExecutor(dp, "start-replica") as starters:
+            starting = [starters.submit(start, number) for number in range(dp)]
+            for future in starting:
+                if future.exception() is None:
+                    undo.callback(future.result().shutdown, 0.0)
+            self.pools = [future.result() for future in starting]
+            undo.pop_all()
+        self._turn = 0
+        for pool in self.pools:
+            pool.hand_over(partial(self._move, pool))
+
+    @property
+    def n_workers(self) -> int:
+        """The number of ranks of all replicas."""
+        return sum(pool.n_workers for pool in self.pools)
+
+    def call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call ``method`` on one replica; return the result of tp rank 0 of its last stage.
+
+        Arguments and errors are those of `pool.WorkerPool.call`; what breaks a replica is raised
+        if it had begun the call, and no replica is left to make it again or it may not be.
+        """
+        return self.submit(method, *args, **options).result()
+
+    def submit(self, method: str, *args: Any, **options: Any) -> Future[Any]:
+        """As `call`, without waiting; see `pool.WorkerPool.submit`.
+
+        Raises:
+            What broke the last replica, or `PoolClosedError`.
+        """
+        return self._on_one(lambda pool: pool.submit(method, *args, **options))
+
+    async def acall(self, method: str, *args: Any, **options: Any) -> Any:
+        """As `submit`, awaited; see `pool.WorkerPool.acall`."""
+        return await asyncio.wrap_future(self.submit(method, *args, **options))
+
+    def stream(self, method: str, *args: Any, **options: Any) -> CallStream:
+        """Iterate over what a generator of one replica yields; see `pool.WorkerPool.stream`.
+
+        A stream stays with its replica, and ends when that one breaks.
+        """
+        return self._on_one(lambda pool: pool.stream(method, *args, **options))
+
+    def astream(self, method: str, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
+        """As `stream`, for ``async for``; see `pool.WorkerPool.astream`."""
+        return self._on_one(lambda pool: pool.astream(method, *args, **options))
+
+    @property
+    def failure(self) -> CoordinatorError | None:
+        """What broke the last replica, or `PoolClosedError`; ``None`` while one takes calls."""
+        failures = [pool.failure for pool in self.pools]
+        return None if None in failures else failures[-1]
+
+    @property
+    def restarting(self) -> CoordinatorError | None:
+        """What broke a replica that is restarted; ``None`` while the workers of any work."""
+        if self._working():
+            return None
+        return next((pool.restarting for pool in self.pools if pool.restarting), None)
+
+    @property
+    def restarts(self) -> int:
+        """How often replicas were restarted."""
+        return sum(pool.restarts for pool in self.pools)
+
+    def status(self) -> list[MemberStatus]:
+        """What every worker was last seen doing; ranks are counted through all replicas.
+
+        Raises:
+            PoolClosedError: the replicas were shut down.
+        """
+        each = [status for pool in self.pools for status in pool.status()]
+        return [replace(status, rank=rank) for rank, status in enumerate(each)]
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """End all replicas at the same time; see `pool.WorkerPool.shutdown`. Idempotent."""
+        with ThreadPoolExecutor(len(self.pools), "end-replica") as enders:
+            for ended in [enders.submit(pool.shutdown, timeout) for pool in self.pools]:
+                ended.result()
+
+    def __enter__(self) -> Self:
+        """Give the replicas themselves."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Shut the replicas down; at once if the block raised."""
+        self.shutdown(10.0 if kind is None else 0.0)
+
+    def __repr__(self) -> str:
+        """Show the replicas."""
+        return f"Replicas({', '.join(map(repr, self.pools))})"
+
+    def _working(self) -> list[WorkerPool]:
+        return [pool for pool in self.pools if pool.failure is None and pool.restarting is None]
+
+    def _on_one(self, begin: Callable[[WorkerPool], T]) -> T:
+        """Begin something on the replica with the fewest calls; on another if that one has ended.
+
+        Of several that have equally few, the next in turn.
+        """
+        while True:
+            pools = self._working() or [pool for pool in self.pools if pool.failure is None]
+            if not pools:
+                return begin(self.pools[-1])  # raises its failure
+            self._turn += 1
+            turned = [pools[(self._turn + index) % len(pools)] for index in range(len(pools))]
+            pool = min(turned, key=lambda each: each.load)
+            try:
+                return begin(pool)
+            except CoordinatorError:
+                if pool.failure is None:
+                    raise
+
+    def _move(self, broken: WorkerPool, calls: list[PendingCall]) -> list[PendingCall]:
+        """Give calls of a replica that broke to others; returns those that stay there.
+
+        They stay if no other works, and this one is restarted.
+        """
+        staying = []
+        for call in calls:
+            if not self._working() and broken.failure is None:
+                staying.append(call)
+                continue
+            try:
+                self._on_one(partial(_adopt, call))
+            except CoordinatorError:
+                staying.append(call)
+        return staying
+
+
+def _adopt(call: PendingCall, pool: WorkerPool) -> None:
+    pool.adopt(call)

@@ -1,0 +1,184 @@
+"""Replicas that fail apart: who gets a call, what moves over, and what a client notices."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from server.driver.cores import worker_threads
+from server.errors import PoolClosedError, RestartLimitError, WorkerLostError, WorkerStartError
+from server.pool_config import PoolConfig
+from server.replicas import Replicas
+from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
+from tests.server.workers import Gate, Unlucky, Worker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from server.pool import WorkerPool
+
+PATIENT = PoolConfig(leave_seconds=PATIENCE_SECONDS)
+
+
+def where(pool: WorkerPool) -> list[int]:
+    return [pid for _, pid in pool.collective_rpc("where")]
+
+
+def test_a_call_goes_to_the_replica_that_has_the_fewest(tmp_path: Path) -> None:
+    gates = [Gate(tmp_path / str(number)) for number in range(2)]
+    for gate in gates:
+        gate.folder.mkdir()
+    with Replicas(Worker, dp=3) as replicas:
+        pids = [where(pool)[0] for pool in replicas.pools]
+        held = [replicas.submit("hold", gate) for gate in gates]
+        until(lambda: all(gate.reached(0) for gate in gates))
+        (free,) = [pool for pool in replicas.pools if pool.load == 0]
+        answered = {replicas.call("where")[1] for _ in range(5)}
+        assert answered == {pids[replicas.pools.index(free)]}
+        for gate in gates:
+            gate.open()
+        assert [future.result(PATIENCE_SECONDS) for future in held] == [0, 0]
+        assert {replicas.call("where")[1] for _ in range(6)} == {*pids}
+
+
+def test_replicas_are_pools_of_their_own_that_share_the_cores() -> None:
+    with Replicas(Worker, dp=2, tp=2) as replicas:
+        assert replicas.n_workers == 4
+        assert [status.rank for status in replicas.status()] == [0, 1, 2, 3]
+        assert replicas.call("total", 1.0) == 2.0
+        threads = replicas.call("environment")["threads"]
+        assert threads == worker_threads(4)
+        assert (replicas.failure, replicas.restarting, replicas.restarts) == (None, None, 0)
+
+
+def test_calls_that_had_not_begun_move_over_and_the_replica_comes_back(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    with Replicas(Worker, dp=2, config=PATIENT) as replicas:
+        held = [replicas.submit("hold", gate) for _ in range(8)]
+        until(lambda: gate.reached(0))
+        first, second = replicas.pools
+        os.kill(first.status()[0].pid, signal.SIGKILL)
+        until(lambda: second.load == 6)
+        lost = [future for future in held if future.done()]
+        assert len(lost) == 2
+        for future in lost:
+            assert isinstance(future.exception(), WorkerLostError)
+        until(lambda: replicas.restarts == 1)
+        echoed = replicas.submit("echo", "here")
+        assert echoed.result(PATIENCE_SECONDS) == "here"
+        gate.open()
+        for future in held:
+            if future not in lost:
+                assert future.result(PATIENCE_SECONDS) == 0
+
+
+def test_calls_wait_while_all_replicas_are_restarted() -> None:
+    with Replicas(Worker, dp=2, config=PATIENT) as replicas:
+        for pool in replicas.pools:
+            os.kill(pool.status()[0].pid, signal.SIGKILL)
+        calls = [replicas.submit("echo", turn, retry=True) for turn in range(20)]
+        assert [call.result(PATIENCE_SECONDS) for call in calls] == list(range(20))
+        until(lambda: replicas.restarts == 2)
+
+
+def test_clients_notice_nothing_of_a_replica_that_always_dies() -> None:
+    over = threading.Event()
+
+    def kill() -> None:
+        while not over.is_set():
+            with suppress(ProcessLookupError):  # it has not been replaced yet
+                os.kill(replicas.pools[0].status()[0].pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def ask(base: int) -> list[Any]:
+        return [replicas.call("echo", base + turn, retry=True) for turn in range(300)]
+
+    async def ask_many() -> list[list[Any]]:
+        return await asyncio.gather(*(asyncio.to_thread(ask, n * 1000) for n in range(6)))
+
+    with Replicas(Worker, dp=2, max_restarts=10_000) as replicas:
+        killer = threading.Thread(target=kill)
+        killer.start()
+        try:
+            answers = asyncio.run(ask_many())
+        finally:
+            over.set()
+            killer.join()
+    assert answers == [[n * 1000 + turn for turn in range(300)] for n in range(6)]
+
+
+def test_replicas_that_are_not_restarted_end_one_by_one() -> None:
+    with Replicas(Worker, dp=2, restart="never") as replicas:
+        with pytest.raises(WorkerLostError):
+            replicas.call("exit", [0], 3)
+        assert replicas.failure is None
+        assert {replicas.call("echo", turn) for turn in range(4)} == {0, 1, 2, 3}
+        with pytest.raises(WorkerLostError):
+            replicas.call("exit", [0], 4)
+        for refused in (replicas.call, replicas.submit):
+            with pytest.raises(WorkerLostError, match="rank 0"):
+                refused("echo")
+        assert isinstance(replicas.failure, WorkerLostError)
+
+
+def test_a_replica_that_broke_too_often_gives_its_calls_away(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    with Replicas(Worker, dp=2, max_restarts=1, config=PATIENT) as replicas:
+        first, second = replicas.pools
+        os.kill(first.status()[0].pid, signal.SIGKILL)
+        until(lambda: first.restarts == 1)
+        held = [replicas.submit("hold", gate) for _ in range(8)]
+        until(lambda: first.load == 4)
+        os.kill(first.status()[0].pid, signal.SIGKILL)
+        until(lambda: isinstance(first.failure, RestartLimitError))
+        until(lambda: second.load == 6)
+        gate.open()
+        errors = [future.exception(PATIENCE_SECONDS) for future in held]
+        assert [type(error) for error in errors if error] == [WorkerLostError] * 2
+
+
+def test_one_replica_that_cannot_start_ends_all() -> None:
+    unlucky = {"raises": [1], "hangs": []}
+    with pytest.raises(WorkerStartError, match="no luck in 1"):
+        Replicas(Unlucky, dp=2, tp=2, worker_kwargs=unlucky)
+    children = psutil.Process().children()
+    assert [child for child in children if child.name() == "pool-keeper"] == []
+
+
+def test_streams_and_awaited_calls() -> None:
+    async def both() -> tuple[Any, list[int]]:
+        return await replicas.acall("echo", 1), [
+            item async for item in replicas.astream("count", 3)
+        ]
+
+    with Replicas(Worker, dp=2, config=PATIENT) as replicas:
+        assert list(replicas.stream("count", 3)) == [0, 1, 2]
+        assert asyncio.run(both()) == (1, [0, 1, 2])
+
+
+def test_shutdown_ends_all_and_refuses_calls() -> None:
+    replicas = Replicas(Worker, dp=2)
+    pids = [status.pid for status in replicas.status()]
+    waiting = [replicas.submit("sleep", 600.0) for _ in range(2)]
+    began = time.monotonic()
+    replicas.shutdown(1.0)
+    assert time.monotonic() - began < 3.0 + STALL_SECONDS
+    for future in waiting:
+        assert isinstance(future.exception(0), PoolClosedError)
+    with pytest.raises(PoolClosedError):
+        replicas.submit("echo")
+    assert isinstance(replicas.failure, PoolClosedError)
+    until(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def test_how_many_is_checked() -> None:
+    with pytest.raises(ValueError, match="dp must be 1 or more; got 0"):
+        Replicas(Worker, dp=0)
