@@ -13,13 +13,12 @@ must do so on every rank.
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 __all__ = ["call_number", "in_call", "naming_call", "set_call_number"]
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
 _BITS = (1 << 32) - 1
 
@@ -42,15 +41,23 @@ except ImportError:
         _current.number = number & _BITS
 
 
-@contextmanager
-def in_call(number: int) -> Iterator[None]:
+class _InCall:
+    __slots__ = ("_before", "_number")
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __enter__(self) -> None:
+        self._before = call_number()
+        set_call_number(self._number)
+
+    def __exit__(self, *_: object) -> None:
+        set_call_number(self._before)
+
+
+def in_call(number: int) -> AbstractContextManager[None]:
     """A context in which this thread is in call ``number``; restores the one before."""
-    before = call_number()
-    set_call_number(number)
-    try:
-        yield
-    finally:
-        set_call_number(before)
+    return _InCall(number)
 
 
 def naming_call(what: str, number: int) -> str:

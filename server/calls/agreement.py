@@ -43,6 +43,8 @@ def difference(reports: Mapping[int, Sequence[BegunInGroup]]) -> Difference | No
         reports: by rank, what `coordinator.begun_in_call.take_begun` returned there. A rank that
             is missing is not compared.
     """
+    if not any(reports.values()):
+        return None
     groups: dict[tuple[str, tuple[int, ...], int], dict[int, bytes]] = {}
     for rank, report in reports.items():
         for name, ranks, number, did in report:

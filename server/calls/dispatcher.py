@@ -207,14 +207,17 @@ class Dispatcher:
         while not until():
             deadline.check("call")
             # Spin on one queue only, of a rank that the oldest call waits for: the spin is a C call
-            # without the GIL. Replies of other ranks wait in their queues meanwhile.
+            # without the GIL. Replies of other ranks wait in their queues meanwhile, until they are
+            # awaited themselves or the window is over.
             oldest, rank = self._ledger.awaited
             if oldest != number:
                 self._observe_wait(number, since)
                 number, since = oldest, time.monotonic_ns()
             try:
-                if not oldest or not self._replies[rank].readable(self._spin.window_ns / 1e9):
-                    self._board.wait(something, deadline, "call", tuple, spin=0)
+                if oldest and self._replies[rank].readable(self._spin.window_ns / 1e9):
+                    self._take_reply(rank, self._replies[rank], deadline)
+                    continue
+                self._board.wait(something, deadline, "call", tuple, spin=0)
                 for each, queue in enumerate(self._replies):
                     if queue.readable():
                         self._take_reply(each, queue, deadline)

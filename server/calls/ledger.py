@@ -312,8 +312,9 @@ class Ledger:
     def replied(self, rank: int, reply: Reply) -> None:
         """Take in the reply of ``rank``."""
         with self._lock:
-            actions = self._spoil_before(rank, reply.number)
             call = self._calls.find(reply.number)
+            is_oldest = call is self._calls.oldest
+            actions = [] if is_oldest else self._spoil_before(rank, reply.number)
             if call is not None:
                 call.answer(rank, reply.value, reply.begun)
                 actions += self._settle(call)
