@@ -9,12 +9,11 @@ An error is one line on stderr.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
 
 from shm_broadcast.errors import CoordinatorError
-
-from .commands import demo, serve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,10 +32,13 @@ class Command(Protocol):
         """Carry out the command; return the exit status."""
 
 
-COMMANDS: dict[str, tuple[Command, str]] = {
-    "demo": (demo, "embed sentences with a pool of workers, and check the result"),
-    "serve": (serve, "serve embeddings over HTTP from a pool of workers"),
+COMMANDS: Final = {
+    "demo": ("demo", "embed sentences with a pool of workers, and check the result"),
+    "serve": ("serve", "serve embeddings over HTTP from a pool of workers"),
+    "status": ("status", "show what every process of running pools and groups does"),
+    "explain": ("explain_hang", "say who holds up a program that hangs, and show their stacks"),
 }
+"""The module of each command, and what it is for."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,12 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (default: the process's arguments); return the exit status."""
     parser = _Parser(prog="group-coordinator")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    parsers = {}
-    for name, (module, summary) in COMMANDS.items():
-        parsers[name] = commands.add_parser(name, help=summary, description=module.__doc__)
-        module.add_arguments(parsers[name])
-    args = parser.parse_args(argv)
-    module, _ = COMMANDS[args.command]
+    parsers = {
+        name: commands.add_parser(name, help=summary) for name, (_, summary) in COMMANDS.items()
+    }
+    words = sys.argv[1:] if argv is None else argv
+    chosen = next((word for word in words if word in COMMANDS), None)
+    if chosen is not None:  # only this one's module is imported: those that run pools load torch
+        home = f".commands.{COMMANDS[chosen][0]}"
+        module = cast("Command", importlib.import_module(home, __package__))
+        parsers[chosen].description = module.__doc__
+        module.add_arguments(parsers[chosen])
+    args = parser.parse_args(words)
     try:
         plan = module.prepare(args)
     except (ValueError, OSError, ImportError, CoordinatorError) as exc:

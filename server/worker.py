@@ -35,6 +35,7 @@ from shm_broadcast import (
     MessageQueue,
     PeerLostError,
 )
+from shm_broadcast.board.stacks import writes_stacks_to
 
 from .control.cancelled_calls import CancelledCalls
 from .control.channel import Channel, ChannelClosedError
@@ -81,13 +82,15 @@ class WorkerContext:
     cancelled: Callable[[], bool] = lambda: False
 
 
-def main(control: int, seat: int) -> None:
+def main(control: int, seat: int, stacks: int) -> None:
     """Run the worker that the driver describes, until the driver has no more calls for it.
 
     Args:
         control: the descriptor of the control channel.
         seat: the descriptor for `meeting.take_seat`.
+        stacks: the descriptor to which this process writes its stacks.
     """
+    writes_stacks_to(stacks)
     channel = Channel(socket.socket(fileno=control), receives=Start | Resume)
     try:
         in_order = _run(channel, seat)

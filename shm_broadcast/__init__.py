@@ -1,7 +1,13 @@
 """The lowest package: shared memory, waiting, liveness, and the message queue.
 
-The packages above wait through this one, so deadlines, abort and liveness are handled here.
+The packages above wait through this one, so deadlines, abort and liveness are handled here. The
+queue is imported when it is first used: it loads torch, without which boards can be looked at.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
 
 from shm_broadcast.board.board import Board, BoardHandle
 from shm_broadcast.deadline import NEVER, Deadline
@@ -27,9 +33,11 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.extension import MissingExtensionWarning
 from shm_broadcast.liveness import ProcessId, ProcessWatch
-from shm_broadcast.queue.handle import DEFAULT_CAPACITY, QueueHandle
-from shm_broadcast.queue.message_queue import MessageQueue
 from shm_broadcast.segment import Segment, SegmentHandle
+
+if TYPE_CHECKING:
+    from shm_broadcast.queue.handle import DEFAULT_CAPACITY, QueueHandle
+    from shm_broadcast.queue.message_queue import MessageQueue
 
 __all__ = [
     "Board",
@@ -63,3 +71,16 @@ __all__ = [
     "SharedMemoryError",
     "TransportError",
 ]
+
+_HOMES: Final = {
+    "DEFAULT_CAPACITY": "shm_broadcast.queue.handle",
+    "MessageQueue": "shm_broadcast.queue.message_queue",
+    "QueueHandle": "shm_broadcast.queue.handle",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return found

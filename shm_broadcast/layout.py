@@ -14,8 +14,8 @@ Segment header, at 0 of every segment
     | nonce, 16 random bytes: names this segment among all            |
     +-----------------------------------------------------------------+
 
-Board: abort word, member slots, failure slots
-----------------------------------------------
+Board: abort word, member slots, failure slots, outward slots
+-------------------------------------------------------------
 ::
 
     64   +----------------+----------------+
@@ -26,6 +26,7 @@ Board: abort word, member slots, failure slots
          | member slot 0   (128 bytes)     |
          | member slot 1 ...               |
          | failure slot 0  (512 bytes) ... |
+         | outward slot 0  (576 bytes) ... |
          +---------------------------------+
 
     Member slot
@@ -41,14 +42,27 @@ Board: abort word, member slots, failure slots
      0   | claimed u32    | culprit u32    |
      8   | kind, 56 bytes | message, 448 bytes (UTF-8, NUL-padded)
 
+    Outward slot, written by the member for whoever looks on: no member reads it
+     0   | stacks u32     | -              |   1 + the descriptor that it writes its stacks to, or 0
+     8   | place, 56 bytes: its ranks in its groups, as "tp 0, pp 1"
+     64  | wait 0 (128 bytes), 1, 2, 3     |   what its threads wait for
+
+    Wait, once it has lasted for a tenth of a second
+     0   | since, monotonic ns u64         |   0: the entry is free
+     8   | members u32    | -              |   how many it waits for
+     16  | operation, 48 bytes             |
+     64  | the first 32 of them, u16 each  |
+
 Ring: one writer, N readers, a byte stream of records
 -----------------------------------------------------
 ::
 
     64   | capacity u64                    |
     72   | n_readers u32  | closed u32     |
+    80   | nonce of the board, 16 bytes    |   it and the member numbers are for who looks on
+    96   | writer u32     |                    member number
     128  | published u64  | sequence u64   | gate u64 |     written by the writer only
-    192  | consumed u64   | sequence u64   |                reader 0's line, written by it only
+    192  | consumed u64   | sequence u64   | member u32 |   reader 0's line, written by it only
     256  | reader 1's line ...
     data_offset(n_readers): `capacity` bytes
 
@@ -93,7 +107,7 @@ from typing import Final
 
 LINE: Final = 64
 MAGIC: Final = 0x47435348
-VERSION: Final = 1
+VERSION: Final = 2
 
 SEGMENT_MAGIC: Final = 0
 SEGMENT_VERSION: Final = 4
@@ -101,6 +115,7 @@ SEGMENT_SIZE: Final = 8
 SEGMENT_NONCE: Final = 16
 NONCE_BYTES: Final = 16
 
+BOARD_LABEL: Final = "group-board"
 BOARD_KEY: Final = 32
 BOARD_KEY_BYTES: Final = 32
 BOARD_ABORT: Final = 64
@@ -116,6 +131,7 @@ MEMBER_STATE: Final = 8
 MEMBER_PID: Final = 12
 MEMBER_START_TIME: Final = 16
 MEMBER_JOINING: Final = 24
+MEMBER_RANK: Final = 28
 MEMBER_COLLECTIVE: Final = 32
 MEMBER_COLLECTIVE_AS_OF: Final = 40
 MEMBER_SEQUENCE: Final = 64
@@ -137,9 +153,25 @@ FAILURE_KIND_BYTES: Final = 56
 FAILURE_MESSAGE: Final = 64
 FAILURE_MESSAGE_BYTES: Final = 448
 
+OUTWARD_STRIDE: Final = 576
+OUTWARD_STACKS: Final = 0
+OUTWARD_PLACE: Final = 8
+OUTWARD_PLACE_BYTES: Final = 56
+OUTWARD_WAITS: Final = 64
+WAITS: Final = 4
+WAIT_STRIDE: Final = 128
+WAIT_SINCE: Final = 0
+WAIT_COUNT: Final = 8
+WAIT_OPERATION: Final = 16
+WAIT_MEMBERS: Final = 64
+WAIT_NAMED: Final = 32
+
+RING_LABEL: Final = "group-queue"
 RING_CAPACITY: Final = 64
 RING_READER_COUNT: Final = 72
 RING_CLOSED: Final = 76
+RING_BOARD: Final = 80
+RING_WRITER: Final = 96
 RING_PUBLISHED: Final = 128
 RING_SEQUENCE: Final = 136
 RING_GATE: Final = 144
@@ -147,6 +179,7 @@ RING_READERS: Final = 192
 READER_STRIDE: Final = 64
 READER_CONSUMED: Final = 0
 READER_SEQUENCE: Final = 8
+READER_MEMBER: Final = 16
 LEFT: Final = 2**64 - 1
 PLACED: Final = 1 << 63
 
@@ -182,9 +215,14 @@ def failure_slot(member: int, n_members: int) -> int:
     return BOARD_SLOTS + n_members * MEMBER_STRIDE + member * FAILURE_STRIDE
 
 
+def outward_slot(member: int, n_members: int) -> int:
+    """Where a member's outward slot begins in its board."""
+    return failure_slot(n_members, n_members) + member * OUTWARD_STRIDE
+
+
 def board_size(n_members: int) -> int:
     """Bytes of a board."""
-    return failure_slot(n_members, n_members)
+    return outward_slot(n_members, n_members)
 
 
 def reader_line(reader: int) -> int:

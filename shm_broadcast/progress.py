@@ -231,7 +231,10 @@ class Progress:
             self._wanted.wait()
             self._wanted.clear()
             try:
-                self.board.wait(self._settled, NEVER, self._name, self._missing, spin=0)
+                # Not shown: the process's own threads do something else meanwhile.
+                self.board.wait(
+                    self._settled, NEVER, self._name, self._missing, spin=0, shown=tuple
+                )
             except PeerLostError as error:  # the lanes that do not wait for that peer go on
                 self._fail([lane for lane in self._list() if self._misses(lane, error)], error)
                 self._wanted.set()

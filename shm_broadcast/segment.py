@@ -39,7 +39,7 @@ from shm_broadcast.liveness import ProcessId
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MADV_POPULATE_WRITE = 23
 
 
@@ -91,8 +91,9 @@ class Segment:
         _require_free(size)
         fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            os.fchmod(fd, 0o600)
             os.posix_fallocate(fd, 0, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             mapping = mmap.mmap(fd, size)
         except OSError as error:
             os.close(fd)
@@ -236,7 +237,7 @@ def _user_ids(process: int) -> list[int]:
 def _is_sealed(fd: int) -> bool:
     """Whether this is a memfd whose size is sealed: access can then never raise SIGBUS."""
     try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
     except OSError:  # no memfd
         return False
 

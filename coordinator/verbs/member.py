@@ -62,6 +62,9 @@ class Member:
         self._counted = self._count() if self.world_size > 1 else []
         self.unique_name = compile_ops.register(self)
         self._closed = False
+        one_of_many = self.world_size > 1 and self.name != "world" and "." not in self.name
+        if link.nodes is not None and one_of_many:
+            link.nodes.board.add_place(link.name, link.rank_in_group)
 
     def _count(self) -> list[begun.Entry]:
         """Have what this member begins counted."""

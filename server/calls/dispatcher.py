@@ -217,7 +217,9 @@ class Dispatcher:
                 if oldest and self._replies[rank].readable(self._spin.window_ns / 1e9):
                     self._take_reply(rank, self._replies[rank], deadline)
                     continue
-                self._board.wait(something, deadline, "call", tuple, spin=0)
+                self._board.wait(
+                    something, deadline, "call", tuple, spin=0, shown=self._awaited_rank
+                )
                 for each, queue in enumerate(self._replies):
                     if queue.readable():
                         self._take_reply(each, queue, deadline)
@@ -225,6 +227,10 @@ class Dispatcher:
                 self._end_with_reason(error)
                 return
         self._observe_wait(number, since)
+
+    def _awaited_rank(self) -> list[int]:
+        number, rank = self._ledger.awaited
+        return [rank] if number else []
 
     def _observe_wait(self, number: int, since: int) -> None:
         """Adapt the spin to the wait for call ``number``, which began at ``since`` (ns)."""

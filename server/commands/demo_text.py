@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .terminal import shown
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -88,8 +90,8 @@ def neighbours(lines: Sequence[str], found: Neighbours) -> str:
     width = max(40, shutil.get_terminal_size((100, 24)).columns - 12)
     rows = ["", "nearest neighbours, by cosine"]
     for row, nearest in found:
-        rows.append(f"  {_shown(lines[row], width)}")
-        rows += [f"     {cosine:5.2f}  {_shown(lines[other], width)}" for other, cosine in nearest]
+        rows.append(f"  {shown(lines[row], width)}")
+        rows += [f"     {cosine:5.2f}  {shown(lines[other], width)}" for other, cosine in nearest]
     return "\n".join([*rows, ""])
 
 
@@ -97,12 +99,6 @@ def _layers(place: Placed) -> str:
     first, end = place.layers
     what = f"layer {first}" if end - first == 1 else f"layers {first}-{end - 1}"
     return f"stage {place.pp_rank}, {what}"
-
-
-def _shown(line: str, width: int) -> str:
-    """A line for a terminal: no control characters, not wider than ``width``."""
-    text = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
-    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def _count(number: int, thing: str) -> str:

@@ -16,12 +16,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import CoordinatorError, Deadline, GroupAbortedError, GroupTimeoutError
+from shm_broadcast.board.stacks import read_stacks
 
 from ..calls.dispatcher import Dispatcher
 from ..calls.ledger import Ledger, LedgerHooks
 from ..control.channel import ChannelClosedError
 from ..control.protocol import Failed, Left, Resume, WorkProgress
-from ..control.stacks import read_stacks
 from ..errors import (
     CallStuckError,
     CallTimeoutError,
@@ -262,6 +262,7 @@ class Crew:
         self._begun += 1
         generation = self._begun
         links = Links(self._plan)
+        links.board.add_place("generation", generation)
         try:
             self._staff.assemble(links, generation, self._ledger.last_call + 1, tick)
         except BaseException as error:

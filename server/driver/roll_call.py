@@ -6,9 +6,9 @@ import time
 from typing import TYPE_CHECKING
 
 from shm_broadcast import Deadline
+from shm_broadcast.board.stacks import read_stacks
 
 from ..control.protocol import Failed, Hello, Left, Ready, WorkProgress
-from ..control.stacks import read_stacks
 from ..control.worker_failure import rebuild
 from ..errors import WorkerStartError
 

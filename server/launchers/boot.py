@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import NoReturn
 
 STACK_SIGNAL = signal.SIGRTMIN + 10
+"""The same as `shm_broadcast.board.stacks` has, which is not imported yet."""
 END_SIGNAL = signal.SIGRTMIN + 11
 """Sent to the keeper: end the worker by SIGKILL, and all that it has started."""
 _PASSED_ON = (signal.SIGTERM, STACK_SIGNAL)
@@ -71,7 +72,7 @@ def main() -> None:
     except BrokenPipeError:  # the driver has ended already
         os._exit(1)
     sys.path[:] = _receive(control)
-    importlib.import_module(f"{package}.worker").main(control, seat)
+    importlib.import_module(f"{package}.worker").main(control, seat, stacks)
 
 
 def rename(process: str) -> None:

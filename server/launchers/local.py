@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from shm_broadcast import Deadline, GroupTimeoutError
+from shm_broadcast.board.stacks import STACK_SIGNAL, StackFile
 
 from ..control.channel import Channel, ChannelClosedError
 from ..control.protocol import FromWorker
-from ..control.stacks import StackFile
 from ..errors import WorkerStartError
-from .boot import END_SIGNAL, STACK_SIGNAL
+from .boot import END_SIGNAL
 from .fork_servers import FORK_SERVERS
 
 if TYPE_CHECKING:

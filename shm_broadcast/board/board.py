@@ -28,6 +28,8 @@ import msgspec
 from shm_broadcast import layout
 from shm_broadcast.board.failures import describe, first_failure, forget_failure, report_failure
 from shm_broadcast.board.members import Members
+from shm_broadcast.board.outward import Outward
+from shm_broadcast.board.stacks import write_stacks_when_asked
 from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS, SLICE_SECONDS, Doorbell
 from shm_broadcast.errors import (
     GroupAbortedError,
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from shm_broadcast.deadline import Deadline
     from shm_broadcast.errors import Failure, MemberStatus
 
+
+_U32: Final = 0xFFFFFFFF
 
 LIVENESS_SECONDS: Final = 0.1
 """Seconds between two looks of a sleeping member whether those it waits for still live. It wakes
@@ -97,6 +101,7 @@ class Board:
             for index in range(n_members)
         )
         self._slot = 0 if member is None else layout.member_slot(member)
+        self._outward: Outward | None = None
         if member is not None:
             self._join(member)
 
@@ -128,10 +133,13 @@ class Board:
         called = tuple(range(n_members) if ranks is None else ranks)
         if len(called) != n_members:
             raise ValueError(f"{n_members} members cannot be called {called}")
-        segment = Segment.create(layout.board_size(n_members), "group-board")
-        segment.words.store32(layout.BOARD_MEMBERS, n_members)
+        segment = Segment.create(layout.board_size(n_members), layout.BOARD_LABEL)
         segment.words.write(layout.BOARD_KEY, os.urandom(layout.BOARD_KEY_BYTES))
         segment.words.write(layout.BOARD_NAME, name.encode()[: layout.BOARD_NAME_BYTES])
+        for index, rank in enumerate(called):
+            segment.words.store32(layout.member_slot(index) + layout.MEMBER_RANK, rank & _U32)
+        # Last: whoever looks on takes it for a sign that all of the above is there.
+        segment.words.store32(layout.BOARD_MEMBERS, n_members)
         return cls(segment, called, name, member)
 
     @classmethod
@@ -197,6 +205,11 @@ class Board:
         """Note the time of progress, within whatever this member does."""
         slot = self._slot or self._refuse("progress")
         self.words.store64(slot + layout.MEMBER_PROGRESS, time.monotonic_ns())
+
+    def add_place(self, group: str, rank: int) -> None:
+        """Say that this member is ``rank`` in ``group``, for whoever looks on from outside."""
+        if self._outward is not None:
+            self._outward.add_place(group, rank)
 
     def check(self, operation: str) -> None:
         """Raise if the group was aborted or this board closed; costs one load otherwise."""
@@ -271,6 +284,7 @@ class Board:
         spin: float = DEFAULT_SPIN_SECONDS,
         detail: Callable[[], str] = str,
         watch: Callable[[str], None] | None = None,
+        shown: Callable[[], Iterable[int]] | None = None,
     ) -> None:
         """Wait until ``ready()``.
 
@@ -283,6 +297,8 @@ class Board:
             spin: seconds to look without sleeping, first.
             detail: what else a timeout should say.
             watch: called with ``operation`` before each sleep; what it raises ends the wait.
+            shown: the members that it is said to wait for, to whoever looks on from outside; None:
+                ``peers``.
 
         Raises:
             GroupTimeoutError: the deadline passed; names ``peers()``.
@@ -291,10 +307,10 @@ class Board:
             GroupClosedError: another thread closed the board here.
         """
 
-        looked = -math.inf
+        looked, began, entry = -math.inf, 0, 0
 
         def look() -> None:
-            nonlocal looked
+            nonlocal looked, began, entry
             self._check_for(operation, peers)
             if watch is not None:
                 watch(operation)
@@ -302,6 +318,12 @@ class Board:
             if now < looked + LIVENESS_SECONDS:
                 return
             looked = now
+            if not began:
+                began = time.monotonic_ns()
+            elif self._outward is not None:
+                late = [peer for peer in (shown or peers)() if peer != self.member]
+                if late or entry:
+                    entry = self._outward.say_wait(entry, operation, began, late)
             gone = self._members.first_gone(peer for peer in peers() if peer != self.member)
             # A peer may have finished what is waited for just before it ended.
             if gone is not None and not ready():
@@ -310,9 +332,14 @@ class Board:
 
         doorbell = self._doorbells[self._require_member(operation)]
         pause = SLICE_SECONDS if poll is None else min(poll, SLICE_SECONDS)
-        if not doorbell.wait(
-            ready, deadline, slice_seconds=pause, spin_seconds=spin, between_slices=look
-        ):
+        try:
+            in_time = doorbell.wait(
+                ready, deadline, slice_seconds=pause, spin_seconds=spin, between_slices=look
+            )
+        finally:
+            if entry and self._outward is not None:
+                self._outward.end_wait(entry)
+        if not in_time:
             late = tuple(self.member_status(peer) for peer in peers())
             more = "; ".join(filter(None, (detail(), self._members.elsewhere.remark())))
             raise GroupTimeoutError(self._titled(operation), deadline.timeout, late, more)
@@ -397,6 +424,10 @@ class Board:
         self._members.take(member)
         self._doorbells[member].reset_sleepers()
         forget_failure(self._segment, self.n_members, member)
+        self._outward = Outward(self._segment, member, self.n_members)
+        stacks = write_stacks_when_asked()
+        if stacks is not None:
+            self._outward.say_stacks(stacks)
         self._members.show(member)
         self.ring_all()
 

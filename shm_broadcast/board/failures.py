@@ -11,10 +11,11 @@ from shm_broadcast.errors import Failure
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shm_broadcast.board.fixed_text import SharedBytes
     from shm_broadcast.segment import Segment
 
 
-def first_failure(segment: Segment, ranks: Sequence[int]) -> Failure | None:
+def first_failure(segment: SharedBytes, ranks: Sequence[int]) -> Failure | None:
     """The failure that aborted the group, if one did.
 
     Args:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from shm_broadcast.segment import Segment
+    from shm_broadcast.atomics import WordsLike
 
 
-def read_text(segment: Segment, offset: int, size: int) -> str:
+class SharedBytes(Protocol):
+    """A segment, or a copy of one that is only read."""
+
+    @property
+    def words(self) -> WordsLike:
+        """Its atomic words."""
+
+    @property
+    def memory(self) -> memoryview:
+        """Its bytes."""
+
+
+def read_text(segment: SharedBytes, offset: int, size: int) -> str:
     """The text in the ``size`` bytes at ``offset``."""
     raw = bytes(segment.memory[offset : offset + size])
     return raw.split(b"\0", 1)[0].decode(errors="replace")
 
 
-def write_text(segment: Segment, offset: int, text: str, size: int) -> None:
+def write_text(segment: SharedBytes, offset: int, text: str, size: int) -> None:
     """Put ``text`` there; a character that the limit would cut in two is dropped whole."""
     kept = text.encode(errors="replace")[:size].decode(errors="ignore").encode()
     segment.words.write(offset, kept.ljust(size, b"\0"))

@@ -20,10 +20,10 @@ from shm_broadcast.errors import MemberStatus
 from shm_broadcast.liveness import ProcessId, ProcessWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from shm_broadcast.board.elsewhere import Elsewhere
-    from shm_broadcast.segment import Segment
+    from shm_broadcast.board.fixed_text import SharedBytes
 
 
 class Members:
@@ -33,14 +33,24 @@ class Members:
         elsewhere: knows the members on other hosts.
     """
 
-    def __init__(self, segment: Segment, ranks: Sequence[int], name: str) -> None:
-        """Look at the slots in ``segment``, called ``ranks`` in messages, of the group ``name``."""
+    def __init__(
+        self,
+        segment: SharedBytes,
+        ranks: Sequence[int],
+        name: str,
+        runs: Callable[[ProcessId], bool] | None = None,
+    ) -> None:
+        """Look at the slots in ``segment``, called ``ranks`` in messages, of the group ``name``.
+
+        ``runs`` tells whether a process still runs; None: they are watched from here.
+        """
         self._segment = segment
         self._words = segment.words
         self._ranks = ranks
         self._name = name
         self.elsewhere: Elsewhere = OneHost()
         self._closed = False
+        self._told = runs
         self._watches: dict[int, ProcessWatch] = {}
         self._lock = threading.Lock()
 
@@ -156,6 +166,8 @@ class Members:
             self._words.load32(slot + layout.MEMBER_PID),
             self._words.load64(slot + layout.MEMBER_START_TIME),
         )
+        if self._told is not None:
+            return self._told(holder)
         with self._lock:
             if self._closed:
                 return _runs(holder)

@@ -68,7 +68,11 @@ def create_ring(board: Board, writer: int, readers: Sequence[int], capacity: int
     for member in members:
         board.slot_offset(member)
     capacity = layout.align(max(capacity, 1), SMALLEST_CAPACITY)
-    ring = Segment.create(layout.ring_size(len(readers), capacity), "group-queue")
+    ring = Segment.create(layout.ring_size(len(readers), capacity), layout.RING_LABEL)
     ring.words.store64(layout.RING_CAPACITY, capacity)
+    ring.words.write(layout.RING_BOARD, board.handle().segment.nonce)
+    ring.words.store32(layout.RING_WRITER, writer)
+    for reader, member in enumerate(readers):
+        ring.words.store32(layout.reader_line(reader) + layout.READER_MEMBER, member)
     ring.words.store32(layout.RING_READER_COUNT, len(readers))
     return ring

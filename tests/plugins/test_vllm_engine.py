@@ -23,7 +23,8 @@ import pytest
 
 from benchmarks.vllm_models import random_qwen2, smollm2
 from benchmarks.vllm_served import LAYOUTS, Served, environment
-from coordinator.plugins.vllm.__main__ import report
+from shm_broadcast.onlooker.processes import scan
+from shm_broadcast.onlooker.programs import of_process, programs
 from tests.patience import NAMED_WITHIN, STALL_SECONDS, until
 from tests.plugins.vllm_offline import CASES, PROMPTS
 
@@ -184,11 +185,11 @@ def seconds(pid: int) -> float:
 
 
 def test_what_workers_do_is_seen_from_outside(ours: Served) -> None:
-    group, *members = report(ours.process.pid).splitlines()
-    assert group == "tp"
-    pids = [int(line.partition("pid ")[2].partition(")")[0]) for line in members]
-    assert pids == list(ours.workers().values())
-    assert all("last seen in tp " in line for line in members)
+    seen = scan()
+    (program,) = of_process(ours.process.pid, seen, programs(seen))
+    members = [member for board in program.boards for member in board.members]
+    seen_in_tp = {m.status.pid for m in members if m.status.operation.startswith("tp ")}
+    assert seen_in_tp == {*ours.workers().values()}
 
 
 def test_shutting_down_leaves_nothing(ours: Served) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shm_broadcast import Board, CoordinatorError, Deadline, GroupAbortedError, GroupTimeoutError
+from shm_broadcast.board.outward import read_waits
 from shm_broadcast.errors import DivergenceError
 from shm_broadcast.progress import Lane, Progress
 from tests.patience import until
@@ -199,3 +200,21 @@ def test_a_peer_that_leaves_while_its_message_is_taken_in_is_not_lost() -> None:
         ticket.wait(soon())
         progress.close()
     assert failures == []
+
+
+def test_what_runs_in_the_background_is_not_shown(board: Board, progress: Progress) -> None:
+    """Its process may do something else meanwhile: others that wait for it wait for that."""
+    looks: list[int] = []
+
+    class Watched(ByHand):
+        def missing(self) -> tuple[int, ...]:
+            looks.append(1)
+            return (1,)
+
+    task = Watched([], "a")
+    ticket = lane_of(progress).perform(task, soon, background=True)
+    assert ticket is not None
+    until(lambda: len(looks) > 6)
+    assert read_waits(board, 0, 2) == ()
+    task.may_end = True
+    ticket.wait(soon())

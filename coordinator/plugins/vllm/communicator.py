@@ -12,7 +12,6 @@ import torch
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 
 from coordinator import GroupCoordinator
-from coordinator.plugins.vllm import page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,8 +54,6 @@ class CpuCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]  # vLLM may
         )
         name = unique_name.partition(":")[0] or "group"
         self.group = GroupCoordinator.from_process_group(device_group or cpu_group, name)
-        if self.group.board is not None and self.group.is_first_rank:
-            page.tell(group=name, board=self.group.board.handle())
         if self.use_all2all:
             from vllm.distributed.device_communicators.all2all import (  # noqa: PLC0415
                 AgRsAll2AllManager,

@@ -1,0 +1,68 @@
+"""Say in sentences who waits for whom in a program, who holds it up, and in which line of Python.
+
+The stacks are written by the processes themselves, when they get a signal that this library has
+them catch. No debugger is needed, and nothing is stopped.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.onlooker.ask import stacks_of
+from shm_broadcast.onlooker.blame import judge
+from shm_broadcast.onlooker.processes import scan
+from shm_broadcast.onlooker.programs import of_process, programs
+
+from . import program_text
+from .status import check_pid, none_of
+from .terminal import end_with_reader, screen
+
+if TYPE_CHECKING:
+    import argparse
+
+_STACK_SECONDS = 2.0
+_MOST_STACKS = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("pid", nargs="?", type=int, metavar="PID", help="a process of the "
+        "program, or one that has started it (default: the only program)")  # fmt: skip
+
+
+def prepare(args: argparse.Namespace) -> int | None:
+    """Check the options; returns the pid.
+
+    Raises:
+        ValueError: there is no such process, or it is another user's.
+    """
+    check_pid(args.pid)
+    pid: int | None = args.pid
+    return pid
+
+
+def run(pid: int | None) -> int:
+    """Print the explanation; 1 if there is no such program, or without a pid not one only."""
+    end_with_reader()
+    seen = scan()
+    found = programs(seen)
+    if pid is not None:
+        found = of_process(pid, seen, found)
+        if not found:
+            return none_of(pid, seen)
+    elif len(found) != 1:
+        pids = ", ".join(str(each.pid) for each in found)
+        told = f"Which one? There are programs with pid {pids}." if found else program_text.NOTHING
+        sys.stderr.write(f"{told}\n")
+        return 1
+    size = screen()
+    texts = []
+    for program in found:
+        verdict = judge(program)
+        stacks = stacks_of(verdict.culprits[:_MOST_STACKS], Deadline.after(_STACK_SECONDS))
+        width = size[0] if size else program_text.UNLIMITED
+        texts.append(program_text.explanation(program, verdict, stacks, width))
+    sys.stdout.write("\n\n".join(texts) + "\n")
+    return 0

@@ -1,0 +1,208 @@
+"""Programs as text: pure functions of what was seen of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shm_broadcast.errors import name_of
+from shm_broadcast.onlooker.blame import judge
+
+from .terminal import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shm_broadcast.onlooker.blame import Verdict
+    from shm_broadcast.onlooker.programs import BoardSeen, MemberSeen, Program, QueueSeen
+
+UNLIMITED: Final = 1 << 16
+"""The width of what is no terminal."""
+
+NOTHING: Final = "No pool or group of this user runs on this host."
+
+_COLUMNS: Final = (*("who", "place", "pid", "state", "operation", "for", "waits for", "memory"),)
+_RIGHT: Final = ("pid", "for", "memory")
+_DROPPED: Final = ("memory", "place", "pid")
+"""Columns that are left out of a narrow terminal, in this order."""
+
+_STATES: Final = {"closed": "left", "idle": "runs", "busy": "runs"}
+"""How the states of `MemberStatus` are shown, where a member waits for nobody."""
+
+_NAMED: Final = 4
+_TITLE: Final = 100
+_STACK_LINES: Final = 100
+
+
+def overview(programs: Sequence[Program], width: int = UNLIMITED) -> str:
+    """A line for each program."""
+    rows = [
+        {
+            "pid": str(each.pid),
+            "members": str(len({m.status.pid for b in each.boards for m in b.members} - {0})),
+            "shared": _bytes(each.shared),
+            "state": _in_short(each),
+            "command": shown(each.command, _TITLE),
+        }
+        for each in programs
+    ]
+    columns = ("pid", "members", "shared", "state", "command")
+    return _table(columns, ("pid", "members", "shared"), rows, width)
+
+
+def program(seen: Program, width: int = UNLIMITED) -> str:
+    """All about a program: its boards, their members and queues, and who holds others up."""
+    lines = [
+        _title(seen, width),
+        shown(f"{_count(len(seen.pids), 'process')}, {_bytes(seen.shared)} shared", width),
+    ]
+    for board in seen.boards:
+        lines += ["", *_board(board, width)]
+    told = [line for line in judge(seen).sentences if not line.startswith(" ")]
+    return "\n".join([*lines, "", *(line for each in told for line in _wrapped(each, width))])
+
+
+def explanation(
+    seen: Program, verdict: Verdict, stacks: Mapping[str, str], width: int = UNLIMITED
+) -> str:
+    """The verdict about a program in sentences, then the stacks of those that it names."""
+    lines = [_title(seen, width), ""]
+    lines += [line for each in verdict.sentences for line in _wrapped(each, width)]
+    for party in verdict.culprits:
+        if party.name in stacks:
+            told = _own_thread_first(stacks[party.name]).splitlines()
+            if len(told) == 1:
+                lines += ["", f"No stack of {party.who}: {told[0]}."]
+                continue
+            lines += ["", f"The stack of {party.who}, the latest call first:"]
+            lines += [f"  {shown(line, UNLIMITED)}".rstrip() for line in told[:_STACK_LINES]]
+            if len(told) > _STACK_LINES:
+                lines.append(f"  ... and {len(told) - _STACK_LINES} lines more")
+    return "\n".join(lines)
+
+
+def _own_thread_first(stacks: str) -> str:
+    """The stacks with that of the thread first which got the signal: the main one, as a rule."""
+    threads = stacks.split("\n\n")
+    return "\n\n".join(sorted(threads, key=lambda each: not each.startswith("Current thread")))
+
+
+def _title(seen: Program, width: int) -> str:
+    return shown(f"pid {seen.pid}  {seen.command}", min(width, _TITLE))
+
+
+def _board(board: BoardSeen, width: int) -> list[str]:
+    rows = [row for member in board.members for row in _rows(board, member)]
+    columns = [c for c in _COLUMNS if any(row[c] for row in rows)]
+    for dropped in _DROPPED:
+        if _width(columns, rows) > width and dropped in columns:
+            columns.remove(dropped)
+    name = f"{board.name}: " if board.name else ""
+    lines = [shown(f"{name}{_count(len(board.members), 'member')}", width)]
+    lines.append(_table(columns, _RIGHT, rows, width))
+    behind = sorted((q for q in board.queues if q.behind), key=lambda queue: queue.writer)
+    lines += [f"  {shown(_queue(each), width - 2)}" for each in behind]
+    if len(board.queues) > len(behind):
+        rest = _count(len(board.queues) - len(behind), "more queue" if behind else "queue")
+        lines.append(f"  {rest}, all read")
+    return lines
+
+
+def _rows(board: BoardSeen, member: MemberSeen) -> list[dict[str, str]]:
+    status = member.status
+    operation = f"{status.operation} #{status.sequence}" if status.operation else ""
+    state = "stopped" if member.condition == "stopped" else _STATES.get(status.state, status.state)
+    row = {
+        "who": name_of(status.rank),
+        "place": member.place,
+        "pid": str(status.pid or ""),
+        "state": state,
+        "operation": f"after {operation}" if status.state == "idle" and operation else operation,
+        "for": "" if status.age is None else _time(status.age),
+        "waits for": "",
+        "memory": _bytes(member.memory) if member.memory else "",
+    }
+    if not member.waits:
+        return [row]
+    rows = [dict.fromkeys(row, "") for _ in member.waits]
+    rows[0] = row
+    for each, wait in zip(rows, member.waits, strict=True):
+        each["state"] = "stopped" if state == "stopped" else "waits"
+        each["operation"] = operation if wait.operation == status.operation else wait.operation
+        each["for"] = _time(wait.seconds)
+        named = [name_of(board.members[m].status.rank) for m in wait.members[:_NAMED]]
+        more = f" and {wait.count - _NAMED} more" if wait.count > _NAMED else ""
+        each["waits for"] = ", ".join(named) + more
+    return rows
+
+
+def _queue(queue: QueueSeen) -> str:
+    readers = [name_of(each.rank) for each in queue.readers]
+    to = ", ".join(readers[:_NAMED])
+    if len(readers) > _NAMED:
+        to += f" and {len(readers) - _NAMED} more"
+    text = f"{name_of(queue.writer)} -> {to}: {_count(queue.messages, 'message')}"
+    slow = next(each for each in queue.readers if each.behind == queue.behind)
+    used = f"{_bytes(queue.used)} of {_bytes(queue.capacity)} used"
+    return f"{text}, {queue.behind} not read by {name_of(slow.rank)}, {used}"
+
+
+def _in_short(seen: Program) -> str:
+    verdict = judge(seen)
+    if any(board.failure is not None for board in seen.boards):
+        return "aborted"
+    return "held up" if verdict.held_up else "goes on"
+
+
+def _table(
+    columns: Sequence[str], right: Sequence[str], rows: Sequence[Mapping[str, str]], width: int
+) -> str:
+    everything = [dict(zip(columns, columns, strict=True)), *rows]
+    sizes = {column: max(len(row[column]) for row in everything) for column in columns}
+    lines = [
+        "  ".join(
+            row[column].rjust(sizes[column])
+            if column in right
+            else row[column].ljust(sizes[column])
+            for column in columns
+        )
+        for row in everything
+    ]
+    return "\n".join("  " + shown(line.rstrip(), width - 2) for line in lines)
+
+
+def _width(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> int:
+    return sum(2 + max(len(column), *(len(row[column]) for row in rows)) for column in columns)
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """A sentence in lines that are not wider than ``width``, where words allow it."""
+    indent = "    " if line.startswith(" ") else ""
+    lines = [shown(line, UNLIMITED)]
+    while len(lines[-1]) > width and " " in lines[-1][len(indent) : width].strip():
+        last = lines.pop()
+        cut = last.rindex(" ", 0, width)
+        if not last[:cut].strip():
+            return [*lines, last]
+        lines += [last[:cut], indent + last[cut + 1 :]]
+    return lines
+
+
+def _time(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _bytes(number: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return (
+                f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.1f} {unit}"
+            )
+        number /= 1024  # type: ignore[assignment]
+    return f"{number:.1f} GiB"
+
+
+def _count(number: int, thing: str) -> str:
+    plural = f"{thing}es" if thing.endswith("s") else f"{thing}s"
+    return f"{number} {thing if number == 1 else plural}"

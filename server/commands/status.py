@@ -1,0 +1,121 @@
+"""Show what every process of this user's pools and groups on this host does.
+
+Nothing is stopped or waited for, so it works also when everything is stuck.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shm_broadcast.onlooker.processes import scan
+from shm_broadcast.onlooker.programs import of_process, programs
+
+from . import program_text
+from .terminal import end_with_reader, screen
+
+if TYPE_CHECKING:
+    import argparse
+
+    from shm_broadcast.onlooker.processes import Scan
+    from shm_broadcast.onlooker.programs import Program
+
+_WATCH_SECONDS = 1.0
+_CLEAR = "\x1b[H\x1b[J"
+
+
+@dataclass(frozen=True, slots=True)
+class StatusPlan:
+    """The checked options; see `add_arguments`."""
+
+    pid: int | None
+    everything: bool
+    watch: bool
+    json: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("pid", nargs="?", type=int, metavar="PID", help="a process of the program, "
+        "or one that has started it (default: the only program, or a line for each)")  # fmt: skip
+    which.add_argument("--all", action="store_true", help="show all of every program")
+    parser.add_argument("--watch", action="store_true", help="show it again every second")
+    parser.add_argument("--json", action="store_true", help="print an object, in one line")
+
+
+def prepare(args: argparse.Namespace) -> StatusPlan:
+    """Check the options.
+
+    Raises:
+        ValueError: there is no such process, or it is another user's.
+    """
+    check_pid(args.pid)
+    return StatusPlan(args.pid, args.all, args.watch, args.json)
+
+
+def run(plan: StatusPlan) -> int:
+    """Print the status; 1 if the given process has nothing to do with this library."""
+    end_with_reader()
+    while True:
+        seen = scan()
+        found = programs(seen)
+        if plan.pid is not None:
+            found = of_process(plan.pid, seen, found)
+            if not found:
+                return none_of(plan.pid, seen)
+        _print(plan, seen, found)
+        if not plan.watch:
+            return 0
+        time.sleep(_WATCH_SECONDS)
+
+
+def check_pid(pid: int | None) -> None:
+    """Raise ValueError unless ``pid`` is a process of this user; None is fine."""
+    if pid is None:
+        return
+    try:
+        owner = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116
+    except OSError:
+        raise ValueError(f"no process has pid {pid}") from None
+    if owner != os.geteuid():
+        raise ValueError(f"pid {pid} belongs to another user")
+
+
+def none_of(pid: int, seen: Scan) -> int:
+    """Say on stderr that a process has nothing to do with this library; returns 1."""
+    why = "it may not be looked into" if pid in seen.unseen else "it is in no pool or group of ours"
+    sys.stderr.write(f"pid {pid}: {why}, and has started no process that is\n")
+    return 1
+
+
+def _print(plan: StatusPlan, seen: Scan, found: list[Program]) -> None:
+    if plan.json:
+        unseen = len(seen.unseen)
+        text = msgspec.json.encode({"programs": found, "unseen_processes": unseen}).decode()
+    else:
+        size = screen()
+        text = _text(plan, seen, found, size[0] if size else program_text.UNLIMITED)
+        if plan.watch and size:
+            lines = text.splitlines()[: size[1] - 1]
+            text = _CLEAR + "\n".join(lines)
+        elif plan.watch:
+            text = f"{time.strftime('%H:%M:%S')}\n{text}\n"
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _text(plan: StatusPlan, seen: Scan, found: list[Program], width: int) -> str:
+    if not found:
+        unseen = len(seen.unseen)
+        hint = f"\n{unseen} of its processes may not be looked into." if unseen else ""
+        return program_text.NOTHING + hint
+    if len(found) == 1 or plan.everything or plan.pid is not None:
+        return "\n\n".join(program_text.program(each, width) for each in found)
+    hint = "`group-coordinator status PID` shows one of them, `--all` each."
+    return f"{program_text.overview(found, width)}\n{hint}"

@@ -1,0 +1,125 @@
+"""What a member says on its board to whoever looks on from outside: its place, waits and stacks.
+
+No member reads it, so it costs what is waited for nothing: a wait is said once it has lasted for a
+while, by a thread that would sleep otherwise. How it lies in memory stands in
+`shm_broadcast.layout`.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from shm_broadcast import layout
+from shm_broadcast.board.fixed_text import read_text, write_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shm_broadcast.board.fixed_text import SharedBytes
+
+_MEMBERS: Final = struct.Struct(f"<{layout.WAIT_NAMED}H")
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a thread of a member waits for.
+
+    Attributes:
+        operation: what it is in.
+        seconds: how long.
+        members: the member numbers that it waits for, the first 32 of them; () if that is not said.
+        count: how many they are.
+    """
+
+    operation: str
+    seconds: float
+    members: tuple[int, ...]
+    count: int
+
+
+class Outward:
+    """The outward slot of one member, written by its process only. Any thread may use it."""
+
+    def __init__(self, memory: SharedBytes, member: int, n_members: int) -> None:
+        """Clear what the slot's last owner has left."""
+        self._memory = memory
+        self._slot = layout.outward_slot(member, n_members)
+        memory.words.write(self._slot, bytes(layout.OUTWARD_STRIDE))
+        waits = self._slot + layout.OUTWARD_WAITS
+        # Taking and giving back are each one atomic step of a deque: threads need no lock.
+        self._free = deque(waits + index * layout.WAIT_STRIDE for index in range(layout.WAITS))
+
+    def say_stacks(self, descriptor: int) -> None:
+        """Say to which descriptor this process writes its stacks when it is asked to."""
+        self._memory.words.store32(self._slot + layout.OUTWARD_STACKS, descriptor + 1)
+
+    def add_place(self, group: str, rank: int) -> None:
+        """Say that this member is ``rank`` in ``group``, beside what was said before."""
+        at = self._slot + layout.OUTWARD_PLACE
+        said, own = read_text(self._memory, at, layout.OUTWARD_PLACE_BYTES), f"{group} {rank}"
+        place = f"{said}, {own}" if said else own
+        if own not in said.split(", ") and len(place.encode()) <= layout.OUTWARD_PLACE_BYTES:
+            write_text(self._memory, at, place, layout.OUTWARD_PLACE_BYTES)
+
+    def say_wait(self, entry: int, operation: str, since: int, members: Sequence[int]) -> int:
+        """Say what a thread waits for.
+
+        Args:
+            entry: what this returned for the same wait before; 0 the first time.
+            operation: what the thread is in.
+            since: when it began to wait: ns on the monotonic clock.
+            members: the member numbers that it waits for now.
+
+        Returns:
+            The entry that says it, for `end_wait`; 0 if all entries are in use.
+        """
+        if not entry:
+            if not self._free:
+                return 0
+            entry = self._free.pop()
+        memory, words, named = self._memory, self._memory.words, members[: layout.WAIT_NAMED]
+        words.write(
+            entry + layout.WAIT_MEMBERS,
+            _MEMBERS.pack(*named, *[0] * (_MEMBERS.size // 2 - len(named))),
+        )
+        words.store32(entry + layout.WAIT_COUNT, len(members))
+        write_text(memory, entry + layout.WAIT_OPERATION, operation, layout.OPERATION_BYTES)
+        words.store64(entry + layout.WAIT_SINCE, since)
+        return entry
+
+    def end_wait(self, entry: int) -> None:
+        """Take back what `say_wait` has said."""
+        self._memory.words.store64(entry + layout.WAIT_SINCE, 0)
+        self._free.append(entry)
+
+
+def read_place(memory: SharedBytes, member: int, n_members: int) -> str:
+    """What `Outward.add_place` has said: ``"tp 0, pp 1"``."""
+    at = layout.outward_slot(member, n_members) + layout.OUTWARD_PLACE
+    return read_text(memory, at, layout.OUTWARD_PLACE_BYTES)
+
+
+def read_stacks_descriptor(memory: SharedBytes, member: int, n_members: int) -> int | None:
+    """What `Outward.say_stacks` has said; None if nothing."""
+    at = layout.outward_slot(member, n_members) + layout.OUTWARD_STACKS
+    return memory.words.load32(at) - 1 if memory.words.load32(at) else None
+
+
+def read_waits(memory: SharedBytes, member: int, n_members: int) -> tuple[Wait, ...]:
+    """What the threads of a member wait for, the longest wait first."""
+    words, found = memory.words, []
+    waits = layout.outward_slot(member, n_members) + layout.OUTWARD_WAITS
+    for entry in range(waits, waits + layout.WAITS * layout.WAIT_STRIDE, layout.WAIT_STRIDE):
+        since = words.load64(entry + layout.WAIT_SINCE)
+        if since:
+            count = words.load32(entry + layout.WAIT_COUNT)
+            named = _MEMBERS.unpack_from(memory.memory, entry + layout.WAIT_MEMBERS)[:count]
+            operation = read_text(memory, entry + layout.WAIT_OPERATION, layout.OPERATION_BYTES)
+            seconds = max(time.monotonic_ns() - since, 0) / 1e9
+            within = tuple(each for each in named if each < n_members)
+            found.append(Wait(operation, seconds, within, count))
+    return tuple(sorted(found, key=lambda wait: -wait.seconds))

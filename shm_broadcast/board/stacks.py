@@ -1,0 +1,135 @@
+"""Reads the Python stacks of another process, also of one that is stuck or has crashed.
+
+The process has a memory file (memfd). Python's faulthandler writes its stacks into it, from C and
+without the GIL, when somebody sends `STACK_SIGNAL`. Every member of a board has such a file, and
+says on the board which descriptor it is. A pool's driver makes those of its workers; there they are
+written into when the process crashes, too.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shm_broadcast.deadline import Deadline
+
+STACK_SIGNAL: Final = signal.SIGRTMIN + 10
+
+_LABEL: Final = "group-stacks"
+_LOOK_SECONDS: Final = 0.01
+
+_written_to: Final[dict[int, int]] = {}
+"""The one registry of this module: the descriptor that a process writes its stacks to, by pid: a
+forked child has its parent's entry, which says nothing about it."""
+
+
+def writes_stacks_to(descriptor: int) -> None:
+    """Note that whoever started this process has it write its stacks to ``descriptor``."""
+    _written_to[os.getpid()] = descriptor
+
+
+def write_stacks_when_asked() -> int | None:
+    """Have this process write the stacks of all its threads when it gets `STACK_SIGNAL`.
+
+    It does so from then on for good: the signal would end a process that did not catch it any more.
+
+    Returns:
+        The descriptor of its memory file; None if the program uses that signal itself.
+    """
+    descriptor = _written_to.get(os.getpid())
+    if descriptor is None:
+        if catches(os.getpid(), STACK_SIGNAL) and not _written_to:
+            return None
+        file = StackFile()
+        descriptor = _written_to.setdefault(os.getpid(), file.fd)
+        if descriptor == file.fd:
+            file.detach()
+        else:  # another thread was faster
+            file.close()
+        faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
+    return descriptor
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process catches a signal, which would end it otherwise.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+class StackFile:
+    """One end of a process's memory file."""
+
+    def __init__(self) -> None:
+        """Make the file."""
+        self.fd = os.memfd_create(_LABEL, os.MFD_CLOEXEC)
+        # All ends share one file offset; appending makes `clear` start at 0 again.
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_APPEND)
+
+    @classmethod
+    def of(cls, pid: int, descriptor: int) -> Self:
+        """The file that is ``descriptor`` in another process of this user.
+
+        Raises:
+            OSError: it cannot be opened, or is something else.
+        """
+        path = Path(f"/proc/{pid}/fd/{descriptor}")
+        if not path.readlink().name.startswith(f"memfd:{_LABEL} "):
+            raise FileNotFoundError(f"descriptor {descriptor} of pid {pid} is not for stacks")
+        file = cls.__new__(cls)
+        file.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return file
+
+    def detach(self) -> int:
+        """The descriptor, which nobody closes from now on."""
+        descriptor, self.fd = self.fd, -1
+        return descriptor
+
+    def read(self) -> str:
+        """The text that the process has written since the last `clear`; ``""`` if none."""
+        return os.pread(self.fd, os.fstat(self.fd).st_size, 0).decode(errors="replace")
+
+    def clear(self) -> None:
+        """Forget what was written."""
+        os.ftruncate(self.fd, 0)
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def read_stacks(
+    files: dict[int, StackFile], ask: Callable[[int], None], deadline: Deadline
+) -> dict[int, str]:
+    """Ask processes for their stacks; return those that are written before the deadline.
+
+    Args:
+        files: each process's file, by its rank or pid.
+        ask: sends `STACK_SIGNAL` to the process with that rank or pid.
+        deadline: when to return without the missing ones.
+    """
+    for rank, file in files.items():
+        file.clear()
+        ask(rank)
+    # Nothing marks a stack's end: it is complete when its file has stopped growing.
+    sizes = dict.fromkeys(files, 0)
+    while not deadline.expired:
+        time.sleep(deadline.remaining(at_most=_LOOK_SECONDS))
+        before, sizes = sizes, {rank: os.fstat(file.fd).st_size for rank, file in files.items()}
+        if before == sizes and all(sizes.values()):
+            break
+    return {rank: file.read() for rank, file in files.items() if sizes[rank]}

@@ -1,0 +1,1 @@
+"""Looks at the boards of other processes from outside, and stops, changes or locks nothing."""

@@ -1,0 +1,191 @@
+"""This user's processes on this host, and the segments that they hold open: what /proc says.
+
+Segments have no name, but whoever holds one open shows it under ``/proc/PID/fd``, to processes of
+the same user only. They are read by pread(2), which maps nothing and waits for nobody.
+
+Processes end while they are looked at: what is gone is left out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from shm_broadcast import layout
+from shm_broadcast.segment import SEALS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CONDITIONS: Final = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in the kernel",
+    "T": "stopped",
+    "t": "stopped",
+    "Z": "ended",
+    "X": "ended",
+}
+"""What the letters of proc(5) mean."""
+
+_HEADER: Final = struct.Struct("<IIQ16s")
+_COMMAND_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSeen:
+    """A segment that some process holds open.
+
+    Attributes:
+        label: what it is, as `layout.BOARD_LABEL`.
+        nonce: names it.
+        size: its bytes.
+        path: where it can be opened, while that process holds it.
+    """
+
+    label: str
+    nonce: bytes
+    size: int
+    path: str
+
+    def read(self, size: int) -> bytes:
+        """Its first ``size`` bytes, or all if it has fewer.
+
+        Raises:
+            OSError: nobody at ``path`` holds it any more.
+        """
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            return os.pread(fd, min(size, self.size), 0)
+        finally:
+            os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSeen:
+    """A process of this user.
+
+    Attributes:
+        pid: its process id here.
+        inner_pid: its process id in its own pid namespace, as it says on boards.
+        start_time: see `ProcessId`.
+        parent: its parent's pid.
+        condition: one of `CONDITIONS`.
+        memory: bytes of memory that it has mapped in, shared ones included.
+        command: its command line.
+        held: the segments that it holds open, by nonce.
+    """
+
+    pid: int
+    inner_pid: int
+    start_time: int
+    parent: int
+    condition: str
+    memory: int
+    command: str
+    held: dict[bytes, SegmentSeen]
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What one look into /proc has found.
+
+    Attributes:
+        processes: this user's, by pid.
+        unseen: the pids of those of this user that may not be looked into.
+    """
+
+    processes: dict[int, ProcessSeen]
+    unseen: tuple[int, ...]
+
+
+def scan() -> Scan:
+    """Look at all processes of this user."""
+    me, found, unseen = os.geteuid(), {}, []
+    known: dict[tuple[int, int], SegmentSeen | None] = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208 - a Path for each of thousands takes longer
+        if not name.isdecimal():
+            continue
+        pid = int(name)
+        try:
+            if os.stat(f"/proc/{pid}").st_uid == me:  # noqa: PTH116
+                found[pid] = _process(pid, known)
+        except PermissionError:
+            unseen.append(pid)
+        except (OSError, ValueError):  # it has ended meanwhile
+            continue
+    return Scan(found, tuple(unseen))
+
+
+def _process(pid: int, known: dict[tuple[int, int], SegmentSeen | None]) -> ProcessSeen:
+    stat = _bytes_of(pid, "stat")
+    # The command name, field 2, may hold spaces and parentheses; the rest may not.
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    condition = CONDITIONS.get(fields[0].decode(), "sleeping")
+    held = {each.nonce: each for each in _held(pid, known)} if condition != "ended" else {}
+    return ProcessSeen(
+        pid=pid,
+        inner_pid=_inner_pid(pid) if held else pid,
+        start_time=int(fields[19]),
+        parent=int(fields[1]),
+        condition=condition,
+        memory=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
+        command=_command(pid) if held else "",
+        held=held,
+    )
+
+
+def _held(pid: int, known: dict[tuple[int, int], SegmentSeen | None]) -> Iterator[SegmentSeen]:
+    for entry in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
+        path = f"/proc/{pid}/fd/{entry}"
+        with suppress(FileNotFoundError):  # closed meanwhile
+            target = os.readlink(path)  # noqa: PTH115
+            if target.startswith("/memfd:"):
+                about = os.stat(path)  # noqa: PTH116
+                key = about.st_dev, about.st_ino
+                if key not in known:
+                    known[key] = _segment(path, target)
+                segment = known[key]
+                if segment is not None:
+                    yield segment
+
+
+def _segment(path: str, target: str) -> SegmentSeen | None:
+    """The segment at ``path``; None if it is none, or is just being made."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        about, header = os.fstat(fd), os.pread(fd, _HEADER.size, 0)
+        if len(header) < _HEADER.size or about.st_uid != os.geteuid():
+            return None
+        magic, version, size, nonce = _HEADER.unpack(header)
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+        if (magic, version) != (layout.MAGIC, layout.VERSION) or not sealed or not any(nonce):
+            return None
+        if size != about.st_size:
+            return None
+        label = target.removeprefix("/memfd:").removesuffix(" (deleted)")
+        return SegmentSeen(label, nonce, size, path)
+    finally:
+        os.close(fd)
+
+
+def _inner_pid(pid: int) -> int:
+    for line in _bytes_of(pid, "status").splitlines():
+        if line.startswith(b"NSpid:"):
+            return int(line.split()[-1])
+    return pid
+
+
+def _command(pid: int) -> str:
+    words = _bytes_of(pid, "cmdline").rstrip(b"\0").split(b"\0")
+    return " ".join(word.decode(errors="replace") for word in words)
+
+
+def _bytes_of(pid: int, name: str) -> bytes:
+    with Path(f"/proc/{pid}/{name}").open("rb") as file:
+        return file.read(_COMMAND_BYTES)

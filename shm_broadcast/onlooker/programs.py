@@ -1,0 +1,317 @@
+"""The programs of this user that use this library: what their processes do, and their queues.
+
+Boards that share a process belong to one program: a pool, the ranks that torchrun has started, the
+engine and the workers of vLLM. Whatever is stuck, it can be looked at: a copy of the board is read,
+and nothing is waited for. What is just being made or torn down is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shm_broadcast import layout
+from shm_broadcast.atomics import PythonWords
+from shm_broadcast.board.failures import first_failure
+from shm_broadcast.board.fixed_text import read_text
+from shm_broadcast.board.members import Members
+from shm_broadcast.board.outward import (
+    Wait,
+    read_place,
+    read_stacks_descriptor,
+    read_waits,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from shm_broadcast.errors import Failure, MemberStatus
+    from shm_broadcast.liveness import ProcessId
+    from shm_broadcast.onlooker.processes import ProcessSeen, Scan, SegmentSeen
+
+_LARGEST_BOARD = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSeen:
+    """A member of a board.
+
+    Attributes:
+        status: what its slot says; the pid is the one that it has here.
+        place: its ranks in its groups: ``"tp 0, pp 1"``.
+        condition: its process's, of `processes.CONDITIONS`; ``""`` if it is not seen.
+        memory: bytes of memory that its process uses.
+        waits: what its threads wait for, the longest wait first.
+        stacks: the descriptor that it writes its stacks to.
+    """
+
+    status: MemberStatus
+    place: str
+    condition: str
+    memory: int
+    waits: tuple[Wait, ...]
+    stacks: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderSeen:
+    """A reader of a queue.
+
+    Attributes:
+        rank: what its board calls it.
+        behind: how many messages it has not read, the one under way included.
+        left: whether it has left.
+    """
+
+    rank: int
+    behind: int
+    left: bool
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSeen:
+    """A queue of a board.
+
+    Attributes:
+        writer: what its board calls the writer.
+        readers: who reads.
+        messages: how many were begun.
+        used: bytes that some reader has not read.
+        capacity: bytes of its ring.
+        closed: whether its writer has shut it down.
+    """
+
+    writer: int
+    readers: tuple[ReaderSeen, ...]
+    messages: int
+    used: int
+    capacity: int
+    closed: bool
+
+    @property
+    def behind(self) -> int:
+        """How many messages the slowest reader has not read."""
+        return max((reader.behind for reader in self.readers), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class BoardSeen:
+    """A board.
+
+    Attributes:
+        name: the group's; ``""`` for the ranks of a host.
+        members: by member number.
+        failure: why it was aborted; None if it was not.
+        queues: those between its members.
+    """
+
+    name: str
+    members: tuple[MemberSeen, ...]
+    failure: Failure | None
+    queues: tuple[QueueSeen, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Boards that share processes.
+
+    Attributes:
+        pid: of the process that stands for it: the driver, or the first rank.
+        command: that process's command line.
+        boards: the one with the most members first.
+        pids: of all processes that hold one of its segments open.
+        shared: bytes of shared memory.
+    """
+
+    pid: int
+    command: str
+    boards: tuple[BoardSeen, ...]
+    pids: tuple[int, ...]
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """The bytes of a segment at one moment."""
+
+    words: PythonWords
+    memory: memoryview
+
+    @classmethod
+    def of(cls, data: bytes) -> _Copy:
+        return cls(PythonWords(data), memoryview(data))
+
+
+def programs(seen: Scan) -> list[Program]:
+    """What uses this library among the processes that were seen, in the order of their pids."""
+    found = [_program(seen, nonces) for nonces in _connected(seen)]
+    return sorted((each for each in found if each is not None), key=lambda each: each.pid)
+
+
+def of_process(pid: int, seen: Scan, found: Iterable[Program]) -> list[Program]:
+    """The programs that a process takes part in, or if there is none, one that it has started.
+
+    Args:
+        pid: a process.
+        seen: what `found` was found in.
+        found: all programs.
+    """
+    own = [each for each in found if pid in each.pids]
+    return own or [each for each in found if any(_descends(p, pid, seen) for p in each.pids)]
+
+
+def _descends(pid: int, ancestor: int, seen: Scan) -> bool:
+    passed = set()
+    while pid in seen.processes and pid not in passed:
+        passed.add(pid)
+        pid = seen.processes[pid].parent
+        if pid == ancestor:
+            return True
+    return False
+
+
+def _connected(seen: Scan) -> list[set[bytes]]:
+    """The nonces of all segments, those together that processes hold together."""
+    parts: list[set[bytes]] = []
+    for process in seen.processes.values():
+        touched = [part for part in parts if part & process.held.keys()]
+        parts = [part for part in parts if part not in touched]
+        if process.held:
+            parts.append({*process.held}.union(*touched))
+    return parts
+
+
+def _program(seen: Scan, nonces: set[bytes]) -> Program | None:
+    holders = [each for each in seen.processes.values() if nonces & each.held.keys()]
+    segments = {nonce: segment for each in holders for nonce, segment in each.held.items()}
+    queues: dict[bytes, list[_Copy]] = {}
+    for segment in segments.values():
+        if segment.label == layout.RING_LABEL:
+            ring = _ring(segment)
+            if ring is not None:
+                at = layout.RING_BOARD
+                queues.setdefault(bytes(ring.memory[at : at + layout.NONCE_BYTES]), []).append(ring)
+    boards = [
+        _board(data, holders, queues.get(segment.nonce, ()))
+        for segment in segments.values()
+        if segment.label == layout.BOARD_LABEL and (data := _copy_of_board(segment)) is not None
+    ]
+    if not boards:
+        return None
+    boards.sort(key=lambda board: (-len(board.members), board.name))
+    first = min(
+        (m.status for m in boards[0].members if m.status.pid), key=lambda s: s.rank, default=None
+    )
+    stands = {each.pid: each for each in holders}.get(first.pid if first else 0, holders[0])
+    return Program(
+        pid=stands.pid,
+        command=stands.command,
+        boards=tuple(boards),
+        pids=tuple(sorted(each.pid for each in holders)),
+        shared=sum(segment.size for segment in segments.values()),
+    )
+
+
+def _copy_of_board(segment: SegmentSeen) -> _Copy | None:
+    """A copy of a board; None if it has gone, or is not finished."""
+    try:
+        copy = _Copy.of(segment.read(_LARGEST_BOARD))
+    except OSError:
+        return None
+    n_members = copy.words.load32(layout.BOARD_MEMBERS)
+    whole = n_members > 0 and layout.board_size(n_members) <= len(copy.memory)
+    known = whole and all(
+        copy.words.load32(layout.member_slot(member) + layout.MEMBER_STATE)
+        < len(layout.STATE_NAMES)
+        for member in range(n_members)
+    )
+    if not known:
+        return None
+    aborted = copy.words.load32(layout.BOARD_ABORT)
+    if aborted > n_members:
+        return None
+    slot = layout.failure_slot(max(aborted - 1, 0), n_members)
+    return copy if copy.words.load32(slot + layout.FAILURE_CULPRIT) < n_members else None
+
+
+def _ring(segment: SegmentSeen) -> _Copy | None:
+    """A copy of what a ring says about itself; None if it has gone, or is not finished."""
+    try:
+        head = segment.read(layout.RING_READERS)
+        n_readers = _Copy.of(head).words.load32(layout.RING_READER_COUNT)
+        if not n_readers or layout.data_offset(n_readers) > segment.size:
+            return None
+        return _Copy.of(segment.read(layout.data_offset(n_readers)))
+    except OSError:
+        return None
+
+
+def _board(copy: _Copy, holders: Sequence[ProcessSeen], rings: Iterable[_Copy]) -> BoardSeen:
+    words, n_members = copy.words, copy.words.load32(layout.BOARD_MEMBERS)
+    ranks = [
+        _signed(words.load32(layout.member_slot(member) + layout.MEMBER_RANK))
+        for member in range(n_members)
+    ]
+    # A process says on the board which pid it has in its own pid namespace.
+    here = {
+        (each.inner_pid, each.start_time): each for each in holders if each.condition != "ended"
+    }
+
+    def runs(process: ProcessId) -> bool:
+        return (process.pid, process.start_time) in here
+
+    name = read_text(copy, layout.BOARD_NAME, layout.BOARD_NAME_BYTES)
+    members = Members(copy, ranks, name, runs)
+
+    def member_seen(member: int) -> MemberSeen:
+        status = members.status(member)
+        start = words.load64(layout.member_slot(member) + layout.MEMBER_START_TIME)
+        process = here.get((status.pid, start))
+        there = process is not None and status.state in ("idle", "busy")
+        return MemberSeen(
+            status=status if process is None else replace(status, pid=process.pid),
+            place=read_place(copy, member, n_members),
+            condition=process.condition if process is not None else "",
+            memory=process.memory if process is not None else 0,
+            waits=read_waits(copy, member, n_members) if there else (),
+            stacks=read_stacks_descriptor(copy, member, n_members) if there else None,
+        )
+
+    return BoardSeen(
+        name=name,
+        members=tuple(member_seen(member) for member in range(n_members)),
+        failure=first_failure(copy, ranks),
+        queues=tuple(each for ring in rings if (each := _queue(ring, ranks)) is not None),
+    )
+
+
+def _queue(ring: _Copy, ranks: Sequence[int]) -> QueueSeen | None:
+    words = ring.words
+    published, messages = words.load64(layout.RING_PUBLISHED), words.load64(layout.RING_SEQUENCE)
+    readers, used = [], 0
+    for reader in range(words.load32(layout.RING_READER_COUNT)):
+        line = layout.reader_line(reader)
+        member = words.load32(line + layout.READER_MEMBER)
+        consumed = words.load64(line + layout.READER_CONSUMED)
+        if member >= len(ranks):
+            return None
+        left = consumed == layout.LEFT
+        if not left:
+            used = max(used, published - consumed)
+        behind = 0 if left else messages - words.load64(line + layout.READER_SEQUENCE)
+        readers.append(ReaderSeen(ranks[member], max(behind, 0), left))
+    writer = words.load32(layout.RING_WRITER)
+    if writer >= len(ranks):
+        return None
+    return QueueSeen(
+        writer=ranks[writer],
+        readers=tuple(readers),
+        messages=messages,
+        used=used,
+        capacity=words.load64(layout.RING_CAPACITY),
+        closed=bool(words.load32(layout.RING_CLOSED)),
+    )
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word

@@ -1,0 +1,182 @@
+"""Programs that hang, each in a way of its own: what is looked at from outside.
+
+    with playing("crossed", 2, folder) as pids:
+        ...                          # all ranks do what the scene is about, or are about to
+
+The ranks are killed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import coordinator
+from coordinator import host_store
+from server.pool import WorkerPool
+from server.pool_config import PoolConfig
+from shm_broadcast import CoordinatorError
+from tests.patience import until
+from tests.ranks import run_ranks
+from tests.server.workers import Worker
+from tests.shm_broadcast.members import joined
+from tests.shm_broadcast.queues import Running
+from tests.shm_broadcast.remote_peers import get, put
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from coordinator import GroupCoordinator
+
+ENTRY = [sys.executable, "-c", "import sys; from server.cli import main; sys.exit(main())"]
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "debugging.md"
+
+
+def linger() -> None:
+    """Wait for nobody until somebody ends this process."""
+    while True:
+        time.sleep(600)
+
+
+def sleeping(tp: GroupCoordinator) -> None:
+    if tp.rank == 1:
+        linger()
+    tp.all_reduce(torch.ones(4))
+
+
+def stopped(tp: GroupCoordinator) -> None:
+    if tp.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    tp.all_reduce(torch.ones(4))
+
+
+def crossed(tp: GroupCoordinator) -> None:
+    tp.recv((4,), torch.float32, 1 - tp.rank)
+
+
+def different(tp: GroupCoordinator) -> None:
+    if tp.rank == 0:
+        tp.all_reduce(torch.ones(4))
+    else:
+        tp.recv((4,), torch.float32, 0)
+
+
+def divergent(tp: GroupCoordinator) -> None:
+    with suppress(CoordinatorError):
+        tp.all_gather(torch.ones(4)) if tp.rank else tp.all_reduce(torch.ones(4))
+    linger()
+
+
+GROUPS = {each.__name__: each for each in (sleeping, stopped, crossed, different, divergent)}
+
+
+def play(rank: int, n: int, folder: str, port: int, scene: str) -> None:
+    if scene in ALONE:
+        ALONE[scene](rank, n, folder)
+        return
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(tp=n, rank=rank, store=store, operation_timeout=None) as groups:
+        groups.tp.barrier()
+        put(folder, f"pid {rank}", os.getpid())
+        GROUPS[scene](groups.tp)
+        linger()
+
+
+def fill(rank: int, n: int, folder: str) -> None:
+    with joined(rank, n, folder) as (_, queue):
+        while rank == 0:
+            queue.enqueue(bytes(1000))
+        while rank == 1:
+            queue.dequeue()
+        queue.dequeue()
+        linger()
+
+
+class Wordy(Worker):
+    def much(self) -> bytes:
+        return bytes(1 << 20)
+
+
+def replies(rank: int, n: int, folder: str) -> None:
+    config = PoolConfig(in_flight=8, reply_capacity=1 << 16)
+    with WorkerPool(Wordy, tp=2, config=config) as pool:
+        put(folder, f"pid {rank}", os.getpid())
+        calls = [pool.submit("much") for _ in range(8)]
+        calls[0].add_done_callback(block_the_pool)
+        linger()
+
+
+def block_the_pool(_: object) -> None:
+    linger()
+
+
+def idle(rank: int, n: int, folder: str) -> None:
+    with WorkerPool(Worker, tp=2) as pool:
+        pool.call("echo")
+        put(folder, f"pid {rank}", os.getpid())
+        linger()
+
+
+ALONE = {"full": fill, "replies": replies, "idle": idle}
+
+
+@contextmanager
+def playing(scene: str, n: int, folder: Path) -> Iterator[list[int]]:
+    """Run a scene; the pids of its ranks."""
+    store = host_store()
+    arguments: tuple[Any, ...] = (str(folder), store.port, scene)
+    ranks = Running(lambda: run_ranks(n, play, *arguments, timeout=120, may_die=range(n)))
+    pids = []
+    try:
+        pids = [get(str(folder), f"pid {rank}") for rank in range(n)]
+        yield pids
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        ranks.result()
+
+
+def shown(*words: object, check: bool = True) -> str:
+    """What a command of ours prints."""
+    done = subprocess.run(
+        [*ENTRY, *map(str, words)], capture_output=True, check=False, text=True, timeout=60
+    )
+    assert not check or done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def told(pid: int, *wanted: str) -> str:
+    """What `explain` prints, once it holds all that is wanted."""
+    latest = [""]
+
+    def look() -> bool:
+        latest[0] = shown("explain", pid)
+        return all(each in latest[0] for each in wanted)
+
+    try:
+        until(look)
+    except AssertionError:
+        raise AssertionError(f"{wanted} is not in:\n{latest[0]}") from None
+    return latest[0]
+
+
+def assert_documented(text: str) -> None:
+    """Every sentence that `explain` has printed stands in the documentation, but for numbers."""
+    known = _without_numbers(DOCUMENTED.read_text())
+    sentences = text.split("\n\n")[1]
+    missing = [line for line in sentences.splitlines() if _without_numbers(line) not in known]
+    assert missing == []
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+(\.\d+)?", "0", text)

@@ -1,0 +1,474 @@
+"""Boards that are looked at from outside: what is found, what is left out, who is to blame."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import pytest
+
+from shm_broadcast import DRIVER_RANK, Board, Deadline, GroupTimeoutError, MessageQueue, layout
+from shm_broadcast.board.outward import Wait, read_place, read_waits
+from shm_broadcast.board.stacks import STACK_SIGNAL, StackFile, catches, write_stacks_when_asked
+from shm_broadcast.errors import Failure, MemberStatus
+from shm_broadcast.onlooker.ask import stacks_of
+from shm_broadcast.onlooker.blame import Party, judge
+from shm_broadcast.onlooker.processes import scan
+from shm_broadcast.onlooker.programs import (
+    BoardSeen,
+    MemberSeen,
+    Program,
+    QueueSeen,
+    ReaderSeen,
+    of_process,
+    programs,
+)
+from shm_broadcast.segment import Segment
+from tests.intruder import NOBODY
+from tests.patience import until
+from tests.shm_broadcast.queues import Running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def boards_here(*, of: str = "") -> list[BoardSeen]:
+    """The boards that this process holds, ``of`` this test: others may not be collected yet."""
+    seen = scan()
+    found = of_process(os.getpid(), seen, programs(seen))
+    return [board for each in found for board in each.boards if board.name.startswith(of)]
+
+
+# --- what a board says to the outside --------------------------------------------------------
+
+
+def test_a_wait_is_said_while_it_lasts() -> None:
+    with Board.create(3, 0, "tp") as board:
+        ended = threading.Event()
+        waiting = Running(
+            lambda: board.wait(ended.is_set, Deadline.after(60), "verb", lambda: (0, 2, 1))
+        )
+        until(lambda: read_waits(board._segment, 0, 3))
+        (wait,) = read_waits(board._segment, 0, 3)
+        assert (wait.operation, wait.members, wait.count) == ("verb", (2, 1), 2)
+        assert 0 < wait.seconds < 60
+        ended.set()
+        board.ring_own()
+        waiting.result()
+        assert read_waits(board._segment, 0, 3) == ()
+
+
+def test_a_wait_that_fails_is_taken_back() -> None:
+    with Board.create(2, 0) as board:
+        seen: list[tuple[Wait, ...]] = []
+
+        def never() -> bool:
+            seen.append(read_waits(board._segment, 0, 2))
+            return False
+
+        with pytest.raises(GroupTimeoutError):
+            board.wait(never, Deadline.after(1), "verb", lambda: (1,))
+        assert any(seen)
+        assert read_waits(board._segment, 0, 2) == ()
+
+
+def test_more_threads_wait_than_can_be_said() -> None:
+    with Board.create(2, 0) as board:
+        ended = threading.Event()
+        threads = [
+            Running(lambda: board.wait(ended.is_set, Deadline.after(60), "verb", lambda: (1,)))
+            for _ in range(layout.WAITS + 2)
+        ]
+        until(lambda: len(read_waits(board._segment, 0, 2)) == layout.WAITS)
+        ended.set()
+        board.ring_own()
+        for each in threads:
+            each.result()
+        assert read_waits(board._segment, 0, 2) == ()
+
+
+def test_a_wait_for_many_names_the_first() -> None:
+    with Board.create(100, 0) as board:
+        assert board._outward is not None
+        entry = board._outward.say_wait(0, "verb", 1, range(1, 100))
+        (wait,) = read_waits(board._segment, 0, 100)
+        assert (wait.members, wait.count) == (tuple(range(1, 1 + layout.WAIT_NAMED)), 99)
+        assert board._outward.say_wait(entry, "verb", 1, [7]) == entry
+        (wait,) = read_waits(board._segment, 0, 100)
+        assert (wait.members, wait.count) == ((7,), 1)
+
+
+def test_a_successor_does_not_say_what_its_predecessor_said() -> None:
+    with Board.create(2, 0) as board:
+        pid = os.fork()
+        if pid == 0:
+            other = Board.attach(board.handle(), 1)
+            other.add_place("tp", 1)
+            assert other._outward is not None
+            other._outward.say_wait(0, "verb", 1, [0])
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert read_waits(board._segment, 1, 2)
+        successor = Board.attach(board.handle(), 1)
+        assert read_waits(board._segment, 1, 2) == ()
+        assert read_place(board._segment, 1, 2) == ""
+        successor.close()
+
+
+def test_a_place_is_what_fits() -> None:
+    with Board.create(1, 0) as board:
+        board.add_place("tp", 3)
+        board.add_place("tp", 3)
+        board.add_place("g" * layout.OUTWARD_PLACE_BYTES, 1)
+        board.add_place("pp", 1)
+        assert read_place(board._segment, 0, 1) == "tp 3, pp 1"
+
+
+# --- stacks ----------------------------------------------------------------------------------
+
+
+def test_a_member_writes_its_stacks_when_asked() -> None:
+    descriptor = write_stacks_when_asked()
+    assert descriptor is not None
+    assert catches(os.getpid(), STACK_SIGNAL)
+    file = StackFile.of(os.getpid(), descriptor)
+    file.clear()
+    os.kill(os.getpid(), STACK_SIGNAL)
+    until(lambda: "in test_a_member_writes_its_stacks_when_asked" in file.read())
+    file.close()
+
+
+def test_a_forked_member_has_a_file_of_its_own() -> None:
+    ours = write_stacks_when_asked()
+    assert ours is not None
+    pid = os.fork()
+    if pid == 0:
+        theirs = write_stacks_when_asked()
+        assert theirs is not None
+        os._exit(int(os.stat(theirs).st_ino == os.stat(ours).st_ino))  # noqa: PTH116
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_program_keeps_the_signal_that_it_uses_itself() -> None:
+    code = (
+        "import signal; from shm_broadcast import Board\n"
+        "signal.signal(signal.SIGRTMIN + 10, lambda *_: print('mine'))\n"
+        "with Board.create(1, 0): signal.raise_signal(signal.SIGRTMIN + 10)\n"
+        "from shm_broadcast.board.stacks import write_stacks_when_asked as asked; print(asked())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["mine", "None"]
+
+
+def test_who_does_not_catch_the_signal_does_not_get_it() -> None:
+    code = (
+        "import signal; from shm_broadcast import Board\n"
+        "board = Board.create(1, 0, 'deaf')\n"
+        "signal.signal(signal.SIGRTMIN + 10, signal.SIG_DFL)\n"
+        "print('made', flush=True); input(); board.close()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as deaf:
+        assert deaf.stdout is not None
+        assert deaf.stdout.readline() == "made\n"
+        seen = scan()
+        (program,) = of_process(deaf.pid, seen, programs(seen))
+        party = Party("rank 0", [program.boards[0].members[0]])
+        told = stacks_of([party], Deadline.after(30))
+        assert told == {"rank 0": "it catches no signal for that"}
+        deaf.communicate("\n", timeout=60)
+        assert deaf.returncode == 0
+
+
+def test_another_file_is_not_taken_for_stacks(tmp_path: os.PathLike[str]) -> None:
+    fd = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(FileNotFoundError, match="not for stacks"):
+        StackFile.of(os.getpid(), fd)
+    os.close(fd)
+
+
+# --- what is found ---------------------------------------------------------------------------
+
+
+def test_a_board_is_found_with_its_queues() -> None:
+    with (
+        Board.create(3, 2, "a pool", (0, 1, DRIVER_RANK)) as board,
+        MessageQueue.on_board(board, 2, [0, 1]) as queue,
+    ):
+        board.add_place("tp", 0)
+        for _ in range(3):
+            queue.enqueue(b"message")
+        (seen,) = boards_here(of="a pool")
+        assert [m.status.rank for m in seen.members] == [0, 1, DRIVER_RANK]
+        assert [m.status.state for m in seen.members] == ["absent", "absent", "busy"]
+        driver = seen.members[2]
+        assert driver.status.pid == os.getpid()
+        assert (driver.status.operation, driver.status.sequence) == ("enqueue", 3)
+        assert driver.place == "tp 0"
+        assert driver.condition in ("running", "sleeping")
+        assert driver.memory > 1 << 20
+        (ring,) = seen.queues
+        assert (ring.writer, ring.messages, ring.behind) == (DRIVER_RANK, 3, 3)
+        assert [reader.rank for reader in ring.readers] == [0, 1]
+        assert 0 < ring.used < ring.capacity == 4 << 20
+        (program,) = of_process(os.getpid(), found := scan(), programs(found))
+        assert program.shared > ring.capacity
+
+
+def test_boards_that_share_no_process_are_two_programs() -> None:
+    with Board.create(1, 0, "here"):
+        code = (
+            "from shm_broadcast import Board\n"
+            "with Board.create(1, 0, 'there'): print('made', flush=True); input()"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "made\n"
+            seen = scan()
+            found = programs(seen)
+            (ours,) = of_process(os.getpid(), seen, found)
+            assert {board.name for board in ours.boards} & {"here", "there"} == {"here"}
+            (theirs,) = of_process(other.pid, seen, found)
+            assert [board.name for board in theirs.boards] == ["there"]
+            other.communicate("\n", timeout=60)
+
+
+def test_who_has_started_a_program_leads_to_it() -> None:
+    code = (
+        "import subprocess, sys\n"
+        "worker = 'from shm_broadcast import Board\\n'\n"
+        'worker += \'with Board.create(1, 0, "below"): print("made", flush=True); input()\'\n'
+        "subprocess.run([sys.executable, '-c', worker])"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "made\n"
+        seen = scan()
+        (found,) = of_process(launcher.pid, seen, programs(seen))
+        assert [board.name for board in found.boards] == ["below"]
+        assert launcher.pid not in found.pids
+        launcher.communicate("\n", timeout=60)
+
+
+def test_hundreds_of_boards_are_found() -> None:
+    boards = [Board.create(2, 0, f"group {number}") for number in range(300)]
+    names = {board.name for board in boards_here()}
+    for board in boards:
+        board.close()
+    assert names >= {f"group {number}" for number in range(300)}
+
+
+def test_a_process_that_was_killed_is_lost() -> None:
+    with Board.create(2, 0, "a killed one") as board:
+        pid = os.fork()
+        if pid == 0:
+            Board.attach(board.handle(), 1).stamp("verb")
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        (seen,) = boards_here(of="a killed one")
+        gone = seen.members[1]
+        assert (gone.status.state, gone.status.operation) == ("lost", "verb")
+        assert gone.condition == ""
+        os.waitpid(pid, 0)
+        (seen,) = boards_here(of="a killed one")
+        assert seen.members[1].status.state == "lost"
+
+
+@contextmanager
+def damaged(*words: tuple[int, int]) -> Iterator[None]:
+    """A board of which a few words are not what they should be, beside one that is well."""
+    with Board.create(2, 0, "one that is well"), Board.create(2, 0, "one that is not") as board:
+        for offset, value in words:
+            board.words.store32(offset, value)
+        yield
+        for offset, _ in words:
+            board.words.store32(offset, 0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [(layout.SEGMENT_MAGIC, 0)],
+        [(layout.SEGMENT_VERSION, 99)],
+        [(layout.SEGMENT_SIZE, 8)],
+        [(layout.BOARD_MEMBERS, 0)],
+        [(layout.BOARD_MEMBERS, 1 << 31)],
+        [(layout.BOARD_ABORT, 7)],
+        [(layout.BOARD_ABORT, 1), (layout.failure_slot(0, 2) + layout.FAILURE_CULPRIT, 9)],
+        [(layout.member_slot(1) + layout.MEMBER_STATE, 1 << 20)],
+    ],
+)
+def test_a_board_that_is_not_finished_is_left_out(words: list[tuple[int, int]]) -> None:
+    with damaged(*words):
+        assert [board.name for board in boards_here(of="one that is")] == ["one that is well"]
+
+
+def test_what_others_write_into_a_place_of_ours_is_only_text() -> None:
+    with Board.create(1, 0, "a text\x1b[2J\x00rest") as board:
+        board.stamp("\xff" * 30)
+        (seen,) = boards_here(of="a text")
+        assert seen.name == "a text\x1b[2J"
+
+
+@pytest.mark.parametrize(
+    "field", [layout.RING_WRITER, layout.reader_line(0) + layout.READER_MEMBER]
+)
+def test_a_ring_of_strange_members_is_left_out(field: int) -> None:
+    with Board.create(2, 0, "a ring") as board, MessageQueue.on_board(board, 0, [1]) as queue:
+        assert queue._ring is not None
+        queue._ring.words.store32(field, 5)
+        (seen,) = boards_here(of="a ring")
+        assert seen.queues == ()
+
+
+def test_a_memfd_that_is_no_segment_is_left_out() -> None:
+    fd = os.memfd_create(layout.BOARD_LABEL, os.MFD_CLOEXEC)
+    with Board.create(1, 0, "one that is well"):
+        for content in (b"", b"\xff" * 4096):
+            os.pwrite(fd, content, 0)
+            assert [board.name for board in boards_here(of="one that is")] == ["one that is well"]
+    os.close(fd)
+
+
+def test_processes_end_while_they_are_looked_at() -> None:
+    """Nothing but what has ended is left out."""
+    with Board.create(1, 0, "one that is well"):
+        code = "import os\nwhile True:\n  if os.fork() == 0: os._exit(0)\n  os.wait()"
+        with subprocess.Popen([sys.executable, "-c", code]) as churn:
+            for _ in range(30):
+                assert [board.name for board in boards_here(of="one that is")] == [
+                    "one that is well"
+                ]
+            churn.kill()
+
+
+def test_segments_are_for_their_owner_only() -> None:
+    with Segment.create(1, "group-board") as segment:
+        assert os.stat(f"/proc/self/fd/{segment.handle().fd}").st_mode & 0o777 == 0o600  # noqa: PTH116
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+def test_another_user_sees_nothing() -> None:
+    with Board.create(1, 0, "our own"):
+        assert [board.name for board in boards_here(of="our own")] == ["our own"]
+        reading, writing = os.pipe()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            with suppress(BaseException):
+                os.setgroups([])
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+                seen = scan()
+                others = [each for each in seen.processes if each == parent]
+                os.write(writing, f"{len(programs(seen))} {others}".encode())
+            os._exit(0)
+        os.close(writing)
+        told = os.read(reading, 100)
+        os.close(reading)
+        os.waitpid(pid, 0)
+        assert told == b"0 []"
+
+
+# --- who is to blame -------------------------------------------------------------------------
+
+
+def member(rank: int, *waits: int, verb: str = "tp all_reduce", **status: object) -> MemberSeen:
+    told = {"pid": 100 + rank, "state": "busy", "operation": verb, "sequence": 7, "age": 3.0}
+    return MemberSeen(
+        MemberStatus(rank, **(told | status)),
+        "",
+        "sleeping",
+        0,
+        (Wait(verb, 2.0, waits, len(waits)),) if waits else (),
+        None,
+    )
+
+
+def judged(*members: MemberSeen, **board: object) -> tuple[str, ...]:
+    seen = BoardSeen("", members, **({"failure": None, "queues": ()} | board))
+    return judge(Program(1, "", (seen,), (), 0)).sentences
+
+
+def test_a_chain_leads_to_its_end() -> None:
+    assert judged(member(0, 1), member(1, 2), member(2)) == (
+        "Rank 2 (pid 102) holds up others: it waits for no other process; "
+        "last seen in tp all_reduce #7, 3.0 s ago.",
+        "  Rank 1 (pid 101) waits for rank 2 in tp all_reduce #7, for 2.0 s.",
+        "  Rank 0 (pid 100) waits for rank 1 in tp all_reduce #7, for 2.0 s.",
+    )
+
+
+def test_a_knot_is_told_without_those_that_wait_for_it() -> None:
+    told = judged(member(0, 2), member(1, 2), member(2, 3), member(3, 1))
+    assert told[0] == (
+        "Rank 1 (pid 101), rank 2 (pid 102) and rank 3 (pid 103) wait for each other, "
+        "so none goes on."
+    )
+    assert len(told) == 4
+
+
+def test_who_waits_for_a_knot_and_for_another_is_held_up_by_both() -> None:
+    verdict = judged(member(0, 1, 3), member(1, 2), member(2, 1), member(3))
+    assert verdict[0].startswith("Rank 3 (pid 103) holds up others")
+    assert any(line.startswith("Rank 1 (pid 101) and rank 2 (pid 102) wait") for line in verdict)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("lost", "its process has ended; last seen in"),
+        ("closed", "it has left; last seen in"),
+        ("absent", "it has not joined, or runs on another host."),
+    ],
+)
+def test_who_is_gone_is_to_blame(state: str, words: str) -> None:
+    gone = member(1, state=state, pid=0 if state == "absent" else 101)
+    assert words in judged(member(0, 1, verb="dequeue"), gone)[0]
+
+
+def test_readers_of_an_idle_writer_are_not_held_up() -> None:
+    told = judged(member(0, 1, verb="dequeue"), member(1, verb="enqueue"))
+    assert told[0] == "Readers wait for messages. Nobody is held up, unless one is due:"
+    assert told[1].startswith("Rank 1 (pid 101) sends nothing: ")
+
+
+def test_nobody_waits() -> None:
+    told = judged(member(0), member(1))
+    assert told == ("Nobody has waited for anybody for longer than a tenth of a second.",)
+
+
+def test_an_abort_comes_first() -> None:
+    told = judged(member(0, 1), member(1), failure=Failure(1, "ValueError", "no", 1))
+    assert told[0] == "The group was aborted: rank 1 reported: ValueError: no."
+    assert told[1].startswith("Rank 1 (pid 101) holds up others")
+
+
+def test_a_full_queue_names_the_slowest() -> None:
+    readers = (ReaderSeen(0, 4, False), ReaderSeen(1, 9, False), ReaderSeen(2, 9, False))
+    full = QueueSeen(DRIVER_RANK, readers, 20, 60 << 10, 64 << 10, False)
+    told = judged(member(0), queues=(full,))
+    assert told[-1] == (
+        "The queue from the driver, of 64 KiB, is 93 % full: rank 1 and rank 2 have 9 messages "
+        "to read."
+    )
+
+
+def test_a_process_on_two_boards_is_one_party() -> None:
+    """The engine of vLLM is the driver on one board, and rank 0 of another, which it reads."""
+    calls = BoardSeen("queue", (member(-1), member(0, 0, verb="dequeue")), None, ())
+    replies = BoardSeen("queue", (member(0), member(0, pid=99)), None, ())
+    told = judge(Program(1, "", (calls, replies), (), 0)).sentences
+    assert "The driver (pid 99) sends nothing" in told[1]
