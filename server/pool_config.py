@@ -21,7 +21,7 @@ class PoolConfig:
         settle_seconds: how long the other ranks have to answer a call that one rank has failed,
             before the pool breaks.
         leave_seconds: how long workers have to leave what they do when the pool is restarted,
-            before they are replaced as well.
+            before they are killed and replaced as well.
         stack_seconds: how long to wait for the stacks of late workers.
         kill_seconds: how long workers have to end after SIGTERM, before SIGKILL.
         threads: CPU threads of each worker. ``None``: ``OMP_NUM_THREADS``, or an equal share of the

@@ -72,7 +72,7 @@ class Staff:
         roll_call.wait(self.supervisor, deadline, tick)
 
     def dismiss(self, pause: float, tick: Tick) -> None:
-        """After the board was aborted: keep the workers that leave, and end the others.
+        """After the board was aborted: keep the workers that leave, and kill the others.
 
         Args:
             pause: how many seconds to take at least.
@@ -96,7 +96,7 @@ class Staff:
 
     def _remove(self, workers: Iterable[LocalWorker]) -> None:
         removed = list(workers)
-        end(removed, 0.0, self._plan.config.kill_seconds)
+        end(removed, 0.0, 0.0)
         with self.using:
             for worker in removed:
                 self.supervisor.forget(worker)

@@ -10,6 +10,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -28,6 +29,8 @@ from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import DivergenceError
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
+from tests.server.lean_model import Lean
+from tests.server.tiny_bert import make_model
 from tests.server.workers import Gate, Restored, Unlucky, Worker
 
 if TYPE_CHECKING:
@@ -290,6 +293,22 @@ def test_many_callers_get_their_own_results_or_a_typed_error_while_workers_die()
         for thread in threads:
             thread.join(PATIENCE_SECONDS)
     assert wrong == []
+
+
+def test_a_model_goes_on_where_it_was_and_starts_without_torchs_compiler(tmp_path: Path) -> None:
+    make_model(tmp_path, heads=4)
+    tokens = [np.array([1, 2, 3]), np.array([4])]
+    options = {"model": str(tmp_path), "threads": 1}
+    with WorkerPool(Lean, tp=2, worker_kwargs=options, restart="worker", config=PATIENT) as pool:
+        expected = pool.call("embed", tokens)
+        assert pool.collective_rpc("has", args=("torch._dynamo",)) == [False, False]
+        for victim in (1, 0):
+            before = [placed.pid for placed in pool.collective_rpc("placed")]
+            os.kill(before[victim], signal.SIGKILL)
+            assert np.abs(pool.call("embed", tokens, retry=True) - expected).max() <= 1e-6
+            after = [placed.pid for placed in pool.collective_rpc("placed")]
+            assert (after[victim], after[1 - victim]) != (before[victim], before[1 - victim])
+            assert after[1 - victim] == before[1 - victim]
 
 
 def test_restarts_leave_nothing_behind() -> None:

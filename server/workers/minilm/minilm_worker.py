@@ -18,6 +18,7 @@ from ...driver.devices import DTYPES
 from .model import load_stage, pool, stage_layers
 from .model_config import ModelFolder
 from .packing import arrange, make_batches
+from .parallel import ShardedModule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,6 +101,13 @@ class MiniLMWorker:
             context.report_progress,
             getattr(torch, dtype),
         )
+
+    def restore(self, context: WorkerContext) -> None:
+        """Go on in new groups, with the weights as they are. Collective: no."""
+        self._groups = context.groups
+        for layer in self._stage.modules():
+            if isinstance(layer, ShardedModule):
+                layer.group = context.groups.tp
 
     @torch.inference_mode()
     def embed(self, tokens: Sequence[np.ndarray]) -> np.ndarray | None:

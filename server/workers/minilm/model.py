@@ -55,8 +55,8 @@ class Embeddings(nn.Module):
         super().__init__()
         size = config.hidden_size
         self.words = VocabEmbedding(config.vocab_size, size, tp)
-        self.positions = nn.Embedding(config.max_position_embeddings, size, device="meta")
-        self.types = nn.Embedding(config.type_vocab_size, size, device="meta")
+        self.positions = _embedding(config.max_position_embeddings, size)
+        self.types = _embedding(config.type_vocab_size, size)
         self.norm = nn.LayerNorm(size, config.layer_norm_eps, device="meta")
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -159,6 +159,14 @@ class ModelStage(nn.Module):
         for layer in self.layers.values():
             x = layer(x, batch.spans)
         return x
+
+
+def _embedding(rows: int, size: int) -> nn.Embedding:
+    # nn.Embedding(device="meta") would draw random numbers, for which torch imports its compiler:
+    # a second of every worker's start.
+    weight = torch.empty(rows, size, device="meta")
+    made: nn.Embedding = nn.Embedding.from_pretrained(weight)  # type: ignore[no-untyped-call]
+    return made
 
 
 def load_stage(
