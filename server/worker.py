@@ -44,6 +44,7 @@ from .control.output import label_output
 from .control.protocol import Call, Left, Ready, Reply, Resume, Start, WorkProgress
 from .control.reference import load
 from .control.worker_failure import describe, is_consequence
+from .launchers.boot import retitle
 from .running_streams import RunningStreams
 
 if TYPE_CHECKING:
@@ -198,6 +199,12 @@ class _Serving:
             timeout=None if start.timeout is None else deadline.remaining(),
         )
         closing.callback(groups.close)
+        at = "".join(
+            f" {axis}{getattr(groups, axis).rank_in_group}"
+            for axis, size in (("dp", start.dp), ("pp", start.pp), ("tp", start.tp))
+            if size > 1
+        )
+        retitle(f"group-coordinator worker {start.rank}{at}")
         context = WorkerContext(
             groups,
             device,

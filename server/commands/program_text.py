@@ -55,8 +55,10 @@ def program(seen: Program, width: int = UNLIMITED) -> str:
         _title(seen, width),
         shown(f"{_count(len(seen.pids), 'process')}, {_bytes(seen.shared)} shared", width),
     ]
-    for board in seen.boards:
-        lines += ["", *_board(board, width)]
+    for number, board in enumerate(seen.boards, 1):
+        several = f"board {number}" if len(seen.boards) > 1 else ""
+        title = ", ".join(filter(None, (several, board.name)))
+        lines += ["", *_board(title, board, width)]
     told = [line for line in judge(seen).sentences if not line.startswith(" ")]
     return "\n".join([*lines, "", *(line for each in told for line in _wrapped(each, width))])
 
@@ -90,14 +92,14 @@ def _title(seen: Program, width: int) -> str:
     return shown(f"pid {seen.pid}  {seen.command}", min(width, _TITLE))
 
 
-def _board(board: BoardSeen, width: int) -> list[str]:
+def _board(title: str, board: BoardSeen, width: int) -> list[str]:
     rows = [row for member in board.members for row in _rows(board, member)]
     columns = [c for c in _COLUMNS if any(row[c] for row in rows)]
     for dropped in _DROPPED:
         if _width(columns, rows) > width and dropped in columns:
             columns.remove(dropped)
-    name = f"{board.name}: " if board.name else ""
-    lines = [shown(f"{name}{_count(len(board.members), 'member')}", width)]
+    members = _count(len(board.members), "member")
+    lines = [shown(f"{title}: {members}" if title else members, width)]
     lines.append(_table(columns, _RIGHT, rows, width))
     behind = sorted((q for q in board.queues if q.behind), key=lambda queue: queue.writer)
     lines += [f"  {shown(_queue(each), width - 2)}" for each in behind]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from shm_broadcast.onlooker.blame import judge
 from shm_broadcast.onlooker.processes import scan
 from shm_broadcast.onlooker.programs import of_process, programs
 
@@ -37,6 +38,21 @@ class StatusPlan:
     everything: bool
     watch: bool
     json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A program as ``--json`` prints it.
+
+    Attributes:
+        program: what was seen.
+        held_up: whether somebody waits who should not have to.
+        sentences: what `explain` says about it.
+    """
+
+    program: Program
+    held_up: bool
+    sentences: tuple[str, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +113,8 @@ def none_of(pid: int, seen: Scan) -> int:
 def _print(plan: StatusPlan, seen: Scan, found: list[Program]) -> None:
     if plan.json:
         unseen = len(seen.unseen)
-        text = msgspec.json.encode({"programs": found, "unseen_processes": unseen}).decode()
+        told = [_Told(each, (verdict := judge(each)).held_up, verdict.sentences) for each in found]
+        text = msgspec.json.encode({"programs": told, "unseen_processes": unseen}).decode()
     else:
         size = screen()
         text = _text(plan, seen, found, size[0] if size else program_text.UNLIMITED)

@@ -80,6 +80,18 @@ def rename(process: str) -> None:
     prctl(_PR_SET_NAME, process.encode())
 
 
+def retitle(title: str) -> None:
+    """Have ``ps`` and the like show ``title`` as this process's command line.
+
+    As much of it as the command line has room for, with which the process was started.
+    """
+    _, _, stat = Path("/proc/self/stat").read_bytes().rpartition(b")")
+    begin, end = (int(word) for word in stat.split()[45:47])  # arg_start and arg_end of proc(5)
+    room = end - begin
+    if begin and room > 1:
+        ctypes.memmove(begin, title.encode()[: room - 1].ljust(room, b"\0"), room)
+
+
 def prctl(option: int, value: int | bytes) -> None:
     """Set an attribute of this process, see prctl(2).
 

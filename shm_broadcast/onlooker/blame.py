@@ -44,7 +44,7 @@ class Party:
     """A process that takes part, or a member that has none.
 
     Attributes:
-        name: what the largest board calls it: ``"rank 1"``.
+        name: what the largest board calls it: ``"rank 1"``, ``"rank 1 of board 2"``.
         members: what it is on each board, its latest progress first.
         waits_on: the names of those that it waits for.
     """
@@ -136,14 +136,16 @@ def _parties(boards: Iterable[BoardSeen]) -> dict[str, Party]:
     """All that take part, by name: a process once, called as the largest of its boards does."""
     by_pid: dict[int, Party] = {}
     parties: dict[str, Party] = {}
-    for board in boards:
+    for place, board in enumerate(boards, 1):
         here = []
         for member in board.members:
             pid = member.status.pid
             party = by_pid.get(pid) if pid else None
             if party is None:
                 name = name_of(member.status.rank)
-                while name in parties:  # of another board: the pid tells them apart
+                if name in parties:
+                    name += f" of board {place}"
+                while name in parties:  # a queue may call its writer and a reader the same
                     name += "'"
                 party = parties[name] = Party(name, [])
                 if pid:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from tests.server.scenes import assert_documented, playing, shown, told
@@ -24,6 +25,9 @@ def test_a_rank_that_sleeps(tmp_path: Path) -> None:
         assert "in sleeping" in text
         assert_documented(text)
         assert_status_says(pids[2], late, "runs", "waits", "tp all_reduce #", "tp 1")
+        (seen,) = json.loads(shown("status", pids[0], "--json"))["programs"]
+        assert seen["held_up"]
+        assert seen["sentences"][0].startswith(late)
 
 
 def test_a_rank_that_is_stopped(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +15,7 @@ from server.cli import main
 from server.commands import program_text
 from server.launchers import boot
 from server.pool import WorkerPool
+from server.pool_config import PoolConfig
 from shm_broadcast import DRIVER_RANK, Board, MessageQueue
 from shm_broadcast.board import stacks
 from shm_broadcast.board.outward import Wait
@@ -23,9 +24,6 @@ from shm_broadcast.onlooker.programs import BoardSeen, MemberSeen, Program
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.scenes import ENTRY, shown
 from tests.server.workers import Gate, Worker
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_pool_by_its_axes(tmp_path: Path) -> None:
@@ -39,8 +37,8 @@ def test_a_pool_by_its_axes(tmp_path: Path) -> None:
         assert row.split()[:6] == ["rank", "2", "pp", "1,", "tp", "0"]
         assert "hold #" in row
         told = json.loads(shown("status", pids[0], "--json"))
-        (program,) = told["programs"]
-        boards = [board["members"] for board in program["boards"]]
+        (seen,) = told["programs"]
+        boards = [board["members"] for board in seen["program"]["boards"]]
         (members,) = (each for each in boards if str(each[0]["status"]["pid"]) == pids[0])
         assert members[4]["status"]["pid"] == os.getpid()
         places = [member["place"] for member in members]
@@ -103,6 +101,14 @@ def test_a_process_that_takes_part_in_nothing() -> None:
                 "that is\n"
             )
         other.communicate(b"\n", timeout=60)
+
+
+@pytest.mark.parametrize("fork", [True, False])
+def test_ps_shows_which_worker_it_is(fork: bool) -> None:
+    with WorkerPool(Worker, tp=2, dp=1, config=PoolConfig(fork=fork)) as pool:
+        lines = [Path(f"/proc/{each.pid}/cmdline").read_bytes() for each in pool.status()]
+    titles = [line.rstrip(b"\0").decode() for line in lines]
+    assert titles == [f"group-coordinator worker {rank} tp{rank}" for rank in range(2)]
 
 
 @pytest.mark.parametrize("command", ["status", "explain"])
@@ -185,6 +191,13 @@ def test_a_narrow_terminal_loses_columns_and_no_line_is_longer() -> None:
         assert "rank 0" in text
     assert "memory" in wide
     assert "memory" not in program_text.program(seen, 80)
+
+
+def test_boards_have_numbers_where_there_are_several() -> None:
+    (board,) = program(member(0)).boards
+    text = program_text.program(Program(7, "", (board, board), (7,), 0))
+    assert "\nboard 1, pool: 1 member\n" in text
+    assert "\nboard 2, pool: 1 member\n" in text
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:

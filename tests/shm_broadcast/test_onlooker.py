@@ -466,6 +466,14 @@ def test_a_full_queue_names_the_slowest() -> None:
     )
 
 
+def test_equal_ranks_of_two_boards_are_told_apart() -> None:
+    one = BoardSeen("pool", (member(0), member(1)), None, ())
+    other = BoardSeen("pool", (member(0, 1, pid=200), member(1, pid=201)), None, ())
+    told = judge(Program(1, "", (one, other), (), 0)).sentences
+    assert told[0].startswith("Rank 1 of board 2 (pid 201) holds up others")
+    assert told[1].startswith("  Rank 0 of board 2 (pid 200) waits for rank 1 of board 2 in")
+
+
 def test_a_process_on_two_boards_is_one_party() -> None:
     """The engine of vLLM is the driver on one board, and rank 0 of another, which it reads."""
     calls = BoardSeen("queue", (member(-1), member(0, 0, verb="dequeue")), None, ())
