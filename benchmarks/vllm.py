@@ -2,7 +2,8 @@
 
 Needs the environment of ``make vllm-test``. For each layout two engines run side by side, and take
 turns: while one generates, the other idles. Reported are the medians of the rounds, with the spread
-of the rounds as a share of it.
+of the rounds as a share of it. "Others" are all processes but the engine's: where they want as much
+as a core, times say how the kernel shares the cores out, rather than what an engine can do.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ SYSTEMS = {"stock": "", "ours": "1"}
 BATCHES = (1, 8, 32)
 IDLE_SECONDS = 20.0
 SETTLE_SECONDS = 5.0
+REST_SECONDS = 2.0
+"""Before each round: stock's workers go on spinning for a second after their last step."""
 
 
 @dataclass(frozen=True)
@@ -189,13 +192,17 @@ def _take_turns(
 ) -> None:
     seconds: dict[str, list[float]] = {system: [] for system in engines}
     cpu: dict[str, list[float]] = {system: [] for system in engines}
+    others: dict[str, list[float]] = {system: [] for system in engines}
     for number in range(rounds + 1):
         for system, engine in engines.items():
-            before = engine.cpu_seconds()
+            time.sleep(REST_SECONDS)
+            machine, before = _busy_seconds(), engine.cpu_seconds()
             took = engine.generate(batch, tokens)
+            used, wanted = engine.cpu_seconds() - before, _busy_seconds() - machine
             if number:  # the first one warms up
                 seconds[system].append(took)
-                cpu[system].append(engine.cpu_seconds() - before)
+                cpu[system].append(used)
+                others[system].append(max(wanted - used, 0) / took * 100)
     for system in engines:
         each = [took / tokens * 1e3 for took in seconds[system]]
         say(Row.of(layout, f"batch {batch}: ms/token", system, each))
@@ -203,6 +210,13 @@ def _take_turns(
         say(Row.of(layout, f"batch {batch}: tokens/s", system, per_second))
         cost = [used / (batch * tokens) * 1e3 for used in cpu[system]]
         say(Row.of(layout, f"batch {batch}: CPU s per 1000 tokens", system, cost))
+        say(Row.of(layout, f"batch {batch}: others, % of a core", system, others[system]))
+
+
+def _busy_seconds() -> float:
+    """Seconds that all processes of the machine have had a core."""
+    spent = psutil.cpu_times()
+    return sum(spent) - spent.idle - spent.iowait
 
 
 def table(rows: list[Row]) -> str:

@@ -205,12 +205,12 @@ class Dispatcher:
 
         number, since = 0, 0
         while not until():
-            deadline.check("call")
             # Spin on one queue only, of a rank that the oldest call waits for: the spin is a C call
             # without the GIL. Replies of other ranks wait in their queues meanwhile, until they are
             # awaited themselves or the window is over.
             oldest, rank = self._ledger.awaited
             if oldest != number:
+                deadline.check("call")  # `wait` below checks it as well
                 self._observe_wait(number, since)
                 number, since = oldest, time.monotonic_ns()
             try:
