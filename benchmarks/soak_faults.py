@@ -218,10 +218,15 @@ def _until(true: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def _held() -> tuple[int, int, int]:
-    gc.collect()
+def _held() -> tuple[int, ...]:
+    """Descriptors, threads and MiB, the least of some moments: a restart may be under way."""
     process = psutil.Process()
-    return process.num_fds(), process.num_threads(), process.memory_info().rss >> 20
+    taken = []
+    for _ in range(10):
+        gc.collect()
+        taken.append((process.num_fds(), process.num_threads(), process.memory_info().rss >> 20))
+        time.sleep(0.1)
+    return tuple(map(min, zip(*taken, strict=True)))
 
 
 def _show(name: str, seen: dict[str, Seen]) -> None:
