@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -72,6 +72,7 @@ class Crew:
         self._stopping = threading.Lock()
         self._stopped = False
         self._budget = RestartBudget(plan.max_restarts, plan.window)
+        self._leave_links = ExitStack()
         self._broken: CoordinatorError | None = None
         self._reason_by = math.inf
         self._end_at = math.inf
@@ -86,9 +87,10 @@ class Crew:
             restarts=plan.restart != "never",
         )
         with ExitStack() as undo:
+            undo.callback(self._leave_links.close)
             self._staff = Staff(plan)
             undo.callback(self._staff.close, 0.0)
-            self._links, self.dispatcher = self._begin(lambda: math.inf)
+            self._begin(lambda: math.inf)
             self._staff.supervisor.start(self, self._tick)
             undo.pop_all()
 
@@ -250,15 +252,15 @@ class Crew:
             self.dispatcher.join()
             with self._staff.using:
                 self._staff.close(deadline.remaining())
-                self._links.close()
+                self._leave_links.close()
                 self._stopped = True
 
     def is_own(self, thread: threading.Thread) -> bool:
         """Whether `stop` joins ``thread``, which must therefore not call it."""
         return thread in (self._staff.supervisor.thread, *self.dispatcher.threads)
 
-    def _begin(self, tick: Callable[[], float]) -> tuple[Links, Dispatcher]:
-        """Begin a generation: returns what the driver shares with it, and its dispatcher."""
+    def _begin(self, tick: Callable[[], float]) -> None:
+        """Begin a generation in the place of the last one."""
         self._begun += 1
         generation = self._begun
         links = Links(self._plan)
@@ -269,10 +271,17 @@ class Crew:
             links.board.abort(error)  # those that wait for others leave
             links.close()
             raise
+        with self._staff.using:
+            self._leave_links.close()
+            self._links = self._leave_links.enter_context(closing(links))
+            self._broken = None
         self._ledger.open(generation, links.cancelled)
-        return links, Dispatcher(self._ledger, generation, links.board, links.calls, links.replies)
+        # From here on the generation may break: all that handles it must be in place.
+        self.dispatcher = Dispatcher(
+            self._ledger, generation, links.board, links.calls, links.replies
+        )
 
-    def _restart(self, failure: CoordinatorError | OSError) -> None:
+    def _restart(self, failure: Exception) -> None:
         """Begin generations until one stands, or there were too many."""
 
         def tick() -> float:
@@ -284,18 +293,14 @@ class Crew:
         with suppress(PoolClosedError):
             while (pause := self._budget.take(time.monotonic(), self._ledger.worked)) is not None:
                 _log.error("the pool has broken, and is restarted: %s", with_notes(failure))
-                self._staff.dismiss(pause, tick)
                 try:
-                    links, dispatcher = self._begin(tick)
+                    self._staff.dismiss(pause, tick)
+                    self._begin(tick)
                 except PoolClosedError:
                     raise
-                except (CoordinatorError, OSError) as error:
+                except Exception as error:  # noqa: BLE001 - it becomes the pool's failure
                     failure = error
                     continue
-                with self._staff.using:
-                    self._links.close()
-                    self._links, self.dispatcher = links, dispatcher
-                self._broken = None
                 self.restarts += 1
                 _log.warning("the pool was restarted: generation %d", self.generation)
                 return
