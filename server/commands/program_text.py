@@ -71,7 +71,7 @@ def explanation(
     lines += [line for each in verdict.sentences for line in _wrapped(each, width)]
     for party in verdict.culprits:
         if party.name in stacks:
-            told = _own_thread_first(stacks[party.name]).splitlines()
+            told = stacks[party.name].splitlines()
             if len(told) == 1:
                 lines += ["", f"No stack of {party.who}: {told[0]}."]
                 continue
@@ -80,12 +80,6 @@ def explanation(
             if len(told) > _STACK_LINES:
                 lines.append(f"  ... and {len(told) - _STACK_LINES} lines more")
     return "\n".join(lines)
-
-
-def _own_thread_first(stacks: str) -> str:
-    """The stacks with that of the thread first which got the signal: the main one, as a rule."""
-    threads = stacks.split("\n\n")
-    return "\n\n".join(sorted(threads, key=lambda each: not each.startswith("Current thread")))
 
 
 def _title(seen: Program, width: int) -> str:

@@ -1,6 +1,6 @@
-"""Reads the Python stacks of another process, also of one that is stuck or has crashed.
+"""Reads the Python stack of another process, also of one that is stuck or has crashed.
 
-The process has a memory file (memfd). Python's faulthandler writes its stacks into it, from C and
+The process has a memory file (memfd). Python's faulthandler writes its stack into it, from C and
 without the GIL, when somebody sends `STACK_SIGNAL`. Every member of a board has such a file, and
 says on the board which descriptor it is. A pool's driver makes those of its workers; there they are
 written into when the process crashes, too.
@@ -37,7 +37,7 @@ def writes_stacks_to(descriptor: int) -> None:
 
 
 def write_stacks_when_asked() -> int | None:
-    """Have this process write the stacks of all its threads when it gets `STACK_SIGNAL`.
+    """Have this process write the stack of its main thread when it gets `STACK_SIGNAL`.
 
     It does so from then on for good: the signal would end a process that did not catch it any more.
 
@@ -54,7 +54,9 @@ def write_stacks_when_asked() -> int | None:
             file.detach()
         else:  # another thread was faster
             file.close()
-        faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
+        # Not of all threads: a running one changes its frames while another reads them, which ends
+        # the process sooner or later.
+        faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=False)
     return descriptor
 
 

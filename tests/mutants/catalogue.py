@@ -491,6 +491,13 @@ MUTANTS = (
         (f"{_HERE}/test_onlooker.py::test_who_does_not_catch_the_signal_does_not_get_it",),
     ),
     Mutant(
+        "O2 a busy process survives that its stack is read",
+        "shm_broadcast/board/stacks.py",
+        "file=descriptor, all_threads=False",
+        "file=descriptor, all_threads=True",
+        (f"{_HERE}/test_onlooker.py::test_a_busy_process_may_be_asked_again_and_again",),
+    ),
+    Mutant(
         "O3 who waits for nobody is to blame",
         "shm_broadcast/onlooker/blame.py",
         "if each.name in awaited and not each.waits_on",

@@ -78,7 +78,7 @@ def test_a_full_queue(tmp_path: Path) -> None:
 def test_a_driver_that_reads_no_replies(tmp_path: Path) -> None:
     with playing("replies", 1, tmp_path) as (driver,):
         late = f"The driver (pid {driver}) holds up others: it waits for no other process"
-        text = told(driver, late, "in block_the_pool", "Rank 0", "Rank 1")
+        text = told(driver, late, "in replies", "Rank 0", "Rank 1")
         assert "waits for the driver in enqueue #" in text
         assert_documented(text)
         assert_status_says(driver, late)

@@ -167,6 +167,34 @@ def test_a_program_keeps_the_signal_that_it_uses_itself() -> None:
     assert done.stdout.split() == ["mine", "None"]
 
 
+def test_a_busy_process_may_be_asked_again_and_again() -> None:
+    """Its threads change their frames all the time."""
+    code = (
+        "import threading; from shm_broadcast import Board\n"
+        "def deep(n): return n and deep(n - 1) + len([exec('x = 1', {}) for _ in range(3)])\n"
+        "def busy():\n"
+        "  while True:\n"
+        "    for n in (1, 50, 400, 5): deep(n)\n"
+        "board = Board.create(1, 0, 'busy')\n"
+        "for _ in range(3): threading.Thread(target=busy, daemon=True).start()\n"
+        "print('made', flush=True); busy()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "made\n"
+        try:
+            seen = scan()
+            (program,) = of_process(process.pid, seen, programs(seen))
+            party = Party("rank 0", [program.boards[0].members[0]])
+            for _ in range(100):
+                assert stacks_of([party], Deadline.after(30))["rank 0"].startswith("Stack")
+                assert process.poll() is None
+        finally:
+            process.kill()
+
+
 def test_who_does_not_catch_the_signal_does_not_get_it() -> None:
     code = (
         "import signal; from shm_broadcast import Board\n"
@@ -347,11 +375,13 @@ def test_processes_end_while_they_are_looked_at() -> None:
     with Board.create(1, 0, "one that is well"):
         code = "import os\nwhile True:\n  if os.fork() == 0: os._exit(0)\n  os.wait()"
         with subprocess.Popen([sys.executable, "-c", code]) as churn:
-            for _ in range(30):
-                assert [board.name for board in boards_here(of="one that is")] == [
-                    "one that is well"
-                ]
-            churn.kill()
+            try:
+                for _ in range(30):
+                    assert [board.name for board in boards_here(of="one that is")] == [
+                        "one that is well"
+                    ]
+            finally:
+                churn.kill()
 
 
 def test_segments_are_for_their_owner_only() -> None:
