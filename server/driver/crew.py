@@ -290,16 +290,18 @@ class Crew:
 
         self.dispatcher.release()
         self._links.calls.shutdown()
+        keep = True
         with suppress(PoolClosedError):
             while (pause := self._budget.take(time.monotonic(), self._ledger.worked)) is not None:
                 _log.error("the pool has broken, and is restarted: %s", with_notes(failure))
                 try:
-                    self._staff.dismiss(pause, tick)
+                    self._staff.dismiss(pause, tick, keep=keep)
                     self._begin(tick)
                 except PoolClosedError:
                     raise
                 except Exception as error:  # noqa: BLE001 - it becomes the pool's failure
                     failure = error
+                    keep = False  # those that stayed may be why it failed
                     continue
                 self.restarts += 1
                 _log.warning("the pool was restarted: generation %d", self.generation)

@@ -71,17 +71,19 @@ class Staff:
         roll_call = RollCall(self.workers, plan.on_progress, plan.config.stack_seconds)
         roll_call.wait(self.supervisor, deadline, tick)
 
-    def dismiss(self, pause: float, tick: Tick) -> None:
+    def dismiss(self, pause: float, tick: Tick, *, keep: bool) -> None:
         """After the board was aborted: keep the workers that leave, and kill the others.
 
         Args:
             pause: how many seconds to take at least.
+            keep: whether to keep any.
             tick: as for `assemble`.
         """
         over = time.monotonic() + pause
         leaving = Leaving(self.workers.values())
-        leaving.wait(self.supervisor, Deadline.after(self._plan.config.leave_seconds), tick)
-        self._remove([worker for worker in self.workers.values() if not worker.away])
+        patience = self._plan.config.leave_seconds if keep else 0.0
+        leaving.wait(self.supervisor, Deadline.after(patience), tick)
+        self._remove([worker for worker in self.workers.values() if not (keep and worker.away)])
         while (seconds := over - time.monotonic()) > 0:
             self.supervisor.step(leaving, min(seconds, tick()))
         self._remove([worker for worker in self.workers.values() if worker.ended()])

@@ -301,8 +301,8 @@ MUTANTS = (
     Mutant(
         "F7 a pool that is restarted keeps the workers that leave",
         "server/driver/staff.py",
-        "if not worker.away])",
-        "if worker.away or not worker.away])",
+        "if not (keep and worker.away)])",
+        "if not (keep and worker.away and False)])",
         (
             "tests/server/test_pool_restart.py::test_workers_that_can_be_restored_keep_what_they_hold",
         ),

@@ -31,7 +31,7 @@ from shm_broadcast import DivergenceError
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.server.lean_model import Lean
 from tests.server.tiny_bert import make_model
-from tests.server.workers import Gate, Restored, Unlucky, Worker
+from tests.server.workers import Gate, Restored, Unlucky, Unrestorable, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -209,6 +209,17 @@ def test_a_start_that_fails_is_tried_again() -> None:
     with WorkerPool(Unlucky, tp=2, worker_kwargs=unlucky, restart="worker", config=PATIENT) as pool:
         break_by_death(pool, 0)
         assert pool.call("total", 2.0, timeout=PATIENCE_SECONDS) == 4.0
+
+
+@pytest.mark.parametrize("how", ["raises", "hangs"])
+def test_where_a_worker_cannot_be_restored_all_are_made_anew(how: str) -> None:
+    limits: dict[str, Any] = {"start_timeout": 3.0 + STALL_SECONDS} if how == "hangs" else {}
+    with WorkerPool(
+        Unrestorable, tp=3, worker_kwargs={"how": how}, restart="worker", config=PATIENT, **limits
+    ) as pool:
+        break_by_death(pool)
+        assert pool.call("total", 1.0, timeout=PATIENCE_SECONDS) == 3.0
+        assert pool.restarts == 1
 
 
 def test_a_first_start_that_fails_is_not_tried_again() -> None:

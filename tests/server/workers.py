@@ -301,3 +301,14 @@ class Unlucky(Worker):
             raise BadInputError(f"no luck in {context.generation}")
         if self.rank == 1 and context.generation in hangs:
             time.sleep(600)
+
+
+class Unrestorable(Worker):
+    """Has a ``restore`` that fails on rank 0."""
+
+    def restore(self, context: WorkerContext) -> None:
+        self.context, self.groups = context, context.groups
+        if self.rank == 0 and self.kwargs["how"] == "raises":
+            raise BadInputError("cannot be restored")
+        if self.rank == 0:
+            time.sleep(600)
