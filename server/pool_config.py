@@ -26,9 +26,14 @@ class PoolConfig:
         kill_seconds: how long workers have to end after SIGTERM, before SIGKILL.
         threads: CPU threads of each worker. ``None``: ``OMP_NUM_THREADS``, or an equal share of the
             cores that this process may use.
+        zero_copy: whether tensors and arrays of 1 MiB and more in results stay in shared memory,
+            where the worker has put them. Do not write to them, and drop them soon: see
+            `shm_broadcast.MessageQueue.dequeue`.
         fork: whether workers are forked from a process that has loaded torch, where that can be
             done: they start in a fraction of the time. That process stays until the driver ends.
             ``False``: each worker is a fresh interpreter, for code that must not be forked.
+        preload: modules that this process has loaded, too. They stay as they were then: not for
+            code that changes while the driver runs, or that starts threads when it is imported.
     """
 
     in_flight: int | None = None
@@ -40,7 +45,9 @@ class PoolConfig:
     stack_seconds: float = 1.0
     kill_seconds: float = 1.0
     threads: int | None = None
+    zero_copy: bool = False
     fork: bool = True
+    preload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the values.

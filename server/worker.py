@@ -178,7 +178,9 @@ class _Serving:
         self._cancelled = closing.enter_context(CancelledCalls.attach(cancelled))
         self._board = closing.enter_context(Board.attach(board, start.rank))
         self._calls = closing.enter_context(MessageQueue.attach(calls, self._board))
-        self._replies = closing.enter_context(MessageQueue.attach(replies, self._board))
+        self._replies = closing.enter_context(
+            MessageQueue.attach(replies, self._board, zero_copy=start.zero_copy)
+        )
         device = torch.device(start.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)

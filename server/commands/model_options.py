@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..driver import devices
 from ..driver.cores import worker_threads
 from ..pool import WorkerPool
+from ..pool_config import PoolConfig
 from ..replicas import Replicas
 from ..workers.minilm import BATCH_TOKENS, MiniLMWorker, ModelFolder, packaged_model
 
@@ -73,6 +74,7 @@ class Model:
             "device": self.device,
             "share_gpu": self.share_gpu,
             "start_timeout": timeout,
+            "config": PoolConfig(preload=(MiniLMWorker.__module__,)),
         }
 
 

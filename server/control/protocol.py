@@ -65,6 +65,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         secret: random bytes that only the ranks of this pool know.
         handles: the handles of the board, the queue to read, the queue to write and
             the marks of cancelled calls; pickled.
+        zero_copy: whether large buffers of results stay in shared memory.
         worker: the worker's class as ``"package.module:Class"``.
         worker_kwargs: its keyword arguments, pickled.
         main: how to load the driver's main module, if the class is defined there; see `reference`.
@@ -81,6 +82,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     device: str
     secret: bytes
     handles: bytes
+    zero_copy: bool
     worker: str
     worker_kwargs: bytes
     main: dict[str, str] | None

@@ -84,6 +84,7 @@ class Links:
             device=plan.devices[rank],
             secret=self._secret,
             handles=pickle.dumps(handles),
+            zero_copy=plan.config.zero_copy,
             worker=plan.worker,
             worker_kwargs=plan.worker_kwargs,
             main=plan.main,

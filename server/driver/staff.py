@@ -60,7 +60,8 @@ class Staff:
         deadline = Deadline.after(plan.start_timeout)
         missing = [rank for rank in range(plan.n_workers) if rank not in self.workers]
         with self._meeting.convene(missing) as seats:
-            for worker in launch(seats, plan.threads, deadline, fork=plan.config.fork):
+            preload = plan.config.preload if plan.config.fork else None
+            for worker in launch(seats, plan.threads, deadline, preload=preload):
                 self.workers[worker.rank] = worker
                 self.supervisor.watch(worker)
         for worker in self.workers.values():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 IDLE_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
 """Variables that change all the time, and that nothing reads while it loads."""
@@ -45,6 +45,7 @@ class Circumstances(NamedTuple):
         priority: its nice value.
         places: its control groups, and what the kernel kills it for.
         namespaces: the device and inode of its root folder, and its namespaces.
+        preload: the modules that it has loaded, beside what every worker needs.
     """
 
     driver: int
@@ -57,9 +58,10 @@ class Circumstances(NamedTuple):
     priority: int
     places: tuple[str, ...]
     namespaces: tuple[tuple[int, int], ...]
+    preload: tuple[str, ...]
 
     @classmethod
-    def now(cls, environment: Mapping[str, str]) -> Circumstances:
+    def now(cls, environment: Mapping[str, str], preload: Sequence[str]) -> Circumstances:
         """Those of a process that this thread would start with ``environment``."""
         path = tuple(map(str, sys.path))
         relative = not all(map(os.path.isabs, path))
@@ -76,6 +78,7 @@ class Circumstances(NamedTuple):
             priority=os.getpriority(os.PRIO_PROCESS, 0),
             places=tuple((_THREAD / name).read_text() for name in ("cgroup", "oom_score_adj")),
             namespaces=tuple(map(_identity, (_THREAD / "root", *(_THREAD / "ns").iterdir()))),
+            preload=tuple(preload),
         )
 
 

@@ -82,7 +82,7 @@ class _ForkServer:
         refusal: why it cannot fork workers; ``""`` if it can, or has not said.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], preload: Sequence[str]) -> None:
         self.users = 0
         self.refusal = ""
         with ExitStack() as ours, ExitStack() as theirs:
@@ -96,6 +96,7 @@ class _ForkServer:
             settings = {
                 "path": list(map(str, sys.path)),
                 "package": _PACKAGE,
+                "preload": list(preload),
                 "driver": os.getpid(),
                 "requests": inherited[0],
                 "lifeline": inherited[1],
@@ -209,7 +210,11 @@ class ForkServers:
         self._servers: dict[Circumstances, _ForkServer] = {}  # the one used last is the last
 
     def fork(
-        self, environment: Mapping[str, str], inherited: Sequence[int], deadline: Deadline
+        self,
+        environment: Mapping[str, str],
+        inherited: Sequence[int],
+        deadline: Deadline,
+        preload: Sequence[str] = (),
     ) -> ForkedProcess | None:
         """Fork a worker's process, as a child of this one; start a server if there is none for it.
 
@@ -217,6 +222,7 @@ class ForkServers:
             environment: its variables.
             inherited: the four descriptors that `boot.main` gets.
             deadline: when to give up.
+            preload: modules that the server has loaded, beside what every worker needs.
 
         Returns:
             ``None`` if workers cannot be forked here; the log says why.
@@ -225,7 +231,7 @@ class ForkServers:
             GroupTimeoutError: the server did not answer in time; it was ended.
             OSError: no process can be started.
         """
-        wanted = Circumstances.now(environment)
+        wanted = Circumstances.now(environment, preload)
         for _ in range(_ATTEMPTS):
             with self._borrowed(wanted, environment) as server:
                 try:
@@ -257,7 +263,7 @@ class ForkServers:
                 if server is not None and not server.users:
                     server.close()
                 self._make_room()
-                server = _ForkServer(environment)
+                server = _ForkServer(environment, wanted.preload)
             self._servers[wanted] = server
             server.users += 1
         try:

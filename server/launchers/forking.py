@@ -2,7 +2,8 @@
 
 The driver's side is `fork_servers`. The server has no thread, no CUDA context and no descriptor of
 the driver's but one end of a socket pair, over which it is asked, and the lifeline, at whose
-closing the kernel kills it. It imports torch and this package, and nothing of the user's.
+closing the kernel kills it. It imports torch and this package, and nothing of the user's but what
+`PoolConfig.preload` names.
 
 A worker's keeper (see `boot`) is cloned as a child of the driver, not of the server: the driver
 waits for it and learns its exit status as if it had started it itself, whatever becomes of the
@@ -10,9 +11,9 @@ server. The newborn says over a pipe which pid it has; so does the server, in ca
 killed in that moment.
 
 It is run by its path with the settings on standard input: a JSON object with the driver's
-``path``, ``package`` and ``driver``, its pid, and the numbers ``requests`` and ``lifeline`` of the
-two descriptors. With each request come the four descriptors of a worker (`launchers.local`), the
-pipe's writing end, the current folder, standard output and error.
+``path``, ``package`` and ``driver``, its pid, the modules to ``preload``, and the numbers
+``requests`` and ``lifeline`` of the two descriptors. With each request come the four descriptors of
+a worker (`launchers.local`), the pipe's writing end, the current folder, standard output and error.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def main() -> None:
     watched.register(driver, select.POLLIN)
     if watched.poll(0):  # closed before the kernel was told to look at it
         return
-    refusal = _load(boot, package)
+    refusal = _load(boot, [f"{package}.worker", "coordinator.groups", *settings["preload"]])
     os.chdir("/")
     with socket.socket(fileno=settings["requests"]) as requests:
         watched.register(requests, select.POLLIN)
@@ -84,11 +85,11 @@ def main() -> None:
         _leave()
 
 
-def _load(boot: ModuleType, package: str) -> str:
-    """Import what every worker needs. Returns why workers cannot be forked then, or ``""``."""
+def _load(boot: ModuleType, modules: list[str]) -> str:
+    """Import what workers need. Returns why workers cannot be forked then, or ``""``."""
     boot.ignore_shown_warnings()
     try:
-        for needed in (f"{package}.worker", "coordinator.groups"):
+        for needed in modules:
             importlib.import_module(needed)
     except Exception as error:  # noqa: BLE001 - a worker that is spawned reports it
         return f"importing what workers need failed: {type(error).__name__}: {error}"

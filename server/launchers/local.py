@@ -171,7 +171,11 @@ class LocalWorker:
 
 
 def launch(
-    seats: Mapping[int, socket.socket], threads: int, deadline: Deadline, *, fork: bool = True
+    seats: Mapping[int, socket.socket],
+    threads: int,
+    deadline: Deadline,
+    *,
+    preload: Sequence[str] | None = (),
 ) -> list[LocalWorker]:
     """Start one worker process for each seat, in order. End them with `end`.
 
@@ -179,7 +183,8 @@ def launch(
         seats: the workers' ends of the meeting, by rank.
         threads: how many CPU threads each may use.
         deadline: when to give up.
-        fork: whether to fork them, where that can be done, instead of spawning them.
+        preload: fork them, where that can be done, from a process that has loaded these modules as
+            well. ``None``: spawn them.
 
     Raises:
         OSError: a process cannot be started; those already started were ended.
@@ -192,7 +197,9 @@ def launch(
     }
 
     def begin(inherited: Sequence[int]) -> Process:
-        forked = FORK_SERVERS.fork(environment, inherited, deadline) if fork else None
+        forked = None
+        if preload is not None:
+            forked = FORK_SERVERS.fork(environment, inherited, deadline, preload)
         return forked or _spawn(environment, inherited)
 
     workers: list[LocalWorker] = []

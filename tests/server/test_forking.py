@@ -321,3 +321,25 @@ def test_a_driver_killed_at_any_moment_leaves_nothing(
         driver.process.communicate()
     monkeypatch.delenv(mark)
     until(lambda: marked(mark) == [])
+
+
+def test_what_is_preloaded_is_there_before_the_worker_is(tmp_path: Path) -> None:
+    (tmp_path / "loaded_once.py").write_text("import os\nLOADED_IN = os.getpid()\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with WorkerPool(Worker, tp=2, config=PoolConfig(preload=("loaded_once",))) as pool:
+            (one, other) = pool.collective_rpc("loaded_in", args=("loaded_once",))
+            assert one == other
+            assert one in [server.pid for server in servers()]
+        with WorkerPool(Worker, tp=2) as pool:
+            (one, other) = pool.collective_rpc("loaded_in", args=("loaded_once",))
+            assert {one, other} == {pid for _, pid in pool.collective_rpc("where")}
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+def test_a_module_that_cannot_be_preloaded_has_workers_spawned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert len(ask("where", PoolConfig(preload=("no_such_module_anywhere",)))) == 2
+    assert any("no_such_module_anywhere" in record.getMessage() for record in caplog.records)

@@ -289,3 +289,24 @@ def test_progress_is_told_after_the_start_too() -> None:
         while len(told) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
     assert told == [(0, 1, 3, "later"), (0, 2, 3, "later"), (0, 3, 3, "later")]
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_large_results_stay_where_the_worker_has_put_them_if_asked_to(zero_copy: bool) -> None:
+    with WorkerPool(Worker, tp=2, config=PoolConfig(zero_copy=zero_copy)) as pool:
+        for n in (10, 1_000_000):
+            first, second = pool.collective_rpc("ones", args=(n,))
+            assert (first == 0).all() and (second == 1).all() and len(second) == n
+            assert in_shared_memory(second) == (zero_copy and n > 10)
+        kept = [pool.collective_rpc("ones", args=(400_000 + turn,)) for turn in range(8)]
+    for turn, (first, second) in enumerate(kept):
+        assert len(first) == len(second) == 400_000 + turn
+        assert (first == 0).all() and (second == 1).all()
+
+
+def in_shared_memory(tensor: torch.Tensor) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(address, 16) for address in line.split()[0].split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return "/memfd:" in line
+    raise AssertionError("it is not mapped")

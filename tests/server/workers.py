@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import random
 import re
@@ -257,6 +258,11 @@ class Worker:
     def progress(self, steps: int) -> None:
         for step in range(steps):
             self.context.report_progress(step + 1, steps, "later")
+
+    def loaded_in(self, module: str) -> int:
+        """The process in which a module was loaded that says so."""
+        found: int = importlib.import_module(module).LOADED_IN
+        return found
 
     def ones(self, n: int) -> torch.Tensor:
         return torch.full((n,), float(self.rank))
