@@ -151,10 +151,9 @@ class Crew:
         Raises:
             PoolClosedError: the pool was shut down.
         """
-        with self._staff.using:
-            if self._stopped:
-                raise PoolClosedError("status: the pool was shut down")
-            return [self._status(rank) for rank in range(self._plan.n_workers)]
+        if self._stopped:
+            raise PoolClosedError("status: the pool was shut down")
+        return [self._status(rank) for rank in range(self._plan.n_workers)]
 
     def _status(self, rank: int) -> MemberStatus:
         # On the board a worker without a call is busy with `dequeue`: show it as idle instead.
@@ -205,12 +204,11 @@ class Crew:
         ranks = self._ledger.late(call)
         if not ranks:
             restarting = self._ledger.restarting
-            busy = "not sent: " + (
-                f"the pool is being restarted after this: {restarting}"
-                if restarting
-                else "the workers are busy with calls before it"
-            )
-            detail = "answered just afterwards" if call.number else busy
+            detail = "not sent: the workers are busy with calls before it"
+            if call.number:
+                detail = "answered just afterwards"
+            elif restarting is not None:
+                detail = f"not sent: the pool is being restarted after this: {restarting}"
             return CallTimeoutError(call.method, timeout, detail=detail)
         return CallTimeoutError(call.method, timeout, *self._seen(ranks))
 
@@ -271,12 +269,12 @@ class Crew:
             links.board.abort(error)  # those that wait for others leave
             links.close()
             raise
-        with self._staff.using:
-            self._leave_links.close()
-            self._links = self._leave_links.enter_context(closing(links))
-            self._broken = None
+        before = self._leave_links.pop_all()
+        self._links = self._leave_links.enter_context(closing(links))
+        self._broken = None
+        before.close()
+        # From here on the generation may break: what handles that must be in place.
         self._ledger.open(generation, links.cancelled)
-        # From here on the generation may break: all that handles it must be in place.
         self.dispatcher = Dispatcher(
             self._ledger, generation, links.board, links.calls, links.replies
         )
