@@ -16,9 +16,18 @@ from unittest import mock
 
 import coordinator.setup.link
 from coordinator.hosts.nodes import Nodes, find_nodes
+from coordinator.messages.outgoing import COPIED_BYTES
 from coordinator.setup.torch_groups import default_store
 from device_comm import Work
-from tests.fuzz.object_verbs import MESSAGES, OBJECT_VERBS, barrier, call_object_verb, receive, send
+from tests.fuzz.object_verbs import (
+    MESSAGES,
+    OBJECT_VERBS,
+    barrier,
+    call_object_verb,
+    receive,
+    send,
+    sent_bytes,
+)
 from tests.fuzz.program import groups_of
 from tests.fuzz.verbs import DISPATCHES, Given, call_dispatch, call_tensor_verb
 
@@ -29,6 +38,9 @@ if TYPE_CHECKING:
     from tests.fuzz.faults import Fault
     from tests.fuzz.fleet import Post
     from tests.fuzz.program import Program, Step
+
+_LAST = 1 << 20
+"""A place behind all others."""
 
 
 class ProgramRank:
@@ -109,11 +121,13 @@ class Execution:
             self._receive_if(lambda _, where: where is group)
         self._end(given, *begin(group, given))
 
-    def _end(self, given: Given, began: Any, check: Callable[[Any], None]) -> None:
-        """Check what has come, now or when it is to be waited for."""
+    def _end(
+        self, given: Given, began: Any, check: Callable[[Any], None], at: int | None = None
+    ) -> None:
+        """Check what has come, now or when it is to be waited for: as the step says, or ``at``."""
         if given.step.run_on:
             assert isinstance(began, Work), f"{type(began).__name__} is no Work"
-            place = given.number + 1 + _later(given.step, given.rank)
+            place = given.number + 1 + _later(given.step, given.rank) if at is None else at
             self._waits[place].append(lambda: check(began.wait()))
         else:
             check(began)
@@ -123,7 +137,9 @@ class Execution:
         if step.root == step.peer:
             return
         if given.rank == step.root:
-            self._end(given, send(group, given), _nothing)
+            # One that is not copied may be done with its receive only, which may come last.
+            last = sent_bytes(given) > COPIED_BYTES
+            self._end(given, send(group, given), _nothing, at=_LAST if last else None)
         elif given.rank == step.peer:
             due = given.number + 1 + _later(step, step.peer)
             before = self._received_last.get((step.group, step.root), 0)

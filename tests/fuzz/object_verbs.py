@@ -92,6 +92,16 @@ def send(group: GroupCoordinator, given: Given) -> Any:
     return getattr(group, f"i{name}" if step.run_on else name)(payload, step.peer, **options)
 
 
+def sent_bytes(given: Given) -> int:
+    """The bytes of the tensors in this step's message."""
+    sent: dict[str, Any] = {
+        "message_tensor": lambda: {"x": given.input()},
+        "message_object": dict,
+        "message_tensor_dict": lambda: a_dict(given, given.rank),
+    }[given.step.verb]()
+    return sum(value.nbytes for value in sent.values() if isinstance(value, Tensor))
+
+
 def receive(group: GroupCoordinator, given: Given) -> tuple[Any, Callable[[Any], None]]:
     """Receive this step's message: its value or work, and the check."""
     step, verb = given.step, given.step.verb.removeprefix("message_")
