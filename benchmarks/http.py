@@ -86,7 +86,7 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._over.wait(self._interval):
-            self.samples.append((time.monotonic(), self._served.resident_bytes() / MIB))
+            self.samples.append((time.monotonic(), self._served.memory_bytes() / MIB))
 
     def summary(self) -> tuple[float, float, float]:
         """Median at the start, median at the end, and the growth per minute in between."""

@@ -3,7 +3,8 @@
     python -m benchmarks.http_faults [--seconds S] [--every S] [--clients N] [--dp N] [--json FILE]
 
 Each answer is compared with what the service answered before. Ends with 1 if one was wrong, or if a
-request got anything but an answer or 503.
+request got anything but an answer or 503. The memory is that of all processes of the service, each
+shared page counted once.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from server.commands.serve import PACKAGED_NAME
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_WEIGH_SECONDS = 10.0
 TEXTS = [f"Line {number} repeats itself, {'and again ' * number}." for number in range(12)]
 
 
@@ -43,25 +45,27 @@ def main() -> int:
     arguments = parser.parse_args()
     options = ("--dp", str(arguments.dp), "--restart", "worker", "--max-restarts", "1000")
     report: dict[str, Any] = {"machine": machine(), **vars(arguments), "json": None}
-    print("kills  requests/s     p50, s     p99, s   worst, s   refused   MiB before, after")
+    print("kills  requests/s     p50, s     p99, s   worst, s   refused   MiB before, most, after")
     right = True
     for kills in (False, True):
         with Served(*options) as served:
             served.wait_until_ready()
             questions = Questions(TEXTS, asyncio.run(_embeddings(served)))
-            memory = [served.resident_bytes() >> 20]
+            memory = [served.memory_bytes() >> 20]
             over = threading.Event()
-            killer = threading.Thread(target=_kill, args=(served, arguments.every, over))
+            beside = [threading.Thread(target=_weigh, args=(served, memory, over))]
             if kills:
-                killer.start()
+                beside.append(threading.Thread(target=_kill, args=(served, arguments.every, over)))
+            for thread in beside:
+                thread.start()
             found = asyncio.run(
                 load(served.url, PACKAGED_NAME, questions, arguments.clients, arguments.seconds)
             )
             over.set()
-            if kills:
-                killer.join()
+            for thread in beside:
+                thread.join()
             served.wait_until_ready()
-            memory.append(served.resident_bytes() >> 20)
+            memory.append(served.memory_bytes() >> 20)
         right &= found.worst <= TOLERANCE and {*found.refused} <= {503} and bool(found.seconds)
         report["with kills" if kills else "without"] = _show(found, memory, kills=kills)
     if arguments.json:
@@ -73,6 +77,11 @@ async def _embeddings(served: Served) -> np.ndarray:
     async with Client(served.url, PACKAGED_NAME) as client:
         vectors = [vectors_of((await client.embed([text]))[1])[0] for text in TEXTS]
     return np.stack(vectors)
+
+
+def _weigh(served: Served, memory: list[int], over: threading.Event) -> None:
+    while not over.wait(_WEIGH_SECONDS):
+        memory.append(served.memory_bytes() >> 20)
 
 
 def _kill(served: Served, every: float, over: threading.Event) -> None:
@@ -89,7 +98,7 @@ def _show(found: Load, memory: Sequence[int], *, kills: bool) -> dict[str, Any]:
     refused = dict(found.refused)
     print(
         f"{'yes' if kills else 'no':5}{rate:12.1f}{p50:11.3f}{p99:11.3f}{worst:11.3f}"
-        f"   {refused or 'none'}   {memory[0]}, {memory[1]}",
+        f"   {refused or 'none'}   {memory[0]}, {max(memory)}, {memory[-1]}",
         flush=True,
     )
     figures = {"requests_per_second": rate, "p50": p50, "p99": p99, "worst": worst}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.error import HTTPError, URLError
@@ -77,10 +78,14 @@ class Served:
         """The workers' process ids, by rank."""
         return [worker["pid"] for worker in self.get("/status")[1]["workers"]]
 
-    def resident_bytes(self) -> int:
-        """What the server and its workers have in memory; shared pages count in each."""
+    def memory_bytes(self) -> int:
+        """What the server and its workers have in memory; each shared page counts once."""
         server = psutil.Process(self.process.pid)
-        return sum(each.memory_info().rss for each in (server, *server.children(recursive=True)))
+        total = 0
+        for each in (server, *server.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                total += each.memory_full_info().pss
+        return total
 
     def finish(self, seconds: float = 60.0) -> tuple[int, str]:
         """Wait for its end; the exit status, and what it wrote to stderr."""

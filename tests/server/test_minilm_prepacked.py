@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch.nn import functional
 
 from server.workers.minilm import prepacked
+from tests.server.tiny_bert import make_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 MANY_ROW_COUNTS = """
 import psutil, torch
@@ -24,6 +31,24 @@ for rows in range(1, 700):
     prepacked.linear(x[:rows], weight, None)
 print((psutil.Process().memory_info().rss - before) >> 20)
 """
+
+MANY_BATCHES = """
+import sys
+import numpy as np
+from server.workers.minilm import MiniLMWorker
+from tests.server.fake_groups import run_threads
+
+def body(context):
+    worker = MiniLMWorker(context, sys.argv[1], threads=1)
+    for inputs in range(1, 200):
+        worker.embed([np.full(1 + number % 3, 2) for number in range(inputs)])
+
+run_threads(1, 1, body)
+"""
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x + x
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(384, 96), (37, 12), (1, 1)])
@@ -45,6 +70,33 @@ def test_the_product_is_the_same_for_any_number_of_rows(
         assert y.is_contiguous()
         torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-4)
         assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("activation", [functional.gelu, double])
+def test_an_activation_along_with_the_product(
+    activation: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    weight, bias = torch.randn(37, 12), torch.randn(37)
+    packed = prepacked.prepack(weight)
+    for rows in (1, 8, 63, 128, 129, 300):
+        x = torch.randn(rows, 12)
+        y = prepacked.linear(x, packed, bias, activation)
+        assert y.shape == (rows, 37)
+        torch.testing.assert_close(y, activation(functional.linear(x, weight, bias)))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
+def test_no_kernels_are_made_for_each_number_of_tokens(tmp_path: Path, activation: str) -> None:
+    """They would stay, between the tensors of later batches: memory that nobody can use."""
+    ran = subprocess.run(
+        [sys.executable, "-c", MANY_BATCHES, make_model(tmp_path / "model", activation=activation)],
+        env={**os.environ, "ONEDNN_VERBOSE": "profile_create"},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert 0 < ran.stdout.count("create:cache_miss") < 100
 
 
 def test_memory_does_not_grow_with_the_row_counts_that_were_met() -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from .model_config import BertConfig, ModelFolder
     from .packing import AttentionSpan, TokenArrangement
+    from .parallel import Activation
 
 _CHECKPOINT_NAMES = {
     "embeddings.words": "embeddings.word_embeddings",
@@ -86,8 +87,7 @@ class Layer(nn.Module):
         self.value = ColumnLinear(size, size, tp)
         self.attended = RowLinear(size, size, tp)
         self.attended_norm = nn.LayerNorm(size, eps, device="meta")
-        self.up = ColumnLinear(size, inner, tp)
-        self.activation = _FUNCTIONS[config.activation]
+        self.up = ColumnLinear(size, inner, tp, _FUNCTIONS[config.activation])
         self.down = RowLinear(inner, size, tp)
         self.down_norm = nn.LayerNorm(size, eps, device="meta")
 
@@ -104,7 +104,7 @@ class Layer(nn.Module):
         heads = [self._attend(span, *(part[span.tokens] for part in parts)) for span in spans]
         attended = heads[0] if len(heads) == 1 else torch.cat(heads)
         x = self.attended_norm(x + self.attended(attended))
-        y: torch.Tensor = self.down_norm(x + self.down(self.activation(self.up(x))))
+        y: torch.Tensor = self.down_norm(x + self.down(self.up(x)))
         return y
 
     def _attend(self, span: AttentionSpan, *parts: torch.Tensor) -> torch.Tensor:
@@ -238,7 +238,7 @@ def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_FUNCTIONS: dict[str, Activation] = {
     "gelu": functional.gelu,
     "gelu_tanh": _gelu_tanh,
     "quick_gelu": _quick_gelu,

@@ -8,7 +8,7 @@ does not divide are padded with zeros, which change no sum.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
@@ -19,9 +19,11 @@ from coordinator.layout import Layout, Placement, Replicate, Shard
 from . import prepacked
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from coordinator import GroupCoordinator
+
+    Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +72,43 @@ class ShardedLinear(ShardedModule):
         if prepacked.can_prepack(self.weight):
             self.weight = nn.Parameter(prepacked.prepack(self.weight), requires_grad=False)
 
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x @ weight.T + bias``, of this rank's part of the weight; a new tensor."""
-        linear = prepacked.linear if self.weight.is_mkldnn else functional.linear
-        return linear(x, self.weight, bias)
+    def product(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation | None = None,
+    ) -> torch.Tensor:
+        """``activation(x @ weight.T + bias)``, of this rank's part of the weight; a new tensor."""
+        if self.weight.is_mkldnn:
+            return prepacked.linear(x, self.weight, bias, activation)
+        y = functional.linear(x, self.weight, bias)
+        return y if activation is None else activation(y)
 
 
 class ColumnLinear(ShardedLinear):
     """``x @ weight.T + bias`` with the outputs cut: [rows, inputs] → [rows, ceil(outputs / tp)].
 
     Collective: no.
+
+    Args:
+        activation: a function of each output.
     """
 
-    def __init__(self, inputs: int, outputs: int, group: GroupCoordinator) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        group: GroupCoordinator,
+        activation: Activation | None = None,
+    ) -> None:
         super().__init__(group)
+        self.activation = activation
         self.declare("weight", (outputs, inputs), Shard(0, padded=True))
         self.declare("bias", (outputs,), Shard(0, padded=True))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's outputs."""
-        return self.product(x, self.bias)
+        return self.product(x, self.bias, self.activation)
 
 
 class MergedColumnLinear(ShardedLinear):
