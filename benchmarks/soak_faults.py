@@ -1,12 +1,13 @@
 """Faults at random moments in pools that are restarted, while callers ask for real embeddings.
 
-    python -m benchmarks.soak_faults [--faults N] [--seed N] [--json FILE]
+    python -m benchmarks.soak_faults [--faults N] [--pool NAME] [--seed N] [--json FILE]
 
 Four threads embed sentences and compare each answer with sentence-transformers; two of them let
 their calls be made again. Meanwhile a worker is killed, stopped, crashes, exits, raises while its
 peers wait for it, or loops for ever. Taken is the time from the fault to the first error of a
-caller, and to the first right answer to a call that was made after it. Ends with 1 if an answer was
-wrong, an error had no type of ours, or something was left behind.
+caller, and to the first right answer to a call that was made after it. After each tenth of the
+faults, what the driver and its workers hold is counted. Ends with 1 if an answer was wrong, an
+error had no type of ours, or something was left behind.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import random
 import signal
@@ -22,7 +24,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +55,9 @@ SENTENCES = (
     "A short one.",
     "",
 )
+_FORK_SERVER = "pool-forks"
 _PATIENCE = 60.0
+_NOISE_MIB = 8
 _TOLERANCE = 1e-5
 
 
@@ -87,6 +91,55 @@ class Seen:
 
     errors: list[float] = field(default_factory=list)
     answers: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the driver and all that it has started hold.
+
+    Attributes:
+        processes: how many they are.
+        descriptors: of all of them.
+        threads: of all of them.
+        driver: the driver's memory in MiB, without what it shares.
+        mib: the memory of all in MiB, each shared page counted once.
+    """
+
+    processes: int
+    descriptors: int
+    threads: int
+    driver: int
+    mib: int
+
+    @classmethod
+    def now(cls) -> Held:
+        """As it is once it is the same twice: what was killed may still be ending."""
+        before, found = None, cls._count()
+        while before is None or astuple(before)[:3] != astuple(found)[:3]:
+            time.sleep(0.2)
+            before, found = found, cls._count()
+        return found
+
+    @classmethod
+    def _count(cls) -> Held:
+        gc.collect()
+        driver = psutil.Process()
+        counts = []
+        for each in (driver, *driver.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                pss = each.memory_full_info().pss
+                counts.append((1, each.num_fds(), each.num_threads(), pss >> 20))
+        processes, descriptors, threads, mib = map(sum, zip(*counts, strict=True))
+        return cls(processes, descriptors, threads, driver.memory_full_info().uss >> 20, mib)
+
+
+def _has_grown(held: list[Held]) -> bool:
+    """Whether there always was more in the second half; workers' memory depends on their ages."""
+    allowed = (0, 0, 0, _NOISE_MIB, math.inf)
+    counts = [astuple(each) for each in held]
+    early, late = counts[: len(counts) // 2 + 1], counts[len(counts) // 2 :]
+    least, most = map(min, zip(*late, strict=True)), map(max, zip(*early, strict=True))
+    return any(now > before + more for now, before, more in zip(least, most, allowed, strict=True))
 
 
 class Callers:
@@ -134,6 +187,7 @@ def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--faults", type=int, default=200, help="in all (default 200)")
+    parser.add_argument("--pool", choices=GRIDS, help="this one only (default: a quarter each)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args()
@@ -143,10 +197,13 @@ def main() -> int:
     draw = random.Random(arguments.seed)
     report: dict[str, Any] = {"machine": machine(), "seed": arguments.seed}
     wrong: list[str] = []
-    for name, grid in GRIDS.items():
-        seen, complaints = _soak(grid, arguments.faults // len(GRIDS), draw, tokens, expected)
+    names = [arguments.pool] if arguments.pool else [*GRIDS]
+    for name in names:
+        faults = max(arguments.faults // len(names), 1)
+        seen, held, complaints = _soak(GRIDS[name], faults, draw, tokens, expected)
         wrong += [f"{name}: {text}" for text in complaints]
         report[name] = {kind: asdict(each) for kind, each in seen.items()}
+        report[name]["held"] = [asdict(each) for each in held]
         _show(name, seen)
     for text in wrong:
         print(f"WRONG {text}")
@@ -157,7 +214,7 @@ def main() -> int:
 
 def _soak(
     grid: tuple[int, int, int], faults: int, draw: random.Random, tokens: Any, expected: Any
-) -> tuple[dict[str, Seen], list[str]]:
+) -> tuple[dict[str, Seen], list[Held], list[str]]:
     tp, pp, dp = grid
     options: dict[str, Any] = {
         "tp": tp,
@@ -169,26 +226,30 @@ def _soak(
     }
     make = WorkerPool if dp == 1 else partial(Replicas, dp=dp)
     seen: dict[str, Seen] = {}
+    held: list[Held] = []
     with make(Faulty, **options) as pool:
         callers = Callers(pool, tokens, expected)
-        before: tuple[int, ...] = ()
         # Where a rank is alone, nobody waits for it, so an exception breaks nothing.
         kinds = [kind for kind in (*SIGNALS, *MISDEEDS) if tp * pp > 1 or kind != "exception"]
         try:
-            for number in range(faults):
+            for number in range(1, faults + 1):
                 kind = draw.choice(kinds)
                 time.sleep(draw.uniform(0.0, 0.5))
                 each = seen.setdefault(kind, Seen())
                 _fault(pool, kind, draw.randrange(tp * pp * dp), callers, each)
-                if number == faults // 2:
-                    before = _held()
-            after = _held()
+                if number % max(faults // 10, 1) == 0:
+                    held.append(Held.now())
         finally:
             callers.stop()
-    if any(late > early + 4 for late, early in zip(after[:2], before[:2], strict=True)):
-        callers.wrong.append(f"descriptors, threads, MiB: {before} became {after}")
-    print(f"descriptors, threads, MiB after half of the faults {before}, in the end {after}")
-    return seen, callers.wrong
+    if _has_grown(held):
+        callers.wrong.append(f"{held[0]} became {held[-1]}")
+    left = [child.name() for child in psutil.Process().children(recursive=True)]
+    if {*left} - {_FORK_SERVER}:
+        callers.wrong.append(f"left behind: {left}")
+    print("\nprocesses, descriptors, threads, MiB of the driver, MiB of all, after each tenth:")
+    for now in held:
+        print(*astuple(now), sep=", ")
+    return seen, held, callers.wrong
 
 
 def _fault(pool: WorkerPool | Replicas, kind: str, rank: int, callers: Callers, seen: Seen) -> None:
@@ -197,14 +258,15 @@ def _fault(pool: WorkerPool | Replicas, kind: str, rank: int, callers: Callers, 
     rank //= len(pools)
     generation, began = victim.generation, time.monotonic()
     failed = len(callers.failed)
+    callers.answered.clear()
     if kind in SIGNALS:
         with suppress(ProcessLookupError):
             os.kill(victim.status()[rank].pid, SIGNALS[kind])
     else:
         victim.submit("misbehave", kind, rank)
     _until(lambda: victim.generation > generation)
-    _until(lambda: any(asked > began for asked, _ in callers.answered[-50:]))
-    seen.answers.append(min(at for asked, at in callers.answered if asked > began) - began)
+    _until(lambda: any(asked > began for asked, _ in callers.answered[:]))
+    seen.answers.append(min(at for asked, at in callers.answered[:] if asked > began) - began)
     errors = [at - began for at in callers.failed[failed:] if at > began]
     if errors:
         seen.errors.append(min(errors))
@@ -216,17 +278,6 @@ def _until(true: Callable[[], bool]) -> None:
         if time.monotonic() > end:
             raise TimeoutError("the pool did not recover")
         time.sleep(0.001)
-
-
-def _held() -> tuple[int, ...]:
-    """Descriptors, threads and MiB, the least of some moments: a restart may be under way."""
-    process = psutil.Process()
-    taken = []
-    for _ in range(10):
-        gc.collect()
-        taken.append((process.num_fds(), process.num_threads(), process.memory_info().rss >> 20))
-        time.sleep(0.1)
-    return tuple(map(min, zip(*taken, strict=True)))
 
 
 def _show(name: str, seen: dict[str, Seen]) -> None:

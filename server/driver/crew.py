@@ -273,7 +273,9 @@ class Crew:
         self._links = self._leave_links.enter_context(closing(links))
         self._broken = None
         before.close()
-        # From here on the generation may break: what handles that must be in place.
+        if self._ledger.generation:
+            self.restarts += 1
+        # From here on the generation may answer calls, and break: all about it must be in place.
         self._ledger.open(generation, links.cancelled)
         self.dispatcher = Dispatcher(
             self._ledger, generation, links.board, links.calls, links.replies
@@ -301,7 +303,6 @@ class Crew:
                     failure = error
                     keep = False  # those that stayed may be why it failed
                     continue
-                self.restarts += 1
                 _log.warning("the pool was restarted: generation %d", self.generation)
                 return
             limit = self._plan.max_restarts, self._plan.window

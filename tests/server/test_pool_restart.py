@@ -14,6 +14,8 @@ import numpy as np
 import psutil
 import pytest
 
+from server.calls.dispatcher import Dispatcher
+from server.driver import crew
 from server.errors import (
     CallDivergedError,
     CallStuckError,
@@ -304,6 +306,23 @@ def test_many_callers_get_their_own_results_or_a_typed_error_while_workers_die()
         for thread in threads:
             thread.join(PATIENCE_SECONDS)
     assert wrong == []
+
+
+def test_who_gets_an_answer_finds_the_restart_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+
+    def dispatch(*arguments: Any) -> Dispatcher:
+        made = Dispatcher(*arguments)
+        answered.wait(PATIENCE_SECONDS)
+        return made
+
+    with WorkerPool(Worker, restart="worker", config=PATIENT) as pool:
+        monkeypatch.setattr(crew, "Dispatcher", dispatch)
+        break_by_death(pool, 0)
+        assert pool.submit("total", 1.0).result(PATIENCE_SECONDS) == 1.0
+        restarts = pool.restarts
+        answered.set()
+        assert restarts == 1
 
 
 def test_a_model_goes_on_where_it_was_and_starts_without_torchs_compiler(tmp_path: Path) -> None:
