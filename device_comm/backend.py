@@ -35,6 +35,7 @@ import torch
 from device_comm.begun import Begun
 from device_comm.choice import Choice, Explanation
 from device_comm.operation import ALL_VERBS
+from device_comm.recorder import Recorder
 from device_comm.watch import LoneWatch
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupAbortedError, GroupClosedError
@@ -178,6 +179,7 @@ class Backend(ABC):
         shortcut: a faster path for simple calls, while there is one. A wrapper has none, because
             the shortcut would bypass the wrapper's `start`.
         begun: counts the operations begun in a pool's call, for comparing the ranks.
+        recorder: writes this rank's operations down.
         closed: whether `close` was called.
     """
 
@@ -196,6 +198,7 @@ class Backend(ABC):
         self.members = identity.members
         self.peers = identity.peers
         self.begun = Begun(identity.world_size)
+        self.recorder = Recorder(identity.watch, identity.name, identity.world_size)
         self.closed = False
         self._closing = ExitStack()
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from shm_broadcast.progress import Ended
+
 ALL_VERBS: Final = frozenset(
     {
         "all_reduce",
@@ -79,10 +81,13 @@ class Operation:
         following: only for a background recv of a series of tensors, which has no ``output``:
             returns the contiguous tensors to fill next, when the ones before are filled; an empty
             sequence ends the series. Any thread may call it.
+        ended: of an operation in the background: to be told of its end by a backend that knows of
+            it before somebody waits.
     """
 
     __slots__ = (
         "background",
+        "ended",
         "following",
         "name",
         "op",
@@ -108,6 +113,7 @@ class Operation:
         output_sizes: Sequence[int] | None = None,
         name: str = "",
         following: Callable[[], Sequence[Tensor]] | None = None,
+        ended: Ended | None = None,
     ) -> None:
         """Make an operation. Communicators set ``name``, and ``timeout`` if the caller gave none.
 
@@ -125,6 +131,7 @@ class Operation:
         self.timeout = timeout
         self.name = name
         self.following = following
+        self.ended = ended
 
     @property
     def deadline(self) -> Deadline:
@@ -173,6 +180,7 @@ class Operation:
             self.output_sizes if same else output_sizes,
             self.name,
             self.following if same else None,
+            self.ended if same else None,
         )
 
     def __repr__(self) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS
 from shm_broadcast.errors import Failure, GroupAbortedError, MemberStatus
+from shm_broadcast.layout import NO_PEER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -33,8 +34,20 @@ class Watch(Protocol):
     def aborted(self) -> Failure | None:
         """The first failure that was reported; None if the group was not aborted."""
 
-    def stamp(self, operation: str) -> int:
+    def stamp(
+        self,
+        operation: str,
+        group: str = "",
+        verb: int = 0,
+        size: int = 0,
+        number: int = 0,
+        peer: int = NO_PEER,
+        dtype: int = 0,
+    ) -> int:
         """Note that this member begins ``operation``; returns the operation's number."""
+
+    def ended(self, sequence: int, error: BaseException | None = None) -> None:
+        """Note in this member's history how the operation of that number ended."""
 
     def in_collective(self, number: int) -> None:
         """Note the number of the group's collective, for `MemberStatus.collective`."""
@@ -107,9 +120,21 @@ class LoneWatch:
         """The failure that this process reported; None if it reported none."""
         return self._failure
 
-    def stamp(self, operation: str) -> int:  # noqa: ARG002 - no other process reads it
+    def stamp(
+        self,
+        operation: str,  # noqa: ARG002 - no other process reads it
+        group: str = "",  # noqa: ARG002
+        verb: int = 0,  # noqa: ARG002
+        size: int = 0,  # noqa: ARG002
+        number: int = 0,  # noqa: ARG002
+        peer: int = NO_PEER,  # noqa: ARG002
+        dtype: int = 0,  # noqa: ARG002
+    ) -> int:
         """Do nothing: no other process reads it."""
         return 0
+
+    def ended(self, sequence: int, error: BaseException | None = None) -> None:
+        """Do nothing: no other process reads it."""
 
     def in_collective(self, number: int) -> None:
         """Do nothing: no other process reads it."""

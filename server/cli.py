@@ -37,6 +37,7 @@ COMMANDS: Final = {
     "serve": ("serve", "serve embeddings over HTTP from a pool of workers"),
     "status": ("status", "show what every process of running pools and groups does"),
     "explain": ("explain_hang", "say who holds up a program that hangs, and show their stacks"),
+    "trace": ("trace", "write down the last operations of every process, on one clock"),
 }
 """The module of each command, and what it is for."""
 

@@ -247,7 +247,7 @@ class _Serving:
         self._closing.close()
 
     def _answer(self, call: Call) -> None:
-        self._board.stamp(call.method)
+        entry = self._board.stamp(call.method, number=call.number & 0xFFFFFFFF)
         wanted = call.reply_rank in (-1, self._rank)
         value: Any
         try:
@@ -257,8 +257,10 @@ class _Serving:
                 else:
                     value = getattr(self._worker, call.method)(*call.args, **call.kwargs)
         except BaseException as error:  # noqa: BLE001 - all that a method raises goes to the caller
+            self._board.ended(entry, error)
             self._fail(error)
             return
+        self._board.ended(entry)
         begun = take_begun()
         try:
             reply = Reply(call.number, begun, value if wanted or call.stream else None)

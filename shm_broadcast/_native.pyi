@@ -15,7 +15,23 @@ class Words:
     def spin64(self, offset: int, seen: int, spin_ns: int, /) -> bool: ...
     def write(self, offset: int, buffer: Buffer, /) -> None: ...
     def read_into(self, offset: int, buffer: Buffer, /) -> None: ...
-    def stamp(self, slot: int, state: int, operation: str, /) -> int: ...
+    def stamp(
+        self,
+        slot: int,
+        state: int,
+        operation: str,
+        history: int = ...,
+        group: str = ...,
+        verb: int = ...,
+        size: int = ...,
+        number: int = ...,
+        peer: int = ...,
+        dtype: int = ...,
+        /,
+    ) -> int: ...
+    def leave(
+        self, history: int, sequence: int, outcome: int, size: int, number: int, /
+    ) -> None: ...
     def progress(self, slot: int, state: int, /) -> None: ...
     def fence(self) -> None: ...
 
@@ -27,6 +43,7 @@ class FastWriter:
         board: Words,
         data_offset: int,
         slot: int,
+        history: int,
         doorbells: tuple[int, ...],
         /,
     ) -> None: ...
@@ -37,12 +54,14 @@ class FastWriter:
 
 class FastReader:
     moved: int
+    begun: int
     def __init__(
         self,
         ring: Words,
         board: Words,
         data_offset: int,
         slot: int,
+        history: int,
         doorbells: tuple[int, ...],
         own_line: int,
         /,

@@ -10,16 +10,26 @@ costs one wait slice, and of two members that abort at the same moment either ma
 from __future__ import annotations
 
 import os
+import struct
 import time
 from typing import TYPE_CHECKING, Protocol
 
 from shm_broadcast.extension import extension_of
 from shm_broadcast.layout import (
     DOORBELL_SLEEPERS,
+    ENTRY_BYTES,
+    ENTRY_END,
+    ENTRY_FORMAT,
+    ENTRY_NUMBER,
+    ENTRY_OUTCOME,
+    ENTRY_SEQUENCE,
+    ENTRY_STRIDE,
+    HISTORY_ENTRIES,
     MEMBER_OPERATION,
     MEMBER_PROGRESS,
     MEMBER_SEQUENCE,
     MEMBER_STATE,
+    NO_PEER,
     OPERATION_BYTES,
 )
 
@@ -31,6 +41,8 @@ if TYPE_CHECKING:
 native: ModuleType | None = extension_of("shm_broadcast")
 
 POLL_SECONDS = 0.0005
+
+_ENTRY = struct.Struct(ENTRY_FORMAT)
 
 
 class WordsLike(Protocol):
@@ -69,8 +81,28 @@ class WordsLike(Protocol):
     def read_into(self, offset: int, buffer: Buffer, /) -> None:
         """Fill all of ``buffer`` from ``offset``."""
 
-    def stamp(self, slot: int, state: int, operation: str, /) -> int:
-        """Note in the member slot at ``slot`` that an operation begins; returns its number."""
+    def stamp(
+        self,
+        slot: int,
+        state: int,
+        operation: str,
+        history: int = 0,
+        group: str = "",
+        verb: int = 0,
+        size: int = 0,
+        number: int = 0,
+        peer: int = NO_PEER,
+        dtype: int = 0,
+        /,
+    ) -> int:
+        """Note that an operation begins: in the member slot at ``slot``, and in the history.
+
+        Returns:
+            Its number among the member's operations.
+        """
+
+    def leave(self, history: int, sequence: int, outcome: int, size: int, number: int, /) -> None:
+        """Note in the history how operation ``sequence`` ended, unless that stands there."""
 
     def progress(self, slot: int, state: int, /) -> None:
         """Note the current time and ``state`` in the member slot at ``slot``."""
@@ -146,14 +178,45 @@ class PythonWords:
         target = memoryview(buffer).cast("B")
         target[:] = self._bytes[offset : offset + len(target)]
 
-    def stamp(self, slot: int, state: int, operation: str, /) -> int:
-        """Note in a member slot that an operation begins; returns its number."""
+    def stamp(
+        self,
+        slot: int,
+        state: int,
+        operation: str,
+        history: int = 0,
+        group: str = "",
+        verb: int = 0,
+        size: int = 0,
+        number: int = 0,
+        peer: int = NO_PEER,
+        dtype: int = 0,
+        /,
+    ) -> int:
+        """Note in a member slot and a history that an operation begins; returns its number."""
         name = operation.encode()[:OPERATION_BYTES].ljust(OPERATION_BYTES, b"\0")
         self.write(slot + MEMBER_OPERATION, name)
         sequence = self.load64(slot + MEMBER_SEQUENCE) + 1
+        if history:
+            now = time.monotonic_ns()
+            about = (now, 0, sequence, size, number, peer, verb, dtype, 0, group.encode())
+            self.write(_entry(history, sequence), _ENTRY.pack(*about))
         self.store64(slot + MEMBER_SEQUENCE, sequence)
         self.progress(slot, state)
         return sequence
+
+    def leave(self, history: int, sequence: int, outcome: int, size: int, number: int, /) -> None:
+        """Note in a history how an operation ended."""
+        if not history or not sequence:
+            return
+        entry = _entry(history, sequence)
+        if self.load64(entry + ENTRY_SEQUENCE) != sequence or self.load64(entry + ENTRY_END):
+            return
+        if size:
+            self.store64(entry + ENTRY_BYTES, size)
+        if number:
+            self.store32(entry + ENTRY_NUMBER, number)
+        self._bytes[entry + ENTRY_OUTCOME] = outcome
+        self.store64(entry + ENTRY_END, time.monotonic_ns())
 
     def progress(self, slot: int, state: int, /) -> None:
         """Note the current time and the state in a member slot."""
@@ -162,6 +225,10 @@ class PythonWords:
 
     def fence(self) -> None:
         """Do nothing: Python has no fence. A missed wake-up costs one poll interval here."""
+
+
+def _entry(history: int, sequence: int) -> int:
+    return history + (sequence - 1) % HISTORY_ENTRIES * ENTRY_STRIDE
 
 
 def _index(offset: int, width: int) -> int:

@@ -14,19 +14,22 @@ Segment header, at 0 of every segment
     | nonce, 16 random bytes: names this segment among all            |
     +-----------------------------------------------------------------+
 
-Board: abort word, member slots, failure slots, outward slots
--------------------------------------------------------------
+Board: abort word, member slots, failure slots, outward slots, histories
+------------------------------------------------------------------------
 ::
 
     64   +----------------+----------------+
          | abort          | n_members      |   abort: 0, or 1 + the member whose failure is first
     72   +----------------+----------------+
-         | name, 56 bytes, NUL-padded      |
-    128  +---------------------------------+
+         | name, 48 bytes, NUL-padded      |
+    120  +----------------+----------------+
+         | entries u32    | -              |   of each history: `HISTORY_ENTRIES`, or 0: none
+    128  +----------------+----------------+
          | member slot 0   (128 bytes)     |
          | member slot 1 ...               |
          | failure slot 0  (512 bytes) ... |
-         | outward slot 0  (576 bytes) ... |
+         | outward slot 0 (1088 bytes) ... |
+         | history 0   (entries * 64) ...  |
          +---------------------------------+
 
     Member slot
@@ -46,12 +49,31 @@ Board: abort word, member slots, failure slots, outward slots
      0   | stacks u32     | -              |   1 + the descriptor that it writes its stacks to, or 0
      8   | place, 56 bytes: its ranks in its groups, as "tp 0, pp 1"
      64  | wait 0 (128 bytes), 1, 2, 3     |   what its threads wait for
+     576 | membership 0 (32 bytes) ... 15  |   the groups that it is in
 
     Wait, once it has lasted for a tenth of a second
      0   | since, monotonic ns u64         |   0: the entry is free
      8   | members u32    | -              |   how many it waits for
      16  | operation, 48 bytes             |
      64  | the first 32 of them, u16 each  |
+
+    Membership
+     0   | size u16 | rank u16 | first i32 |   of the group, its rank there, what rank 0 is called
+     8   | name, 23 bytes                  |   size 0: the entry is free
+
+    History: the last operations of a member, written by it only; number k, counted as its sequence,
+    is entry (k - 1) % entries
+     0   | begin, monotonic ns u64         |
+     8   | end u64                         |   0: under way; stored last
+     16  | sequence u64                    |
+     24  | bytes u64                       |   of this member's input or message, as far as known
+     32  | number u32     | peer u16 | verb u8 | dtype u8 |
+     40  | outcome u8     | group, 23 bytes            |   verb 0: what the operation is called
+
+An entry is written before the member's ``sequence``. Whoever reads ``sequence``, the history, and
+``sequence`` again, knows which entries were whole, and not overwritten meanwhile. Numbers count, in
+each group, a rank's collectives, its sends to each rank, and its receipts from each rank; messages
+of a queue have the number that they have in the ring. ``peer`` is a rank of the group.
 
 Ring: one writer, N readers, a byte stream of records
 -----------------------------------------------------
@@ -107,7 +129,7 @@ from typing import Final
 
 LINE: Final = 64
 MAGIC: Final = 0x47435348
-VERSION: Final = 2
+VERSION: Final = 3
 
 SEGMENT_MAGIC: Final = 0
 SEGMENT_VERSION: Final = 4
@@ -121,7 +143,8 @@ BOARD_KEY_BYTES: Final = 32
 BOARD_ABORT: Final = 64
 BOARD_MEMBERS: Final = 68
 BOARD_NAME: Final = 72
-BOARD_NAME_BYTES: Final = 56
+BOARD_NAME_BYTES: Final = 48
+BOARD_HISTORY: Final = 120
 BOARD_SLOTS: Final = 128
 
 MEMBER_STRIDE: Final = 128
@@ -153,7 +176,7 @@ FAILURE_KIND_BYTES: Final = 56
 FAILURE_MESSAGE: Final = 64
 FAILURE_MESSAGE_BYTES: Final = 448
 
-OUTWARD_STRIDE: Final = 576
+OUTWARD_STRIDE: Final = 1088
 OUTWARD_STACKS: Final = 0
 OUTWARD_PLACE: Final = 8
 OUTWARD_PLACE_BYTES: Final = 56
@@ -165,6 +188,50 @@ WAIT_COUNT: Final = 8
 WAIT_OPERATION: Final = 16
 WAIT_MEMBERS: Final = 64
 WAIT_NAMED: Final = 32
+OUTWARD_MEMBERSHIPS: Final = 576
+MEMBERSHIPS: Final = 16
+MEMBERSHIP_STRIDE: Final = 32
+MEMBERSHIP_FORMAT: Final = "<HHi23sx"
+
+HISTORY_ENTRIES: Final = 2048
+ENTRY_STRIDE: Final = 64
+ENTRY_BEGIN: Final = 0
+ENTRY_END: Final = 8
+ENTRY_SEQUENCE: Final = 16
+ENTRY_BYTES: Final = 24
+ENTRY_NUMBER: Final = 32
+ENTRY_PEER: Final = 36
+ENTRY_VERB: Final = 38
+ENTRY_DTYPE: Final = 39
+ENTRY_OUTCOME: Final = 40
+ENTRY_GROUP: Final = 41
+ENTRY_GROUP_BYTES: Final = 23
+ENTRY_FORMAT: Final = "<QQQQIHBBB23s"
+NO_PEER: Final = 0xFFFF
+
+DID_ENQUEUE: Final = 14
+DID_DEQUEUE: Final = 15
+DID_ACQUIRE_READ: Final = 16
+DID_NAMES: Final = (
+    "",
+    *("barrier", "all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv"),
+    *("all_to_all", "broadcast", "reduce", "gather", "scatter", "send", "recv"),
+    *("enqueue", "dequeue", "acquire_read"),
+)
+"""The verbs of entries by code."""
+
+OUTCOME_DONE: Final = 1
+OUTCOME_NAMES: Final = (
+    *("under way", "done", "timed out", "peer lost", "aborted", "diverged", "closed", "failed"),
+)
+"""How operations ended, by code."""
+
+DTYPE_NAMES: Final = (
+    "other",
+    *("float16", "bfloat16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64"),
+    *("uint16", "uint32", "bool", "complex64", "complex128", "uint64", "complex32"),
+)
+"""The dtypes of entries and of what ranks compare, by code."""
 
 RING_LABEL: Final = "group-queue"
 RING_CAPACITY: Final = 64
@@ -220,9 +287,14 @@ def outward_slot(member: int, n_members: int) -> int:
     return failure_slot(n_members, n_members) + member * OUTWARD_STRIDE
 
 
-def board_size(n_members: int) -> int:
-    """Bytes of a board."""
-    return outward_slot(n_members, n_members)
+def history_slot(member: int, n_members: int) -> int:
+    """Where a member's history begins in its board."""
+    return outward_slot(n_members, n_members) + member * HISTORY_ENTRIES * ENTRY_STRIDE
+
+
+def board_size(n_members: int, *, histories: bool = True) -> int:
+    """Bytes of a board, with or without histories."""
+    return history_slot(n_members if histories else 0, n_members)
 
 
 def reader_line(reader: int) -> int:

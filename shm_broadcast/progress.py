@@ -53,14 +53,29 @@ class Task(Protocol):
         """The member numbers that it waits for."""
 
 
+class Ended(Protocol):
+    """Is told, at once and on any thread, that a task has ended. It does not block."""
+
+    def __call__(self, error: CoordinatorError | None, /) -> object:
+        """``error`` is None if the task has ended well."""
+
+
 class Ticket:
     """Stands for a task that was begun in the background: ask it, or wait for it."""
 
-    def __init__(self, lane: Lane, task: Task) -> None:
+    def __init__(self, lane: Lane, task: Task, ended: Ended | None = None) -> None:
         self._lane = lane
+        self._ended = ended
         self.task = task
         self.done = False
         self.error: CoordinatorError | None = None
+
+    def settle(self, error: CoordinatorError | None = None) -> None:
+        """Note that the task has ended, with ``error`` or well."""
+        self.error = error
+        self.done = True
+        if self._ended is not None:
+            self._ended(error)
 
     def ready(self) -> bool:
         """Whether the task has ended, well or not. Never blocks; pushes the lane first."""
@@ -103,7 +118,11 @@ class Lane:
         self.board = progress.board
 
     def perform(
-        self, task: Task, deadline: Callable[[], Deadline], background: bool
+        self,
+        task: Task,
+        deadline: Callable[[], Deadline],
+        background: bool,
+        ended: Ended | None = None,
     ) -> Ticket | None:
         """Run ``task`` behind the lane's other tasks.
 
@@ -111,6 +130,7 @@ class Lane:
             task: what to run.
             deadline: makes the deadline; called only if the task has to be waited for here.
             background: return a ticket rather than wait.
+            ended: told of the end of the task, if a ticket is returned.
 
         Returns:
             None if the task is done, else a ticket. Without ``background`` that is so only if
@@ -122,7 +142,7 @@ class Lane:
             if not background:
                 self.finish(task, deadline())
                 return None
-        ticket = Ticket(self, task)
+        ticket = Ticket(self, task, ended)
         self.tickets.append(ticket)
         self._progress.look_after(self)
         return ticket
@@ -153,7 +173,8 @@ class Lane:
         with self._pushing:
             try:
                 while self.tickets and self.tickets[0].task.advance(0):
-                    self.tickets.popleft().done = ended = True
+                    self.tickets.popleft().settle()
+                    ended = True
             except CoordinatorError as error:
                 failure = error
         if failure is not None:
@@ -173,8 +194,7 @@ class Lane:
             tickets = tuple(self.tickets)
             self.tickets.clear()
             for ticket in tickets:
-                ticket.error = error
-                ticket.done = True
+                ticket.settle(error)
         if tickets:  # outside the lock: the callback aborts the group, and may come back here
             self._failed(error)
             self._progress.wake()

@@ -138,6 +138,7 @@ static void comm_dealloc(PyObject *object) {
     PyBuffer_Release(&self->group);
     PyBuffer_Release(&self->board);
     PyBuffer_Release(&self->begun);
+    PyBuffer_Release(&self->numbers);
     PyMem_Free(self->steps.doorbells);
     PyMem_Free(self->steps.plan.awaits);
     PyMem_Free(self->steps.plan.gives);
@@ -225,14 +226,33 @@ static int read_begun(Comm *self, PyObject *begun) {
     return -1;
 }
 
-/* (group, board, rank, slot, doorbells, operations, tensor type, ReduceOp, allocate, begun) */
+static int read_history(Comm *self, PyObject *numbers, Py_ssize_t history, PyObject *group) {
+    if (PyObject_GetBuffer(numbers, &self->numbers, PyBUF_WRITABLE) < 0) return -1;
+    if (self->numbers.len < (Py_ssize_t)((1 + 2 * self->steps.n) * sizeof(uint32_t))) {
+        PyErr_SetString(PyExc_ValueError, "too few numbers");
+        return -1;
+    }
+    Py_ssize_t size;
+    const char *name = PyUnicode_AsUTF8AndSize(group, &size);
+    if (name == NULL) return -1;
+    memcpy(self->about.group, name, (size_t)(size < ENTRY_GROUP_BYTES ? size : ENTRY_GROUP_BYTES));
+    if (history == 0) return 0;
+    if (history < 0 || history % 8 ||
+        history > self->board.len - HISTORY_ENTRIES * ENTRY_STRIDE)
+        return wrong_memory("the history on the board");
+    self->history = (char *)self->board.buf + history;
+    return 0;
+}
+
+/* (group, board, rank, slot, doorbells, operations, tensor type, ReduceOp, allocate, begun, numbers,
+ * history, name) */
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *group, *board, *doorbells, *operations, *tensor_type, *reduce_op;
-    PyObject *allocate, *begun;
-    Py_ssize_t rank, slot;
-    if (!PyArg_ParseTuple(args, "OOnnO!O!OOOO", &group, &board, &rank, &slot, &PyTuple_Type,
+    PyObject *allocate, *begun, *numbers, *name;
+    Py_ssize_t rank, slot, history;
+    if (!PyArg_ParseTuple(args, "OOnnO!O!OOOOOnO", &group, &board, &rank, &slot, &PyTuple_Type,
                           &doorbells, &PyTuple_Type, &operations, &tensor_type, &reduce_op,
-                          &allocate, &begun))
+                          &allocate, &begun, &numbers, &history, &name))
         return NULL;
     allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Comm *self = (Comm *)make(type, 0);
@@ -246,7 +266,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
         PyObject_GetBuffer(board, &self->board, PyBUF_WRITABLE) < 0 ||
         read_group(self, (size_t)rank) < 0 || make_room(&self->steps) < 0 ||
         read_doorbells(self, doorbells) < 0 || read_operations(self, operations) < 0 ||
-        read_begun(self, begun) < 0) {
+        read_begun(self, begun) < 0 || read_history(self, numbers, history, name) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -272,10 +292,11 @@ static PyMethodDef methods[] = {
     FAST("reduce", direct_reduce, "reduce(x, dst, op, out) -> result or None; see direct.c."),
     FAST("gather", direct_gather, "gather(x, dst, dim, out) -> result or None; see direct.c."),
     FAST("scatter", direct_scatter, "scatter(x, src, dim, out) -> result; see direct.c."),
-    FAST("send", direct_send, "send(x, pipe) -> None or bytes sent; see direct_messages.c."),
-    FAST("recv", direct_recv, "recv(out, pipe) -> None or bytes received; see the same."),
+    FAST("send", direct_send, "send(x, pipe, peer) -> None or bytes sent; see direct_messages.c."),
+    FAST("recv", direct_recv, "recv(out, pipe, peer) -> None or bytes received; see the same."),
     FAST("barrier", direct_barrier, "barrier() -> None; see direct.c."),
     {"finish", direct_finish, METH_NOARGS, "finish() -> the result of a call that was blocked."},
+    {"give_up", direct_give_up, METH_O, "give_up(outcome): say how a call that was blocked ended."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -4,6 +4,8 @@
 
 #include <Python.h>
 
+#include "history.h"
+#include "pace.h"
 #include "steps.h"
 #include "tensors.h"
 
@@ -19,6 +21,11 @@ typedef struct {
     PyObject_HEAD
     Py_buffer group, board; /* keep the memory below alive */
     Py_buffer begun;        /* u32: how many of each verb; see device_comm/begun.py */
+    Py_buffer numbers;      /* u32: see device_comm/recorder.py */
+    char *history;          /* of this rank's process on the board; NULL if none is kept */
+    gc_entry about;         /* of the operation that begins; the group is filled in for good */
+    gc_pace pace;           /* the clock of direct calls */
+    uint64_t blocked;       /* the number on the board of a direct call that is blocked */
     steps steps;
     size_t slot;                             /* of this rank's process on the board */
     char operations[OPERATIONS][OPERATION_NAME]; /* what each is called there */
@@ -47,5 +54,6 @@ PyObject *direct_barrier(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *direct_send(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *direct_recv(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *direct_finish(PyObject *self, PyObject *ignored);
+PyObject *direct_give_up(PyObject *self, PyObject *outcome);
 
 #endif

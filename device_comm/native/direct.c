@@ -58,11 +58,18 @@ bool direct_lands(const Comm *self, PyObject *out, PyObject *object, const tenso
 
 /* The state shares a line with the doorbell, which the others read: it is not touched unless the
  * call turns out to be a long one. */
-void direct_stamp(Comm *self, int operation) {
+uint64_t direct_stamp(Comm *self, int operation, uint64_t bytes, uint64_t begin, uint64_t end) {
     char *slot = (char *)self->board.buf + self->slot;
+    uint64_t sequence = gc_load64(slot, MEMBER_SEQUENCE) + 1;
     memcpy(slot + MEMBER_OPERATION, self->operations[operation], OPERATION_BYTES);
-    gc_store64(slot, MEMBER_SEQUENCE, gc_load64(slot, MEMBER_SEQUENCE) + 1);
-    gc_store64(slot, MEMBER_PROGRESS, gc_now_ns());
+    self->about.begin = begin;
+    self->about.end = end;
+    self->about.bytes = bytes;
+    self->about.verb = (uint8_t)(operation + 1);
+    gc_enter(self->history, self->about, sequence);
+    gc_store64(slot, MEMBER_SEQUENCE, sequence);
+    gc_store64(slot, MEMBER_PROGRESS, end ? end : begin);
+    return sequence;
 }
 
 static void stamp_state(Comm *self, uint32_t state) {
@@ -158,10 +165,19 @@ static PyObject *make_large(Comm *self, PyObject *x, shape wanted, char **data) 
 }
 
 void direct_start(Comm *self, int verb) {
-    direct_stamp(self, verb);
+    const plan *p = &self->steps.plan;
+    uint32_t root;
+    memcpy(&root, p->signature + SIGNATURE_ROOT, sizeof root);
+    self->about.peer = verb >= VERB_BROADCAST ? (uint16_t)root : NO_PEER;
+    self->about.dtype = p->signature[SIGNATURE_DTYPE];
+    self->about.number = ++((uint32_t *)self->numbers.buf)[0];
+    uint64_t bytes = p->addressed && p->puts ? p->length * self->steps.n : p->length;
     if (the_call != 0) ((uint32_t *)self->begun.buf)[verb]++;
+    uint64_t begin = gc_pace_now(&self->pace);
     steps_begin(&self->steps);
     steps_put_first(&self->steps);
+    /* Behind what the others wait for: while they come there is time. */
+    self->blocked = direct_stamp(self, verb, bytes, begin, 0);
 }
 
 PyObject *direct_make(Comm *self, int verb, PyObject *x, PyObject *out, shape wanted,
@@ -177,7 +193,11 @@ PyObject *direct_make(Comm *self, int verb, PyObject *x, PyObject *out, shape wa
 }
 
 PyObject *direct_run(Comm *self, PyObject *source, PyObject *result, uint64_t bytes) {
-    if (comm_run(self, bytes, SPIN_NS) == STEPS_DONE) return result;
+    if (comm_run(self, bytes, SPIN_NS) == STEPS_DONE) {
+        if (self->history)
+            gc_leave(self->history, self->blocked, OUTCOME_DONE, 0, 0, gc_pace_now(&self->pace));
+        return result;
+    }
     stamp_state(self, STATE_BUSY);
     self->source = Py_NewRef(source);
     self->result = result;
@@ -190,6 +210,15 @@ PyObject *direct_finish(PyObject *object, PyObject *Py_UNUSED(ignored)) {
     self->result = NULL;
     Py_CLEAR(self->source);
     stamp_state(self, STATE_IDLE);
+    gc_leave(self->history, self->blocked, OUTCOME_DONE, 0, 0, gc_now_ns());
     if (result == NULL) PyErr_SetString(PyExc_RuntimeError, "no call is blocked");
     return result;
+}
+
+PyObject *direct_give_up(PyObject *object, PyObject *outcome) {
+    Comm *self = (Comm *)object;
+    unsigned long code = PyLong_AsUnsignedLong(outcome);
+    if (code == (unsigned long)-1 && PyErr_Occurred()) return NULL;
+    gc_leave(self->history, self->blocked, (uint8_t)code, 0, 0, gc_now_ns());
+    Py_RETURN_NONE;
 }

@@ -30,8 +30,9 @@ bool direct_fits(const Comm *self, PyObject *out, const tensor *x, shape wanted,
 bool direct_lands(const Comm *self, PyObject *out, PyObject *object, const tensor *x,
                   tensor *described);
 
-/* Says on the board what begins here: a verb, or an OPERATION. */
-void direct_stamp(Comm *self, int operation);
+/* Says on the board what begins here, a verb or an OPERATION, on so many bytes; `end` is 0 if it is
+ * not done. Returns its number there. */
+uint64_t direct_stamp(Comm *self, int operation, uint64_t bytes, uint64_t begin, uint64_t end);
 
 /* A plan in which every rank needs every other, and nothing is put or taken yet. What the ranks
  * must agree on has the shape `agreed`, and the dtype of its model. */

@@ -7,27 +7,34 @@
 
 typedef uint64_t (*mover)(Pipe *self, message x, uint64_t done, uint64_t wait_ns);
 
-/* (tensor, pipe) */
+/* (tensor, pipe, peer) */
 static PyObject *move(PyObject *object, PyObject *const *args, Py_ssize_t n, int operation,
                       mover step, uint64_t wait_ns) {
     Comm *self = (Comm *)object;
     tensor x;
-    if (!direct_accepts(self, n, 2, args[0], &x) ||
+    if (!direct_accepts(self, n, 3, args[0], &x) ||
         (PyObject *)Py_TYPE(args[1]) != self->pipe_type)
         Py_RETURN_NOTIMPLEMENTED;
+    size_t peer = direct_read_rank(self, args[2]);
+    if (peer == self->steps.n) Py_RETURN_NOTIMPLEMENTED;
+    uint64_t begin = self->history ? gc_pace_now(&self->pace) : 0;
     message whole = {.data = x.data, .total = tensor_bytes(&x), .dtype = x.dtype, .call = the_call};
     uint64_t done = step((Pipe *)args[1], whole, 0, wait_ns);
     if (done < whole.total) return PyLong_FromUnsignedLongLong(done);
-    direct_stamp(self, operation);
+    size_t place = 1 + peer + (operation == OPERATION_RECV ? self->steps.n : 0);
+    self->about.number = ++((uint32_t *)self->numbers.buf)[place];
+    self->about.peer = (uint16_t)peer;
+    self->about.dtype = (uint8_t)x.dtype;
+    direct_stamp(self, operation, whole.total, begin, gc_pace_now(&self->pace));
     Py_RETURN_NONE;
 }
 
-/* send(x, pipe) */
+/* send(x, pipe, peer) */
 PyObject *direct_send(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     return move(self, args, n, OPERATION_SEND, pipe_push_politely, 0);
 }
 
-/* recv(out, pipe) */
+/* recv(out, pipe, peer) */
 PyObject *direct_recv(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     return move(self, args, n, OPERATION_RECV, pipe_pull_politely, SPIN_NS);
 }

@@ -41,7 +41,9 @@ class Execution:
     def perform(self, lane: Lane, task: Task, operation: Operation) -> Pending | None:
         """Carry out ``task`` for ``operation``, behind those under way."""
         try:
-            return lane.perform(task, lambda: operation.deadline, operation.background)
+            return lane.perform(
+                task, lambda: operation.deadline, operation.background, operation.ended
+            )
         except GroupAbortedError:
             if isinstance(task, Collective):
                 task.check_divergence()

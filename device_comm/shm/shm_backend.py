@@ -105,7 +105,9 @@ class ShmBackend(Backend):
             segment, self._layout, rank, self._ring_others
         )
         if self._native is not None:
-            self.shortcut = DirectCalls(self._native, self._pipes, self._execution, self.identity)
+            self.shortcut = DirectCalls(
+                self._native, self._pipes, self._execution, self.identity, self.recorder
+            )
             self._closing.callback(self._leave_shortcut)
 
     @classmethod
@@ -227,6 +229,9 @@ class ShmBackend(Backend):
             ReduceOp,
             self._results.empty_like,
             self.begun.words,
+            self.recorder.numbers,
+            self.board.history,
+            self.name,
         )
         return comm
 

@@ -26,6 +26,7 @@ import torch
 
 from device_comm.call_number import naming_call
 from device_comm.reduce_op import ReduceOp
+from shm_broadcast.layout import DTYPE_NAMES
 
 SIGNATURE: Final = struct.Struct("<BBBBI5QII")
 COMPARED: Final = 48
@@ -49,25 +50,7 @@ VERBS: Final = (
 """By code: the place in this tuple."""
 
 _ROOTED = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
-_REDUCED = (
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "uint8",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint16",
-    "uint32",
-    "bool",
-    "complex64",
-    "complex128",
-)
-_MOVED = ("uint64", "complex32")
-_DTYPE_NAMES = ("other", *_REDUCED, *_MOVED)
-DTYPE_CODES: Final = {getattr(torch, name): code for code, name in enumerate(_DTYPE_NAMES) if code}
+DTYPE_CODES: Final = {getattr(torch, name): code for code, name in enumerate(DTYPE_NAMES) if code}
 """The dtypes that signatures tell apart. All others count as one; their sizes still differ."""
 
 
@@ -115,7 +98,7 @@ def describe(signature: bytes) -> str:
         words.append(ReduceOp(op).name)
     if n_dims:
         shown = dims[: min(n_dims, SHAPE_DIMS)]
-        words.append(f"{_DTYPE_NAMES[dtype]}{shown}")
+        words.append(f"{DTYPE_NAMES[dtype]}{shown}")
     if words[0] in _ROOTED:
         words.append(f"{_ROOTED[words[0]]} rank {root}")
     step = f", step {chunk + 1}" if chunk else ""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from device_comm.call_number import call_number
 from device_comm.verbs.checks import check_dim, check_rank, check_shape, check_tensor, equal_share
-from device_comm.work import Work, join
+from device_comm.work import Followed, Work, join
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import CoordinatorError, GroupClosedError
 
@@ -55,6 +55,7 @@ class Runner:
         self.new = backend.empty
         self._watch = backend.watch
         self._begun = backend.begun
+        self._recorder = backend.recorder
         self._names = {
             verb: backend.identity.operation(verb) for verb in backend.capabilities.verbs
         }
@@ -83,26 +84,34 @@ class Runner:
         """
         given, backend = operation.timeout, self.backend
         operation.timeout = backend.timeout if given is None else Deadline.after(given)
-        operation.name = self.enter(operation.verb)
+        operation.name = self._enter(operation.verb)
+        entries = [self._begin(operation)]
         try:
             pending = backend.start(operation)
-            if more:
-                pending = join([pending, *(self._start_with(operation, each) for each in more)])
-            if operation.background:
+            for each in more:
+                each.name, each.timeout = operation.name, operation.deadline
+                entries.append(self._begin(each))
+                pending = join([pending, backend.start(each)])
+            if operation.background and pending is not None:
                 allowed = backend.timeout if given is None else Deadline.after(given).timeout
-                return Work(result, pending, finish, allowed, (operation, more), backend.fail)
+                done = Followed(pending, lambda: self._end(entries))
+                keep, failed = (operation, more), lambda error: self._fail(entries, error)
+                return Work(result, done, finish, allowed, keep, failed)
             if pending is not None:
                 pending.wait(operation.deadline)
-        except CoordinatorError as error:
-            backend.fail(error)
+        except BaseException as error:
+            self._fail(entries, error)
             raise
         finally:
             self._watch.idle()
+        self._end(entries)
+        if operation.background:
+            return Work(result, None, finish)
         return result if finish is None else finish()
 
     def skip(self, verb: str, result: Any, async_op: bool) -> Any:
         """Return ``result`` of an operation in which nothing has to move."""
-        self.enter(verb)
+        self._recorder.end(self._recorder.begin_nothing(verb, self._enter(verb)))
         self._watch.idle()
         return Work(result) if async_op else result
 
@@ -112,8 +121,8 @@ class Runner:
             out.detach().copy_(x)
         return self.skip(verb, x if out is None else out, async_op)
 
-    def enter(self, verb: str) -> str:
-        """Say on the board that ``verb`` begins; what it is called there.
+    def _enter(self, verb: str) -> str:
+        """Check that ``verb`` may begin, and count it; what it is called on the board.
 
         Raises:
             NotImplementedError: the backend does not have it.
@@ -127,7 +136,6 @@ class Runner:
         if self.backend.closed:
             raise GroupClosedError(f"{name}: this communicator was closed")
         self._watch.check(name)
-        self._watch.stamp(name)
         if call_number():
             self._begun.count(verb)
         return name
@@ -152,6 +160,17 @@ class Runner:
         if out is not None and self.rank != root:
             raise ValueError(f"out is given on rank {root} only; this is rank {self.rank}")
 
-    def _start_with(self, first: Operation, operation: Operation) -> Any:
-        operation.name, operation.timeout = first.name, first.deadline
-        return self.backend.start(operation)
+    def _begin(self, operation: Operation) -> int:
+        entry = self._recorder.begin(operation)
+        if operation.background:
+            operation.ended = self._recorder.ending(entry)
+        return entry
+
+    def _end(self, entries: Sequence[int], error: BaseException | None = None) -> None:
+        for entry in entries:
+            self._recorder.end(entry, error)
+
+    def _fail(self, entries: Sequence[int], error: BaseException) -> None:
+        self._end(entries, error)
+        if isinstance(error, CoordinatorError):
+            self.backend.fail(error)

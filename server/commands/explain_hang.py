@@ -13,10 +13,9 @@ from shm_broadcast.deadline import Deadline
 from shm_broadcast.onlooker.ask import stacks_of
 from shm_broadcast.onlooker.blame import judge
 from shm_broadcast.onlooker.processes import scan
-from shm_broadcast.onlooker.programs import of_process, programs
 
 from . import program_text
-from .status import check_pid, none_of
+from .status import check_pid, chosen
 from .terminal import end_with_reader, screen
 
 if TYPE_CHECKING:
@@ -47,15 +46,8 @@ def run(pid: int | None) -> int:
     """Print the explanation; 1 if there is no such program, or without a pid not one only."""
     end_with_reader()
     seen = scan()
-    found = programs(seen)
-    if pid is not None:
-        found = of_process(pid, seen, found)
-        if not found:
-            return none_of(pid, seen)
-    elif len(found) != 1:
-        pids = ", ".join(str(each.pid) for each in found)
-        told = f"Which one? There are programs with pid {pids}." if found else program_text.NOTHING
-        sys.stderr.write(f"{told}\n")
+    found = chosen(pid, seen)
+    if found is None:
         return 1
     size = screen()
     texts = []

@@ -103,6 +103,22 @@ def check_pid(pid: int | None) -> None:
         raise ValueError(f"pid {pid} belongs to another user")
 
 
+def chosen(pid: int | None, seen: Scan) -> list[Program] | None:
+    """The programs of a process, or without one the only program; None, and why on stderr."""
+    found = programs(seen)
+    if pid is not None:
+        found = of_process(pid, seen, found)
+        if not found:
+            none_of(pid, seen)
+        return found or None
+    if len(found) == 1:
+        return found
+    pids = ", ".join(str(each.pid) for each in found)
+    told = f"Which one? There are programs with pid {pids}." if found else program_text.NOTHING
+    sys.stderr.write(f"{told}\n")
+    return None
+
+
 def none_of(pid: int, seen: Scan) -> int:
     """Say on stderr that a process has nothing to do with this library; returns 1."""
     why = "it may not be looked into" if pid in seen.unseen else "it is in no pool or group of ours"

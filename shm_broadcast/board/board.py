@@ -27,6 +27,7 @@ import msgspec
 
 from shm_broadcast import layout
 from shm_broadcast.board.failures import describe, first_failure, forget_failure, report_failure
+from shm_broadcast.board.history import outcome_of, read_history
 from shm_broadcast.board.members import Members
 from shm_broadcast.board.outward import Outward
 from shm_broadcast.board.stacks import write_stacks_when_asked
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from shm_broadcast.atomics import WordsLike
     from shm_broadcast.board.elsewhere import Elsewhere
+    from shm_broadcast.board.history import PastOperation
     from shm_broadcast.deadline import Deadline
     from shm_broadcast.errors import Failure, MemberStatus
 
@@ -78,6 +80,7 @@ class Board:
         n_members: how many slots the board has.
         member: this process's slot, ``None`` for one that only looks on.
         words: the board's atomic words, for the protocols that build on it.
+        history: where this member's history lies in them; 0: none is kept.
     """
 
     def __init__(
@@ -102,6 +105,9 @@ class Board:
         )
         self._slot = 0 if member is None else layout.member_slot(member)
         self._outward: Outward | None = None
+        self.history = 0
+        if member is not None and self.words.load32(layout.BOARD_HISTORY):
+            self.history = layout.history_slot(member, n_members)
         if member is not None:
             self._join(member)
 
@@ -112,6 +118,8 @@ class Board:
         member: int | None = 0,
         name: str = "group",
         ranks: Sequence[int] | None = None,
+        *,
+        histories: bool = True,
     ) -> Board:
         """A new board with ``n_members`` slots; this process owns the memory.
 
@@ -123,6 +131,7 @@ class Board:
             name: goes before each operation in messages; ``""`` where that says it all.
             ranks: what each member is called in messages, `DRIVER_RANK` for one that has no rank;
                 its number if not given.
+            histories: whether to keep the last operations of each member, in 128 KiB each.
 
         Raises:
             ValueError: ``n_members`` or ``member`` is out of range, or ``ranks`` are not as many.
@@ -133,7 +142,10 @@ class Board:
         called = tuple(range(n_members) if ranks is None else ranks)
         if len(called) != n_members:
             raise ValueError(f"{n_members} members cannot be called {called}")
-        segment = Segment.create(layout.board_size(n_members), layout.BOARD_LABEL)
+        size = layout.board_size(n_members, histories=histories)
+        segment = Segment.create(size, layout.BOARD_LABEL)
+        if histories:
+            segment.words.store32(layout.BOARD_HISTORY, layout.HISTORY_ENTRIES)
         segment.words.write(layout.BOARD_KEY, os.urandom(layout.BOARD_KEY_BYTES))
         segment.words.write(layout.BOARD_NAME, name.encode()[: layout.BOARD_NAME_BYTES])
         for index, rank in enumerate(called):
@@ -186,9 +198,58 @@ class Board:
         """Where ``member``'s doorbell lies in `words`."""
         return self._doorbells[self._valid(member)].offset
 
-    def stamp(self, operation: str) -> int:
-        """Say "I begin ``operation``"; returns its number among this member's operations."""
-        return self.words.stamp(self._slot or self._refuse("stamp"), layout.STATE_BUSY, operation)
+    def stamp(
+        self,
+        operation: str,
+        group: str = "",
+        verb: int = 0,
+        size: int = 0,
+        number: int = 0,
+        peer: int = layout.NO_PEER,
+        dtype: int = 0,
+    ) -> int:
+        """Say "I begin ``operation``"; returns its number among this member's operations.
+
+        The other arguments are for the history: see `PastOperation`; verb and dtype are codes.
+        """
+        return self.words.stamp(
+            self._slot or self._refuse("stamp"),
+            layout.STATE_BUSY,
+            operation,
+            self.history,
+            group if verb else operation,
+            verb,
+            size,
+            number,
+            peer,
+            dtype,
+        )
+
+    def ended(
+        self,
+        sequence: int,
+        error: BaseException | None = None,
+        size: int = 0,
+        number: int = 0,
+    ) -> None:
+        """Say in the history how operation ``sequence`` ended, unless that was said.
+
+        ``size`` and ``number`` are given where they were not known when it began.
+        """
+        self.words.leave(self.history, sequence, outcome_of(error), size, number)
+
+    def past(self, member: int) -> tuple[PastOperation, ...]:
+        """The last operations of a member on this host, about 2,000, the oldest first.
+
+        They can be read when its process has ended, until another one takes its slot.
+        """
+        memory = self._segment.memory
+        return read_history(
+            self._segment,
+            self._valid(member),
+            self.n_members,
+            lambda at, size: bytes(memory[at : at + size]),
+        )
 
     def in_collective(self, number: int) -> None:
         """Say which collective of its group the operation is: see `MemberStatus.collective`."""
@@ -210,6 +271,11 @@ class Board:
         """Say that this member is ``rank`` in ``group``, for whoever looks on from outside."""
         if self._outward is not None:
             self._outward.add_place(group, rank)
+
+    def add_group(self, name: str, rank: int, ranks: Sequence[int]) -> None:
+        """Say that this member is ``rank`` in a group of ``ranks``, for whoever looks on."""
+        if self._outward is not None:
+            self._outward.add_group(name, rank, len(ranks), ranks[0])
 
     def check(self, operation: str) -> None:
         """Raise if the group was aborted or this board closed; costs one load otherwise."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shm_broadcast.board.fixed_text import SharedBytes
 
 _MEMBERS: Final = struct.Struct(f"<{layout.WAIT_NAMED}H")
+_MEMBERSHIP: Final = struct.Struct(layout.MEMBERSHIP_FORMAT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,23 @@ class Wait:
     seconds: float
     members: tuple[int, ...]
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What a member is in a group.
+
+    Attributes:
+        name: the group's, the first 23 bytes of it.
+        rank: its rank there.
+        size: the group's.
+        first: what the group's rank 0 is called; groups of one name differ in it.
+    """
+
+    name: str
+    rank: int
+    size: int
+    first: int
 
 
 class Outward:
@@ -64,6 +82,19 @@ class Outward:
         place = f"{said}, {own}" if said else own
         if own not in said.split(", ") and len(place.encode()) <= layout.OUTWARD_PLACE_BYTES:
             write_text(self._memory, at, place, layout.OUTWARD_PLACE_BYTES)
+
+    def add_group(self, name: str, rank: int, size: int, first: int) -> None:
+        """Say that this member is ``rank`` in a group; the first 16 groups are said."""
+        said = _MEMBERSHIP.pack(size, rank, first, name.encode())
+        begin = self._slot + layout.OUTWARD_MEMBERSHIPS
+        for entry in range(layout.MEMBERSHIPS):
+            at = begin + entry * layout.MEMBERSHIP_STRIDE
+            there = bytes(self._memory.memory[at : at + layout.MEMBERSHIP_STRIDE])
+            if there == said:
+                return
+            if not any(there):
+                self._memory.words.write(at, said)
+                return
 
     def say_wait(self, entry: int, operation: str, since: int, members: Sequence[int]) -> int:
         """Say what a thread waits for.
@@ -101,6 +132,19 @@ def read_place(memory: SharedBytes, member: int, n_members: int) -> str:
     """What `Outward.add_place` has said: ``"tp 0, pp 1"``."""
     at = layout.outward_slot(member, n_members) + layout.OUTWARD_PLACE
     return read_text(memory, at, layout.OUTWARD_PLACE_BYTES)
+
+
+def read_groups(memory: SharedBytes, member: int, n_members: int) -> tuple[Membership, ...]:
+    """What `Outward.add_group` has said."""
+    begin, found = layout.outward_slot(member, n_members) + layout.OUTWARD_MEMBERSHIPS, []
+    for entry in range(layout.MEMBERSHIPS):
+        size, rank, first, name = _MEMBERSHIP.unpack_from(
+            memory.memory, begin + entry * layout.MEMBERSHIP_STRIDE
+        )
+        if size:
+            text = name.split(b"\0", 1)[0].decode(errors="replace")
+            found.append(Membership(text, rank, size, first))
+    return tuple(found)
 
 
 def read_stacks_descriptor(memory: SharedBytes, member: int, n_members: int) -> int | None:

@@ -104,17 +104,4 @@ static inline void gc_ring_after_fence(void *base, size_t doorbell) {
     gc_futex_wake_all(base, doorbell);
 }
 
-/* Notes in a member slot that an operation begins: its name, NUL-padded, its number, the time and
- * the state; returns the number. The state shares a cache line with the doorbell, which other
- * processes read: it is stored only if it changes, so that their copy of the line stays valid. */
-static inline uint64_t gc_stamp(void *base, size_t slot, uint32_t state,
-                                const char name[OPERATION_BYTES]) {
-    memcpy((char *)base + slot + MEMBER_OPERATION, name, OPERATION_BYTES);
-    uint64_t sequence = gc_load64(base, slot + MEMBER_SEQUENCE) + 1;
-    gc_store64(base, slot + MEMBER_SEQUENCE, sequence);
-    gc_store64(base, slot + MEMBER_PROGRESS, gc_now_ns());
-    if (gc_load32(base, slot + MEMBER_STATE) != state) gc_store32(base, slot + MEMBER_STATE, state);
-    return sequence;
-}
-
 #endif

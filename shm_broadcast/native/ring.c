@@ -6,6 +6,7 @@
 #include <structmember.h>
 
 #include "atomics.h"
+#include "history.h"
 #include "words.h"
 
 static const char ENQUEUE[OPERATION_BYTES] = "enqueue", DEQUEUE[OPERATION_BYTES] = "dequeue";
@@ -53,6 +54,7 @@ static PyObject *try_write(PyObject *object, PyObject *const *args, Py_ssize_t n
     RingEnd *self = (RingEnd *)object;
     uint32_t codec;
     Py_buffer body;
+    uint64_t begin = self->history ? gc_now_ns() : 0;
     if (n != 2) {
         PyErr_SetString(PyExc_TypeError, "try_write(codec, body)");
         return NULL;
@@ -81,7 +83,12 @@ static PyObject *try_write(PyObject *object, PyObject *const *args, Py_ssize_t n
         memcpy(record + RECORD_HEADER, body.buf, size);
         gc_store64(self->ring, RING_SEQUENCE, sequence);
         gc_store64(self->ring, RING_PUBLISHED, position + stride);
-        gc_stamp(self->board, self->slot, STATE_BUSY, ENQUEUE);
+        gc_entry about = {.begin = begin,
+                          .bytes = size,
+                          .number = (uint32_t)sequence,
+                          .peer = NO_PEER,
+                          .verb = DID_ENQUEUE};
+        gc_stamp(self->board, self->slot, STATE_BUSY, ENQUEUE, self->history, about);
         ring_peers(self);
     }
     PyBuffer_Release(&body);
@@ -124,7 +131,11 @@ static PyObject *try_read(PyObject *object, PyObject *const *args, Py_ssize_t n)
         return NULL;
     }
     if (size_argument(args[0], &spin_ns) < 0 || size_argument(args[1], &begins) < 0) return NULL;
-    if (begins) gc_stamp(self->board, self->slot, STATE_BUSY, DEQUEUE);
+    if (begins) {
+        gc_entry about = {.peer = NO_PEER, .verb = DID_DEQUEUE};
+        self->begun =
+            gc_stamp(self->board, self->slot, STATE_BUSY, DEQUEUE, self->history, about);
+    }
     if (ring_aborted(self)) Py_RETURN_NONE;
     for (;;) {
         uint64_t position = gc_load64(self->ring, self->own_line + READER_CONSUMED);
@@ -143,24 +154,29 @@ static PyObject *try_read(PyObject *object, PyObject *const *args, Py_ssize_t n)
         if (body == NULL) return NULL;
         gc_store64(self->ring, self->own_line + READER_SEQUENCE, header.sequence);
         gc_store64(self->ring, self->own_line + READER_CONSUMED, next);
-        gc_store64(self->board, self->slot + MEMBER_PROGRESS, gc_now_ns());
+        uint64_t now = gc_now_ns();
+        gc_store64(self->board, self->slot + MEMBER_PROGRESS, now);
+        gc_leave(self->history, self->begun, OUTCOME_DONE, header.size,
+                 (uint32_t)header.sequence, now);
         ring_peers(self);
         return make_message(PyLong_FromLong(header.codec), body, PyTuple_New(0));
     }
 }
 
-/* (ring, board, data_offset, slot, doorbells[, own_line]). Every offset is checked against the
+/* (ring, board, data_offset, slot, history, doorbells[, own_line]). Every offset is checked against the
  * segments' sizes here, once, so that the hot path need not. */
 static PyObject *end_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
-    PyObject *ring, *board, *doorbells;
+    PyObject *ring, *board, *history, *doorbells;
     Py_ssize_t data, slot, own_line = 0;
-    if (!PyArg_ParseTuple(args, "OOnnO!|n", &ring, &board, &data, &slot, &PyTuple_Type, &doorbells,
-                          &own_line))
+    if (!PyArg_ParseTuple(args, "OOnnOO!|n", &ring, &board, &data, &slot, &history, &PyTuple_Type,
+                          &doorbells, &own_line))
         return NULL;
     Py_ssize_t n_peers = PyTuple_Size(doorbells);
     char *ring_memory = words_memory(ring, (size_t)data);
     char *board_memory = words_memory(board, (size_t)slot + MEMBER_OPERATION + OPERATION_BYTES);
-    if (ring_memory == NULL || board_memory == NULL) return NULL;
+    char *entries;
+    if (ring_memory == NULL || board_memory == NULL || history_argument(board, history, &entries) < 0)
+        return NULL;
     uint64_t capacity = gc_load64(ring_memory, RING_CAPACITY);
     if (capacity == 0 || words_memory(ring, (size_t)data + capacity) == NULL) return NULL;
     if (words_memory(ring, RING_READERS + (size_t)n_peers * READER_STRIDE) == NULL ||
@@ -192,6 +208,7 @@ static PyObject *end_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED
     self->data = ring_memory + data;
     self->capacity = capacity;
     self->slot = (size_t)slot;
+    self->history = entries;
     self->own_line = (size_t)own_line;
     self->n_peers = (size_t)n_peers;
     return (PyObject *)self;
@@ -233,6 +250,8 @@ static PyMethodDef reader_methods[] = {
 static PyMemberDef members[] = {
     {"moved", T_ULONGLONG, offsetof(RingEnd, moved), 0,
      "Bytes of the current long message that were written or read so far."},
+    {"begun", T_ULONGLONG, offsetof(RingEnd, begun), READONLY,
+     "Reader only: which operation of this member the last dequeue was."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -19,6 +19,8 @@ typedef struct {
     char *ring, *board, *data;
     uint64_t capacity;
     size_t slot;       /* offset of this member's slot, in the board */
+    char *history;     /* of this member; NULL if none is kept */
+    uint64_t begun;    /* reader only: the last dequeue, by its number on the board */
     size_t own_line;   /* reader only: its line in the ring */
     size_t n_peers;    /* doorbells to ring: the readers', or the writer's one */
     size_t *peers;

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "atomics.h"
+#include "history.h"
 #include "layout.h"
 #include "stream.h"
 
@@ -187,18 +188,69 @@ static PyObject *read_into(PyObject *self, PyObject *const *args, Py_ssize_t n) 
     return copy(self, args, n, false);
 }
 
+/* Copies a text, cut to `size` bytes, into zeroed memory; -1 with an error set if it is none. */
+static int text_argument(PyObject *object, char *to, size_t size) {
+    Py_ssize_t length;
+    const char *text = PyUnicode_AsUTF8AndSize(object, &length);
+    if (text == NULL) return -1;
+    memcpy(to, text, (size_t)length < size ? (size_t)length : size);
+    return 0;
+}
+
+int history_argument(PyObject *words, PyObject *offset, char **history) {
+    size_t at;
+    if (size_argument(offset, &at) < 0) return -1;
+    *history = NULL;
+    if (at == 0) return 0;
+    size_t size = HISTORY_ENTRIES * ENTRY_STRIDE;
+    char *base = at % 8 || at > SIZE_MAX - size ? NULL : words_memory(words, at + size);
+    if (base != NULL) *history = base + at;
+    if (base == NULL && !PyErr_Occurred())
+        PyErr_Format(PyExc_ValueError, "no history lies at %zu", at);
+    return base == NULL ? -1 : 0;
+}
+
+/* (slot, state, operation[, history, group, verb, bytes, number, peer, dtype]) */
 static PyObject *stamp(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     size_t slot;
-    uint32_t state;
-    char *base = at(self, args, n, 3, 8, &slot);
+    uint32_t state, verb, number, peer, dtype;
+    char *base = at(self, args, n, n == 10 ? 10 : 3, 8, &slot), *history = NULL;
     if (base == NULL || u32_argument(args[1], &state) < 0) return NULL;
     if (words_memory(self, slot + MEMBER_OPERATION + OPERATION_BYTES) == NULL) return NULL;
-    Py_ssize_t length;
-    const char *operation = PyUnicode_AsUTF8AndSize(args[2], &length);
-    if (operation == NULL) return NULL;
     char name[OPERATION_BYTES] = {0};
-    memcpy(name, operation, (size_t)(length < OPERATION_BYTES ? length : OPERATION_BYTES));
-    return PyLong_FromUnsignedLongLong(gc_stamp(base, slot, state, name));
+    gc_entry about = {0};
+    if (text_argument(args[2], name, OPERATION_BYTES) < 0) return NULL;
+    if (n == 10) {
+        if (history_argument(self, args[3], &history) < 0 ||
+            text_argument(args[4], about.group, ENTRY_GROUP_BYTES) < 0 ||
+            u32_argument(args[5], &verb) < 0 || u32_argument(args[7], &number) < 0 ||
+            u32_argument(args[8], &peer) < 0 || u32_argument(args[9], &dtype) < 0)
+            return NULL;
+        about.bytes = PyLong_AsUnsignedLongLong(args[6]);
+        if (about.bytes == UINT64_MAX && PyErr_Occurred()) return NULL;
+        about.verb = (uint8_t)verb;
+        about.number = number;
+        about.peer = (uint16_t)peer;
+        about.dtype = (uint8_t)dtype;
+    }
+    return PyLong_FromUnsignedLongLong(gc_stamp(base, slot, state, name, history, about));
+}
+
+/* (history, sequence, outcome, bytes, number) */
+static PyObject *leave(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    char *history;
+    uint32_t outcome, number;
+    size_t sequence, bytes;
+    if (n != 5) {
+        PyErr_SetString(PyExc_TypeError, "leave(history, sequence, outcome, bytes, number)");
+        return NULL;
+    }
+    if (history_argument(self, args[0], &history) < 0 || size_argument(args[1], &sequence) < 0 ||
+        u32_argument(args[2], &outcome) < 0 || size_argument(args[3], &bytes) < 0 ||
+        u32_argument(args[4], &number) < 0)
+        return NULL;
+    gc_leave(history, sequence, (uint8_t)outcome, bytes, number, gc_now_ns());
+    Py_RETURN_NONE;
 }
 
 static PyObject *progress(PyObject *self, PyObject *const *args, Py_ssize_t n) {
@@ -261,7 +313,10 @@ static PyMethodDef methods[] = {
     FAST("write", write_bytes, "write(offset, buffer): copy a buffer into the segment."),
     FAST("read_into", read_into, "read_into(offset, buffer): fill a buffer from the segment."),
     FAST("stamp", stamp,
-         "stamp(slot, state, operation) -> int: note that an operation begins; its number."),
+         "stamp(slot, state, operation[, history, group, verb, bytes, number, peer, dtype]) -> int: "
+         "note that an operation begins, also in the history if that is not 0; its number."),
+    FAST("leave", leave,
+         "leave(history, sequence, outcome, bytes, number): note how an operation ended."),
     FAST("progress", progress, "progress(slot, state): note the time of progress and the state."),
     {"fence", fence, METH_NOARGS, "fence(): full memory fence."},
     {NULL, NULL, 0, NULL},

@@ -19,4 +19,8 @@ char *words_memory(PyObject *object, size_t need);
 int size_argument(PyObject *object, size_t *value);
 int u32_argument(PyObject *object, uint32_t *value);
 
+/* Reads where in a Words a history lies; NULL where the offset is 0. Returns -1 with an error set if
+ * there is no room for it. */
+int history_argument(PyObject *words, PyObject *offset, char **history);
+
 #endif

@@ -103,12 +103,14 @@ class BoardSeen:
         members: by member number.
         failure: why it was aborted; None if it was not.
         queues: those between its members.
+        key: names it among all boards: its segment's nonce.
     """
 
     name: str
     members: tuple[MemberSeen, ...]
     failure: Failure | None
     queues: tuple[QueueSeen, ...]
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +133,15 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
-    """The bytes of a segment at one moment."""
+class SegmentCopy:
+    """The bytes of a segment at one moment, or the first of them."""
 
     words: PythonWords
     memory: memoryview
 
     @classmethod
-    def of(cls, data: bytes) -> _Copy:
+    def of(cls, data: bytes) -> SegmentCopy:
+        """The copy that ``data`` is."""
         return cls(PythonWords(data), memoryview(data))
 
 
@@ -184,7 +187,7 @@ def _connected(seen: Scan) -> list[set[bytes]]:
 def _program(seen: Scan, nonces: set[bytes]) -> Program | None:
     holders = [each for each in seen.processes.values() if nonces & each.held.keys()]
     segments = {nonce: segment for each in holders for nonce, segment in each.held.items()}
-    queues: dict[bytes, list[_Copy]] = {}
+    queues: dict[bytes, list[SegmentCopy]] = {}
     for segment in segments.values():
         if segment.label == layout.RING_LABEL:
             ring = _ring(segment)
@@ -192,9 +195,9 @@ def _program(seen: Scan, nonces: set[bytes]) -> Program | None:
                 at = layout.RING_BOARD
                 queues.setdefault(bytes(ring.memory[at : at + layout.NONCE_BYTES]), []).append(ring)
     boards = [
-        _board(data, holders, queues.get(segment.nonce, ()))
+        _board(data, holders, queues.get(segment.nonce, ()), segment.nonce.hex())
         for segment in segments.values()
-        if segment.label == layout.BOARD_LABEL and (data := _copy_of_board(segment)) is not None
+        if segment.label == layout.BOARD_LABEL and (data := copy_of_board(segment)) is not None
     ]
     if not boards:
         return None
@@ -212,14 +215,16 @@ def _program(seen: Scan, nonces: set[bytes]) -> Program | None:
     )
 
 
-def _copy_of_board(segment: SegmentSeen) -> _Copy | None:
-    """A copy of a board; None if it has gone, or is not finished."""
+def copy_of_board(segment: SegmentSeen) -> SegmentCopy | None:
+    """A copy of a board without its histories; None if it has gone, or is not finished."""
     try:
-        copy = _Copy.of(segment.read(_LARGEST_BOARD))
+        head = SegmentCopy.of(segment.read(layout.BOARD_SLOTS))
+        n_members = head.words.load32(layout.BOARD_MEMBERS)
+        size = layout.board_size(n_members, histories=False)
+        copy = SegmentCopy.of(segment.read(min(size, _LARGEST_BOARD)))
     except OSError:
         return None
-    n_members = copy.words.load32(layout.BOARD_MEMBERS)
-    whole = n_members > 0 and layout.board_size(n_members) <= len(copy.memory)
+    whole = n_members > 0 and size <= len(copy.memory)
     known = whole and all(
         copy.words.load32(layout.member_slot(member) + layout.MEMBER_STATE)
         < len(layout.STATE_NAMES)
@@ -234,19 +239,21 @@ def _copy_of_board(segment: SegmentSeen) -> _Copy | None:
     return copy if copy.words.load32(slot + layout.FAILURE_CULPRIT) < n_members else None
 
 
-def _ring(segment: SegmentSeen) -> _Copy | None:
+def _ring(segment: SegmentSeen) -> SegmentCopy | None:
     """A copy of what a ring says about itself; None if it has gone, or is not finished."""
     try:
         head = segment.read(layout.RING_READERS)
-        n_readers = _Copy.of(head).words.load32(layout.RING_READER_COUNT)
+        n_readers = SegmentCopy.of(head).words.load32(layout.RING_READER_COUNT)
         if not n_readers or layout.data_offset(n_readers) > segment.size:
             return None
-        return _Copy.of(segment.read(layout.data_offset(n_readers)))
+        return SegmentCopy.of(segment.read(layout.data_offset(n_readers)))
     except OSError:
         return None
 
 
-def _board(copy: _Copy, holders: Sequence[ProcessSeen], rings: Iterable[_Copy]) -> BoardSeen:
+def _board(
+    copy: SegmentCopy, holders: Sequence[ProcessSeen], rings: Iterable[SegmentCopy], key: str
+) -> BoardSeen:
     words, n_members = copy.words, copy.words.load32(layout.BOARD_MEMBERS)
     ranks = [
         _signed(words.load32(layout.member_slot(member) + layout.MEMBER_RANK))
@@ -282,10 +289,11 @@ def _board(copy: _Copy, holders: Sequence[ProcessSeen], rings: Iterable[_Copy]) 
         members=tuple(member_seen(member) for member in range(n_members)),
         failure=first_failure(copy, ranks),
         queues=tuple(each for ring in rings if (each := _queue(ring, ranks)) is not None),
+        key=key,
     )
 
 
-def _queue(ring: _Copy, ranks: Sequence[int]) -> QueueSeen | None:
+def _queue(ring: SegmentCopy, ranks: Sequence[int]) -> QueueSeen | None:
     words = ring.words
     published, messages = words.load64(layout.RING_PUBLISHED), words.load64(layout.RING_SEQUENCE)
     readers, used = [], 0

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from shm_broadcast import layout
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupClosedError, MessageDecodeError
 from shm_broadcast.queue.timed_lock import TimedLock
@@ -111,9 +112,10 @@ class LocalReader(QueueReader):
         """See `MessageQueue.acquire_read`."""
         ring, deadline = self._ring, Deadline.within(timeout)
         self._turn.take(deadline, "acquire_read", self._check)
+        begun = 0
         try:
             self._check("acquire_read")
-            self._board.stamp("acquire_read")
+            begun = self._board.stamp("acquire_read", "", layout.DID_ACQUIRE_READ)
             # A message that an interrupted `dequeue` took out of the ring and could not return.
             left_over = ring.finished()
             if left_over is None and ring.peek() is None:
@@ -125,8 +127,14 @@ class LocalReader(QueueReader):
                         yield view
                     finally:
                         ring.advance(record)
+                number = record.sequence & 0xFFFFFFFF
+                self._board.ended(begun, None, record.total, number)
                 return
             _, main, _ = left_over or self._finish(deadline)
+            self._board.ended(begun)
+        except BaseException as error:
+            self._board.ended(begun, error)
+            raise
         finally:
             self._end_turn()
         with memoryview(main) as view:
@@ -161,8 +169,12 @@ class LocalReader(QueueReader):
             message = self._ring.try_read(self._spin.window_ns, begins=True)
             if message is not None:
                 return message
-        self._check("dequeue")
-        return self._finish(Deadline.within(timeout))
+        try:
+            self._check("dequeue")
+            return self._finish(Deadline.within(timeout))
+        except BaseException as error:
+            self._board.ended(self._ring.begun, error)
+            raise
 
     def _finish(self, deadline: Deadline) -> Message:
         while True:

@@ -15,6 +15,7 @@ import struct
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from shm_broadcast import layout
 from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.errors import GroupClosedError, GroupTimeoutError, name_of
 from shm_broadcast.queue.timed_lock import TimedLock
@@ -79,7 +80,6 @@ class QueueWriter:
             ):
                 return
             self._check("enqueue")
-            self._board.stamp("enqueue")
             self._deliver(main, buffers, Deadline.within(timeout))
         finally:
             self._turn.give_back()
@@ -90,7 +90,6 @@ class QueueWriter:
         self._turn.take(deadline, "enqueue", self._check)
         try:
             self._check("enqueue")
-            self._board.stamp("enqueue")
             self._deliver((data,), (), deadline)
         finally:
             self._turn.give_back()
@@ -142,6 +141,19 @@ class QueueWriter:
             self._turn.give_back()
 
     def _deliver(
+        self, main: Sequence[Buffer], buffers: Sequence[memoryview], deadline: Deadline
+    ) -> None:
+        size = sum(memoryview(part).nbytes for part in (*main, *buffers))
+        number = 0 if self._ring is None else (self._ring.sequence + 1) & 0xFFFFFFFF
+        begun = self._board.stamp("enqueue", "", layout.DID_ENQUEUE, size, number)
+        try:
+            self._deliver_to_all(main, buffers, deadline)
+        except BaseException as error:
+            self._board.ended(begun, error)
+            raise
+        self._board.ended(begun)
+
+    def _deliver_to_all(
         self, main: Sequence[Buffer], buffers: Sequence[memoryview], deadline: Deadline
     ) -> None:
         ring, remote = self._ring, self._remote

@@ -80,6 +80,7 @@ class RingReader:
         self._pool = RecyclingPool()
         self._blocks = BlockReader(reader)
         self._unfinished: _Assembly | None = None
+        self._begun = 0
         if self._position() == layout.LEFT:
             self._join_again()
         self._fast: FastReader | None = None
@@ -89,9 +90,15 @@ class RingReader:
                 board.words,
                 self._data,
                 board.slot_offset(member),
+                board.history,
                 (board.doorbell_offset(writer),),
                 self._line,
             )
+
+    @property
+    def begun(self) -> int:
+        """Which operation of this member the last ``dequeue`` was."""
+        return self._begun if self._fast is None else self._fast.begun
 
     @property
     def readable(self) -> bool:
@@ -152,6 +159,7 @@ class RingReader:
         if received != unfinished.size:
             return None
         self._unfinished = None
+        self._board.ended(self.begun, None, unfinished.size, unfinished.number)
         return unfinished.message()
 
     def peek(self) -> Record | None:
@@ -186,7 +194,7 @@ class RingReader:
 
     def _look(self, spin_ns: int, begins: bool) -> bool:
         if begins:
-            self._board.stamp("dequeue")
+            self._begun = self._board.stamp("dequeue", "", layout.DID_DEQUEUE)
         if self._board.aborted:
             return False
         return self._words.spin64(layout.RING_PUBLISHED, self._position(), spin_ns)
@@ -257,6 +265,7 @@ class _Assembly:
     Attributes:
         targets: the memory of the main part and of the out-of-band buffers, in this order.
         size: their bytes, all together.
+        number: the message's, modulo 2**32.
         received: how many of these bytes `fill` has copied; the C path counts in ``moved`` instead.
     """
 
@@ -269,6 +278,7 @@ class _Assembly:
     ) -> None:
         sizes = [entry & ~layout.PLACED for entry in entries]
         self._codec = first.codec
+        self.number = first.sequence & 0xFFFFFFFF
         self.size = first.total - 8 * len(entries)
         main = self.size - sum(sizes)
         self._main: Buffer = (

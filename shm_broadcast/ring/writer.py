@@ -64,7 +64,12 @@ class RingWriter:
         self._fast: FastWriter | None = None
         if native is not None:
             self._fast = native.FastWriter(
-                self._words, board.words, self._data, board.slot_offset(member), doorbells
+                self._words,
+                board.words,
+                self._data,
+                board.slot_offset(member),
+                board.history,
+                doorbells,
             )
 
     @property
@@ -91,9 +96,11 @@ class RingWriter:
         place = place_whole(size, self._to_end())
         if not self.has_room(place.need):
             return False
-        self._board.stamp("enqueue")
+        number = (self.sequence + 1) & 0xFFFFFFFF
+        begun = self._board.stamp("enqueue", "", layout.DID_ENQUEUE, size, number)
         self._begin_message()
         self._write_record(place, layout.KIND_MESSAGE, codec, 0, size, 0, [memoryview(body)])
+        self._board.ended(begun)
         return True
 
     def write(

@@ -38,8 +38,8 @@ def test_hosts_that_cannot_see_each_other_are_nodes(monkeypatch: pytest.MonkeyPa
 
     class Isolated(Board):
         @classmethod
-        def create(cls, n_members, member=0, *named):  # type: ignore[no-untyped-def]
-            board = Board.create(n_members, member, *named)
+        def create(cls, n_members, member=0, *named, **options):  # type: ignore[no-untyped-def]
+            board = Board.create(n_members, member, *named, **options)
             owners[board.handle().segment.nonce] = member
             return board
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -52,6 +53,9 @@ class Ends:
             ReduceOp,
             lambda shape, like: like.new_empty(shape),
             Begun(N).words,
+            array("I", [0]) * (1 + 2 * N),
+            self.board.history,
+            "test",
         )
 
     def finish(self) -> None:

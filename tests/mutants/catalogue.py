@@ -50,8 +50,8 @@ MUTANTS = (
     Mutant(
         "Q1 every operation is stamped",
         "shm_broadcast/native/ring.c",
-        "if (begins) gc_stamp(self->board, self->slot, STATE_BUSY, DEQUEUE);",
-        "(void)begins;",
+        "    if (begins) {",
+        "    if (begins && false) {",
         (f"{_HERE}/test_ring.py::test_small_messages_are_seen_as_operations",),
     ),
     Mutant(
@@ -507,8 +507,32 @@ MUTANTS = (
     Mutant(
         "O4 what is not finished is left out",
         "shm_broadcast/onlooker/programs.py",
-        "whole = n_members > 0 and layout.board_size(n_members) <= len(copy.memory)",
+        "whole = n_members > 0 and size <= len(copy.memory)",
         "whole = n_members > 0",
         (f"{_HERE}/test_onlooker.py::test_a_board_that_is_not_finished_is_left_out",),
+    ),
+    Mutant(
+        "O5 what a member did is kept until it is overwritten, and not longer",
+        "shm_broadcast/board/history.py",
+        "first = max(sequence() + 2 - kept, 1)",
+        "first = 1",
+        (f"{_HERE}/test_history.py::test_the_latest_operations_are_kept",),
+    ),
+    Mutant(
+        "O5 an operation ends once, and in its own entry",
+        "shm_broadcast/native/history.h",
+        "entry->sequence != sequence || entry->end != 0",
+        "false",
+        (
+            f"{_HERE}/test_history.py::"
+            "test_the_end_of_an_operation_whose_entry_was_used_again_is_forgotten",
+        ),
+    ),
+    Mutant(
+        "O5 what goes on in the background ends when it is done",
+        "device_comm/shm/execution.py",
+        "operation.background, operation.ended",
+        "operation.background, None",
+        ("tests/device_comm/test_recorder.py::test_what_goes_on_in_the_background_ends_there",),
     ),
 )

@@ -76,7 +76,17 @@ def divergent(tp: GroupCoordinator) -> None:
     linger()
 
 
-GROUPS = {each.__name__: each for each in (sleeping, stopped, crossed, different, divergent)}
+def busy(tp: GroupCoordinator) -> None:
+    for _ in range(1500):
+        tp.all_reduce_(torch.ones(4))
+        if tp.rank == 0:
+            tp.send(torch.ones(4), 1)
+        else:
+            tp.recv((4,), torch.float32, 0)
+    linger()
+
+
+GROUPS = {each.__name__: each for each in (busy, sleeping, stopped, crossed, different, divergent)}
 
 
 def play(rank: int, n: int, folder: str, port: int, scene: str) -> None:

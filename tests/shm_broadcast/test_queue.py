@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from shm_broadcast import layout
 from shm_broadcast.board.board import Board
 from shm_broadcast.errors import GroupClosedError, MessageDecodeError
 from shm_broadcast.queue.handle import DEFAULT_CAPACITY, QueueHandle
@@ -288,7 +289,8 @@ def test_the_footprint_is_a_function_of_the_arguments(
         handle = queue.export_handle()
         assert handle.ring is not None
         assert handle.ring.size == capacity + 4096  # 192 + 2 * 64, rounded up to a page
-        assert handle.board.segment.size == 4096
+        histories = 3 * layout.HISTORY_ENTRIES * layout.ENTRY_STRIDE
+        assert handle.board.segment.size == histories + 2 * 4096  # 128 KiB a member, and pages
 
 
 @pytest.mark.parametrize(

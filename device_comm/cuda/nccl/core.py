@@ -145,15 +145,17 @@ class NcclCore(Backend):
             members=members,
         )
         operation = f"{name} nccl set-up"
-        comm.watch.stamp(operation)
+        entry = comm.watch.stamp(operation)
         try:
             comm._settle(
                 operation, Deadline.after(timeout if set_up is None else set_up), comm.peers
             )
-        except CoordinatorError:
+        except CoordinatorError as error:
+            comm.watch.ended(entry, error)
             handle.abort()
             raise
         finally:
+            comm.watch.ended(entry)
             comm.watch.idle()
         return comm
 

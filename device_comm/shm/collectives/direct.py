@@ -17,6 +17,7 @@ from device_comm.operation import Operation
 from device_comm.shm.collectives.collective import Collective
 from device_comm.shm.pipes.transfers import ReceiveTask, SendTask
 from device_comm.verbs.arrange import plain
+from shm_broadcast.board.history import outcome_of
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import CoordinatorError
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from device_comm._native import Comm
     from device_comm.backend import Identity
+    from device_comm.recorder import Recorder
     from device_comm.shm.execution import Execution
     from device_comm.shm.pipes.peer_pipes import PeerPipes
     from shm_broadcast.progress import Lane, Task
@@ -50,7 +52,12 @@ class DirectCalls:
     """The calls of one rank that the extension takes; a `device_comm.backend.Shortcut`."""
 
     def __init__(
-        self, native: Comm, pipes: PeerPipes, execution: Execution, identity: Identity
+        self,
+        native: Comm,
+        pipes: PeerPipes,
+        execution: Execution,
+        identity: Identity,
+        recorder: Recorder,
     ) -> None:
         """Ask ``native`` first; messages go through ``pipes``."""
         self._native = native
@@ -59,6 +66,7 @@ class DirectCalls:
         self._execution = execution
         self._collectives = execution.collectives
         self._identity = identity
+        self._recorder = recorder
 
     def collective(self, verb: str, timeout: float | Deadline | None, *arguments: Any) -> Any:
         """As `Shortcut.collective`."""
@@ -83,9 +91,9 @@ class DirectCalls:
             return NotImplemented
         # There was a lane, so there was a transfer, and there is a pipe.
         if verb == "send":
-            moved = self._native.send(x, self._pipes.outgoing[peer].mover)
+            moved = self._native.send(x, self._pipes.outgoing[peer].mover, peer)
         else:
-            moved = self._native.recv(x, self._pipes.coming[peer].mover)
+            moved = self._native.recv(x, self._pipes.coming[peer].mover, peer)
         return self._go_on(verb, timeout, x, peer, moved) if type(moved) is int else moved
 
     def _finish(self, verb: str, timeout: float | Deadline | None) -> Any:
@@ -93,7 +101,11 @@ class DirectCalls:
         operation = self._operation(verb, timeout)
         members = self._identity.members
         task = Collective(self._native, members, operation.name, iter(()), begun=True)
-        self._perform(self._collectives, task, operation)
+        try:
+            self._perform(self._collectives, task, operation)
+        except BaseException as error:
+            self._native.give_up(outcome_of(error))
+            raise
         return self._native.finish()
 
     def _go_on(
@@ -101,8 +113,9 @@ class DirectCalls:
     ) -> None:
         """Send or receive what follows the first ``moved`` bytes of ``x``."""
         operation, watch = self._operation(verb, timeout), self._identity.watch
+        operation.source, operation.peer = x, peer
         watch.check(operation.name)
-        watch.stamp(operation.name)
+        entry = self._recorder.begin(operation)
         task: Task
         if verb == "send":
             task = SendTask(self._pipes, peer, operation.name, x, moved)
@@ -110,8 +123,12 @@ class DirectCalls:
             task = ReceiveTask(self._pipes, peer, operation.name, (x,), received=moved)
         try:
             self._perform(self._execution.messages[verb, peer], task, operation)
+        except BaseException as error:
+            self._recorder.end(entry, error)
+            raise
         finally:
             watch.idle()
+        self._recorder.end(entry)
 
     def _perform(self, lane: Lane, task: Task, operation: Operation) -> None:
         try:

@@ -1,0 +1,66 @@
+/* The monotonic clock in half of what clock_gettime takes: by the processor's time stamp counter,
+ * whose pace is measured now and then. It is compared with the clock itself every millisecond, so it
+ * is never far from it, and never goes back. */
+#ifndef GC_PACE_H
+#define GC_PACE_H
+
+#include "atomics.h"
+
+#if defined(__x86_64__)
+
+#define PACE_MEASURED_NS 10000000u
+#define PACE_FORGOTTEN_NS 2000000000u
+#define PACE_TRUSTED_NS 1000000u
+#define PACE_CLOSE_TICKS 1000u /* between two looks at the counter with none of the clock missed */
+
+typedef struct {
+    uint64_t ns, ticks;           /* the clock and the counter at one moment */
+    uint64_t base_ns, base_ticks; /* the same, where the measuring of the pace began */
+    uint64_t scale;               /* ns in 2^32 ticks; 0 before it is known */
+    uint64_t trusted;             /* ticks after that moment */
+    uint64_t latest;              /* what was told last */
+} gc_pace;
+
+static inline uint64_t gc_pace_look(gc_pace *pace) {
+    uint64_t now, before, after;
+    int looks = 0;
+    do { /* again if another process ran in between */
+        before = __builtin_ia32_rdtsc();
+        now = gc_now_ns();
+        after = __builtin_ia32_rdtsc();
+    } while (after - before > PACE_CLOSE_TICKS && ++looks < 3);
+    uint64_t passed = now - pace->base_ns, ticks = before - pace->base_ticks;
+    if (passed >= PACE_MEASURED_NS) {
+        bool usable = passed < PACE_FORGOTTEN_NS && ticks < UINT64_MAX / 2 && ticks > 0;
+        pace->scale = usable && looks < 3 ? (passed << 32) / ticks : 0;
+        pace->trusted = pace->scale ? ((uint64_t)PACE_TRUSTED_NS << 32) / pace->scale : 0;
+        pace->base_ns = now;
+        pace->base_ticks = before;
+    }
+    pace->ns = now;
+    pace->ticks = before;
+    return pace->latest = now;
+}
+
+static inline uint64_t gc_pace_now(gc_pace *pace) {
+    uint64_t passed = __builtin_ia32_rdtsc() - pace->ticks;
+    if (passed > pace->trusted || pace->scale == 0) return gc_pace_look(pace);
+    uint64_t now = pace->ns + (passed * pace->scale >> 32);
+    if (now > pace->latest) pace->latest = now;
+    return pace->latest;
+}
+
+#else
+
+typedef struct {
+    char unused;
+} gc_pace;
+
+static inline uint64_t gc_pace_now(gc_pace *pace) {
+    (void)pace;
+    return gc_now_ns();
+}
+
+#endif
+
+#endif

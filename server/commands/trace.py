@@ -1,0 +1,96 @@
+"""Write down what every process of a pool or group did last: about 2,000 operations each.
+
+Each has its group, number, bytes, begin and end, on one clock, and how it ended. They are kept in
+shared memory all along: nothing has to be switched on, and what a killed process did is there as
+long as its program runs.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shm_broadcast.onlooker.chrome import chrome_trace
+from shm_broadcast.onlooker.flight import flight_dumps
+from shm_broadcast.onlooker.pasts import pasts
+from shm_broadcast.onlooker.processes import scan
+
+from .status import check_pid, chosen
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from shm_broadcast.onlooker.pasts import MemberPast
+
+
+@dataclass(frozen=True, slots=True)
+class TracePlan:
+    """The checked options; see `add_arguments`."""
+
+    pid: int | None
+    output: Path | None
+    dumps: Path | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("pid", nargs="?", type=int, metavar="PID", help="a process of the "
+        "program, or one that has started it (default: the only program)")  # fmt: skip
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write a trace that "
+        "ui.perfetto.dev and chrome://tracing show")  # fmt: skip
+    parser.add_argument("--flight-recorder", type=Path, metavar="DIR", help="write a dump for each "
+        "rank, rank_0 and so on, for torch.distributed.flight_recorder.fr_trace")  # fmt: skip
+
+
+def prepare(args: argparse.Namespace) -> TracePlan:
+    """Check the options.
+
+    Raises:
+        ValueError: there is no such process, it is another user's, or nothing is to be written.
+        OSError: the folder for the dumps cannot be made.
+    """
+    check_pid(args.pid)
+    if args.output is None and args.flight_recorder is None:
+        raise ValueError("nothing is to be written: give -o FILE or --flight-recorder DIR")
+    if args.flight_recorder is not None:
+        args.flight_recorder.mkdir(parents=True, exist_ok=True)
+    return TracePlan(args.pid, args.output, args.flight_recorder)
+
+
+def run(plan: TracePlan) -> int:
+    """Write what is asked for; 1 if there is no such program, or without a pid not one only."""
+    seen = scan()
+    found = chosen(plan.pid, seen)
+    if found is None:
+        return 1
+    boards = [board for program in found for board in pasts(seen, program)]
+    if plan.output is not None:
+        trace = chrome_trace(boards, time.monotonic_ns())
+        plan.output.write_text(json.dumps(trace))
+        operations = sum(len(member.past) for board in boards for member in board)
+        sys.stdout.write(f"{plan.output}: {operations} operations\n")
+    return 0 if plan.dumps is None else _dump(plan.dumps, boards)
+
+
+def _dump(folder: Path, boards: Sequence[Sequence[MemberPast]]) -> int:
+    """Write the dumps of each board that has groups, with a folder for each if they are several.
+
+    Returns 1 if there is none.
+    """
+    epoch = time.time_ns() - time.monotonic_ns()
+    dumps = [dump for board in boards if (dump := flight_dumps(board, epoch))]
+    for number, dump in enumerate(dumps, 1):
+        home = folder / f"board_{number}" if len(dumps) > 1 else folder
+        home.mkdir(exist_ok=True)
+        for rank, entries in dump.items():
+            (home / f"rank_{rank}").write_bytes(pickle.dumps(entries))
+        sys.stdout.write(f"{home}: {len(dump)} ranks\n")
+    if not dumps:
+        sys.stderr.write("no group whose members are all on this host\n")
+    return 0 if dumps else 1

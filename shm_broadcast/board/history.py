@@ -1,0 +1,126 @@
+"""The last operations of each member of a board: what they were, when they began, how they ended.
+
+They lie on the board, so they can be read there by its other members and by whoever looks on from
+outside, also when the member has been killed. How they lie stands in `shm_broadcast.layout`; they
+are written by `Board.stamp` and `Board.ended`, and by the C extensions.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from shm_broadcast import layout
+from shm_broadcast.errors import (
+    DivergenceError,
+    GroupAbortedError,
+    GroupClosedError,
+    GroupTimeoutError,
+    PeerLostError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shm_broadcast.board.fixed_text import SharedBytes
+
+_ENTRY: Final = struct.Struct(layout.ENTRY_FORMAT)
+
+_ERRORS: Final = (
+    (GroupTimeoutError, "timed out"),
+    (PeerLostError, "peer lost"),
+    (GroupAbortedError, "aborted"),
+    (DivergenceError, "diverged"),
+    (GroupClosedError, "closed"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PastOperation:
+    """An operation of a member.
+
+    Attributes:
+        verb: ``"all_reduce"``, ``"enqueue"``; of another operation what it was called.
+        group: the group, the first 23 bytes of its name; ``""`` for one that has none.
+        begin: monotonic ns.
+        end: monotonic ns; None: it is under way, or was when its process ended.
+        outcome: one of `layout.OUTCOME_NAMES`.
+        sequence: its number among the member's operations, as `MemberStatus.sequence`.
+        number: its number among the rank's collectives in the group, or among its messages to or
+            from that peer; a queue's message has its number there. 0: it is not known.
+        size: bytes that this member gave, or got in a receive; of a message its encoded size.
+        peer: the root or the other rank, in the group.
+        dtype: the name of the tensor's dtype; ``""`` where there is no tensor.
+    """
+
+    verb: str
+    group: str
+    begin: int
+    end: int | None
+    outcome: str
+    sequence: int
+    number: int
+    size: int
+    peer: int | None
+    dtype: str
+
+
+def outcome_of(error: BaseException | None) -> int:
+    """The code of how an operation ended that raised ``error``, or nothing."""
+    if error is None:
+        return layout.OUTCOME_DONE
+    name = next((name for kind, name in _ERRORS if isinstance(error, kind)), "failed")
+    return layout.OUTCOME_NAMES.index(name)
+
+
+def read_history(
+    memory: SharedBytes, member: int, n_members: int, read: Callable[[int, int], bytes]
+) -> tuple[PastOperation, ...]:
+    """The last operations of a member, the oldest first; () if the board keeps none.
+
+    Args:
+        memory: the board's, as far as its histories at least.
+        member: a member number.
+        n_members: of the board.
+        read: bytes of the board as they are now: their offset, and how many.
+    """
+    kept = memory.words.load32(layout.BOARD_HISTORY)
+    if kept != layout.HISTORY_ENTRIES:
+        return ()
+
+    def sequence() -> int:
+        at = layout.member_slot(member) + layout.MEMBER_SEQUENCE
+        return int.from_bytes(read(at, 8), "little")
+
+    last = sequence()
+    data = read(layout.history_slot(member, n_members), kept * layout.ENTRY_STRIDE)
+    # The one after the last may have been half written over the oldest one.
+    first = max(sequence() + 2 - kept, 1)
+    found = []
+    for wanted in range(first, last + 1):
+        at = (wanted - 1) % kept * layout.ENTRY_STRIDE
+        past = _decoded(_ENTRY.unpack_from(data, at)) if at < len(data) else None
+        if past is not None and past.sequence == wanted:
+            found.append(past)
+    return tuple(found)
+
+
+def _decoded(fields: tuple[int, int, int, int, int, int, int, int, int, bytes]) -> PastOperation:
+    begin, end, sequence, size, number, peer, verb, dtype, outcome, raw = fields
+    group = raw.split(b"\0", 1)[0].decode(errors="replace")
+    known = 0 < verb < len(layout.DID_NAMES)
+    # The end is stored after the outcome, but may have been copied before it.
+    told = outcome if 0 < outcome < len(layout.OUTCOME_NAMES) else layout.OUTCOME_DONE
+    return PastOperation(
+        verb=layout.DID_NAMES[verb] if known else group,
+        group=group if known else "",
+        begin=begin,
+        end=end or None,
+        outcome=layout.OUTCOME_NAMES[told if end else 0],
+        sequence=sequence,
+        number=number,
+        size=size,
+        peer=None if peer == layout.NO_PEER else peer,
+        dtype=layout.DTYPE_NAMES[dtype] if 0 < dtype < len(layout.DTYPE_NAMES) else "",
+    )

@@ -1,0 +1,75 @@
+"""The histories of a program's members: what each did last, also if its process has been killed.
+
+A history lies on a board, so it is there as long as any process of the program holds the board.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shm_broadcast.board.history import read_history
+from shm_broadcast.board.outward import read_groups
+from shm_broadcast.onlooker.programs import copy_of_board
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shm_broadcast.board.history import PastOperation
+    from shm_broadcast.board.outward import Membership
+    from shm_broadcast.onlooker.processes import Scan, SegmentSeen
+    from shm_broadcast.onlooker.programs import BoardSeen, MemberSeen, Program
+
+
+@dataclass(frozen=True, slots=True)
+class MemberPast:
+    """What a member of a board did.
+
+    Attributes:
+        seen: the member.
+        groups: the groups that it is in.
+        past: its last operations, the oldest first.
+    """
+
+    seen: MemberSeen
+    groups: tuple[Membership, ...]
+    past: tuple[PastOperation, ...]
+
+
+def pasts(seen: Scan, program: Program) -> list[tuple[MemberPast, ...]]:
+    """What the members of each board of a program did; those without a history are left out."""
+    return [past for board in program.boards if (past := _of_board(seen, program, board))]
+
+
+def _of_board(seen: Scan, program: Program, board: BoardSeen) -> tuple[MemberPast, ...]:
+    for segment in _held(seen, program, board.key):
+        copy = copy_of_board(segment)
+        try:
+            fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:  # this holder has ended
+            continue
+        try:
+            if copy is None:
+                continue
+
+            def read(at: int, size: int, fd: int = fd) -> bytes:
+                return os.pread(fd, size, at)
+
+            count = len(board.members)
+            return tuple(
+                MemberPast(
+                    member, read_groups(copy, index, count), read_history(copy, index, count, read)
+                )
+                for index, member in enumerate(board.members)
+            )
+        finally:
+            os.close(fd)
+    return ()
+
+
+def _held(seen: Scan, program: Program, key: str) -> Iterator[SegmentSeen]:
+    for pid in program.pids:
+        segment = seen.processes[pid].held.get(bytes.fromhex(key))
+        if segment is not None:
+            yield segment

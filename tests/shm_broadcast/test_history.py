@@ -1,0 +1,372 @@
+"""The history of a member: what is written down, what is kept, who can read it, and when."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import pytest
+
+from shm_broadcast import Board, Deadline, MessageQueue, layout
+from shm_broadcast.atomics import PythonWords, native
+from shm_broadcast.board.history import outcome_of
+from shm_broadcast.board.outward import Membership, read_groups
+from shm_broadcast.errors import (
+    DivergenceError,
+    Failure,
+    GroupAbortedError,
+    GroupClosedError,
+    GroupTimeoutError,
+    MemberStatus,
+    PeerLostError,
+)
+from shm_broadcast.onlooker.pasts import pasts
+from shm_broadcast.onlooker.processes import scan
+from shm_broadcast.onlooker.programs import of_process, programs
+from tests.intruder import NOBODY
+from tests.patience import until
+from tests.shm_broadcast.queues import Running
+
+if TYPE_CHECKING:
+    from shm_broadcast.atomics import WordsLike
+    from shm_broadcast.board.history import PastOperation
+    from shm_broadcast.segment import Segment
+
+KEPT = layout.HISTORY_ENTRIES
+SIZE = layout.board_size(1)
+ALL_REDUCE = layout.DID_NAMES.index("all_reduce")
+SEND = layout.DID_NAMES.index("send")
+FLOAT32 = layout.DTYPE_NAMES.index("float32")
+
+
+@pytest.fixture(params=["C", "Python"])
+def words(request: pytest.FixtureRequest) -> WordsLike:
+    memory = bytearray(SIZE)
+    if request.param == "Python":
+        return PythonWords(memory)
+    assert native is not None
+    made: WordsLike = native.Words(memory)
+    return made
+
+
+def entry(words: WordsLike, sequence: int) -> tuple[int, ...]:
+    """Begin, end, sequence, bytes and the rest of an entry, as far as they are words."""
+    at = layout.history_slot(0, 1) + (sequence - 1) % KEPT * layout.ENTRY_STRIDE
+    return tuple(words.load64(at + offset) for offset in range(0, layout.ENTRY_STRIDE, 8))
+
+
+def stamp(words: WordsLike, number: int = 1) -> int:
+    slot, history = layout.member_slot(0), layout.history_slot(0, 1)
+    what = "tp send", history, "tp", SEND, 1000, number, 3, FLOAT32
+    return words.stamp(slot, layout.STATE_BUSY, *what)
+
+
+# --- what is written down --------------------------------------------------------------------
+
+
+def test_an_entry_is_what_is_drawn(words: WordsLike) -> None:
+    before = time.monotonic_ns()
+    assert stamp(words, 7) == 1
+    begin, end, sequence, size, about, outcome_and_group, *rest = entry(words, 1)
+    assert before <= begin <= time.monotonic_ns()
+    assert (end, sequence, size) == (0, 1, 1000)
+    assert about == 7 | 3 << 32 | SEND << 48 | FLOAT32 << 56
+    assert outcome_and_group == int.from_bytes(b"\0tp\0\0\0\0\0", "little")
+    assert rest == [0, 0]
+
+
+def test_an_end_is_written_once(words: WordsLike) -> None:
+    history, sequence = layout.history_slot(0, 1), stamp(words)
+    words.leave(history, sequence, 3, 0, 0)
+    ended = entry(words, 1)
+    assert ended[0] <= ended[1] <= time.monotonic_ns()
+    assert (ended[3], ended[5] & 0xFF) == (1000, 3)
+    words.leave(history, sequence, layout.OUTCOME_DONE, 5, 5)
+    assert entry(words, 1) == ended
+
+
+def test_what_was_not_known_at_first_is_added_at_the_end(words: WordsLike) -> None:
+    words.leave(layout.history_slot(0, 1), stamp(words), layout.OUTCOME_DONE, 12, 34)
+    assert entry(words, 1)[3] == 12
+    assert entry(words, 1)[4] & 0xFFFFFFFF == 34
+
+
+def test_the_end_of_an_operation_whose_entry_was_used_again_is_forgotten(words: WordsLike) -> None:
+    for _ in range(KEPT + 1):
+        stamp(words)
+    newest = entry(words, KEPT + 1)
+    words.leave(layout.history_slot(0, 1), 1, layout.OUTCOME_DONE, 12, 34)
+    words.leave(layout.history_slot(0, 1), 0, layout.OUTCOME_DONE, 12, 34)
+    assert entry(words, KEPT + 1) == newest
+
+
+def test_a_long_name_is_cut(words: WordsLike) -> None:
+    slot, history = layout.member_slot(0), layout.history_slot(0, 1)
+    words.stamp(slot, 2, "x", history, "g" * 100, SEND, 0, 0, layout.NO_PEER, 0)
+    words.stamp(slot, 2, "x", history, "h", SEND, 0, 0, layout.NO_PEER, 0)
+    assert entry(words, 1)[7] == int.from_bytes(b"g" * 8, "little")
+    assert entry(words, 2)[2] == 2
+
+
+def test_a_history_outside_is_refused() -> None:
+    assert native is not None
+    words = native.Words(bytearray(SIZE))
+    for history in (SIZE, SIZE - 64, layout.history_slot(0, 1) + 4):
+        with pytest.raises(ValueError, match=r"needs|no history"):
+            words.leave(history, 1, 1, 0, 0)
+
+
+LATE = MemberStatus(1, 42, "lost")
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (None, "done"),
+        (GroupTimeoutError("x", 1.0, ()), "timed out"),
+        (PeerLostError("x", LATE), "peer lost"),
+        (GroupAbortedError("x", Failure(0, "E", "no", 0)), "aborted"),
+        (DivergenceError(1, "a", "b"), "diverged"),
+        (GroupClosedError("x"), "closed"),
+        (KeyboardInterrupt(), "failed"),
+    ],
+)
+def test_how_an_operation_ended(error: BaseException | None, name: str) -> None:
+    assert layout.OUTCOME_NAMES[outcome_of(error)] == name
+
+
+def test_the_operations_of_a_queue(tmp_path: os.PathLike[str]) -> None:
+    with (
+        Board.create(2, 0) as board,
+        Board.attach(board.handle(), 1) as other,
+        MessageQueue.on_board(board, 0, [1], 1 << 16) as queue,
+        MessageQueue.attach(queue.export_handle(), other) as reader,
+    ):
+        queue.enqueue(b"small")
+        assert reader.dequeue(5) == b"small"
+        large = bytes(300_000)
+        reading = Running(lambda: reader.dequeue(30))
+        queue.enqueue(large)
+        assert reading.result() == large
+        with pytest.raises(GroupTimeoutError):
+            reader.dequeue(0)
+        queue.enqueue_encoded(b"encoded")
+        with reader.acquire_read(5) as view:
+            assert view == b"encoded"
+        wrote, read = board.past(0), board.past(1)
+    assert [(each.verb, each.number, each.outcome) for each in wrote] == [
+        ("enqueue", 1, "done"),
+        ("enqueue", 2, "done"),
+        ("enqueue", 3, "done"),
+    ]
+    assert [(each.verb, each.number, each.outcome) for each in read] == [
+        ("dequeue", 1, "done"),
+        ("dequeue", 2, "done"),
+        ("dequeue", 0, "timed out"),
+        ("acquire_read", 3, "done"),
+    ]
+    assert wrote[0].size == read[0].size
+    assert wrote[1].size >= 300_000 <= read[1].size
+    assert (wrote[2].size, read[3].size) == (7, 7)
+    for each in (*wrote, *read):
+        assert each.end is not None
+        assert each.begin <= each.end
+        assert each.group == ""
+
+
+def test_an_enqueue_that_finds_no_room() -> None:
+    with (
+        Board.create(2, 0) as board,
+        Board.attach(board.handle(), 1) as other,
+        MessageQueue.on_board(board, 0, [1], 1 << 16) as queue,
+        MessageQueue.attach(queue.export_handle(), other),
+    ):
+        with pytest.raises(GroupTimeoutError):
+            queue.enqueue(bytes(1 << 20), 0.01)
+        (tried,) = board.past(0)
+    assert (tried.verb, tried.outcome) == ("enqueue", "timed out")
+
+
+# --- what is kept ----------------------------------------------------------------------------
+
+
+def test_the_latest_operations_are_kept() -> None:
+    with Board.create(2, 1) as board:
+        for number in range(1, 5 * KEPT + 4):
+            board.ended(board.stamp("tp all_reduce", "tp", ALL_REDUCE, 8, number))
+        past = board.past(1)
+        last = 5 * KEPT + 3
+        assert [each.sequence for each in past] == [*range(last - KEPT + 2, last + 1)]
+        assert [each.number for each in past] == [each.sequence for each in past]
+        assert board.past(0) == ()
+
+
+def test_other_operations_are_kept_by_their_name() -> None:
+    with Board.create(1, 0) as board:
+        board.stamp("forward" * 10)
+        (past,) = board.past(0)
+        assert (past.verb, past.group) == (("forward" * 10)[: layout.ENTRY_GROUP_BYTES], "")
+        assert (past.end, past.outcome) == (None, "under way")
+
+
+def test_a_board_without_histories() -> None:
+    with Board.create(2, 0, histories=False) as board:
+        board.ended(board.stamp("tp all_reduce", "tp", ALL_REDUCE))
+        assert board.member_status(0).operation == "tp all_reduce"
+        assert board.past(0) == ()
+        assert board.handle().segment.size == 4096
+
+
+def test_a_member_takes_128_kib() -> None:
+    with Board.create(3, 0) as board:
+        assert board.handle().segment.size <= 3 * (128 << 10) + 2 * 4096
+
+
+def test_a_successor_has_a_history_of_its_own() -> None:
+    with Board.create(2, 0) as board:
+        pid = os.fork()
+        if pid == 0:
+            other = Board.attach(board.handle(), 1)
+            for _ in range(KEPT + 100):
+                other.stamp("tp send", "tp", SEND)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert len(board.past(1)) == KEPT - 1
+        with Board.attach(board.handle(), 1) as successor:
+            assert board.past(1) == ()
+            successor.stamp("tp all_reduce", "tp", ALL_REDUCE)
+            assert [each.verb for each in board.past(1)] == ["all_reduce"]
+
+
+# --- who can read it, and when ---------------------------------------------------------------
+
+
+def seen_of(pid: int) -> tuple[tuple[PastOperation, ...], ...]:
+    """The histories on the first board of a process's program, from outside."""
+    seen = scan()
+    (program,) = of_process(pid, seen, programs(seen))
+    return tuple(member.past for member in pasts(seen, program)[0])
+
+
+def test_what_a_killed_process_did_is_there() -> None:
+    with Board.create(2, 0) as board:
+        pid = os.fork()
+        if pid == 0:
+            with suppress(BaseException):
+                other = Board.attach(board.handle(), 1)
+                other.ended(other.stamp("tp send", "tp", SEND, 64, 1, 0, FLOAT32))
+                other.stamp("tp all_reduce", "tp", ALL_REDUCE, 128, 1)
+                other.wait(lambda: False, Deadline.after(60), "tp all_reduce", lambda: (0,))
+            os._exit(1)
+        until(lambda: len(board.past(1)) == 2)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        sent, reducing = board.past(1)
+        assert (sent.verb, sent.group, sent.size, sent.peer) == ("send", "tp", 64, 0)
+        assert (sent.dtype, sent.outcome, sent.number) == ("float32", "done", 1)
+        assert (reducing.verb, reducing.end, reducing.outcome) == ("all_reduce", None, "under way")
+        assert seen_of(os.getpid())[1] == (sent, reducing)
+
+
+def test_it_is_read_while_it_is_written() -> None:
+    with Board.create(2, 0) as board:
+        pid = os.fork()
+        if pid == 0:
+            other, number = Board.attach(board.handle(), 1), 0
+            while True:
+                number += 1
+                other.ended(other.stamp("tp send", "tp", SEND, 8 * number, number & 0xFFFFFFFF))
+        try:
+            until(lambda: len(board.past(1)) == KEPT - 1)
+            for _ in range(100):
+                for past in (board.past(1), seen_of(os.getpid())[1]):
+                    numbers = [each.sequence for each in past]
+                    assert numbers == [*range(numbers[0], numbers[0] + len(numbers))]
+                    assert [each.number for each in past] == numbers
+                    assert [each.size for each in past] == [8 * number for number in numbers]
+                    assert all(each.begin <= (each.end or each.begin) for each in past)
+                    begins = [each.begin for each in past]
+                    assert begins == sorted(begins)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def test_threads_write_to_one_history() -> None:
+    with Board.create(1, 0) as board:
+        count = 500
+
+        def work() -> None:
+            for _ in range(count):
+                board.ended(board.stamp("tp send", "tp", SEND))
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        past = board.past(0)
+        assert [each.sequence for each in past] == [*range(1, 3 * count + 1)]
+        assert {each.outcome for each in past} == {"done"}
+
+
+def test_another_user_reads_none_of_it() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    with Board.create(1, 0) as board:
+        board.stamp("tp send", "tp", SEND)
+        descriptor = board.handle().segment.fd
+        assert os.fstat(descriptor).st_mode & 0o777 == 0o600
+        path, reading_end = f"/proc/{os.getpid()}/fd/{descriptor}", os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            with suppress(BaseException):
+                os.setgroups([])
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+                try:
+                    os.open(path, os.O_RDONLY)
+                except OSError as error:
+                    os.write(reading_end[1], type(error).__name__.encode())
+            os._exit(0)
+        os.close(reading_end[1])
+        assert os.read(reading_end[0], 100) == b"PermissionError"
+        os.close(reading_end[0])
+        os.waitpid(pid, 0)
+
+
+def test_damage_is_left_out() -> None:
+    with Board.create(1, 0) as board:
+        for _ in range(3):
+            board.stamp("tp send", "tp", SEND)
+        segment: Segment = board._segment
+        second = layout.history_slot(0, 1) + layout.ENTRY_STRIDE
+        segment.words.store64(second + layout.ENTRY_SEQUENCE, 999)
+        third = second + layout.ENTRY_STRIDE
+        segment.words.write(third + layout.ENTRY_VERB, b"\xff\xff\xff")
+        assert [each.sequence for each in board.past(0)] == [1, 3]
+        assert board.past(0)[1].dtype == ""
+
+
+# --- which groups a member is in -------------------------------------------------------------
+
+
+def test_the_groups_of_a_member() -> None:
+    with Board.create(4, 2) as board:
+        for _ in range(2):
+            board.add_group("tp", 0, (2, 3))
+            board.add_group("world", 2, (0, 1, 2, 3))
+        assert read_groups(board._segment, 2, 4) == (
+            Membership("tp", 0, 2, 2),
+            Membership("world", 2, 4, 0),
+        )
+        assert read_groups(board._segment, 0, 4) == ()
+        for number in range(20):
+            board.add_group(f"group {number}" * 4, 0, (2, 3))
+        groups = read_groups(board._segment, 2, 4)
+        assert len(groups) == layout.MEMBERSHIPS
+        assert groups[-1].name == ("group 13" * 4)[: layout.ENTRY_GROUP_BYTES]
