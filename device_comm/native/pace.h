@@ -11,7 +11,7 @@
 #define PACE_MEASURED_NS 10000000u
 #define PACE_FORGOTTEN_NS 2000000000u
 #define PACE_TRUSTED_NS 1000000u
-#define PACE_CLOSE_TICKS 1000u /* between two looks at the counter with none of the clock missed */
+#define PACE_CLOSE_TICKS 1000u /* between two looks at the counter, with the clock in the middle */
 
 typedef struct {
     uint64_t ns, ticks;           /* the clock and the counter at one moment */
@@ -22,29 +22,26 @@ typedef struct {
 } gc_pace;
 
 static inline uint64_t gc_pace_look(gc_pace *pace) {
-    uint64_t now, before, after;
-    int looks = 0;
-    do { /* again if another process ran in between */
-        before = __builtin_ia32_rdtsc();
-        now = gc_now_ns();
-        after = __builtin_ia32_rdtsc();
-    } while (after - before > PACE_CLOSE_TICKS && ++looks < 3);
-    uint64_t passed = now - pace->base_ns, ticks = before - pace->base_ticks;
-    if (passed >= PACE_MEASURED_NS) {
-        bool usable = passed < PACE_FORGOTTEN_NS && ticks < UINT64_MAX / 2 && ticks > 0;
-        pace->scale = usable && looks < 3 ? (passed << 32) / ticks : 0;
-        pace->trusted = pace->scale ? ((uint64_t)PACE_TRUSTED_NS << 32) / pace->scale : 0;
+    uint64_t before = __builtin_ia32_rdtsc(), now = gc_now_ns();
+    uint64_t between = __builtin_ia32_rdtsc() - before, counter = before + between / 2;
+    bool close = between < PACE_CLOSE_TICKS; /* no other process ran meanwhile */
+    uint64_t passed = now - pace->base_ns, ticks = counter - pace->base_ticks;
+    if (close && passed >= PACE_MEASURED_NS) {
+        bool usable = passed < PACE_FORGOTTEN_NS && ticks > 0 && ticks < UINT64_MAX / 2;
+        pace->scale = usable ? (passed << 32) / ticks : 0;
         pace->base_ns = now;
-        pace->base_ticks = before;
+        pace->base_ticks = counter;
     }
     pace->ns = now;
-    pace->ticks = before;
-    return pace->latest = now;
+    pace->ticks = counter;
+    pace->trusted = close && pace->scale ? ((uint64_t)PACE_TRUSTED_NS << 32) / pace->scale : 0;
+    if (now > pace->latest) pace->latest = now;
+    return pace->latest;
 }
 
 static inline uint64_t gc_pace_now(gc_pace *pace) {
     uint64_t passed = __builtin_ia32_rdtsc() - pace->ticks;
-    if (passed > pace->trusted || pace->scale == 0) return gc_pace_look(pace);
+    if (passed >= pace->trusted) return gc_pace_look(pace);
     uint64_t now = pace->ns + (passed * pace->scale >> 32);
     if (now > pace->latest) pace->latest = now;
     return pace->latest;
