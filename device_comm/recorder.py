@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final
 
-from device_comm.operation import NO_TENSOR
+from device_comm.operation import NO_TENSOR, given_or_got
 from device_comm.shm.signature import DTYPE_CODES
 from shm_broadcast.layout import DID_NAMES, NO_PEER
 
@@ -43,8 +43,7 @@ class Recorder:
         elif verb == "recv":
             place = 1 + self._world_size + peer
         number = self.numbers[place] = (self.numbers[place] + 1) & _MOST
-        source = operation.source
-        tensor = operation.output if source is NO_TENSOR else source
+        tensor = given_or_got(operation)
         return self._watch.stamp(
             operation.name,
             self._group,

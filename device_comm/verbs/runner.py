@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch.autograd import profiler
+from torch.profiler import record_function
+
 from device_comm.call_number import call_number
+from device_comm.operation import given_or_got
 from device_comm.verbs.checks import check_dim, check_rank, check_shape, check_tensor, equal_share
 from device_comm.work import Followed, Work, join
 from shm_broadcast.deadline import Deadline
@@ -82,6 +86,18 @@ class Runner:
             finish: called once the operation is done.
             more: operations of the same call, begun with it.
         """
+        if profiler._is_profiler_enabled:
+            with record_function(self._label(operation)):
+                return self._run(operation, result, finish, more)
+        return self._run(operation, result, finish, more)
+
+    def _run(
+        self,
+        operation: Operation,
+        result: Any,
+        finish: Callable[[], Any] | None,
+        more: Sequence[Operation],
+    ) -> Any:
         given, backend = operation.timeout, self.backend
         operation.timeout = backend.timeout if given is None else Deadline.after(given)
         operation.name = self._enter(operation.verb)
@@ -159,6 +175,11 @@ class Runner:
         check_rank(label, root, self.world_size)
         if out is not None and self.rank != root:
             raise ValueError(f"out is given on rank {root} only; this is rank {self.rank}")
+
+    def _label(self, operation: Operation) -> str:
+        """What profilers call an operation: ``"group-coordinator all_reduce tp 4096 B"``."""
+        size = given_or_got(operation).nbytes
+        return f"group-coordinator {operation.verb} {self.backend.name} {size} B"
 
     def _begin(self, operation: Operation) -> int:
         entry = self._recorder.begin(operation)

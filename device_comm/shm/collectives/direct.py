@@ -5,6 +5,8 @@ as moving a kilobyte. So the extension is asked first: it takes the calls that n
 and leaves the others, wrong ones among them, to the long way. It answers with the result, with
 NotImplemented, or with Ellipsis: begun, and blocked. Where but the strides of an input are in its
 way, it is asked once more with a contiguous copy, which the long way would make as well.
+
+While a profiler records, all calls go the long way, which has a range for each.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import profiler
 
 from device_comm.operation import Operation
 from device_comm.shm.collectives.collective import Collective
@@ -70,6 +73,8 @@ class DirectCalls:
 
     def collective(self, verb: str, timeout: float | Deadline | None, *arguments: Any) -> Any:
         """As `Shortcut.collective`."""
+        if profiler._is_profiler_enabled:
+            return NotImplemented
         if timeout is not None and not _is_duration(timeout):
             return NotImplemented
         if self._collectives.tickets:
@@ -83,6 +88,8 @@ class DirectCalls:
 
     def message(self, verb: str, timeout: float | Deadline | None, x: Tensor, peer: int) -> Any:
         """As `Shortcut.message`."""
+        if profiler._is_profiler_enabled:
+            return NotImplemented
         # True and 1.0 would be found for 1.
         lane = self._execution.messages.get((verb, peer)) if type(peer) is int else None
         if timeout is not None and not _is_duration(timeout):

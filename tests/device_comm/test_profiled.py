@@ -1,0 +1,65 @@
+"""What a profiler shows of operations, and that they are as they were without it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from shm_broadcast import Board, BoardHandle
+from tests.device_comm.shm_ranks import make_comm
+from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from device_comm import Communicator
+
+N = 2
+
+
+def use(comm: Communicator) -> list[torch.Tensor]:
+    x = torch.arange(1024.0) + comm.rank
+    reduced = [comm.all_reduce(x), comm.all_reduce_(x.clone()), comm.all_reduce(x.view(32, 32).T)]
+    begun = comm.all_gather(x, async_op=True)
+    if comm.rank == 0:
+        comm.send(x, 1)
+    else:
+        reduced.append(comm.recv(1024, torch.float32, 0))
+    comm.barrier()
+    return [*reduced, begun.wait()]
+
+
+def profiled(rank: int, n: int, board: BoardHandle, path: str, native: bool) -> dict[str, int]:
+    with make_comm(rank, board, path, use_native=native) as comm:
+        plain = use(comm)
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            shown = use(comm)
+        assert all(torch.equal(a, b) for a, b in zip(plain, shown, strict=True))
+        again = use(comm)
+        assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    counts = {each.key: each.count for each in recorded.key_averages()}
+    return {key: count for key, count in counts.items() if key.startswith("group-coordinator")}
+
+
+def assert_ranges(native: bool, path: Path) -> None:
+    with Board.create(N, None) as board:
+        for rank, ranges in enumerate(run_ranks(N, profiled, board.handle(), str(path), native)):
+            assert ranges == {
+                "group-coordinator all_reduce tp 4096 B": 3,
+                "group-coordinator all_gather tp 4096 B": 1,
+                f"group-coordinator {('send', 'recv')[rank]} tp 4096 B": 1,
+                "group-coordinator barrier tp 0 B": 1,
+            }
+            past = board.past(rank)
+            assert len(past) == 3 * 6
+            assert {each.outcome for each in past} == {"done"}
+
+
+def test_each_operation_is_a_range(tmp_path: Path) -> None:
+    assert_ranges(True, tmp_path / "group")
+
+
+def test_each_operation_is_a_range_without_the_extension(tmp_path: Path) -> None:
+    assert_ranges(False, tmp_path / "group")
