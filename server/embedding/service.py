@@ -101,7 +101,7 @@ class EmbeddingService:
         self._stall_timeout = stall_timeout
         self._pool: WatchedPool | None = None
         self._probed = False
-        self._stopping = False
+        self._stopping = self._stopped = False
         self._failure: Exception | None = None
         self._running: asyncio.Task[None] | None = None
         self._giving_up: asyncio.Task[None] | None = None
@@ -220,9 +220,11 @@ class EmbeddingService:
         if self._pool is not None:
             await self._pool.shutdown(_LEAVE_SECONDS)
         self._tokenizing.close()
+        self._stopped = True
 
     def give_up(self, then: Callable[[], None]) -> None:
         """End the workers now: requests that wait get an error. From any thread or signal handler.
+        Does nothing after `stop`.
 
         Args:
             then: called in the event loop after clients have had time to read that error.
@@ -231,7 +233,8 @@ class EmbeddingService:
             self._loop.call_soon_threadsafe(self._begin_giving_up, then)
 
     def _begin_giving_up(self, then: Callable[[], None]) -> None:
-        self._giving_up = asyncio.create_task(self._give_up(then))
+        if not self._stopped:  # afterwards the loop ends, perhaps without another look at its tasks
+            self._giving_up = asyncio.create_task(self._give_up(then))
 
     async def _give_up(self, then: Callable[[], None]) -> None:
         self._stopping = True

@@ -240,3 +240,17 @@ def test_stopping_finishes_what_was_accepted() -> None:
             assert here.pool.stopped
 
     run(test)
+
+
+def test_after_the_stop_nothing_is_given_up() -> None:
+    """A task that began while the loop ends would be left there, and complain on stderr."""
+
+    async def test() -> None:
+        async with site() as here:
+            pass
+        before = asyncio.all_tasks()
+        here.service.give_up(lambda: None)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == before
+
+    run(test)
