@@ -15,6 +15,7 @@ A member on another host counts as gone
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from shm_broadcast import Board
+
+_log = logging.getLogger(__name__)
 
 SILENCE_SECONDS: Final = 10.0
 """A host counts as lost when there was no new beat of it for so long."""
@@ -141,6 +144,7 @@ class _Host:
     number: int = -1
     beats: dict[int, MemberBeat] = field(default_factory=dict)
     suspected_at: float = -1e9
+    told_lost: bool = False
 
 
 class RemoteBoards:
@@ -243,6 +247,7 @@ class RemoteBoards:
         suspected = self._clock() < host.suspected_at + _SUSPECTED_FOR
         limit = SUSPECT_SECONDS if suspected else SILENCE_SECONDS
         if self._answered_at - host.heard_at > limit:
+            self._tell_lost(host)
             return True
         return member == self._keeper and self._store_is_silent()
 
@@ -298,6 +303,13 @@ class RemoteBoards:
 
     def _has_died(self, member: int) -> bool:
         return member in self._blamed or (bool(self._ended) and member == self._keeper)
+
+    def _tell_lost(self, host: _Host) -> None:
+        if not host.told_lost:
+            host.told_lost = True
+            about = host.name, self._called(host.members), self._silence(host)
+            what = {"host": host.name, "rank": self._ranks[host.members[0]]}
+            _log.info("host %s (%s) is lost: not heard of for %.1f s", *about, extra=what)
 
     def _silence(self, host: _Host) -> float:
         return max(self._clock() - host.heard_at, 0.0)

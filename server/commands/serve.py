@@ -45,6 +45,7 @@ class ServePlan:
     max_connections: int
     truncate: bool
     access_log: str
+    log_json: bool
     restart: str
     max_restarts: int
     stuck_after: float | None
@@ -74,6 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "where a request does not say otherwise; else they are refused")  # fmt: skip
     add("--access-log", choices=logs.ACCESS_MODES, default="off", help="a line on stdout for each "
         "request (default off)")  # fmt: skip
+    add("--log-json", action="store_true", help="write the log on stderr as an object a line, "
+        "with rank, group and generation where they are known")  # fmt: skip
     add("--restart", choices=RESTARTS, default="never", help="when a worker is lost: end the "
         "service, replace the worker, or replace all workers (default never)")  # fmt: skip
     add("--max-restarts", type=int, default=5, metavar="N", help="restarts within a minute before "
@@ -124,6 +127,7 @@ def prepare(args: argparse.Namespace) -> ServePlan:
         max_connections=args.max_connections,
         truncate=args.truncate,
         access_log=args.access_log,
+        log_json=args.log_json,
         restart=args.restart,
         max_restarts=args.max_restarts,
         stuck_after=args.stuck_after,
@@ -152,7 +156,7 @@ def run(plan: ServePlan) -> int:
     from ..web.face import Face  # noqa: PLC0415
     from ..web.web_server import WebServer  # noqa: PLC0415
 
-    logs.configure(plan.access_log)
+    logs.configure(plan.access_log, as_json=plan.log_json)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores are the workers'
     model, bert = plan.model, plan.model.folder.bert
     shares = descriptors.share_out(

@@ -115,6 +115,8 @@ class Crew:
         failure = self._links.board.aborted
         if failure is None or failure.culprit == rank != failure.rank:
             pid = self._staff.workers[rank].pid
+            where = {"rank": rank, "generation": self.generation}
+            _log.info("rank %d (pid %d) was lost: %s", rank, pid, how, extra=where)
             self._ledger.break_off(WorkerLostError(rank, pid, how, stack))
         elif self._reason_by == math.inf:
             # The worker that aborted the board reports why over its control channel. Give it time,
@@ -280,6 +282,8 @@ class Crew:
         self.dispatcher = Dispatcher(
             self._ledger, generation, links.board, links.calls, links.replies
         )
+        of, workers = {"generation": generation}, len(self._staff.workers)
+        _log.info("the pool has started: %d workers, generation %d", workers, generation, extra=of)
 
     def _restart(self, failure: Exception) -> None:
         """Begin generations until one stands, or there were too many."""
@@ -293,7 +297,10 @@ class Crew:
         keep = True
         with suppress(PoolClosedError):
             while (pause := self._budget.take(time.monotonic(), self._ledger.worked)) is not None:
-                _log.error("the pool has broken, and is restarted: %s", with_notes(failure))
+                of = {"generation": self.generation}
+                _log.error(
+                    "the pool has broken, and is restarted: %s", with_notes(failure), extra=of
+                )
                 try:
                     self._staff.dismiss(pause, tick, keep=keep)
                     self._begin(tick)
@@ -303,7 +310,8 @@ class Crew:
                     failure = error
                     keep = False  # those that stayed may be why it failed
                     continue
-                _log.warning("the pool was restarted: generation %d", self.generation)
+                of = {"generation": self.generation}
+                _log.warning("the pool was restarted: generation %d", self.generation, extra=of)
                 return
             limit = self._plan.max_restarts, self._plan.window
             limited = RestartLimitError(*limit, str(failure))

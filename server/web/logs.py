@@ -14,6 +14,9 @@ from typing import Any
 PACKAGE = __name__.partition(".")[0]
 ACCESS = f"{PACKAGE}.access"
 """The logger of requests; what is known of one stands in its record's ``facts``."""
+LOWER_FLOORS = ("coordinator", "device_comm", "shm_broadcast")
+FIELDS = ("rank", "group", "generation", "host")
+"""What records of our packages tell beside their text, where it is known."""
 ACCESS_MODES = ("off", "on", "json")
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -72,22 +75,38 @@ class _TextFormatter(logging.Formatter):
         return f"{utc(record.created)} {client} {method} {json.dumps(path)} {told}"
 
 
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": utc(record.created),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: value for name in FIELDS if (value := record.__dict__.get(name)) is not None}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
 def _facts(record: logging.LogRecord) -> dict[str, Any]:
     facts: dict[str, Any] = record.__dict__["facts"]
     return facts
 
 
-def configure(access: str) -> None:
-    """Write this package's records to stderr, and those of all others from warnings up.
+def configure(access: str, *, as_json: bool = False) -> None:
+    """Write our packages' records to stderr, and those of all others from warnings up.
 
     Args:
         access: how to write requests to stdout, one of `ACCESS_MODES`.
+        as_json: write records to stderr as an object a line, with what is known of `FIELDS`.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(UtcFormatter(FORMAT))
+    handler.setFormatter(_JsonLines() if as_json else UtcFormatter(FORMAT))
     handler.addFilter(Sparing())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger(PACKAGE).setLevel(logging.INFO)
+    for package in (PACKAGE, *LOWER_FLOORS):
+        logging.getLogger(package).setLevel(logging.INFO)
     requests = logging.getLogger(ACCESS)
     requests.propagate = False
     requests.disabled = access == "off"

@@ -16,6 +16,7 @@ see `Board.hear`.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 
 _U32: Final = 0xFFFFFFFF
+_log = logging.getLogger(__name__)
 
 LIVENESS_SECONDS: Final = 0.1
 """Seconds between two looks of a sleeping member whether those it waits for still live. It wakes
@@ -309,7 +311,11 @@ class Board:
         """
         member = self._require_member("abort")
         about = self._lost_by(error, member) if culprit is None else culprit
+        first = self.aborted is None
         self.report(member, *describe(error), about)
+        if first and self.aborted is not None:
+            who = {"rank": self.ranks[about], "group": self.name}
+            _log.info("%s was aborted: %s", self.name or "the group", self.aborted, extra=who)
         self.catch_up()  # other hosts are told before this call does anything else
 
     def report(self, member: int, kind: str, message: str, culprit: int) -> None:

@@ -11,13 +11,14 @@ raises GroupClosedError.
 
 from __future__ import annotations
 
+import logging
 import struct
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from shm_broadcast import layout
 from shm_broadcast.deadline import NEVER, Deadline
-from shm_broadcast.errors import GroupClosedError, GroupTimeoutError, name_of
+from shm_broadcast.errors import GroupClosedError, GroupTimeoutError, PeerLostError, name_of
 from shm_broadcast.queue.timed_lock import TimedLock
 from shm_broadcast.ring.arena import PLACED_BYTES, BlockWriter, PlacedBuffer
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from shm_broadcast.errors import MemberStatus
     from shm_broadcast.remote.writer import RemoteWriter
     from shm_broadcast.ring.writer import RingWriter
+
+_log = logging.getLogger(__name__)
 
 REMOTE_HEADER: Final = struct.Struct("<BI")
 """The first part of a remote message: the codec, and how many parts make the main part."""
@@ -150,6 +153,9 @@ class QueueWriter:
             self._deliver_to_all(main, buffers, deadline)
         except BaseException as error:
             self._board.ended(begun, error)
+            if isinstance(error, PeerLostError):
+                who = {"rank": error.rank, "group": self._board.name}
+                _log.info("a reader of a queue was lost: %s", error, extra=who)
             raise
         self._board.ended(begun)
 

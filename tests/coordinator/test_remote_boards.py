@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import ClassVar
 
 import msgspec
@@ -114,6 +115,19 @@ def test_a_silent_host_is_named_first_and_given_up_later(elsewhere: Elsewhere) -
     elsewhere.turn("c")
     assert elsewhere.boards.gone(2)
     assert not elsewhere.boards.gone(4)
+
+
+def test_the_loss_of_a_host_is_logged_once(
+    elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture
+) -> None:
+    elsewhere.turn("b", "c")
+    elsewhere.now += SILENCE + 0.1
+    elsewhere.turn("c")
+    with caplog.at_level(logging.INFO, "coordinator"):
+        assert all(elsewhere.boards.gone(member) for member in (2, 3, 2))
+    (line,) = caplog.records
+    assert line.getMessage().startswith("host host-b (ranks 2, 3) is lost: not heard of for 10.1 s")
+    assert line.__dict__["host"] == "host-b"
 
 
 def test_a_broken_connection_makes_silence_tell_sooner(elsewhere: Elsewhere) -> None:

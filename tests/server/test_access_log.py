@@ -41,6 +41,28 @@ def ask(mode: str) -> None:
     run(test)
 
 
+def test_the_log_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("off", as_json=True)
+    log = logging.getLogger("shm_broadcast.board.board")
+    where = {"rank": 1, "group": "tp", "generation": 2}
+    log.info("%s was aborted: %s", "tp", 'rank 1 said "no"', extra=where)
+    logging.getLogger("another").info("not ours")
+    try:
+        raise ValueError("oh")
+    except ValueError:
+        logging.getLogger("another").exception("a failure\nin two lines")
+    ours, other = map(json.loads, capsys.readouterr().err.splitlines())
+    assert re.fullmatch(TIME, ours.pop("time"))
+    assert ours == {
+        "level": "INFO",
+        "logger": "shm_broadcast.board.board",
+        "message": 'tp was aborted: rank 1 said "no"',
+        **where,
+    }
+    assert (other["message"], other["level"]) == ("a failure\nin two lines", "ERROR")
+    assert other["traceback"].endswith("ValueError: oh")
+
+
 def test_a_line_for_each_request(capsys: pytest.CaptureFixture[str]) -> None:
     ask("on")
     embedded, missing, *_ = capsys.readouterr().out.splitlines()
