@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--access-log", choices=logs.ACCESS_MODES, default="off", help="a line on stdout for each "
         "request (default off)")  # fmt: skip
     add("--log-json", action="store_true", help="write the log on stderr as an object a line, "
-        "with rank, group and generation where they are known")  # fmt: skip
+        "with rank and generation; also what is well")  # fmt: skip
     add("--restart", choices=RESTARTS, default="never", help="when a worker is lost: end the "
         "service, replace the worker, or replace all workers (default never)")  # fmt: skip
     add("--max-restarts", type=int, default=5, metavar="N", help="restarts within a minute before "

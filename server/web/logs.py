@@ -95,19 +95,21 @@ def _facts(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def configure(access: str, *, as_json: bool = False) -> None:
-    """Write our packages' records to stderr, and those of all others from warnings up.
+    """Write records to stderr, from warnings up; a service that is well says nothing.
 
     Args:
         access: how to write requests to stdout, one of `ACCESS_MODES`.
-        as_json: write records to stderr as an object a line, with what is known of `FIELDS`.
+        as_json: as an object a line, with what is known of `FIELDS`; those of our packages also at
+            level INFO.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonLines() if as_json else UtcFormatter(FORMAT))
     handler.addFilter(Sparing())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for package in (PACKAGE, *LOWER_FLOORS):
-        logging.getLogger(package).setLevel(logging.INFO)
+        logging.getLogger(package).setLevel(logging.INFO if as_json else logging.WARNING)
     requests = logging.getLogger(ACCESS)
+    requests.setLevel(logging.INFO)
     requests.propagate = False
     requests.disabled = access == "off"
     handler = logging.StreamHandler(sys.stdout)

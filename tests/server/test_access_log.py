@@ -18,7 +18,11 @@ TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 def _as_before() -> object:
     root, requests = logging.getLogger(), logging.getLogger(logs.ACCESS)
     before = (list(root.handlers), root.level, requests.propagate, list(requests.handlers))
+    packages = [logging.getLogger(name) for name in (logs.PACKAGE, *logs.LOWER_FLOORS)]
+    levels = [package.level for package in packages]
     yield
+    for package, level in zip(packages, levels, strict=True):
+        package.setLevel(level)
     root.handlers, requests.propagate, requests.handlers = before[0], before[2], before[3]
     root.setLevel(before[1])
     requests.disabled = False

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 @pytest.fixture
 def events(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[dict[str, Any]]]:
     """The fields of the records whose text holds something."""
-    caplog.set_level(logging.INFO)
+    for package in ("server", "shm_broadcast"):
+        caplog.set_level(logging.INFO, package)
 
     def found(text: str) -> list[dict[str, Any]]:
         return [each.__dict__ for each in caplog.records if text in each.getMessage()]

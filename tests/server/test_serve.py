@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import signal
 import socket
 import threading
@@ -227,6 +228,25 @@ def test_a_lost_worker_is_replaced_and_no_accepted_request_is_lost() -> None:
         status, errors = served.finish()
     assert status == 0
     assert f"is restarted: lost the worker of rank 2 (pid {pids[2]})" in errors
+
+
+def test_the_log_as_json_says_which_rank_and_generation() -> None:
+    with Served("--tp", "2", "--restart", "worker", "--log-json") as served:
+        served.wait_until_ready()
+        pid = served.worker_pids()[1]
+        psutil.Process(pid).kill()
+        until(lambda: "pool_restarts_total 1.0" in httpx.get(f"{served.url}/metrics").text)
+        served.wait_until_ready()
+        served.process.send_signal(signal.SIGTERM)
+        status, errors = served.finish()
+    assert status == 0
+    lines = [json.loads(line) for line in errors.splitlines()]
+    (lost,) = (line for line in lines if " was lost: killed by SIGKILL" in line["message"])
+    assert (lost["rank"], lost["generation"], lost["level"]) == (1, 1, "INFO")
+    started = [line["generation"] for line in lines if "has started" in line["message"]]
+    assert started == [1, 2]
+    (again,) = (line for line in lines if "the pool was restarted" in line["message"])
+    assert (again["generation"], again["level"]) == (2, "WARNING")
 
 
 def test_a_service_whose_workers_are_lost_too_often_ends_and_says_why() -> None:
