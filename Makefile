@@ -13,7 +13,7 @@ GPU_PYTHON := $(if $(GIVEN),$(PYTHON),$(BIN)/python)
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup demo test gpu-test vllm-setup vllm-test mutants check format clean
+.PHONY: setup demo hosts-demo test gpu-test ray-test vllm-setup vllm-test mutants check format clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,9 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard shm_broadcast/native/* devic
 demo: $(STAMP)
 	$(BIN)/group-coordinator demo
 
+hosts-demo: $(STAMP)
+	$(BIN)/python examples/two_hosts.py
+
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
@@ -34,6 +37,11 @@ gpu-test: $(if $(GIVEN),,$(STAMP))
 	@$(GPU_PYTHON) -m benchmarks.gpu_world
 	$(if $(GIVEN),-$(PYTHON) setup.py -q build_ext --inplace)
 	$(GPU_PYTHON) -m pytest -m gpu
+
+# Pools on a Ray cluster of two nodes, which are processes of this machine.
+ray-test: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pytest tests/server/test_pool_ray.py
 
 vllm-setup: $(VLLM_STAMP)
 

@@ -7,8 +7,6 @@ to all four, in quarters. Then it prints the plan for changing one weight's layo
 (2, 2): what it should cost on this machine, and how long it took.
 """
 
-# ruff: noqa: T201 - an example prints
-
 from __future__ import annotations
 
 import multiprocessing

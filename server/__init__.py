@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         CallRefusedError,
         CallStuckError,
         CallTimeoutError,
+        HostError,
         PoolClosedError,
         RestartLimitError,
         StreamLostError,
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
         WorkerLostError,
         WorkerStartError,
     )
+    from .hosts.host_supervisor import serve_host
+    from .hosts.place import Hosts
+    from .launchers.ray_actors import RayCluster
     from .pool import WorkerPool
     from .pool_config import PoolConfig
     from .replicas import Replicas
@@ -50,11 +54,14 @@ __all__ = [
     "GroupClosedError",
     "GroupCoordinator",
     "GroupTimeoutError",
+    "HostError",
+    "Hosts",
     "MessageQueue",
     "ParallelGroups",
     "PeerLostError",
     "PoolClosedError",
     "PoolConfig",
+    "RayCluster",
     "Replicas",
     "RestartLimitError",
     "SharedMemoryError",
@@ -65,15 +72,19 @@ __all__ = [
     "WorkerPool",
     "WorkerStartError",
     "init",
+    "serve_host",
 ]
 
 _HOMES: Final = {
     ".pool_config": ("PoolConfig",),
     ".errors": (
         *("CallDivergedError", "CallRefusedError", "CallStuckError", "CallTimeoutError"),
-        *("PoolClosedError", "RestartLimitError", "StreamLostError"),
+        *("HostError", "PoolClosedError", "RestartLimitError", "StreamLostError"),
         *("WorkerError", "WorkerLostError", "WorkerStartError"),
     ),
+    ".hosts.host_supervisor": ("serve_host",),
+    ".hosts.place": ("Hosts",),
+    ".launchers.ray_actors": ("RayCluster",),
     ".pool": ("WorkerPool",),
     ".replicas": ("Replicas",),
     ".worker": ("WorkerContext",),

@@ -8,6 +8,7 @@
     ├── DivergenceError
     │   └── CallDivergedError               ranks did not do the same in a call; names them
     ├── WorkerLostError (ConnectionError)   a worker's process ended; names rank, pid and signal
+    ├── HostError                           a host of the pool did not come, or was lost; names it
     ├── WorkerStartError                    a worker did not come up; the pool does not exist
     ├── GroupTimeoutError (TimeoutError)
     │   └── CallTimeoutError                a call's time passed; carries the stacks of the late
@@ -187,6 +188,20 @@ class StreamLostError(CoordinatorError):
     def __init__(self, method: str) -> None:
         self.method = method
         super().__init__(f"{method}: the stream ended when the pool was restarted")
+
+
+class HostError(CoordinatorError):
+    """A host of a pool over several did not come, was refused, or is lost.
+
+    Attributes:
+        node: its number; on a host that has lost the head, its own.
+        reason: what happened.
+    """
+
+    def __init__(self, node: int, reason: str) -> None:
+        self.node = node
+        self.reason = reason
+        super().__init__(reason)
 
 
 class RestartLimitError(CoordinatorError):

@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
     from shm_broadcast import CoordinatorError, MemberStatus
 
+    from .hosts.place import Hosts
+    from .launchers.ray_actors import RayCluster
+
 _EXIT_SECONDS = 2.0
 """How long workers have to leave when the interpreter exits, or a ``with`` block raises."""
 
@@ -70,6 +73,7 @@ class WorkerPool:
         device: str | Sequence[str] = "cpu",
         share_gpu: bool = False,
         launcher: str = "local",
+        hosts: Hosts | RayCluster | None = None,
         start_timeout: float | None = 120.0,
         on_progress: Callable[[int, int, int, str], None] | None = None,
         restart: str = "never",
@@ -92,7 +96,13 @@ class WorkerPool:
             device: ``"cpu"``, ``"cuda"`` (the GPUs in turn), one GPU for all, ``"cuda:0"``, or a
                 device for each rank.
             share_gpu: whether several ranks may share one GPU.
-            launcher: ``"local"``: processes of this host.
+            launcher: who has started the pool. ``"local"``: this process alone; all workers are
+                processes of this host. ``"hosts"``: one process on each of several hosts; this one
+                is the head, and the others call `hosts.host_supervisor.serve_host`. Each host runs
+                as many workers, in the order of the ranks. ``"torchrun"``: likewise, and torchrun
+                says who is who. ``"ray"``: Ray starts them, and this process runs no workers.
+            hosts: which hosts there are, or the Ray cluster. ``None``: what the launcher's
+                environment says; see `hosts.place.Hosts`, `launchers.ray_actors.RayCluster`.
             start_timeout: seconds for all workers to be ready; ``None``: for ever.
             on_progress: called with ``(rank, done, total, what)`` when a worker reports progress:
                 in this thread until the workers are ready, in a thread of the pool afterwards.
@@ -113,10 +123,11 @@ class WorkerPool:
             WorkerStartError: a worker's ``__init__`` raised, its process ended, or it was not ready
                 in time. All processes of the pool have ended.
             SharedMemoryError: too little memory is free.
+            HostError: a host did not come in ``start_timeout``, or has other versions.
+            SecretError: several hosts, and no secret that only they have.
+            OSError: the head's address is none of this host's, or its port is in use.
         """
         refuse_while_loading_main()
-        if launcher != "local":
-            raise ValueError(f"launcher must be 'local'; got {launcher!r}")
         self._plan = PoolPlan.checked(
             worker,
             worker_kwargs,
@@ -130,6 +141,8 @@ class WorkerPool:
             window,
             stuck_after,
             config or PoolConfig(),
+            launcher,
+            hosts,
         )
         self._crew = Crew(self._plan)
         self._stream_numbers = itertools.count(1)

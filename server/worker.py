@@ -24,8 +24,10 @@ from msgspec.structs import astuple
 
 import coordinator
 from coordinator.begun_in_call import forget_groups, take_begun
+from coordinator.stores.authenticated import guest_store
 from device_comm.call_number import in_call
 from shm_broadcast import (
+    DRIVER_RANK,
     NEVER,
     Board,
     Deadline,
@@ -125,7 +127,7 @@ def _run(channel: Channel, seat: int) -> bool:
                 channel.send(describe(error))
                 return False
         else:
-            channel.send(Ready())
+            channel.send(serving.ready())
             try:
                 serving.serve()
             except _ENDS:
@@ -173,18 +175,24 @@ class _Serving:
         Returns:
             The worker.
         """
-        start, closing = self._start, self._closing
-        board, calls, replies, cancelled = pickle.loads(start.handles)
-        self._cancelled = closing.enter_context(CancelledCalls.attach(cancelled))
-        self._board = closing.enter_context(Board.attach(board, start.rank))
-        self._calls = closing.enter_context(MessageQueue.attach(calls, self._board))
-        self._replies = closing.enter_context(
-            MessageQueue.attach(replies, self._board, zero_copy=start.zero_copy)
-        )
+        start, closing, handles = self._start, self._closing, self._start.handles
+        deadline = Deadline.after(start.timeout)
+        if handles.board is None or handles.cancelled is None:
+            raise ValueError("this worker's host has not filled in what it shares with the worker")
+        self._cancelled = closing.enter_context(CancelledCalls.attach(handles.cancelled))
+        self._board = closing.enter_context(Board.attach(handles.board, start.rank))
+        if start.store is not None:
+            store = guest_store(start.store, start.rank, start.secret, deadline, closing)
+        if handles.replies is None:
+            self._open_queues_between_hosts()
+        else:
+            self._calls = closing.enter_context(MessageQueue.attach(handles.calls, self._board))
+            self._replies = closing.enter_context(
+                MessageQueue.attach(handles.replies, self._board, zero_copy=start.zero_copy)
+            )
         device = torch.device(start.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        deadline = Deadline.after(start.timeout)
         n_workers = start.tp * start.pp * start.dp
         groups = coordinator.init(
             tp=start.tp,
@@ -195,7 +203,7 @@ class _Serving:
             local_rank=start.rank if device.index is None else device.index,
             store=store,
             board=self._board,
-            node_of=(0,) * n_workers,
+            node_of=(0,) * n_workers if start.store is None else None,
             secret=start.secret,
             backend="gloo" if device.type == "cpu" else None,
             timeout=None if start.timeout is None else deadline.remaining(),
@@ -223,6 +231,24 @@ class _Serving:
         self._streams = RunningStreams(worker)
         return worker
 
+    def _open_queues_between_hosts(self) -> None:
+        start, watch = self._start, self._board.check
+        self._calls = self._closing.enter_context(
+            MessageQueue.create_from_handle(
+                start.handles.calls, start.rank, secret=start.secret, watch=watch
+            )
+        )
+        self._replies = self._closing.enter_context(
+            MessageQueue(
+                *(1, 0),
+                connect_ip=start.address,
+                remote_reader_ranks=[DRIVER_RANK],
+                writer_rank=start.rank,
+                secret=start.secret,
+                watch=watch,
+            )
+        )
+
     def serve(self) -> None:
         """Answer calls until the driver closes the queue.
 
@@ -241,6 +267,11 @@ class _Serving:
             else:
                 self._last = call.number
                 self._answer(call)
+
+    def ready(self) -> Ready:
+        """What to tell the driver when `join` has returned."""
+        made = self._start.handles.replies is None
+        return Ready(self._replies.export_handle() if made else None)
 
     def close(self) -> None:
         """Leave the groups and the queues."""

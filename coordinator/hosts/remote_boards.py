@@ -114,12 +114,18 @@ def compose(board: Board, members: Iterable[int], number: int) -> bytes:
     return msgspec.msgpack.encode(Beat(number, seen, told or None))
 
 
+def decode_beat(raw: bytes) -> Beat | None:
+    """What `compose` has encoded; None if ``raw`` is not a beat."""
+    try:
+        return msgspec.msgpack.decode(raw, type=Beat)
+    except UNDECODABLE:
+        return None
+
+
 def number_of(raw: bytes) -> int:
     """The number of an encoded beat; 0 if ``raw`` is not a beat."""
-    try:
-        return msgspec.msgpack.decode(raw, type=Beat).number
-    except UNDECODABLE:
-        return 0
+    beat = decode_beat(raw)
+    return 0 if beat is None else beat.number
 
 
 def _member_beat(member: int, status: MemberStatus) -> MemberBeat:
@@ -289,9 +295,8 @@ class RemoteBoards:
 
         Without a secret the store is open to anybody, so a beat is checked like any input.
         """
-        try:
-            beat = msgspec.msgpack.decode(raw, type=Beat)
-        except UNDECODABLE:
+        beat = decode_beat(raw)
+        if beat is None:
             return None
         told, known = beat.failure, range(len(self._ranks))
         fits = {each.member for each in beat.members} <= set(host.members) and (

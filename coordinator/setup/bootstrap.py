@@ -27,6 +27,7 @@ from torch.distributed import Store, TCPStore
 
 from coordinator.setup.addresses import own_address, resolve
 from coordinator.setup.exchange import Exchange
+from coordinator.stores.asked_store import AskedStore
 from coordinator.stores.secret import checked_secret, launcher_secret
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupTimeoutError, MemberStatus
@@ -115,7 +116,7 @@ class Meeting:
         launch: this process's.
         exchange: swaps values between all ranks, under keys of this topology's own. On rank 0 it
             also keeps the store alive that this rank hosts.
-        address: this host's address on the route to the store; ``""`` if it is not a `TCPStore`.
+        address: this host's address on the route to the store; ``""`` if no network leads there.
     """
 
     launch: Launch
@@ -151,8 +152,13 @@ def meet(
         store, place, launch.rank, launch.world_size, "world", deadline, host, keeper
     )
     exchange.all_gather("rendezvous")
-    address = own_address(store.host, store.port) if isinstance(store, TCPStore) else ""
-    return Meeting(launch, exchange, address)
+    return Meeting(launch, exchange, _address_towards(store))
+
+
+def _address_towards(store: Store) -> str:
+    if isinstance(store, TCPStore):
+        return own_address(store.host, store.port)
+    return store.address if isinstance(store, AskedStore) else ""
 
 
 def host_store(address: str = "127.0.0.1", port: int = 0) -> TCPStore:

@@ -33,6 +33,7 @@ class AskedStore(Store):
         ask: sends a question and returns its answer, before the deadline; called by one thread at a
             time. The store's methods raise what it raises.
         timeout: seconds to wait for an answer, and in `wait` for keys; None: for ever.
+        address: this host's address on the way to the store; ``""`` if no network leads there.
     """
 
     _open: ClassVar[list[AskedStore]] = []
@@ -40,9 +41,13 @@ class AskedStore(Store):
     half, with the methods that it calls, would go with the caller's last reference."""
 
     def __init__(
-        self, ask: Callable[[kv.Question, Deadline], kv.Answer], timeout: float | None
+        self,
+        ask: Callable[[kv.Question, Deadline], kv.Answer],
+        timeout: float | None,
+        address: str = "",
     ) -> None:
         super().__init__()
+        self.address = address
         self._ask = ask
         self.set_timeout(_FOR_EVER if timeout is None else timedelta(seconds=timeout))
         self._numbers = itertools.count(1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 from torch.distributed import TCPStore
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from coordinator.setup.exchange import Exchange
+    from shm_broadcast import Deadline
 
 _LOOPBACK = "127.0.0.1"
 
@@ -60,15 +62,38 @@ def authenticated(
     told = exchange.broadcast("address of the authenticated store", offer)
     try:
         at = msgspec.msgpack.decode(told, type=StoreAddress)
-        guest = StoreGuest(at, exchange.rank, secret)
+        store = guest_store(at, exchange.rank, secret, exchange.deadline, closing)
     except (*UNDECODABLE, ValueError) as error:
         detail = f"what stands in the store is no address: {error}"
         raise PeerProtocolError(exchange.name, 0, detail) from error
-    closing.callback(guest.close)
-    guest.ask(Check(0, []), exchange.deadline)
-    store = AskedStore(guest.ask, exchange.deadline.timeout)
-    closing.callback(store.close)
     return replace(exchange, store=store, host=at.address, keeper=0)
+
+
+def guest_store(
+    at: StoreAddress, rank: int, secret: bytes, deadline: Deadline, closing: ExitStack
+) -> AskedStore:
+    """A connection to a store that a secret protects.
+
+    Args:
+        at: where it is.
+        rank: this member's rank.
+        secret: the secret.
+        deadline: when to give up; its seconds are the limit of later questions, too.
+        closing: closes the connection.
+
+    Raises:
+        ValueError: ``at`` is no address.
+        GroupTimeoutError: its host did not answer in time, or has another secret.
+        TransportError, PeerProtocolError: as for `StoreGuest.ask`.
+    """
+    guest = StoreGuest(at, rank, secret)
+    closing.callback(guest.close)
+    guest.ask(Check(0, []), deadline)
+    where = urlsplit(at.address)
+    address = own_address(where.hostname or "", where.port or 1)
+    store = AskedStore(guest.ask, deadline.timeout, address)
+    closing.callback(store.close)
+    return store
 
 
 def _own_address(store: Store) -> str:

@@ -40,7 +40,7 @@ _OPERATION: Final = "store"
 _LEFT: Final = b""
 """The frame with which a member says that it leaves."""
 _STAY_SECONDS: Final = 60.0
-"""How long the host goes on for members that have not left, after `StoreHost.close`."""
+"""How long the host goes on, as a rule, for members that have not left: see `StoreHost.close`."""
 _LOOK_SECONDS: Final = 10.0
 _DECODER: Final = msgspec.msgpack.Decoder(Question)
 
@@ -100,11 +100,15 @@ class StoreHost(RemoteEnd):
             raise
         threading.Thread(target=self._serve, name="store-host", daemon=True).start()
 
-    def close(self) -> None:
-        """Let the store end when all members have left, or after `_STAY_SECONDS`. Does not wait."""
+    def close(self, stay: float = _STAY_SECONDS) -> None:
+        """Let the store end when all members have left, or after ``stay`` seconds. Does not wait.
+
+        Args:
+            stay: 0 where all members are known to have left, or ended.
+        """
         with self._waking:
             if self._wake >= 0:
-                self._stay_until = time.monotonic() + _STAY_SECONDS
+                self._stay_until = time.monotonic() + stay
                 os.eventfd_write(self._wake, 1)
 
     def _serve(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
+from ..pool import WorkerPool
 from ..workers.minilm import Encoded, SentenceTokenizer
 from . import demo_text
 
@@ -61,7 +62,7 @@ def embed(
     began = time.perf_counter()
     with (
         _bar("loading weights", model.tp * model.pp) as bar,
-        model.start_pool(timeout, on_progress=_Loading(bar).report) as pool,
+        WorkerPool(**model.arguments(timeout), on_progress=_Loading(bar).report) as pool,
     ):
         bar.close()
         ready = time.perf_counter()

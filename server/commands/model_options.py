@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..driver import devices
 from ..driver.cores import worker_threads
-from ..pool import WorkerPool
 from ..pool_config import PoolConfig
-from ..replicas import Replicas
 from ..workers.minilm import BATCH_TOKENS, MiniLMWorker, ModelFolder, packaged_model
 
 if TYPE_CHECKING:
@@ -30,37 +28,13 @@ class Model:
     dtype: str
     threads: int
 
-    def start_pool(self, timeout: float, **options: Any) -> WorkerPool:
-        """Start the workers of one replica.
+    def arguments(self, timeout: float, batch_tokens: int = BATCH_TOKENS) -> dict[str, Any]:
+        """What `WorkerPool`, and `Replicas`, are to be made with.
 
         Args:
-            timeout: seconds until they are ready.
-            options: further arguments of `WorkerPool`.
-
-        Raises:
-            CoordinatorError: a worker failed, was lost or took too long; none is left running.
-        """
-        return WorkerPool(MiniLMWorker, **self._arguments(timeout), **options)
-
-    def start(
-        self, timeout: float, *, batch_tokens: int = BATCH_TOKENS, **options: Any
-    ) -> WorkerPool | Replicas:
-        """Start the workers of all replicas.
-
-        Args:
-            timeout: seconds until they are ready.
+            timeout: seconds until the workers are ready.
             batch_tokens: tokens that are computed at once.
-            options: further arguments of `WorkerPool` and `Replicas`.
-
-        Raises:
-            CoordinatorError: a worker failed, was lost or took too long; none is left running.
         """
-        arguments = self._arguments(timeout, batch_tokens)
-        if self.dp == 1:
-            return WorkerPool(MiniLMWorker, **arguments, **options)
-        return Replicas(MiniLMWorker, dp=self.dp, **arguments, **options)
-
-    def _arguments(self, timeout: float, batch_tokens: int = BATCH_TOKENS) -> dict[str, Any]:
         worker_kwargs = {
             "model": str(self.folder.path),
             "threads": self.threads,
@@ -68,6 +42,7 @@ class Model:
             "batch_tokens": batch_tokens,
         }
         return {
+            "worker": MiniLMWorker,
             "tp": self.tp,
             "pp": self.pp,
             "worker_kwargs": worker_kwargs,
@@ -91,8 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, tp: int, pp: int) -> None:
         "OMP_NUM_THREADS, or the cores this process may use, shared out among them)")  # fmt: skip
 
 
-def read_model(args: argparse.Namespace) -> Model:
+def read_model(args: argparse.Namespace, nnodes: int = 1) -> Model:
     """Check these options, and the model's folder.
+
+    Args:
+        args: the options.
+        nnodes: how many hosts share the workers.
 
     Raises:
         ValueError, OSError, ImportError, CheckpointError: something is wrong; the text says
@@ -113,5 +92,5 @@ def read_model(args: argparse.Namespace) -> Model:
         device=args.device,
         share_gpu=args.share_gpu,
         dtype=args.dtype,
-        threads=args.threads or worker_threads(args.dp * args.tp * args.pp),
+        threads=args.threads or worker_threads(max(args.dp * args.tp * args.pp // nnodes, 1)),
     )

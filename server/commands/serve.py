@@ -10,17 +10,22 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..driver.pool_plan import RESTARTS
 from ..embedding.openai_api import MAX_INPUTS, ServedModel
+from ..hosts.place import Hosts
+from ..pool import WorkerPool
+from ..replicas import Replicas
 from ..web import descriptors, listener, logs
 from ..workers.minilm import BATCH_TOKENS, SentenceTokenizer
-from . import model_options
+from . import host_options, model_options
 from .model_options import Model, read_model
 
 if TYPE_CHECKING:
     import argparse
+
+    from ..launchers.ray_actors import RayCluster
 
 PACKAGES = ("prometheus_client", "safetensors", "starlette", "tokenizers", "uvicorn")
 _TIMEOUTS = ("start", "request", "stall", "drain")
@@ -34,6 +39,7 @@ sent while the server closes its connection would fail."""
 class ServePlan:
     """The checked options of a server; see `add_arguments`."""
 
+    hosts: Hosts | RayCluster | None
     model: Model
     tokenizer: SentenceTokenizer
     name: str
@@ -55,10 +61,20 @@ class ServePlan:
     drain_timeout: float
 
 
+@dataclass(frozen=True, slots=True)
+class HeadlessPlan:
+    """The checked options of a host that runs workers for the one that serves."""
+
+    hosts: Hosts
+    start_timeout: float
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
     model_options.add_arguments(parser, tp=1, pp=1)
+    host_options.add_arguments(parser)
+    parser.set_defaults(defaults=vars(parser.parse_args([])))
     add("--served-name", metavar="NAME", help="the model's name in requests "
         f"(default: the name of its folder, or {PACKAGED_NAME})")  # fmt: skip
     add("--http", default="127.0.0.1:8000", metavar="HOST:PORT", help="where to listen "
@@ -93,8 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "answer what was accepted; then it is given up (default 25: a pod has 30)")  # fmt: skip
 
 
-def prepare(args: argparse.Namespace) -> ServePlan:
-    """Check the options and the model.
+def prepare(args: argparse.Namespace) -> ServePlan | HeadlessPlan:
+    """Check the options and the model; of a host that serves nothing, only those about hosts.
 
     Raises:
         ValueError, OSError, ImportError, CheckpointError: something is wrong; the text says
@@ -103,6 +119,9 @@ def prepare(args: argparse.Namespace) -> ServePlan:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ImportError(f"install the extras 'server' and 'demo': no {', '.join(missing)}")
+    hosts = host_options.read_hosts(args, args.defaults)
+    if isinstance(hosts, Hosts) and not hosts.is_head:
+        return HeadlessPlan(hosts, args.start_timeout)
     host, port = listener.parse(args.http)
     api_key = _api_key(args.api_key)
     if not listener.is_loopback(host) and api_key is None:
@@ -114,8 +133,9 @@ def prepare(args: argparse.Namespace) -> ServePlan:
         seconds = getattr(args, name)
         if seconds is not None and not 0 < seconds < math.inf:
             raise ValueError(f"{_option(name)} must be more than 0 seconds; got {seconds}")
-    model = read_model(args)
+    model = read_model(args, _n_hosts(args, hosts))
     return ServePlan(
+        hosts=hosts,
         model=model,
         tokenizer=SentenceTokenizer(model.folder),
         name=args.served_name or (args.model.resolve().name if args.model else PACKAGED_NAME),
@@ -138,8 +158,8 @@ def prepare(args: argparse.Namespace) -> ServePlan:
     )
 
 
-def run(plan: ServePlan) -> int:
-    """Serve until SIGTERM, then finish what was accepted.
+def run(plan: ServePlan | HeadlessPlan) -> int:
+    """Serve until SIGTERM, then finish what was accepted; or run workers for the host that serves.
 
     Returns:
         0; 1 if accepted requests were given up: at a second signal, or after the drain timeout.
@@ -149,6 +169,13 @@ def run(plan: ServePlan) -> int:
         OSError: the address cannot be bound, or too few files may be open.
         KeyboardInterrupt: it was ended by SIGINT; otherwise as by SIGTERM.
     """
+    if isinstance(plan, HeadlessPlan):
+        logs.configure("off")
+        return host_options.run_headless(plan.hosts, plan.start_timeout)
+    return _serve(plan)
+
+
+def _serve(plan: ServePlan) -> int:
     import uvicorn  # noqa: PLC0415
 
     from ..embedding.service import EmbeddingService  # noqa: PLC0415
@@ -159,18 +186,22 @@ def run(plan: ServePlan) -> int:
     logs.configure(plan.access_log, as_json=plan.log_json)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores are the workers'
     model, bert = plan.model, plan.model.folder.bert
+    over: dict[str, Any] = {}
+    if plan.hosts is not None:
+        over = {"launcher": "hosts" if isinstance(plan.hosts, Hosts) else "ray"}
+        over["hosts"] = plan.hosts
     shares = descriptors.share_out(
         descriptors.raise_limit(), plan.max_connections, model.dp * model.tp * model.pp
     )
     service = EmbeddingService(
         plan.tokenizer,
         partial(
-            model.start,
-            plan.start_timeout,
-            batch_tokens=plan.max_batch_tokens,
+            WorkerPool if model.dp == 1 else partial(Replicas, dp=model.dp),
+            **model.arguments(plan.start_timeout, plan.max_batch_tokens),
             restart=plan.restart,
             max_restarts=plan.max_restarts,
             stuck_after=plan.stuck_after,
+            **over,
         ),
         max_tokens=plan.max_batch_tokens,
         max_waiting=plan.max_waiting,
@@ -211,6 +242,13 @@ def run(plan: ServePlan) -> int:
     if signal.SIGINT in server.heard:
         raise KeyboardInterrupt
     return 1 if server.gave_up else 0
+
+
+def _n_hosts(args: argparse.Namespace, hosts: Hosts | RayCluster | None) -> int:
+    """How many hosts share the workers: as many as stages, where Ray is to find them."""
+    if hosts is None:
+        return 1
+    return hosts.nnodes if isinstance(hosts, Hosts) else int(args.pp)
 
 
 def _option(name: str) -> str:

@@ -7,11 +7,13 @@ those share one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from shm_broadcast import Segment
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shm_broadcast import SegmentHandle
 
 _WORDS = 64
@@ -23,20 +25,24 @@ class CancelledCalls:
 
     Args:
         segment: the memory, owned by this object.
+        echo: called with ``(number, cancelled)`` after each change; ``None``: nothing.
     """
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, echo: Callable[[int, bool], Any] | None = None) -> None:
         self._segment = segment
+        self._echo = echo or (lambda *_: None)
         self._n_words = (segment.size - _WORDS) // 8
 
     @classmethod
-    def create(cls, in_flight: int) -> CancelledCalls:
+    def create(
+        cls, in_flight: int, echo: Callable[[int, bool], Any] | None = None
+    ) -> CancelledCalls:
         """No call is marked; at most ``in_flight`` of them will be under way at once.
 
         Raises:
             SharedMemoryError: too little memory is free.
         """
-        return cls(Segment.create(_WORDS + 8 * in_flight, "cancelled calls"))
+        return cls(Segment.create(_WORDS + 8 * in_flight, "cancelled calls"), echo)
 
     @classmethod
     def attach(cls, handle: SegmentHandle) -> CancelledCalls:
@@ -54,10 +60,12 @@ class CancelledCalls:
     def mark(self, number: int) -> None:
         """Note that nobody waits for call ``number``, which is under way."""
         self._segment.words.store64(self._word(number), number)
+        self._echo(number, True)
 
     def clear(self, number: int) -> None:
         """Forget a mark: another call is going to have this number."""
         self._segment.words.store64(self._word(number), 0)
+        self._echo(number, False)
 
     def __contains__(self, number: int) -> bool:
         """Whether a call under way was marked."""

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from coordinator.begun_in_call import BegunInGroup  # noqa: TC001 - decoded by these types
+from coordinator.stores.curve_store import StoreAddress  # noqa: TC001
+from shm_broadcast import BoardHandle, QueueHandle, SegmentHandle  # noqa: TC001
 
 
 class Call(msgspec.Struct, frozen=True, gc=False):
@@ -52,6 +54,22 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     value: Any = None
 
 
+class Handles(msgspec.Struct, frozen=True):
+    """What a worker shares with the driver.
+
+    Attributes:
+        calls: the queue that it reads.
+        replies: the queue that it writes. ``None``: it makes one, since it is on another host.
+        board: the board of its host.
+        cancelled: the marks of cancelled calls.
+    """
+
+    calls: QueueHandle
+    replies: QueueHandle | None = None
+    board: BoardHandle | None = None
+    cancelled: SegmentHandle | None = None
+
+
 class Start(msgspec.Struct, frozen=True, tag=True):
     """Driver to worker, once for each generation: everything that the worker needs to take part.
 
@@ -63,13 +81,16 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         tp, pp, dp: the grid of ranks.
         device: ``"cpu"``, or a GPU such as ``"cuda:0"``.
         secret: random bytes that only the ranks of this pool know.
-        handles: the handles of the board, the queue to read, the queue to write and
-            the marks of cancelled calls; pickled.
+        handles: what it shares with the driver; for a worker on another host its host fills the
+            memory there in.
         zero_copy: whether large buffers of results stay in shared memory.
         worker: the worker's class as ``"package.module:Class"``.
         worker_kwargs: its keyword arguments, pickled.
         main: how to load the driver's main module, if the class is defined there; see `reference`.
         timeout: seconds for all ranks to meet; ``None``: for ever.
+        store: where the ranks of several hosts meet; ``None``: at the driver's meeting.
+        address: the worker's host's address, if the driver is on another host; its host fills it
+            in.
     """
 
     generation: int
@@ -81,12 +102,14 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     dp: int
     device: str
     secret: bytes
-    handles: bytes
+    handles: Handles
     zero_copy: bool
     worker: str
     worker_kwargs: bytes
     main: dict[str, str] | None
     timeout: float | None
+    store: StoreAddress | None = None
+    address: str = ""
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True):
@@ -124,7 +147,13 @@ class WorkProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Worker to driver: the worker is built and takes calls."""
+    """Worker to driver: the worker is built and takes calls.
+
+    Attributes:
+        replies: the queue that it writes, if it has made it.
+    """
+
+    replies: QueueHandle | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -263,10 +263,10 @@ class Crew:
         """Begin a generation in the place of the last one."""
         self._begun += 1
         generation = self._begun
-        links = Links(self._plan)
-        links.board.add_place("generation", generation)
+        self._staff.meet(tick)
+        links = Links(self._plan, generation, self._staff.hosts)
         try:
-            self._staff.assemble(links, generation, self._ledger.last_call + 1, tick)
+            self._staff.assemble(links, self._ledger.last_call + 1, tick)
         except BaseException as error:
             links.board.abort(error)  # those that wait for others leave
             links.close()
@@ -280,7 +280,11 @@ class Crew:
         # From here on the generation may answer calls, and break: all about it must be in place.
         self._ledger.open(generation, links.cancelled)
         self.dispatcher = Dispatcher(
-            self._ledger, generation, links.board, links.calls, links.replies
+            self._ledger,
+            generation,
+            links.board,
+            links.calls,
+            [links.replies[rank] for rank in range(self._plan.n_workers)],
         )
         of, workers = {"generation": generation}, len(self._staff.workers)
         _log.info("the pool has started: %d workers, generation %d", workers, generation, extra=of)
@@ -293,7 +297,6 @@ class Crew:
             return self._ledger.tick()
 
         self.dispatcher.release()
-        self._links.calls.shutdown()
         keep = True
         with suppress(PoolClosedError):
             while (pause := self._budget.take(time.monotonic(), self._ledger.worked)) is not None:

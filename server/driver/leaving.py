@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shm_broadcast import Deadline
 
     from ..control.protocol import FromWorker
-    from ..launchers.local import LocalWorker
+    from ..launchers.worker_handle import WorkerHandle
     from .supervisor import Supervisor
 
 
@@ -23,7 +23,7 @@ class Leaving:
         workers: all workers of the pool.
     """
 
-    def __init__(self, workers: Collection[LocalWorker]) -> None:
+    def __init__(self, workers: Collection[WorkerHandle]) -> None:
         self._workers = {worker.rank: worker for worker in workers}
 
     def wait(self, supervisor: Supervisor, deadline: Deadline, tick: Callable[[], float]) -> None:

@@ -8,17 +8,24 @@ Workers are members 0 to n-1 of the board, by rank; the driver is the last membe
 
 from __future__ import annotations
 
-import pickle
 import secrets
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
+from coordinator.stores.curve_store import StoreHost
 from shm_broadcast import DRIVER_RANK, Board, MessageQueue
 
 from ..control.cancelled_calls import CancelledCalls
-from ..control.protocol import Start
+from ..control.protocol import Handles, Start
+from ..hosts.reply_bell import ReplyBell
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shm_broadcast import Deadline, QueueHandle
+
+    from ..hosts.distant_hosts import DistantHosts
     from .pool_plan import PoolPlan
 
 
@@ -26,20 +33,24 @@ class Links:
     """The driver's ends of everything that is shared. Close it when the workers have ended.
 
     Attributes:
-        board: the pool's board: liveness, status and abort.
+        generation: the generation's number.
+        board: the pool's board on this host: liveness, status and abort.
         driver: the driver's member number.
         calls: the queue to all workers.
-        replies: the queue from each worker, by rank.
+        replies: the queue from each worker, by rank; of workers on other hosts after `join`.
         cancelled: the calls that nobody waits for any more.
     """
 
-    def __init__(self, plan: PoolPlan) -> None:
-        """Reserve the shared memory.
+    def __init__(self, plan: PoolPlan, generation: int, hosts: DistantHosts | None) -> None:
+        """Reserve the shared memory; with other hosts, also listen for their workers.
 
         Raises:
             SharedMemoryError: too little memory is free.
+            OSError: this host's address cannot be listened at.
         """
         self._plan = plan
+        self._hosts = hosts
+        self.generation = generation
         self._secret = secrets.token_bytes()
         self.driver = plan.n_workers
         with ExitStack() as undo:
@@ -48,33 +59,51 @@ class Links:
                     plan.n_workers + 1, self.driver, "pool", (*range(plan.n_workers), DRIVER_RANK)
                 )
             )
+            self.board.add_place("generation", generation)
+            here = plan.ranks_of(0)
             self.calls = undo.enter_context(
                 MessageQueue.on_board(
-                    self.board, self.driver, range(self.driver), plan.config.call_capacity
+                    self.board,
+                    self.driver,
+                    here,
+                    plan.config.call_capacity,
+                    connect_ip=None if hosts is None else hosts.address,
+                    remote_reader_ranks=range(len(here), plan.n_workers),
+                    secret=self._secret,
                 )
             )
-            self.replies = [
-                undo.enter_context(
+            self.replies = {
+                rank: undo.enter_context(
                     MessageQueue.on_board(
                         self.board, rank, [self.driver], plan.config.reply_capacity
                     )
                 )
-                for rank in range(self.driver)
-            ]
-            self.cancelled = undo.enter_context(CancelledCalls.create(plan.in_flight))
+                for rank in here
+            }
+            self._store: StoreHost | None = None
+            echo = None
+            if hosts is not None:
+                self._store = StoreHost(range(plan.n_workers), hosts.address, self._secret)
+                undo.callback(self._store.close, 0.0)  # its members have left before, or ended
+                echo = partial(hosts.mark, generation)
+                hosts.begin(generation, self.board)
+                undo.callback(hosts.leave, generation)
+            self.cancelled = undo.enter_context(CancelledCalls.create(plan.in_flight, echo))
             self._undo = undo.pop_all()
 
-    def start_of(self, rank: int, generation: int, first_call: int) -> Start:
+    def start_of(self, rank: int, first_call: int) -> Start:
         """The start message for the worker of ``rank``."""
         plan = self._plan
-        handles = (
-            self.board.handle(),
-            self.calls.export_handle(),
-            self.replies[rank].export_handle(),
-            self.cancelled.handle(),
-        )
+        handles = Handles(self.calls.export_handle())
+        if rank in plan.ranks_of(0):
+            handles = Handles(
+                handles.calls,
+                self.replies[rank].export_handle(),
+                self.board.handle(),
+                self.cancelled.handle(),
+            )
         return Start(
-            generation=generation,
+            generation=self.generation,
             first_call=first_call,
             survives=plan.restart == "worker",
             rank=rank,
@@ -83,13 +112,32 @@ class Links:
             dp=plan.dp,
             device=plan.devices[rank],
             secret=self._secret,
-            handles=pickle.dumps(handles),
+            handles=handles,
             zero_copy=plan.config.zero_copy,
             worker=plan.worker,
             worker_kwargs=plan.worker_kwargs,
             main=plan.main,
             timeout=plan.start_timeout,
+            store=None if self._store is None else self._store.at,
         )
+
+    def join(self, replies: Mapping[int, QueueHandle], deadline: Deadline) -> None:
+        """Join the queues that workers on other hosts have made, and wait for them at this one's.
+
+        Args:
+            replies: the handles of their queues, by rank.
+            deadline: when to give up.
+
+        Raises:
+            GroupTimeoutError: some do not read the calls' queue in time.
+        """
+        for rank, handle in replies.items():
+            queue = MessageQueue.create_from_handle(handle, DRIVER_RANK, secret=self._secret)
+            self.replies[rank] = self._undo.enter_context(queue)
+        if replies:
+            distant = [self.replies[rank] for rank in replies]
+            self._undo.enter_context(ReplyBell(distant, partial(self.board.ring, self.driver)))
+            self.calls.wait_until_ready(deadline)
 
     def close(self) -> None:
         """Close everything; idempotent."""

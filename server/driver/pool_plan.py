@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..control.reference import main_of, name_of
+from ..hosts.place import Hosts, hosts_of
+from ..launchers.ray_actors import RayCluster
 from .cores import worker_threads
 from .devices import assign
 
@@ -36,6 +38,7 @@ class PoolPlan:
         on_progress: called with ``(rank, done, total, what)``.
         restart, max_restarts, window, stuck_after: as for `pool.WorkerPool`.
         config: the other settings.
+        hosts: the hosts of the pool; ``None``: this one only.
     """
 
     worker: str
@@ -52,6 +55,7 @@ class PoolPlan:
     window: float
     stuck_after: float | None
     config: PoolConfig
+    hosts: Hosts | None = None
 
     @classmethod
     def checked(
@@ -68,6 +72,8 @@ class PoolPlan:
         window: float,
         stuck_after: float | None,
         config: PoolConfig,
+        launcher: str,
+        hosts: Hosts | RayCluster | None,
     ) -> PoolPlan:
         """Check the arguments of `pool.WorkerPool`; ``grid`` is tp, pp, dp.
 
@@ -87,12 +93,18 @@ class PoolPlan:
         for what, seconds in (("window", window), ("stuck_after", stuck_after)):
             if seconds is not None and not seconds > 0:
                 raise ValueError(f"{what} must be more than 0 seconds; got {seconds!r}")
-        devices = assign(device, math.prod(grid), torch.cuda.device_count(), share_gpu)
-        name = name_of(worker)
+        name, arguments = name_of(worker), _pickled(worker_kwargs or {})
+        found = _hosts(launcher, hosts, grid, device, start_timeout)
+        try:
+            devices = _devices(device, math.prod(grid), share_gpu, found)
+        except ValueError:
+            if found is not None and found.summoner is not None:
+                found.summoner.close()
+            raise
         return cls(
             name,
             main_of(name),
-            _pickled(worker_kwargs or {}),
+            arguments,
             *grid,
             devices,
             start_timeout,
@@ -102,6 +114,7 @@ class PoolPlan:
             window,
             stuck_after,
             config,
+            found,
         )
 
     @property
@@ -109,10 +122,16 @@ class PoolPlan:
         """How many ranks there are."""
         return self.tp * self.pp * self.dp
 
+    def ranks_of(self, node: int) -> range:
+        """The ranks of the workers on one host."""
+        if self.hosts is None:
+            return range(self.n_workers)
+        return self.hosts.ranks_of(node, self.n_workers)
+
     @property
     def threads(self) -> int:
-        """How many CPU threads each worker may use."""
-        return self.config.threads or worker_threads(self.n_workers)
+        """How many CPU threads each worker on this host may use."""
+        return self.config.threads or worker_threads(max(len(self.ranks_of(0)), 1))
 
     @property
     def output_rank(self) -> int:
@@ -126,6 +145,40 @@ class PoolPlan:
         By default one for each pipeline stage, so that all stages are busy, and one that waits.
         """
         return self.config.in_flight or self.pp + 1
+
+
+def _hosts(
+    launcher: str,
+    given: Hosts | RayCluster | None,
+    grid: tuple[int, int, int],
+    device: str | Sequence[str],
+    timeout: float | None,
+) -> Hosts | None:
+    if launcher != "ray":
+        if isinstance(given, RayCluster):
+            raise ValueError(f"a Ray cluster is given, so launcher must be 'ray'; got {launcher!r}")
+        return hosts_of(launcher, given)
+    if isinstance(given, Hosts):
+        raise ValueError("hosts of a Ray cluster are given as a RayCluster")
+    _, pp, dp = grid
+    cluster = given or RayCluster()
+    gpus = any(each != "cpu" for each in ([device] if isinstance(device, str) else device))
+    return cluster.reserve(dp * pp, math.prod(grid), gpus=gpus, timeout=timeout)
+
+
+def _devices(
+    device: str | Sequence[str], n_workers: int, share_gpu: bool, hosts: Hosts | None
+) -> tuple[str, ...]:
+    """Each rank's device; one that is given as text is the same on all hosts."""
+    gpus = torch.cuda.device_count()
+    if hosts is None or not isinstance(device, str):
+        return assign(device, n_workers, gpus, share_gpu)
+    nnodes = hosts.nnodes - (not hosts.head_works)
+    if n_workers % nnodes:
+        raise ValueError(f"{nnodes} hosts cannot share {n_workers} workers evenly")
+    here = n_workers // nnodes
+    # A head that runs no workers knows nothing of the others' GPUs.
+    return assign(device, here, gpus if hosts.head_works else here, share_gpu) * nnodes
 
 
 def _pickled(worker_kwargs: Mapping[str, Any]) -> bytes:

@@ -15,13 +15,18 @@ from ..errors import WorkerStartError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from shm_broadcast import QueueHandle
+
     from ..control.protocol import FromWorker
-    from ..launchers.local import LocalWorker
+    from ..launchers.worker_handle import WorkerHandle
     from .supervisor import Supervisor
 
 
 class RollCall:
     """The supervisor's watcher while workers start: collects what they report.
+
+    Attributes:
+        replies: the queues that workers on other hosts have made for their replies, by rank.
 
     Args:
         workers: all workers of the pool, by rank.
@@ -32,13 +37,14 @@ class RollCall:
 
     def __init__(
         self,
-        workers: Mapping[int, LocalWorker],
+        workers: Mapping[int, WorkerHandle],
         on_progress: Callable[[int, int, int, str], None],
         patience: float,
     ) -> None:
         self._workers = workers
         self._on_progress = on_progress
         self._patience = patience
+        self.replies: dict[int, QueueHandle] = {}
         self._absent = set(workers)
         self._failure: WorkerStartError | None = None
         self._hearsay: WorkerStartError | None = None
@@ -71,8 +77,10 @@ class RollCall:
             case Hello(pid):
                 self._workers[rank].pid = pid
                 self._workers[rank].greeted = True
-            case Ready():
+            case Ready(replies):
                 self._absent.discard(rank)
+                if replies is not None:
+                    self.replies[rank] = replies
             case Left():
                 self._workers[rank].away = True
             case WorkProgress(done, total, what):

@@ -10,6 +10,7 @@ from shm_broadcast import Deadline, GroupTimeoutError
 
 from ..control.meeting import WorkerMeeting
 from ..errors import WorkerStartError
+from ..hosts.distant_hosts import DistantHosts
 from ..launchers.local import end, launch
 from .leaving import Leaving
 from .roll_call import RollCall
@@ -18,7 +19,7 @@ from .supervisor import Supervisor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from ..launchers.local import LocalWorker
+    from ..launchers.worker_handle import WorkerHandle
     from .links import Links
     from .pool_plan import PoolPlan
 
@@ -32,22 +33,42 @@ class Staff:
         using: held while any thread uses `workers` or their files, and while they are removed.
         workers: the workers whose processes run, or have ended and were not replaced yet, by rank.
         supervisor: watches them.
+        hosts: the other hosts; ``None`` if there are none.
     """
 
     def __init__(self, plan: PoolPlan) -> None:
-        """Nobody is started yet."""
+        """Nobody is started yet; other hosts may come.
+
+        Raises:
+            OSError: this host cannot be reached by others at the address that they were told.
+            GroupTimeoutError: as for `DistantHosts`.
+        """
         self._plan = plan
+        deadline = Deadline.after(plan.start_timeout)
+        self.hosts = DistantHosts(plan.hosts, plan, deadline) if plan.hosts else None
         self._meeting = WorkerMeeting()
         self.using = threading.Lock()
-        self.workers: dict[int, LocalWorker] = {}
+        self.workers: dict[int, WorkerHandle] = {}
         self.supervisor = Supervisor()
 
-    def assemble(self, links: Links, generation: int, first_call: int, tick: Tick) -> None:
+    def meet(self, tick: Tick) -> None:
+        """Wait until all hosts of the pool are there.
+
+        Args:
+            tick: as for `assemble`.
+
+        Raises:
+            HostError: one was refused, or has not come in time.
+            What ``tick`` raises.
+        """
+        if self.hosts is not None:
+            self.hosts.meet(Deadline.after(self._plan.start_timeout), tick)
+
+    def assemble(self, links: Links, first_call: int, tick: Tick) -> None:
         """Start the workers that are missing, and wait until all take part in a new generation.
 
         Args:
             links: what they share.
-            generation: the generation's number.
             first_call: the number of its first call.
             tick: called again and again; returns the seconds until its next call.
 
@@ -59,18 +80,22 @@ class Staff:
         plan = self._plan
         deadline = Deadline.after(plan.start_timeout)
         missing = [rank for rank in range(plan.n_workers) if rank not in self.workers]
-        with self._meeting.convene(missing) as seats:
+        if self.hosts is not None:
+            for distant in self.hosts.launch(missing, links.generation, deadline):
+                self._employ(distant)
+        here = [rank for rank in missing if rank in plan.ranks_of(0)]
+        with self._meeting.convene(here) as seats:
             preload = plan.config.preload if plan.config.fork else None
-            for worker in launch(seats, plan.threads, deadline, preload=preload):
-                self.workers[worker.rank] = worker
-                self.supervisor.watch(worker)
+            for local in launch(seats, plan.threads, deadline, preload=preload):
+                self._employ(local)
         for worker in self.workers.values():
             try:
-                worker.start(links.start_of(worker.rank, generation, first_call), deadline)
+                worker.start(links.start_of(worker.rank, first_call), deadline)
             except GroupTimeoutError as error:
                 raise WorkerStartError(worker.rank, f"it took nothing in: {error}") from error
         roll_call = RollCall(self.workers, plan.on_progress, plan.config.stack_seconds)
         roll_call.wait(self.supervisor, deadline, tick)
+        links.join(roll_call.replies, deadline)
 
     def dismiss(self, pause: float, tick: Tick, *, keep: bool) -> None:
         """After the board was aborted: keep the workers that leave, and kill the others.
@@ -96,8 +121,14 @@ class Staff:
         for worker in self.workers.values():
             worker.close()
         self._meeting.close()
+        if self.hosts is not None:
+            self.hosts.close()
 
-    def _remove(self, workers: Iterable[LocalWorker]) -> None:
+    def _employ(self, worker: WorkerHandle) -> None:
+        self.workers[worker.rank] = worker
+        self.supervisor.watch(worker)
+
+    def _remove(self, workers: Iterable[WorkerHandle]) -> None:
         removed = list(workers)
         end(removed, 0.0, 0.0)
         with self.using:

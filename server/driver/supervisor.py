@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..control.protocol import FromWorker
-    from ..launchers.local import LocalWorker
+    from ..launchers.worker_handle import WorkerHandle
 
 
 class Watcher(Protocol):
@@ -51,7 +51,7 @@ class Supervisor:
     """
 
     def __init__(self) -> None:
-        self._workers: list[LocalWorker] = []
+        self._workers: list[WorkerHandle] = []
         self._poll = select.poll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll.register(self._wake, select.POLLIN)
@@ -60,14 +60,14 @@ class Supervisor:
         self.thread: threading.Thread | None = None
         self._watched: set[int] = set()
 
-    def watch(self, worker: LocalWorker) -> None:
+    def watch(self, worker: WorkerHandle) -> None:
         """Watch another worker; from the thread that watches, or before `start`."""
         self._workers.append(worker)
         for fd in (worker.channel.fileno(), worker.pidfd):
             self._watched.add(fd)
             self._poll.register(fd, select.POLLIN)
 
-    def forget(self, worker: LocalWorker) -> None:
+    def forget(self, worker: WorkerHandle) -> None:
         """Watch a worker no more; before it is closed, otherwise as `watch`."""
         self._workers.remove(worker)
         self._ignore(worker.channel.fileno())
@@ -121,7 +121,7 @@ class Supervisor:
         while not self._stopping:
             self.step(watcher, tick())
 
-    def _read(self, worker: LocalWorker, watcher: Watcher) -> None:
+    def _read(self, worker: WorkerHandle, watcher: Watcher) -> None:
         try:
             while (message := worker.channel.take()) is not None:
                 watcher.on_message(worker.rank, message)

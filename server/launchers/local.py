@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ..control.protocol import Start
+    from .worker_handle import WorkerHandle
 
 _KEEPER_SECONDS = 4.0
 """How long a keeper may take to end what its worker has left."""
@@ -228,7 +229,7 @@ def _spawn(environment: Mapping[str, str], inherited: Sequence[int]) -> Process:
     )
 
 
-def end(workers: Sequence[LocalWorker], stop_seconds: float, kill_seconds: float) -> None:
+def end(workers: Sequence[WorkerHandle], stop_seconds: float, kill_seconds: float) -> None:
     """End all processes of ``workers`` and wait for them; idempotent.
 
     Args:

@@ -252,19 +252,16 @@ def _ok_unless(what: str, reason: str) -> Response:
 
 
 def _unavailable(content: object) -> Response:
-    response = _json(msgspec.json.encode(content), 503)
-    response.headers["retry-after"] = "1"
-    return response
+    return _json(msgspec.json.encode(content), 503)
 
 
 def _json(body: bytes, status: int = 200) -> Response:
-    return Response(body, status, media_type="application/json")
+    headers = {"retry-after": "1"} if status in (429, 503) else None
+    return Response(body, status, headers, media_type="application/json")
 
 
 def _refusal(error: ApiError) -> Response:
     response = _json(error.body(), error.status)
-    if error.status in (429, 503):
-        response.headers["retry-after"] = "1"
     if error.status == 401:
         response.headers["www-authenticate"] = "Bearer"
     return response

@@ -173,6 +173,14 @@ class QueueEnd:
         """
         return self._reader("readable").readable(within)
 
+    def fileno(self) -> int:
+        """At a reader on another host than the writer's: what `RemoteEnd.fileno` says.
+
+        Raises:
+            ValueError: this end has no such descriptor.
+        """
+        return self._reader("fileno").fileno()
+
     def behind(self) -> dict[int, int]:
         """How many messages each reader on this host has not read, by member of the board."""
         return self._writer("behind").behind()

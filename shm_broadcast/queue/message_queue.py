@@ -16,6 +16,7 @@ Assumes: the members share the trust domain that `shm_broadcast.codec` describes
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from shm_broadcast.board.board import Board
@@ -119,29 +120,48 @@ class MessageQueue(QueueEnd):
         type: Any | None = None,  # noqa: A002
         spin_seconds: float = DEFAULT_SPIN_SECONDS,
         zero_copy: bool = False,
+        connect_ip: str | None = None,
+        remote_reader_ranks: Sequence[int] = (),
+        secret: bytes | None = None,
     ) -> MessageQueue:
         """A new queue between members of ``board``; this process owns its memory.
 
         Collective: no. The others `attach` by `export_handle`. The shared memory is ``capacity``
-        bytes plus 64 per reader and 192, rounded up to whole pages.
+        bytes plus 64 per reader and 192, rounded up to whole pages. Readers on other hosts join by
+        `create_from_handle`; only the writer's process may make a queue for them.
 
         Args:
             board: its member need not be the writer, but must take part.
             writer: the member that writes.
-            readers: the members that read; one or more, without the writer.
+            readers: the members that read, without the writer; one or more, unless there are
+                readers on other hosts.
             capacity: bytes, rounded up to a multiple of 64 KiB.
             type: a type that msgspec can validate; ``None`` carries any picklable object.
             spin_seconds: the longest time to look for a message without sleeping.
             zero_copy: at the writer, let readers use buffers of 1 MiB and more where they lie: see
                 `dequeue`.
+            connect_ip, remote_reader_ranks, secret: see the constructor.
 
         Raises:
-            ValueError: the members are not distinct members of the board.
+            ValueError: the members are not distinct members of the board, or an address or a secret
+                is missing.
             SharedMemoryError: too little memory is free.
         """
-        ring = create_ring(board, writer, readers, capacity)
-        handle = _describe(board, ring, writer, readers, readers, None)
-        return cls._on_ring(handle, board, ring, type, spin_seconds, zero_copy=zero_copy)
+        if not readers and not remote_reader_ranks:
+            raise ValueError("a queue needs one or more readers")
+        if remote_reader_ranks and board.member != writer:
+            raise ValueError("only the writer's process can make a queue for other hosts")
+        with ExitStack() as undo:
+            ring = create_ring(board, writer, readers, capacity) if readers else None
+            if ring is not None:
+                undo.callback(ring.close)
+            rank = board.ranks[writer]
+            remote = _remote_writer(rank, remote_reader_ranks, connect_ip, secret)
+            undo.pop_all()
+        handle = _describe(board, ring, writer, readers, readers, remote)
+        return cls._on_ring(
+            handle, board, ring, type, spin_seconds, zero_copy=zero_copy, remote=remote
+        )
 
     @classmethod
     def attach(
@@ -357,12 +377,13 @@ class MessageQueue(QueueEnd):
         cls,
         handle: QueueHandle,
         board: Board,
-        ring: Segment,
+        ring: Segment | None,
         message_type: Any | None,
         spin_seconds: float,
         *,
         owns_board: bool = False,
         zero_copy: bool = False,
+        remote: RemoteWriter | None = None,
         watch: Callable[[str], None] | None = None,
     ) -> MessageQueue:
         member, writer, readers = board.member, handle.writer, handle.readers
@@ -371,11 +392,13 @@ class MessageQueue(QueueEnd):
         codec = codec_for(message_type)
         end: QueueWriter | QueueReader
         if member == writer:
-            writing = RingWriter(ring, board, writer, readers)
-            end = QueueWriter(board, codec, writing, None, _blocks(writing, zero_copy), watch)
-        else:
+            writing = RingWriter(ring, board, writer, readers) if ring is not None else None
+            end = QueueWriter(board, codec, writing, remote, _blocks(writing, zero_copy), watch)
+        elif ring is not None:
             reading = RingReader(ring, board, member, readers.index(member), len(readers), writer)
             end = LocalReader(board, codec, reading, writer, AdaptiveSpin(spin_seconds), watch)
+        else:
+            raise ValueError("the queue has no readers on its writer's host")
         queue = cls.__new__(cls)
         QueueEnd.__init__(queue, handle, end, board, ring, owns_board=owns_board)
         return queue

@@ -66,6 +66,10 @@ class QueueReader(ABC):
     def readable(self, within: float) -> bool:
         """Whether a message, or a part of one, has arrived, or does ``within`` so many seconds."""
 
+    def fileno(self) -> int:
+        """See `MessageQueue.fileno`."""
+        raise ValueError("a reader on the writer's host is woken by its doorbell")
+
     @abstractmethod
     def wait_until_ready(self, deadline: Deadline) -> None:
         """Wait until the writer has joined."""
@@ -231,6 +235,10 @@ class DistantReader(QueueReader):
     def readable(self, within: float) -> bool:  # noqa: ARG002 - the network is not looked at
         """Whether a message, or a part of one, has arrived, or `dequeue` has an error to raise."""
         return self._remote.readable()
+
+    def fileno(self) -> int:
+        """See `MessageQueue.fileno`."""
+        return self._remote.fileno()
 
     def wait_until_ready(self, deadline: Deadline) -> None:
         """Wait until the writer has admitted this reader."""

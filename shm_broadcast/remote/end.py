@@ -162,14 +162,19 @@ class RemoteEnd(ABC):
         self._context.term()
 
 
-def listen(server: zmq.Socket[bytes], address: IPv4Address | IPv6Address) -> str:
-    """Bind a socket to a free port of ``address``; only peers on the context's `AllowList` get in.
+def listen(server: zmq.Socket[bytes], address: IPv4Address | IPv6Address, port: int = 0) -> str:
+    """Bind a socket to a port of ``address``; only peers on the context's `AllowList` get in.
+
+    Args:
+        server: the socket.
+        address: one of this host's.
+        port: 0: any free one.
 
     Returns:
         The address it listens at, ``tcp://host:port``.
 
     Raises:
-        OSError: ``address`` is no address of this host.
+        OSError: ``address`` is no address of this host, or the port is in use.
     """
     server.curve_server = True
     server.zap_domain = ZAP_DOMAIN.encode()
@@ -177,9 +182,10 @@ def listen(server: zmq.Socket[bytes], address: IPv4Address | IPv6Address) -> str
     server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     host = f"[{address}]" if address.version == 6 else str(address)
     try:
-        server.bind(f"tcp://{host}:*")
+        server.bind(f"tcp://{host}:{port or '*'}")
     except zmq.ZMQError as error:
-        raise OSError(error.errno, f"cannot listen on {host}: {error.strerror}") from error
+        where = f"{host}:{port}" if port else host
+        raise OSError(error.errno, f"cannot listen on {where}: {error.strerror}") from error
     return server.get_string(zmq.LAST_ENDPOINT)
 
 

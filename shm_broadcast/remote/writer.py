@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 import zmq
 
 from shm_broadcast.deadline import Deadline
-from shm_broadcast.errors import GroupTimeoutError, MessageTooLargeError
+from shm_broadcast.errors import DRIVER_RANK, GroupTimeoutError, MessageTooLargeError
 from shm_broadcast.remote.end import RemoteEnd, listen, one_address
 from shm_broadcast.remote.frames import (
     DEFAULT_CREDIT_BYTES,
@@ -96,7 +96,7 @@ class RemoteWriter(RemoteEnd):
             OSError: ``bind_host`` cannot be resolved, or is no address of this host.
         """
         ranks = tuple(readers)
-        if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
+        if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < DRIVER_RANK:
             raise ValueError(f"readers must be one or more different ranks; got {ranks}")
         if credit_bytes < MIN_CREDIT_BYTES:
             raise ValueError(f"credit_bytes must be {MIN_CREDIT_BYTES} or more; got {credit_bytes}")

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     [
         ({"tp": 0}, ValueError, "tp must be 1 or more; got 0"),
         ({"pp": -1}, ValueError, "pp must be 1 or more; got -1"),
-        ({"launcher": "ssh"}, ValueError, "launcher must be 'local'; got 'ssh'"),
+        (
+            {"launcher": "ssh"},
+            ValueError,
+            "local, hosts, torchrun, ray; got 'ssh'",
+        ),
         ({"start_timeout": 0}, ValueError, "start_timeout must be more than 0 seconds"),
         ({"worker": "no_colon"}, ValueError, "worker must be 'package.module:Class'"),
         ({"worker": len}, TypeError, "worker must be a class"),

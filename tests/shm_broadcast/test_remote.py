@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from shm_broadcast.errors import GroupClosedError, GroupTimeoutError, MessageTooLargeError
+from shm_broadcast.errors import (
+    DRIVER_RANK,
+    GroupClosedError,
+    GroupTimeoutError,
+    MessageTooLargeError,
+)
 from shm_broadcast.remote import end as remote_end
 from shm_broadcast.remote import writer as remote_writer
 from shm_broadcast.remote.frames import MIN_CREDIT_BYTES, Probe, encode
@@ -410,7 +415,7 @@ class TestArguments:
         with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1"):
             RemoteWriter(0, [1], "192.0.2.1", SECRET)
 
-    @pytest.mark.parametrize("readers", [[], [1, 1], [-1]])
+    @pytest.mark.parametrize("readers", [[], [1, 1], [DRIVER_RANK - 1]])
     def test_bad_readers(self, readers: list[int]) -> None:
         with pytest.raises(ValueError, match="different ranks"):
             RemoteWriter(0, readers, "127.0.0.1", SECRET)

@@ -1,0 +1,176 @@
+"""A pool over two hosts (network namespaces): what its calls cost, and how soon a fault is known.
+
+    python -m benchmarks.hosts [--rounds N]
+
+Needs root, for the namespaces. Times are medians and worst cases over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import statistics
+import sys
+import time
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+
+from server.errors import WorkerLostError
+from server.pool import WorkerPool
+from tests.netns import Host, two_hosts
+from tests.patience import until
+from tests.ranks import run_ranks
+from tests.server.over_hosts import kill, note, noted, over_hosts
+from tests.server.workers import Restored
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CALLS = 1000
+FOUR = {"worker": Restored, "tp": 2, "pp": 2}
+SILENCE = {"silence_seconds": 1.5}
+
+
+def main() -> None:
+    """Measure everything, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds (default 5)")
+    rounds = parser.parse_args().rounds
+    found: dict[str, list[float]] = {}
+    for number in range(rounds):
+        for what, seconds in (*_calls(), *_faults()):
+            found.setdefault(what, []).append(seconds)
+        sys.stderr.write(f"round {number + 1} of {rounds}\n")
+    for what, times in found.items():
+        median, worst = (1e3 * each for each in (statistics.median(times), max(times)))
+        print(f"{what:58} median {median:9.2f} ms   worst {worst:9.2f} ms")
+
+
+def _calls() -> list[tuple[str, float]]:
+    with WorkerPool(Restored, tp=2, pp=2) as pool:
+        here = no_ops(pool)
+    began = time.monotonic()
+    there, ready = _over(no_ops_and_start)
+    return [
+        ("no-op call, four workers on one host", here),
+        ("no-op call, four workers on two hosts", there),
+        ("from nothing to the first answer, two hosts", ready - began),
+    ]
+
+
+def _faults() -> list[tuple[str, float]]:
+    stays = {**FOUR, "restart": "worker"}
+    error, answer = _over(loses_a_worker, stays)
+    host_error = _over(loses_a_host, FOUR, may_die=[1])
+    folder = mkdtemp()
+    _over(ends, FOUR, may_die=[0], folder=folder)
+    gone = noted(folder, "gone") - noted(folder, "ended")
+    cut = _over(is_cut, FOUR, changes=SILENCE)
+    return [
+        ("a worker on the other host is killed: the caller's error", error),
+        ("  the first right answer (restart='worker')", answer),
+        ("the other host's process is killed: the caller's error", host_error),
+        ("the head is killed: the other host's workers have ended", gone),
+        ("the cable is cut (silence_seconds=1.5): the caller's error", cut),
+    ]
+
+
+def _over(
+    body: Callable[..., Any],
+    options: dict[str, Any] | None = None,
+    changes: dict[str, Any] | None = None,
+    may_die: list[int] | None = None,
+    folder: str = "",
+) -> Any:
+    """What ``body(pool, folder, hosts)`` gives."""
+    folder = folder or mkdtemp()
+    try:
+        with two_hosts("IPv4") as hosts:
+            return run_ranks(
+                *(2, _rank, folder, hosts, body, options or FOUR, changes),
+                may_die=may_die or [],
+            )[0]
+    finally:
+        if body is not ends:
+            shutil.rmtree(folder)
+
+
+def _rank(rank: int, n: int, folder: str, hosts: tuple[Host, Host], *rest: Any) -> Any:
+    body, options, changes = rest
+    ended = over_hosts(rank, n, folder, hosts, body, (folder, hosts), options, changes)
+    if rank and body is ends:
+        until(lambda: _is_gone(int(noted(folder, "pid"))))
+        note(folder, "gone", time.monotonic())
+    return ended
+
+
+def no_ops(pool: WorkerPool, *_: Any) -> float:
+    """The median seconds of a call."""
+    times = []
+    for _ in range(CALLS):
+        began = time.perf_counter()
+        pool.call("echo")
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def no_ops_and_start(pool: WorkerPool, *_: Any) -> tuple[float, float]:
+    """The median seconds of a call, and the moment of the first answer."""
+    pool.call("echo")
+    ready = time.monotonic()
+    return no_ops(pool), ready
+
+
+def loses_a_worker(pool: WorkerPool, *_: Any) -> tuple[float, float]:
+    """Seconds until the error, and until the next right answer."""
+    call = pool.submit("hang_in_group", 3)
+    until(lambda: all(each.state == "busy" for each in pool.status()))
+    killed = kill(pool.status()[3].pid)
+    error = _error_of(call) - killed
+    assert pool.call("total", 1.0) == 4.0
+    return error, time.monotonic() - killed
+
+
+def loses_a_host(pool: WorkerPool, folder: str, _: Any) -> float:
+    """Seconds until the error."""
+    call = pool.submit("hang_in_group", 3)
+    until(lambda: all(each.state == "busy" for each in pool.status()))
+    killed = kill(int(noted(folder, "supervisor")))
+    return _error_of(call) - killed
+
+
+def ends(pool: WorkerPool, folder: str, _: Any) -> None:
+    """The head kills itself."""
+    note(folder, "pid", pool.status()[3].pid)
+    note(folder, "ended", time.monotonic())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_cut(pool: WorkerPool, _: str, hosts: tuple[Host, Host]) -> float:
+    """Seconds until the error."""
+    call = pool.submit("hang_in_group", 3)
+    until(lambda: all(each.state == "busy" for each in pool.status()))
+    began = time.monotonic()
+    hosts[0].unplug()
+    hosts[1].unplug()
+    return _error_of(call) - began
+
+
+def _error_of(call: Any) -> float:
+    """The moment at which ``call`` fails because a worker is lost."""
+    assert isinstance(call.exception(60), WorkerLostError)
+    return time.monotonic()
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    main()

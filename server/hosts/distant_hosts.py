@@ -1,0 +1,260 @@
+"""The other hosts of a pool, as its driver sees them: who is there, and what their boards say."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from coordinator.hosts.remote_boards import RemoteBoards, compose
+
+from ..errors import HostError
+from .distant_worker import DistantWorker
+from .head_link import HeadLink
+from .link_messages import (
+    BeginGeneration,
+    FromHost,
+    HostAdmitted,
+    HostDismissed,
+    HostHello,
+    HostRefused,
+    MarkCall,
+    OfWorker,
+    Pulse,
+    WorkerEnded,
+    WorkerStack,
+)
+from .meeting_port import tell_port
+from .sameness import difference, facts_here
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from shm_broadcast import Board, Deadline
+
+    from ..driver.pool_plan import PoolPlan
+    from .place import Hosts
+
+_LINE_SECONDS = 10.0
+"""How often a line says who is missing."""
+_log = logging.getLogger(__name__)
+
+
+class DistantHosts:
+    """All hosts of a pool but this one, the head. Any thread may use it; close it.
+
+    Attributes:
+        address: this host's address, as the others reach it.
+    """
+
+    def __init__(self, hosts: Hosts, plan: PoolPlan, deadline: Deadline) -> None:
+        """Listen for them.
+
+        Raises:
+            OSError: the head's address cannot be resolved, or its port is in use.
+            GroupTimeoutError: torchrun's store, which is to tell them the port, does not answer.
+        """
+        self._plan = plan
+        self._hosts = hosts
+        self._facts = facts_here(hosts.facts)
+        self._nodes = range(1, hosts.nnodes)
+        self._changed = threading.Condition()
+        self._present: dict[int, HostHello] = {}
+        self._refusal: HostError | None = None
+        self._workers: dict[int, DistantWorker] = {}
+        self._generation = 0
+        self._board: Board | None = None
+        self._boards = RemoteBoards((), {})
+        self._beats: dict[int, bytes] = {}
+        _log.info("%d hosts, as %s say; this one is the head", hosts.nnodes, hosts.told_by)
+        self._link = HeadLink(hosts, self)
+        self.address = self._link.address
+        self._link.begin()
+        if hosts.summoner is None:
+            try:
+                tell_port(hosts, self._link.port, deadline)
+            except BaseException:
+                self._link.close()
+                raise
+
+    def meet(self, deadline: Deadline, tick: Callable[[], float]) -> None:
+        """Wait until all hosts are there; a line every ten seconds says who is missing.
+
+        Args:
+            deadline: when to give up.
+            tick: called again and again; returns the seconds until its next call.
+
+        Raises:
+            HostError: one was refused, or has not come in time.
+            What ``tick`` raises.
+        """
+        began = said = time.monotonic()
+        self._summon()
+        while absent := self._absent():
+            if deadline.expired:
+                raise HostError(
+                    absent[0], f"{_nodes(absent)} did not come in {deadline.timeout:g} s"
+                )
+            self._look_for_trouble(absent)
+            if (now := time.monotonic()) - said >= _LINE_SECONDS:
+                said = now
+                _log.warning("waiting for %s, for %.0f s now", _nodes(absent), now - began)
+            pause = min(deadline.remaining(), tick(), 1.0)
+            with self._changed:
+                if self._refusal is None and self._absent() == absent:
+                    self._changed.wait(pause)
+                if self._refusal is not None:
+                    refusal, self._refusal = self._refusal, None
+                    raise refusal
+
+    def begin(self, generation: int, board: Board) -> None:
+        """Swap what ``board`` says with the other hosts' boards of its generation until `leave`."""
+        with self._changed:
+            names = self._names()
+            named = {name: self._plan.ranks_of(node) for node, name in names.items()}
+            self._boards = RemoteBoards(board.ranks, named, swap=self._link.pulse_now)
+            self._beats = dict.fromkeys(names, b"")
+            self._generation, self._board = generation, board
+            board.hear(self._boards)
+
+    def leave(self, generation: int) -> None:
+        """Swap no more: the board of ``generation`` is about to be closed. Idempotent."""
+        with self._changed:
+            if self._generation == generation:
+                self._board = None
+
+    def launch(
+        self, missing: Iterable[int], generation: int, deadline: Deadline
+    ) -> Iterator[DistantWorker]:
+        """Have all hosts begin a generation, and start those workers of theirs that are missing."""
+        wanted = set(missing)
+        seconds = None if deadline.timeout is None else deadline.remaining()
+        for node in self._nodes:
+            ranks = [rank for rank in self._plan.ranks_of(node) if rank in wanted]
+            for rank in ranks:
+                worker = DistantWorker(rank, generation, partial(self._link.post, node))
+                self._workers[rank] = worker
+                yield worker
+            self._link.post(
+                node, BeginGeneration(generation, tuple(ranks), self._plan.in_flight, seconds)
+            )
+            with self._changed:
+                if node not in self._present:
+                    for rank in ranks:
+                        self._workers[rank].end("its host is gone")
+
+    def mark(self, generation: int, number: int, cancelled: bool) -> None:
+        """Tell the other hosts that nobody waits for a call any more, or that somebody does."""
+        for node in self._nodes:
+            self._link.post(node, MarkCall(generation, number, cancelled))
+
+    def close(self) -> None:
+        """Dismiss the hosts, which end what is left of their workers. Idempotent."""
+        for node in self._nodes:
+            self._link.post(node, HostDismissed())
+        self._link.close()
+        if self._hosts.summoner is not None:
+            self._hosts.summoner.close()
+
+    # --- what the link tells, in its thread ------------------------------------------------
+
+    def admit(self, node: int, hello: HostHello) -> HostAdmitted | HostRefused:
+        """Let a host take part, unless something is different there."""
+        differs = difference(self._facts, hello.facts)
+        with self._changed:
+            if differs:
+                reason = f"host {hello.name} ({hello.address}), node {node}: {differs}"
+                self._refusal = HostError(node, reason)
+                self._changed.notify_all()
+                return HostRefused(differs)
+            self._present[node] = hello
+            self._changed.notify_all()
+        _log.info("host %s (%s) is here, as node %d", hello.name, hello.address, node)
+        plan = self._plan
+        return HostAdmitted(
+            n_workers=plan.n_workers,
+            ranks=tuple(plan.ranks_of(node)),
+            threads=plan.config.threads,
+            fork=plan.config.fork,
+            preload=plan.config.preload,
+            kill_seconds=plan.config.kill_seconds,
+            stack_seconds=plan.config.stack_seconds,
+            stays=plan.restart != "never",
+        )
+
+    def on_message(self, node: int, message: FromHost) -> None:
+        """Take in what a host says."""
+        match message:
+            case Pulse(generation, beat):
+                self._take_beat(node, generation, beat)
+            case OfWorker(rank, told) if rank in self._plan.ranks_of(node):
+                self._workers[rank].deliver(told)
+            case WorkerStack(rank, text) if rank in self._plan.ranks_of(node):
+                self._workers[rank].show_stack(text)
+            case WorkerEnded(rank, since, how, stack) if rank in self._plan.ranks_of(node):
+                if self._workers[rank].since == since:
+                    self._workers[rank].end(f"{how} on host {self._names()[node]}", stack)
+
+    def on_lost(self, node: int, why: str) -> None:
+        """Take in that a host is gone: its workers are, too."""
+        _log.error("%s", why)
+        with self._changed:
+            self._present.pop(node, None)
+        for rank in self._plan.ranks_of(node):
+            if rank in self._workers:
+                self._workers[rank].end(why)
+
+    def pulse(self) -> Pulse:
+        """What this host's board says."""
+        with self._changed:
+            if self._board is None:
+                return Pulse(0, b"")
+            here = self._plan.ranks_of(0)
+            return Pulse(self._generation, compose(self._board, here, time.monotonic_ns()))
+
+    def _take_beat(self, node: int, generation: int, beat: bytes) -> None:
+        with self._changed:
+            board = self._board
+            if board is None or generation != self._generation or node not in self._beats:
+                return
+            self._beats[node] = beat
+            for failure in self._boards.hear(self._beats.values()):
+                if board.aborted is None:
+                    board.report(failure.member, failure.kind, failure.message, failure.culprit)
+
+    def _summon(self) -> None:
+        """Have the absent hosts' processes started, if that is not a launcher's task."""
+        summoner = self._hosts.summoner
+        if summoner is None:
+            return
+        for node in self._absent():
+            there = replace(self._hosts, node_rank=node, summoner=None)
+            summoner.start(there, self.address, self._link.port)
+
+    def _look_for_trouble(self, absent: Iterable[int]) -> None:
+        summoner = self._hosts.summoner
+        if summoner is None:
+            return
+        for node in absent:
+            trouble = summoner.trouble(node)
+            if trouble:
+                raise HostError(node, f"node {node} did not come: {trouble}")
+
+    def _absent(self) -> list[int]:
+        return [node for node in self._nodes if node not in self._present]
+
+    def _names(self) -> dict[int, str]:
+        """What each other host is called: its host name, if no other host has the same."""
+        taken = [socket.gethostname(), *(hello.name for hello in self._present.values())]
+        return {
+            node: hello.name if taken.count(hello.name) == 1 else f"{hello.name} (node {node})"
+            for node, hello in sorted(self._present.items())
+        }
+
+
+def _nodes(nodes: Sequence[int]) -> str:
+    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"

@@ -1,0 +1,328 @@
+"""What runs on every host of a pool but the head: starts the workers there, and watches them.
+
+The main thread has the workers, and does what the head says. The link's thread speaks with the
+head also while workers are being started, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from coordinator.hosts.remote_boards import compose, decode_beat
+from coordinator.setup.addresses import own_address
+from shm_broadcast import DRIVER_RANK, Board, Deadline
+from shm_broadcast.board.stacks import STACK_SIGNAL, read_stacks
+from shm_broadcast.remote.end import one_address
+
+from ..control.cancelled_calls import CancelledCalls
+from ..control.channel import ChannelClosedError
+from ..control.meeting import WorkerMeeting
+from ..control.protocol import Hello, Start
+from ..driver.cores import worker_threads
+from ..driver.supervisor import Supervisor
+from ..errors import HostError, WorkerStartError
+from ..launchers.local import end, launch
+from .host_link import HostLink
+from .link_messages import (
+    BeginGeneration,
+    FromHead,
+    HostAdmitted,
+    HostDismissed,
+    HostHello,
+    HostRefused,
+    MarkCall,
+    OfWorker,
+    Pulse,
+    SignalWorker,
+    ToWorker,
+    WorkerEnded,
+    WorkerStack,
+)
+from .meeting_port import find_port
+from .sameness import facts_here
+
+if TYPE_CHECKING:
+    from ..control.protocol import FromWorker, Resume
+    from ..launchers.local import LocalWorker
+    from .place import Hosts
+
+_LOOK_SECONDS = 0.05
+"""How often to look whether the board was aborted."""
+_LINE_SECONDS = 10.0
+"""How often a line says that the head is not there."""
+_log = logging.getLogger(__name__)
+
+
+def serve_host(hosts: Hosts, timeout: float | None = 300.0) -> None:
+    """Run this host's part of a pool whose driver is on another host, until the pool is shut down.
+
+    The head says which workers to start; they need to find the worker's class here, too. Workers
+    end with this process, however it ends. Any thread may call; the main thread, if it is to hear
+    signals.
+
+    Args:
+        hosts: which host this is; not the head.
+        timeout: seconds to wait for the head, each time; ``None``: for ever.
+
+    Raises:
+        HostError: the head did not answer in time, refused this host, or was lost; of a pool that
+            is restarted, it was lost and has not come back in time.
+        ValueError: this is the head.
+        OSError: the head's address cannot be resolved.
+    """
+    if hosts.is_head:
+        raise ValueError("node 0 is the head: make a WorkerPool there")
+    stays = True
+    while stays:
+        with HostSupervisor(hosts, Deadline.after(timeout)) as supervisor:
+            stays = supervisor.run()
+
+
+class HostSupervisor:
+    """One host's part of a pool, over one link to the head. Close it."""
+
+    def __init__(self, hosts: Hosts, deadline: Deadline) -> None:
+        """Wait until the head has admitted this host.
+
+        Raises:
+            HostError: it did not answer in time, or refused.
+            OSError: its address cannot be resolved.
+        """
+        self._node = hosts.node_rank
+        self._inbox: deque[FromHead] = deque()
+        self._lost = ""
+        self._spoken = threading.Event()
+        self._boarding = threading.Lock()
+        self._board: Board | None = None
+        self._generation = 0
+        self._told_abort = False
+        self._workers: dict[int, LocalWorker] = {}
+        self._since: dict[int, int] = {}
+        self._supervisor = Supervisor()
+        self._meeting = WorkerMeeting()
+        self._memory = ExitStack()
+        with ExitStack() as undo:
+            undo.callback(self._supervisor.stop)
+            undo.callback(self._meeting.close)
+            self._pool = self._join(hosts, deadline, undo)
+            self._closing = undo.pop_all()
+
+    def run(self) -> bool:
+        """Do what the head says; False when the pool was shut down, True to come again.
+
+        Raises:
+            HostError: the head is lost, and has not said that this host is to come again.
+        """
+        while True:
+            self._supervisor.step(self, _LOOK_SECONDS if self._workers else 1.0)
+            self._tell_abort()
+            while self._inbox:
+                message = self._inbox.popleft()
+                if isinstance(message, HostDismissed):
+                    return False
+                self._obey(message)
+            if self._lost:
+                _log.error("%s; the workers here end", self._lost)
+                if self._pool.stays:
+                    return True
+                raise HostError(self._node, self._lost)
+
+    def __enter__(self) -> HostSupervisor:
+        """Give the supervisor itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the workers here, and leave."""
+        end(list(self._workers.values()), 0.0, self._pool.kill_seconds)
+        for worker in self._workers.values():
+            worker.close()
+        self._leave_board()
+        self._closing.close()
+
+    # --- what the link brings, in its thread -----------------------------------------------
+
+    def hear(self, message: FromHead) -> None:
+        """Take in a message of the head."""
+        if isinstance(message, Pulse):
+            self._take_beat(message)
+            return
+        if isinstance(message, MarkCall):
+            self._mark(message)
+            return
+        self._inbox.append(message)
+        self._spoken.set()
+        self._supervisor.wake()
+
+    def lose(self, why: str) -> None:
+        """Take in that the head is gone."""
+        self._lost = why
+        self._spoken.set()
+        self._supervisor.wake()
+
+    def pulse(self) -> Pulse:
+        """What this host's board says."""
+        with self._boarding:
+            if self._board is None:
+                return Pulse(0, b"")
+            beat = compose(self._board, self._pool.ranks, time.monotonic_ns())
+            return Pulse(self._generation, beat)
+
+    def _take_beat(self, pulse: Pulse) -> None:
+        with self._boarding:
+            board = self._board
+            if board is None or pulse.generation != self._generation or board.aborted is not None:
+                return
+            beat = decode_beat(pulse.beat)
+            failure = None if beat is None else beat.failure
+            if failure is not None:
+                self._told_abort = True
+                board.report(failure.member, failure.kind, failure.message, failure.culprit)
+
+    def _mark(self, told: MarkCall) -> None:
+        with self._boarding:
+            if self._board is not None and told.generation == self._generation:
+                if told.cancelled:
+                    self._cancelled.mark(told.number)
+                else:
+                    self._cancelled.clear(told.number)
+
+    # --- what the workers do, in the main thread -------------------------------------------
+
+    def on_message(self, rank: int, message: FromWorker) -> None:
+        """Pass a worker's message on; called by the supervisor."""
+        if isinstance(message, Hello):
+            self._workers[rank].pid = message.pid
+            self._workers[rank].greeted = True
+        self._tell_abort()  # first: it says how to understand a failure
+        self._link.post(OfWorker(rank, message))
+        self._link.pulse_now()
+
+    def on_death(self, rank: int, how: str, stack: str) -> None:
+        """Tell that a worker has ended; called by the supervisor."""
+        self._tell_abort()
+        self._link.post(WorkerEnded(rank, self._since[rank], how, stack))
+        worker = self._workers.pop(rank)
+        self._supervisor.forget(worker)
+        worker.close()
+
+    def _tell_abort(self) -> None:
+        if self._board is not None and not self._told_abort and self._board.aborted is not None:
+            self._told_abort = True
+            self._link.post(self.pulse())
+
+    # --- what the head says, in the main thread --------------------------------------------
+
+    def _obey(self, message: FromHead) -> None:
+        match message:
+            case BeginGeneration():
+                self._assemble(message)
+            case ToWorker(rank, told) if rank in self._workers:
+                if isinstance(told, Start):
+                    self._start(rank, told)
+                else:
+                    self._resume(rank, told)
+            case SignalWorker(rank, number) if rank in self._workers:
+                if number == STACK_SIGNAL:
+                    self._show_stack(rank)
+                else:
+                    self._workers[rank].signal(number)
+
+    def _assemble(self, told: BeginGeneration) -> None:
+        self._leave_board()
+        pool = self._pool
+        with ExitStack() as undo:
+            board = undo.enter_context(
+                Board.create(
+                    pool.n_workers + 1,
+                    pool.n_workers,
+                    "pool",
+                    (*range(pool.n_workers), DRIVER_RANK),
+                )
+            )
+            board.add_place("generation", told.generation)
+            self._cancelled = undo.enter_context(CancelledCalls.create(told.in_flight))
+            with self._boarding:
+                self._board, self._generation, self._told_abort = board, told.generation, False
+            self._memory = undo.pop_all()
+        threads = pool.threads or worker_threads(len(pool.ranks))
+        preload = pool.preload if pool.fork else None
+        try:
+            with self._meeting.convene(told.missing) as seats:
+                started = launch(seats, threads, Deadline.after(told.seconds), preload=preload)
+        except (OSError, WorkerStartError) as error:
+            for rank in told.missing:
+                self._link.post(WorkerEnded(rank, told.generation, f"not started: {error}", ""))
+            return
+        for worker in started:
+            self._workers[worker.rank] = worker
+            self._since[worker.rank] = told.generation
+            self._supervisor.watch(worker)
+
+    def _start(self, rank: int, start: Start) -> None:
+        if self._board is None:
+            return
+        handles = structs.replace(
+            start.handles, board=self._board.handle(), cancelled=self._cancelled.handle()
+        )
+        whole = structs.replace(start, handles=handles, address=self._address)
+        self._workers[rank].start(whole, Deadline.after(start.timeout))
+
+    def _resume(self, rank: int, told: Resume) -> None:
+        with suppress(ChannelClosedError):  # its death is told by itself
+            self._workers[rank].channel.send(told)
+
+    def _show_stack(self, rank: int) -> None:
+        worker, seconds = self._workers[rank], self._pool.stack_seconds
+
+        def show() -> None:
+            files = {rank: worker.stack_file}
+            found = read_stacks(files, lambda _: worker.ask_stack(), Deadline.after(seconds))
+            self._link.post(WorkerStack(rank, found.get(rank, "")))
+
+        if worker.greeted:
+            threading.Thread(target=show, name="pool-stack", daemon=True).start()
+
+    def _leave_board(self) -> None:
+        with self._boarding:
+            self._board = None
+        self._memory.close()
+
+    def _join(self, hosts: Hosts, deadline: Deadline, undo: ExitStack) -> HostAdmitted:
+        """Make the link, and wait until the head admits this host."""
+        began = said = time.monotonic()
+        _log.info(
+            "node %d of %d, as %s say; the head is %s",
+            *(hosts.node_rank, hosts.nnodes, hosts.told_by, hosts.master_addr),
+        )
+        port = find_port(hosts, deadline)
+        head = str(one_address(hosts.master_addr))
+        self._address = own_address(head, port)
+        hello = HostHello(socket.gethostname(), self._address, os.getpid(), facts_here(hosts.facts))
+        self._link = HostLink(hosts, head, port, hello, self)
+        undo.callback(self._link.close)
+        self._link.begin()
+        while not self._spoken.wait(deadline.remaining(_LINE_SECONDS)):
+            trouble = self._link.trouble()
+            if deadline.expired:
+                reason = f"the head has not answered in {deadline.timeout:g} s: {trouble}"
+                raise HostError(self._node, reason)
+            if (now := time.monotonic()) - said >= _LINE_SECONDS:
+                said = now
+                _log.warning("waiting for the head, for %.0f s now: %s", now - began, trouble)
+        if self._lost:
+            raise HostError(self._node, self._lost)
+        answer = self._inbox.popleft()
+        if isinstance(answer, HostRefused):
+            raise HostError(self._node, f"the head has refused this host: {answer.reason}")
+        if not isinstance(answer, HostAdmitted):
+            raise HostError(self._node, f"the head has not admitted this host: {answer}")
+        return answer

@@ -1,0 +1,151 @@
+"""What both ends of the link between hosts share: one thread has the socket, and any may post.
+
+Both sides send a pulse in short intervals and say that they leave, so a silence means that a host
+is gone, or cannot be reached. Encrypted; each end proves that it knows the launcher's secret before
+anything else is exchanged (`shm_broadcast.remote.keys`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from abc import abstractmethod
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import zmq
+
+from shm_broadcast.remote.end import RemoteEnd
+from shm_broadcast.remote.keys import NONCE_BYTES
+
+if TYPE_CHECKING:
+    from shm_broadcast.remote.keys import CurveKey
+
+LINK_NONCE: Final = b"the link between the hosts of a pool".ljust(NONCE_BYTES, b".")[:NONCE_BYTES]
+"""Fixed, since nothing publishes a link's address: hosts know it from their launcher."""
+
+PULSE_SECONDS: Final = 0.25
+"""How often each end tells the other what its board says."""
+
+_FRAME_BYTES: Final = 1 << 28
+"""The longest message; a worker's arguments are in one."""
+
+_LOOK_SECONDS: Final = 0.1
+_log = logging.getLogger(__name__)
+
+
+class AttentiveClock:
+    """Counts the time during which its owner looked: the process may have been stopped itself, and
+    must not take another one's silence meanwhile for its end.
+    """
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._attended = 0.0
+
+    def look(self) -> float:
+        """The seconds so far; of a time without a look, not more than `PULSE_SECONDS` count."""
+        now = time.monotonic()
+        self._attended += min(now - self._last, PULSE_SECONDS)
+        self._last = now
+        return self._attended
+
+
+class LinkEnd(RemoteEnd):
+    """One end; a subclass says what to do with messages. Call `begin`, and close it."""
+
+    def __init__(self, kind: int, key: CurveKey, silence: float, *, ipv6: bool) -> None:
+        # libzmq would close a silent link as if it had ended; here it says that it was silent.
+        super().__init__(kind, key, silence=4 * silence, frame_bytes=_FRAME_BYTES, ipv6=ipv6)
+        self._silence = silence
+        self._clock = AttentiveClock()
+        self._outbox: deque[Any] = deque()
+        self._waking = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._pulse_at = 0.0
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._serve, name="pool-hosts", daemon=True)
+        self._thread.start()
+
+    def pulse_now(self) -> None:
+        """Send a pulse at once: the board has news. Any thread; does not wait."""
+        self._pulse_at = 0.0
+        self._ring()
+
+    def close(self) -> None:
+        """Send what was posted, say that this end leaves, and close. Idempotent."""
+        self._closing = True
+        if self._thread is None:
+            self._tear_down()
+        elif self._thread is not threading.current_thread():
+            self._ring()
+            self._thread.join()
+
+    def _post(self, message: Any) -> None:
+        """Send a message soon. Any thread; does not wait."""
+        self._outbox.append(message)
+        self._ring()
+
+    def _ring(self) -> None:
+        with self._waking:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing:
+                self._step()
+            self._send_posted()
+        except Exception as error:  # noqa: BLE001 - or it would look like silence
+            _log.exception("the link between the hosts has failed")
+            self._fail(f"the link has failed: {type(error).__name__}: {error}")
+        finally:
+            self._tear_down()
+
+    def _step(self) -> None:
+        self._take_in()
+        self._send_posted()
+        if time.monotonic() >= self._pulse_at:
+            self._pulse_at = time.monotonic() + PULSE_SECONDS
+            self._send_pulse()
+        self._look_for_silence(self._clock.look())
+        self._poller.poll(int(_LOOK_SECONDS * 1000))
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    def _send_posted(self) -> None:
+        while self._outbox:
+            self._send(self._outbox.popleft())
+
+    @abstractmethod
+    def _take_in(self) -> None:
+        """Handle the frames that have arrived."""
+
+    @abstractmethod
+    def _send(self, posted: Any) -> None:
+        """Send what was posted."""
+
+    @abstractmethod
+    def _send_pulse(self) -> None:
+        """Tell the other side what the board here says."""
+
+    @abstractmethod
+    def _look_for_silence(self, now: float) -> None:
+        """Note who was not heard of for too long; ``now`` is of the `AttentiveClock`."""
+
+    @abstractmethod
+    def _fail(self, why: str) -> None:
+        """Note that the link has ended by a fault here."""
+
+    def _release(self) -> None:
+        with self._waking:
+            if self._wake >= 0:
+                os.close(self._wake)
+            self._wake = -1

@@ -1,0 +1,153 @@
+"""What the head and the other hosts of a pool say to each other, over the link between them.
+
+host -> head    HostHello; then Pulse, OfWorker, WorkerEnded, WorkerStack
+head -> host    HostAdmitted or HostRefused; then Pulse, BeginGeneration, ToWorker, SignalWorker,
+                MarkCall; HostDismissed at the end
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from ..control.protocol import FromWorker, Resume, Start  # noqa: TC001 - decoded by these types
+
+
+class HostHello(msgspec.Struct, frozen=True, tag=True):
+    """A host's first message.
+
+    Attributes:
+        name: its host name.
+        address: its address on the way to the head.
+        pid: the process that speaks.
+        facts: what has to be the same on all hosts, by name.
+    """
+
+    name: str
+    address: str
+    pid: int
+    facts: dict[str, str]
+
+
+class HostAdmitted(msgspec.Struct, frozen=True, tag=True):
+    """The host takes part.
+
+    Attributes:
+        n_workers: the pool's workers on all hosts.
+        ranks: those that this host runs.
+        threads: CPU threads of each; ``None``: the host shares its cores out among them.
+        fork, preload, kill_seconds, stack_seconds: as in `PoolConfig`.
+        stays: whether the host is to come again when the link has broken.
+    """
+
+    n_workers: int
+    ranks: tuple[int, ...]
+    threads: int | None
+    fork: bool
+    preload: tuple[str, ...]
+    kill_seconds: float
+    stack_seconds: float
+    stays: bool
+
+
+class HostRefused(msgspec.Struct, frozen=True, tag=True):
+    """The host takes no part."""
+
+    reason: str
+
+
+class HostDismissed(msgspec.Struct, frozen=True, tag=True):
+    """The pool was shut down."""
+
+
+class BeginGeneration(msgspec.Struct, frozen=True, tag=True):
+    """Begin a generation: make its board, and start the missing workers.
+
+    Attributes:
+        generation: its number.
+        missing: the ranks to start.
+        in_flight: how many calls may be under way at once.
+        seconds: how long the start may take; ``None``: for ever.
+    """
+
+    generation: int
+    missing: tuple[int, ...]
+    in_flight: int
+    seconds: float | None
+
+
+class ToWorker(msgspec.Struct, frozen=True, tag=True):
+    """Pass a message on to a worker. In `Start.handles` the host fills its own memory in."""
+
+    rank: int
+    message: Start | Resume
+
+
+class SignalWorker(msgspec.Struct, frozen=True, tag=True):
+    """Send a worker a signal; `STACK_SIGNAL` asks for a `WorkerStack`."""
+
+    rank: int
+    number: int
+
+
+class MarkCall(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for a call any more; or, not ``cancelled``, another call has that number."""
+
+    generation: int
+    number: int
+    cancelled: bool
+
+
+class Pulse(msgspec.Struct, frozen=True, tag=True):
+    """What the sender's board says; sent at once when it was aborted, and in short intervals.
+
+    Attributes:
+        generation: the board's; 0 before the first.
+        beat: an encoded `coordinator.hosts.remote_boards.Beat`; empty before the first generation.
+    """
+
+    generation: int
+    beat: bytes
+
+
+class OfWorker(msgspec.Struct, frozen=True, tag=True):
+    """A message of a worker."""
+
+    rank: int
+    message: FromWorker
+
+
+class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
+    """A worker's process has ended, or could not be started.
+
+    Attributes:
+        since: the generation in which it was started.
+        how: such as ``"killed by SIGKILL"``.
+        stack: its stacks, if it could write them.
+    """
+
+    rank: int
+    since: int
+    how: str
+    stack: str
+
+
+class WorkerStack(msgspec.Struct, frozen=True, tag=True):
+    """The stack that was asked for."""
+
+    rank: int
+    text: str
+
+
+FromHost: TypeAlias = HostHello | Pulse | OfWorker | WorkerEnded | WorkerStack
+FromHead: TypeAlias = (
+    HostAdmitted
+    | HostRefused
+    | HostDismissed
+    | BeginGeneration
+    | ToWorker
+    | SignalWorker
+    | MarkCall
+    | Pulse
+)

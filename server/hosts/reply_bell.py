@@ -1,0 +1,54 @@
+"""Wakes the driver when a reply from another host arrives, as a ring wakes it by its doorbell."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from shm_broadcast import MessageQueue
+
+
+class ReplyBell:
+    """Watches queues from other hosts in a thread of its own. Close it before they are closed.
+
+    Args:
+        queues: the queues, at their readers.
+        wake: called in the thread each time that something may have arrived.
+    """
+
+    def __init__(self, queues: Iterable[MessageQueue], wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._end = os.eventfd(0, os.EFD_CLOEXEC)
+        self._poll = select.epoll()
+        self._poll.register(self._end, select.EPOLLIN)
+        for queue in queues:
+            # By edges: the descriptor stays readable until the queue itself is looked at.
+            self._poll.register(queue.fileno(), select.EPOLLIN | select.EPOLLET)
+        self._thread = threading.Thread(target=self._watch, name="pool-reply-bell", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        if self._end >= 0:
+            os.eventfd_write(self._end, 1)
+            self._thread.join()
+            self._poll.close()
+            os.close(self._end)
+            self._end = -1
+
+    def __enter__(self) -> Self:
+        """Give the object itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def _watch(self) -> None:
+        while all(fd != self._end for fd, _ in self._poll.poll()):
+            self._wake()

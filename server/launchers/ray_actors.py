@@ -1,0 +1,161 @@
+"""Starts the hosts of a pool as actors of a Ray cluster, one in each bundle of a placement group.
+
+An actor runs `serve_host`, which starts its workers itself, so that they share memory. Ray restarts
+no actor: the pool's own ``restart=`` decides, and has one started anew. Needs the extra ``ray``.
+
+The pool's secret goes to the actors as an argument: whoever can read the cluster's objects, which
+Ray itself does not protect, can read it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shm_broadcast import Deadline
+
+from ..errors import HostError
+from ..hosts.host_supervisor import serve_host
+from ..hosts.place import Hosts
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+
+@dataclass(frozen=True, slots=True)
+class RayCluster:
+    """Where Ray is to start a pool's workers.
+
+    Attributes:
+        address: the cluster's, as for ``ray.init``; ``None``: the one that this process is in, or
+            that its environment names, or else one of this process's own.
+        placement_group: bundles for the workers: as many workers in each, in the order of the
+            ranks. ``None``: a new one with a bundle for each pipeline stage of each replica, spread
+            over nodes, with a CPU for each worker and, for ``device="cuda"``, a GPU.
+        silence_seconds: as for `Hosts`.
+    """
+
+    address: str | None = None
+    placement_group: PlacementGroup | None = field(default=None, repr=False)
+    silence_seconds: float = 5.0
+
+    def reserve(self, n_stages: int, n_workers: int, *, gpus: bool, timeout: float | None) -> Hosts:
+        """Connect to the cluster, and reserve the bundles.
+
+        Args:
+            n_stages: how many bundles to ask for, if there is no placement group.
+            n_workers: how many workers there are in all.
+            gpus: whether each needs a GPU.
+            timeout: seconds until the bundles are there; ``None``: for ever.
+
+        Returns:
+            The pool's hosts: a head that runs no workers, and one host for each bundle.
+
+        Raises:
+            ImportError: Ray is not installed.
+            HostError: the cluster has not the room in time.
+            ValueError: the workers cannot be shared out evenly among the bundles.
+            ConnectionError: there is no cluster at the address.
+        """
+        import ray  # noqa: PLC0415 - an extra, which takes a second to import
+        from ray.util.placement_group import placement_group  # noqa: PLC0415
+
+        if not ray.is_initialized():
+            ray.init(address=self.address, log_to_driver=False)
+        group = self.placement_group
+        n_bundles = n_stages if group is None else group.bundle_count
+        if n_workers % n_bundles:
+            raise ValueError(f"{n_bundles} bundles cannot share {n_workers} workers evenly")
+        here = n_workers // n_bundles
+        wanted = {"CPU": float(here), **({"GPU": float(here)} if gpus else {})}
+        if group is None:
+            group = placement_group([wanted] * n_bundles, strategy="SPREAD")
+        actors = _Actors(group, wanted, owned=self.placement_group is None)
+        if not group.wait(Deadline.after(timeout).remaining(at_most=1e6)):
+            actors.close()
+            room = f"{n_bundles} x {wanted}"
+            raise HostError(1, f"the Ray cluster had no room for {room} in {timeout:g} s")
+        return Hosts(
+            nnodes=n_bundles + 1,
+            node_rank=0,
+            master_addr=ray.util.get_node_ip_address(),
+            master_port=0,
+            secret=secrets.token_bytes(),
+            silence_seconds=self.silence_seconds,
+            head_works=False,
+            summoner=actors,
+            told_by="Ray's placement group",
+        )
+
+
+class _Actors:
+    """The actors of one pool; see `hosts.place.Summoner`."""
+
+    def __init__(self, group: PlacementGroup, wanted: dict[str, float], *, owned: bool) -> None:
+        self._group = group
+        self._wanted = wanted
+        self._owned = owned
+        self._running: dict[int, tuple[Any, Any]] = {}
+
+    def start(self, hosts: Hosts, address: str, port: int) -> None:
+        """Start the actor of host ``hosts.node_rank``, in the place of an earlier one."""
+        import ray  # noqa: PLC0415
+        from ray.util.scheduling_strategies import (  # noqa: PLC0415
+            PlacementGroupSchedulingStrategy,
+        )
+
+        self._end(hosts.node_rank)
+        bundle = PlacementGroupSchedulingStrategy(self._group, hosts.node_rank - 1)
+        actor = (
+            ray.remote(HostActor)
+            .options(
+                num_cpus=self._wanted["CPU"],
+                num_gpus=self._wanted.get("GPU", 0.0),
+                max_restarts=0,
+                scheduling_strategy=bundle,
+            )
+            .remote()
+        )
+        told = (hosts.nnodes, hosts.node_rank, address, port, hosts.secret, hosts.silence_seconds)
+        self._running[hosts.node_rank] = actor, actor.run.remote(*told)
+
+    def trouble(self, node: int) -> str:
+        """Why a host's actor has ended; ``""`` if it runs."""
+        import ray  # noqa: PLC0415
+
+        if node not in self._running:
+            return ""
+        _, ending = self._running[node]
+        if not ray.wait([ending], timeout=0)[0]:
+            return ""
+        try:
+            ray.get(ending)
+        except Exception as error:  # noqa: BLE001 - whatever Ray and the actor raise
+            return str(error).strip().rpartition("\n")[2]
+        return "its actor has ended"
+
+    def close(self) -> None:
+        """End all actors, and give the bundles back that were reserved here."""
+        from ray.util.placement_group import remove_placement_group  # noqa: PLC0415
+
+        for node in tuple(self._running):
+            self._end(node)
+        if self._owned:
+            remove_placement_group(self._group)
+
+    def _end(self, node: int) -> None:
+        import ray  # noqa: PLC0415
+
+        if node in self._running:
+            ray.kill(self._running.pop(node)[0])
+
+
+class HostActor:
+    """What Ray runs on a host."""
+
+    def run(
+        self, nnodes: int, node: int, address: str, port: int, secret: bytes, silence: float
+    ) -> None:
+        """Run the host's workers until the pool is shut down."""
+        serve_host(Hosts(nnodes, node, address, port, secret, silence))

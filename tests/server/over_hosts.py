@@ -1,0 +1,106 @@
+"""Pools over two hosts: network namespaces, each with a name of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from server.errors import HostError
+from server.hosts.host_supervisor import serve_host
+from server.hosts.place import Hosts
+from server.pool import WorkerPool
+from server.pool_config import PoolConfig
+from tests.coordinator.hosts import move_to
+from tests.patience import PATIENCE_SECONDS, until
+from tests.server.workers import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.netns import Host
+
+PORT = 29411
+SECRET = b"known to both hosts, and to no one else"
+PATIENT = 20.0
+"""Seconds of silence after which a host counts as lost, where a test is not about that: longer
+than the machine stalls."""
+
+
+def place(node: int, hosts: tuple[Host, Host], **changes: Any) -> Hosts:
+    """Which host this is."""
+    given = {"silence_seconds": PATIENT, "secret": SECRET, "nnodes": 2, **changes}
+    return Hosts(node_rank=node, master_addr=hosts[0].address, master_port=PORT, **given)
+
+
+def over_hosts(
+    rank: int,
+    n: int,
+    folder: str,
+    hosts: tuple[Host, Host],
+    body: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    options: dict[str, Any] | None = None,
+    changes: dict[str, Any] | None = None,
+) -> Any:
+    """One process of `run_ranks`: 0 is the head, and runs ``body(pool, *args)``; 1 the other host.
+
+    Args:
+        rank, n: of this process.
+        folder: of the test.
+        hosts: the namespaces.
+        body: what to do with the pool.
+        args: its further arguments.
+        options: further arguments of the pool.
+        changes: other attributes of `Hosts`, on both.
+
+    Returns:
+        What ``body`` returns; of the other host how its part has ended.
+    """
+    move_to(folder, hosts, rank)
+    here = place(rank, hosts, **(changes or {}))
+    if rank:
+        note(folder, "supervisor", os.getpid())
+        try:
+            serve_host(here, PATIENCE_SECONDS)
+        except HostError as error:
+            return str(error), time.monotonic(), living_children()
+        return "dismissed", time.monotonic(), living_children()
+    defaults = {
+        "worker": Worker,
+        "tp": 2,
+        "start_timeout": PATIENCE_SECONDS,
+        "config": PoolConfig(leave_seconds=PATIENCE_SECONDS),
+    }
+    given = {**defaults, **(options or {})}
+    with WorkerPool(**given, launcher="hosts", hosts=here) as pool:
+        return body(pool, *args)
+
+
+def living_children() -> list[str]:
+    """What this process has started and has not ended, but fork servers."""
+    found = psutil.Process().children(recursive=True)
+    return [str(each) for each in found if "worker" in " ".join(each.cmdline())]
+
+
+def note(folder: str, what: str, value: float) -> None:
+    """Let other processes know a number; no cable leads there."""
+    part = Path(folder) / f"{what}.part"
+    part.write_text(repr(value))
+    part.rename(Path(folder) / what)
+
+
+def noted(folder: str, what: str) -> float:
+    """Wait for a number that another process notes."""
+    until((Path(folder) / what).exists, f"nobody has noted {what}")
+    return float((Path(folder) / what).read_text())
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> float:
+    """Send a signal; the moment."""
+    os.kill(pid, number)
+    return time.monotonic()

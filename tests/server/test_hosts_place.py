@@ -1,0 +1,170 @@
+"""Which hosts there are: what arguments, torchrun, Slurm and LeaderWorkerSet say."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from coordinator.stores.secret import SECRET_FILE, SecretError
+from server.hosts.place import DEFAULT_PORT, Hosts, first_of, hosts_of
+from server.hosts.sameness import difference, facts_here
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "WORLD_SIZE": "3",
+    "LOCAL_WORLD_SIZE": "1",
+    "RANK": "2",
+    "MASTER_ADDR": "head.example",
+    "MASTER_PORT": "29400",
+}
+SLURM = {
+    "SLURM_PROCID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_JOB_NODELIST": "gpu[007-010]",
+}
+LWS = {
+    "LWS_GROUP_SIZE": "2",
+    "LWS_WORKER_INDEX": "1",
+    "LWS_LEADER_ADDRESS": "model-0.model.default",
+}
+
+
+@pytest.fixture(autouse=True)
+def _secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "secret"
+    file.write_text("0123456789abcdef0123456789abcdef")
+    file.chmod(0o600)
+    monkeypatch.setenv(SECRET_FILE, str(file))
+
+
+def where(hosts: Hosts) -> tuple[int, int, str, int]:
+    return hosts.nnodes, hosts.node_rank, hosts.master_addr, hosts.master_port
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected", "by"),
+    [
+        (TORCHRUN, (3, 2, "head.example", 29400), "torchrun"),
+        # torchrun's agent has the port: the head tells its own through torchrun's store.
+        (
+            {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            (3, 2, "head.example", 0),
+            "torchrun",
+        ),
+        (SLURM, (4, 1, "gpu007", DEFAULT_PORT), "Slurm"),
+        (
+            {**SLURM, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4000"},
+            (4, 1, "10.0.0.7", 4000),
+            "Slurm",
+        ),
+        (LWS, (2, 1, "model-0.model.default", DEFAULT_PORT), "LeaderWorkerSet"),
+        # torchrun inside a Slurm task: the inner one counts.
+        ({**SLURM, **TORCHRUN}, (3, 2, "head.example", 29400), "torchrun"),
+    ],
+)
+def test_a_launchers_environment_is_read_and_named(
+    environ: dict[str, str], expected: tuple[int, int, str, int], by: str
+) -> None:
+    hosts = Hosts.read(environ=environ)
+    assert where(hosts) == expected
+    assert by in hosts.told_by
+
+
+def test_arguments_come_before_any_environment() -> None:
+    hosts = Hosts.read(2, 0, "10.0.0.1", 4001, environ=TORCHRUN)
+    assert where(hosts) == (2, 0, "10.0.0.1", 4001)
+    assert where(Hosts.read(2, 0, "10.0.0.1", environ=LWS))[3] == DEFAULT_PORT
+    assert where(Hosts.read(master_port=4002, environ=SLURM)) == (4, 1, "gpu007", 4002)
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "message"),
+    [
+        ({}, {}, "nobody says which hosts there are"),
+        ({"nnodes": 2}, TORCHRUN, "node_rank, master_addr is missing"),
+        ({"node_rank": 1, "master_addr": "a"}, {}, "nnodes is missing"),
+        ({}, {**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, "--nproc-per-node 1"),
+        ({}, {**SLURM, "SLURM_LOCALID": "3"}, "--ntasks-per-node=1"),
+        ({}, {**SLURM, "SLURM_NTASKS": "four"}, "SLURM_NTASKS must be a number"),
+        ({}, {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}, "has no LWS_LEADER_ADDRESS"),
+        ({"nnodes": 2, "node_rank": 2, "master_addr": "a"}, {}, "node_rank must be in 0..1"),
+        ({"nnodes": 0, "node_rank": 0, "master_addr": "a"}, {}, "nnodes must be 1 or more"),
+        ({"nnodes": 1, "node_rank": 0, "master_addr": ""}, {}, "master_addr"),
+        (
+            {"nnodes": 1, "node_rank": 0, "master_addr": "a", "master_port": 70000},
+            {},
+            "master_port must be below 65536",
+        ),
+    ],
+)
+def test_what_is_incomplete_or_contradictory_is_refused(
+    given: dict[str, Any], environ: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Hosts.read(**given, environ=environ)
+
+
+def test_without_a_secret_the_way_to_one_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET_FILE)
+    with pytest.raises(SecretError, match=f"head -c 32 /dev/urandom.*{SECRET_FILE}=FILE"):
+        Hosts(2, 0, "10.0.0.1")
+    with pytest.raises(SecretError, match="16 or more bytes; got 5"):
+        Hosts(2, 0, "10.0.0.1", secret=b"short")
+
+
+def test_the_secret_is_shown_nowhere() -> None:
+    assert "0123456789abcdef" not in repr(Hosts(2, 0, "10.0.0.1"))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu7", "gpu7"),
+        ("gpu[003-010,12],big1", "gpu003"),
+        ("a1,a2", "a1"),
+        ("rack[1-2]-node", "rack1-node"),
+        ("n[5]", "n5"),
+    ],
+)
+def test_the_first_of_slurms_hosts_is_the_head(nodes: str, first: str) -> None:
+    assert first_of(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", ["", ",a", "  "])
+def test_a_list_without_a_first_host_is_refused(nodes: str) -> None:
+    with pytest.raises(ValueError, match="SLURM_JOB_NODELIST"):
+        first_of(nodes)
+
+
+def test_the_driver_is_on_the_head_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="this is node 2: call serve_host here"):
+        hosts_of("torchrun", None)
+    monkeypatch.setenv("RANK", "0")
+    found = hosts_of("torchrun", None)
+    assert found is not None
+    assert found.is_head
+    assert hosts_of("local", None) is None
+    with pytest.raises(ValueError, match="local, hosts, torchrun, ray; got 'k8s'"):
+        hosts_of("k8s", None)
+    with pytest.raises(ValueError, match="launcher must be 'hosts'; got 'local'"):
+        hosts_of("local", found)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    with pytest.raises(ValueError, match="torchrun did not start this process"):
+        hosts_of("torchrun", None)
+
+
+def test_only_what_both_sides_state_is_compared() -> None:
+    here = facts_here({"--tp": "2", "--model": "a"})
+    assert difference(here, facts_here({"--tp": "2"})) == ""
+    assert difference(here, facts_here({"--tp": "4"})) == "--tp is 4 there, and 2 on the head"
+    other = {**here, "torch": "1.0"}
+    assert difference(here, other) == f"torch is 1.0 there, and {here['torch']} on the head"
+    assert "+" not in here["torch"]

@@ -1,0 +1,142 @@
+"""The service over two hosts, as its users start it: by options, and by torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from benchmarks.http_served import COMMAND, ROOT, Served
+from coordinator.stores.secret import SECRET_FILE
+from server.commands.demo import reference
+from server.workers.minilm import ModelFolder, packaged_model
+from tests.coordinator.hosts import NAMES, move_to
+from tests.netns import Host, two_hosts, unavailable
+from tests.patience import PATIENCE_SECONDS
+from tests.ranks import run_ranks
+from tests.server.over_hosts import living_children, note, noted
+from tests.server.test_serve import embed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Hosts = tuple[Host, Host]
+
+_UNAVAILABLE = unavailable()
+pytestmark = pytest.mark.skipif(_UNAVAILABLE is not None, reason=str(_UNAVAILABLE))
+
+LINES = ["The harbour wakes before the sun does.", "", "short", "Ünïcödé ✓"]
+FOUR = ("--tp", "2", "--pp", "2")
+START_SECONDS = 90.0
+
+
+def by_options(rank: int, hosts: Hosts) -> tuple[Sequence[str], Sequence[str]]:
+    """What goes before the command, and its options."""
+    options = ("--nnodes", "2", "--node-rank", str(rank), "--master-addr", hosts[0].address)
+    return (), (*options, "--headless") if rank else (*options, *FOUR)
+
+
+def by_torchrun(rank: int, hosts: Hosts) -> tuple[Sequence[str], Sequence[str]]:
+    """As `by_options`; both hosts have the same command line."""
+    before = (
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+        *("--node-rank", str(rank), "--master-addr", hosts[0].address, "--master-port", "29421"),
+        "--no-python",
+    )
+    return before, ("--launcher", "torchrun", *FOUR)
+
+
+def served(rank: int, n: int, folder: str, hosts: Hosts, how: Any, end: str) -> Any:
+    """One host; what it serves, how many workers it has, and what is left of it."""
+    del n
+    move_to(folder, hosts, rank)
+    secret = Path(folder) / f"secret {rank}"
+    secret.touch(0o600)
+    secret.write_text("known to both hosts, and to no one else")
+    os.environ[SECRET_FILE] = str(secret)
+    before, options = how(rank, hosts)
+    if rank:
+        command = [*before, sys.executable, "-c", COMMAND, "serve", *options]
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        note(folder, "headless", process.pid)
+        errors = process.communicate(timeout=START_SECONDS)[1]
+        return process.returncode, errors, living_children()
+    with Served(*options, before=before) as head:
+        head.wait_until_ready(START_SECONDS)
+        answer = embed(head, LINES)
+        vectors = np.array([each["embedding"] for each in answer.json()["data"]], np.float32)
+        at = [each.get("host", "") for each in head.get("/status")[1]["workers"]]
+        victim = int(noted(folder, "headless")) if end == "headless" else head.process.pid
+        os.kill(victim, signal.SIGTERM)
+        status, errors = head.finish()
+    return vectors, at, status, errors
+
+
+@pytest.mark.parametrize("how", [by_options, by_torchrun])
+def test_minilm_is_served_by_two_hosts_until_the_head_is_stopped(how: Any, tmp_path: Path) -> None:
+    expected = reference(ModelFolder.open(packaged_model()), LINES)
+    with two_hosts("IPv4") as hosts:
+        head, (status, errors, left) = run_ranks(
+            2, served, str(tmp_path), hosts, how, "head", timeout=2 * START_SECONDS
+        )
+    vectors, at, head_status, _ = head
+    np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-5)
+    assert at == ["", "", NAMES[1], NAMES[1]]
+    assert (head_status, status) == (0, 0) or how is by_torchrun
+    assert left == [], errors
+
+
+def test_a_headless_host_that_is_stopped_ends_the_service_which_names_it(tmp_path: Path) -> None:
+    with two_hosts("IPv4") as hosts:
+        head, (status, _, left) = run_ranks(
+            2, served, str(tmp_path), hosts, by_options, "headless", timeout=2 * START_SECONDS
+        )
+    *_, head_status, errors = head
+    assert head_status == 1
+    assert re.search(
+        rf"WorkerLostError: .* host {NAMES[1]} \({hosts[1].address}\) has ended", errors
+    )
+    assert status == 128 + signal.SIGTERM
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--nnodes", "2"), "node_rank, master_addr is missing"),
+        (("--headless",), "nobody says which hosts there are"),
+        (
+            ("--nnodes", "2", "--node-rank", "0", "--master-addr", "a", "--headless"),
+            "--headless: this is host 0",
+        ),
+        (
+            ("--nnodes", "2", "--node-rank", "0", "--master-addr", "a", "--dp", "2"),
+            "--dp must be 1",
+        ),
+        (("--launcher", "local", "--nnodes", "2"), "--launcher local"),
+        (("--launcher", "torchrun"), "torchrun did not start this process"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_at_once(
+    options: Sequence[str], message: str, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("0123456789abcdef")
+    command = [sys.executable, "-c", COMMAND, "serve", *options]
+    environment = {**os.environ, SECRET_FILE: str(secret)}
+    began = time.monotonic()
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert time.monotonic() - began < PATIENCE_SECONDS
