@@ -62,11 +62,6 @@ NO_TENSOR: Final = torch.empty(0)
 """The source of a rank that has no input, or the output of one that gets no result."""
 
 
-def given_or_got(operation: Operation) -> Tensor:
-    """What tells the size of an operation: this rank's input, its result if it has none."""
-    return operation.output if operation.source is NO_TENSOR else operation.source
-
-
 class Operation:
     """One rank's part in one operation of its group. It keeps its tensors alive.
 

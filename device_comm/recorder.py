@@ -5,13 +5,11 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final
 
-from device_comm.operation import NO_TENSOR, given_or_got
+from device_comm.operation import NO_TENSOR
 from device_comm.shm.signature import DTYPE_CODES
 from shm_broadcast.layout import DID_NAMES, NO_PEER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from device_comm.operation import Operation
     from device_comm.watch import Watch
 
@@ -36,15 +34,19 @@ class Recorder:
         self.numbers = array("I", [0]) * (1 + 2 * world_size)
 
     def begin(self, operation: Operation) -> int:
-        """Stamp ``operation`` on the board and write it down; the entry, for `end`."""
+        """Stamp ``operation`` on the board and write it down; the entry, for `end`.
+
+        Of one in the background, ``ended`` is set.
+        """
         verb, peer, place = operation.verb, operation.peer, 0
         if verb == "send":
             place = 1 + peer
         elif verb == "recv":
             place = 1 + self._world_size + peer
         number = self.numbers[place] = (self.numbers[place] + 1) & _MOST
-        tensor = given_or_got(operation)
-        return self._watch.stamp(
+        source = operation.source
+        tensor = operation.output if source is NO_TENSOR else source
+        entry = self._watch.stamp(
             operation.name,
             self._group,
             _CODES[verb],
@@ -53,6 +55,9 @@ class Recorder:
             peer if verb in _TO_A_PEER else NO_PEER,
             0 if tensor is NO_TENSOR else DTYPE_CODES.get(tensor.dtype, 0),
         )
+        if operation.background:
+            operation.ended = lambda error: self._watch.ended(entry, error)
+        return entry
 
     def begin_nothing(self, verb: str, name: str) -> int:
         """As `begin`, of an operation in which nothing has to move."""
@@ -64,7 +69,3 @@ class Recorder:
     def end(self, entry: int, error: BaseException | None = None) -> None:
         """Write down that an operation has ended, unless that was done before."""
         self._watch.ended(entry, error)
-
-    def ending(self, entry: int) -> Callable[[BaseException | None], None]:
-        """`end` of that entry."""
-        return lambda error: self._watch.ended(entry, error)

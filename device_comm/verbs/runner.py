@@ -8,7 +8,7 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from device_comm.call_number import call_number
-from device_comm.operation import given_or_got
+from device_comm.operation import NO_TENSOR
 from device_comm.verbs.checks import check_dim, check_rank, check_shape, check_tensor, equal_share
 from device_comm.work import Followed, Work, join
 from shm_broadcast.deadline import Deadline
@@ -101,12 +101,12 @@ class Runner:
         given, backend = operation.timeout, self.backend
         operation.timeout = backend.timeout if given is None else Deadline.after(given)
         operation.name = self._enter(operation.verb)
-        entries = [self._begin(operation)]
+        entries = [self._recorder.begin(operation)]
         try:
             pending = backend.start(operation)
             for each in more:
                 each.name, each.timeout = operation.name, operation.deadline
-                entries.append(self._begin(each))
+                entries.append(self._recorder.begin(each))
                 pending = join([pending, backend.start(each)])
             if operation.background and pending is not None:
                 allowed = backend.timeout if given is None else Deadline.after(given).timeout
@@ -120,7 +120,8 @@ class Runner:
             raise
         finally:
             self._watch.idle()
-        self._end(entries)
+        for entry in entries:
+            self._watch.ended(entry)
         if operation.background:
             return Work(result, None, finish)
         return result if finish is None else finish()
@@ -178,14 +179,9 @@ class Runner:
 
     def _label(self, operation: Operation) -> str:
         """What profilers call an operation: ``"group-coordinator all_reduce tp 4096 B"``."""
-        size = given_or_got(operation).nbytes
-        return f"group-coordinator {operation.verb} {self.backend.name} {size} B"
-
-    def _begin(self, operation: Operation) -> int:
-        entry = self._recorder.begin(operation)
-        if operation.background:
-            operation.ended = self._recorder.ending(entry)
-        return entry
+        nothing_given = operation.source is NO_TENSOR
+        tensor = operation.output if nothing_given else operation.source
+        return f"group-coordinator {operation.verb} {self.backend.name} {tensor.nbytes} B"
 
     def _end(self, entries: Sequence[int], error: BaseException | None = None) -> None:
         for entry in entries:

@@ -238,7 +238,8 @@ class Board:
 
         ``size`` and ``number`` are given where they were not known when it began.
         """
-        self.words.leave(self.history, sequence, outcome_of(error), size, number)
+        outcome = layout.OUTCOME_DONE if error is None else outcome_of(error)
+        self.words.leave(self.history, sequence, outcome, size, number)
 
     def past(self, member: int) -> tuple[PastOperation, ...]:
         """The last operations of a member on this host, about 2,000, the oldest first.
