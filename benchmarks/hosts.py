@@ -14,6 +14,8 @@ import signal
 import statistics
 import sys
 import time
+from contextlib import contextmanager
+from importlib.util import find_spec
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,7 @@ from tests.server.over_hosts import kill, note, noted, over_hosts
 from tests.server.workers import Restored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 CALLS = 1000
 FOUR = {"worker": Restored, "tp": 2, "pp": 2}
@@ -40,7 +42,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     found: dict[str, list[float]] = {}
     for number in range(rounds):
-        for what, seconds in (*_calls(), *_faults()):
+        for what, seconds in (*_calls(), *_ray_calls(), *_faults()):
             found.setdefault(what, []).append(seconds)
         sys.stderr.write(f"round {number + 1} of {rounds}\n")
     for what, times in found.items():
@@ -58,6 +60,36 @@ def _calls() -> list[tuple[str, float]]:
         ("no-op call, four workers on two hosts", there),
         ("from nothing to the first answer, two hosts", ready - began),
     ]
+
+
+def _ray_calls() -> list[tuple[str, float]]:
+    """Beside them, where Ray is installed: four of its actors on this host, each called once."""
+    if find_spec("ray") is None:
+        return []
+    import ray
+
+    class Actor:
+        def echo(self) -> None:
+            """Do nothing."""
+
+    with _ray_at_work(ray):
+        actors = [ray.remote(Actor).remote() for _ in range(4)]
+        ray.get([actor.echo.remote() for actor in actors])
+        times = []
+        for _ in range(CALLS):
+            began = time.perf_counter()
+            ray.get([actor.echo.remote() for actor in actors])
+            times.append(time.perf_counter() - began)
+    return [("no-op call, four Ray actors on one host", statistics.median(times))]
+
+
+@contextmanager
+def _ray_at_work(ray: Any) -> Iterator[None]:
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def _faults() -> list[tuple[str, float]]:
