@@ -54,6 +54,10 @@ class Host:
         nobody = ("lladdr", "02:00:00:00:de:ad", "nud", "permanent")
         self.ip("neigh", "replace", self.peer, "dev", _DEVICE, *nobody)
 
+    def plug(self) -> None:
+        """Undo `unplug`."""
+        self.ip("neigh", "del", self.peer, "dev", _DEVICE)
+
     def ip(self, *arguments: str) -> None:
         """Run iproute2's ``ip`` on this host."""
         command = ["nsenter", "--net", f"--target={self.pid}", "ip", *arguments]

@@ -196,7 +196,10 @@ def one_address(host: str) -> IPv4Address | IPv6Address:
         ValueError: it is the wildcard address (0.0.0.0 or ::), which means all interfaces.
         OSError: the name cannot be resolved.
     """
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except socket.gaierror as error:
+        raise OSError(error.errno, f"cannot resolve {host!r}: {error.strerror}") from error
     address = ipaddress.ip_address(found)
     if address.is_unspecified:
         raise ValueError(f"the host must be one address, not all of them; got {host!r}")

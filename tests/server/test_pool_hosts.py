@@ -274,6 +274,28 @@ def test_when_the_head_is_killed_all_hosts_workers_end(tmp_path: Path) -> None:
     assert quickest(attempt, HEADLESS_END_WITHIN) < HEADLESS_END_WITHIN
 
 
+def is_plugged_in_again(pool: WorkerPool, hosts: Hosts) -> tuple[Any, list[float]]:
+    for host in hosts:
+        host.unplug()
+    until(lambda: pool.restarting is not None)
+    for host in hosts:
+        host.plug()
+    until(lambda: pool.generation == 2)
+    return pool.collective_rpc("holds"), pool.collective_rpc("total", args=(1.0,))
+
+
+def test_a_host_that_was_only_cut_off_comes_back_by_itself(tmp_path: Path) -> None:
+    options = {"worker": Restored, "restart": "worker"}
+    changes = {"silence_seconds": 1.5}
+    with two_hosts("IPv4") as hosts:
+        (held, totals), end = run_ranks(
+            *(2, over_hosts, str(tmp_path), hosts, is_plugged_in_again, (hosts,)), options, changes
+        )
+    assert held == [["made in 1", "restored in 2"], ["made in 2"]]
+    assert totals == [2.0, 2.0]
+    assert end[0] == "dismissed"
+
+
 def comes_again(rank: int, n: int, folder: str, hosts: Hosts) -> Any:
     """Rank 1 is killed; rank 2 is started in its place, as an operator's tools would."""
     if rank == 2:
