@@ -24,7 +24,7 @@ from server.pool import WorkerPool
 from tests.netns import Host, two_hosts
 from tests.patience import until
 from tests.ranks import run_ranks
-from tests.server.over_hosts import kill, note, noted, over_hosts
+from tests.server.over_hosts import is_gone, kill, note, noted, over_hosts
 from tests.server.workers import Restored
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _rank(rank: int, n: int, folder: str, hosts: tuple[Host, Host], *rest: Any) 
     body, options, changes = rest
     ended = over_hosts(rank, n, folder, hosts, body, (folder, hosts), options, changes)
     if rank and body is ends:
-        until(lambda: _is_gone(int(noted(folder, "pid"))))
+        until(lambda: is_gone(int(noted(folder, "pid"))))
         note(folder, "gone", time.monotonic())
     return ended
 
@@ -194,14 +194,6 @@ def _error_of(call: Any) -> float:
     """The moment at which ``call`` fails because a worker is lost."""
     assert isinstance(call.exception(60), WorkerLostError)
     return time.monotonic()
-
-
-def _is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 if __name__ == "__main__":

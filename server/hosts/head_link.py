@@ -17,7 +17,6 @@ from .link_end import LINK_NONCE, LinkEnd
 from .link_messages import FromHost, HostAdmitted, HostHello, HostRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from ipaddress import IPv4Address, IPv6Address
 
     from .link_messages import FromHead, Pulse
@@ -160,14 +159,7 @@ class HeadLink(LinkEnd):
 
     def _tell(self, identity: bytes, message: FromHead) -> bool:
         """Send one message; False if the link has ended."""
-        frames: Sequence[bytes] = [identity, msgspec.msgpack.encode(message)]
-        try:
-            self._zmq.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
+        return self._send_to(identity, [msgspec.msgpack.encode(message)])
 
     def _fail(self, why: str) -> None:
         for node, peer in tuple(self._peers.items()):

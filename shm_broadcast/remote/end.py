@@ -24,7 +24,7 @@ from shm_broadcast.errors import GroupClosedError, GroupTimeoutError
 from shm_broadcast.remote.keys import ZAP_DOMAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from ipaddress import IPv4Address, IPv6Address
 
     from shm_broadcast.deadline import Deadline
@@ -148,6 +148,16 @@ class RemoteEnd(ABC):
             return self._zmq.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
+
+    def _send_to(self, identity: bytes, frames: Sequence[bytes | zmq.Frame]) -> bool:
+        """Send one zmq message over one of a ROUTER's connections; False if that has ended."""
+        try:
+            self._zmq.send_multipart([identity, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
 
     def _require_open(self, operation: str) -> None:
         if self._closing:

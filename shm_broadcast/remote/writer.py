@@ -286,16 +286,6 @@ class RemoteWriter(RemoteEnd):
         for link in gone:
             link.lose()
 
-    def _send_to(self, identity: bytes, frames: Sequence[bytes | zmq.Frame]) -> bool:
-        """Send one zmq message over one connection; False if the connection has ended."""
-        try:
-            self._zmq.send_multipart([identity, *frames], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
-
     def _require_readers(self, operation: str) -> None:
         for link in self._links.values():
             link.require(operation)

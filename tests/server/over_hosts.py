@@ -87,6 +87,15 @@ def living_children() -> list[str]:
     return [str(each) for each in found if "worker" in " ".join(each.cmdline())]
 
 
+def is_gone(pid: int) -> bool:
+    """Whether there is no process of that id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
 def note(folder: str, what: str, value: float) -> None:
     """Let other processes know a number; no cable leads there."""
     part = Path(folder) / f"{what}.part"

@@ -32,7 +32,16 @@ from tests.coordinator.hosts import NAMES, move_to
 from tests.netns import Host, two_hosts, unavailable
 from tests.patience import PATIENCE_SECONDS, quickest, until
 from tests.ranks import run_ranks
-from tests.server.over_hosts import SECRET, kill, living_children, note, noted, over_hosts, place
+from tests.server.over_hosts import (
+    SECRET,
+    is_gone,
+    kill,
+    living_children,
+    note,
+    noted,
+    over_hosts,
+    place,
+)
 from tests.server.workers import Restored, Unlucky, Worker
 
 if TYPE_CHECKING:
@@ -51,14 +60,6 @@ HEADLESS_END_WITHIN = 5.0
 
 def pids_of(pool: WorkerPool) -> list[int]:
     return [pid for _, pid in pool.collective_rpc("where")]
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 # --- what works as on one host -----------------------------------------------------------
