@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _ENTRY: Final = struct.Struct(layout.ENTRY_FORMAT)
 
+_ATTEMPTS: Final = 10
+"""How often to read, if a writer overtakes the reader each time."""
+
 _ERRORS: Final = (
     (GroupTimeoutError, "timed out"),
     (PeerLostError, "peer lost"),
@@ -93,10 +96,14 @@ def read_history(
         at = layout.member_slot(member) + layout.MEMBER_SEQUENCE
         return int.from_bytes(read(at, 8), "little")
 
-    last = sequence()
-    data = read(layout.history_slot(member, n_members), kept * layout.ENTRY_STRIDE)
-    # The one after the last may have been half written over the oldest one.
-    first = max(sequence() + 2 - kept, 1)
+    for _ in range(_ATTEMPTS):
+        last = sequence()
+        data = read(layout.history_slot(member, n_members), kept * layout.ENTRY_STRIDE)
+        # The one after the last may have been half written over the oldest one.
+        first = max(sequence() + 2 - kept, 1)
+        # A reader that is stalled between these finds that all were overwritten, within 1 ms.
+        if first <= last or not last:
+            break
     found = []
     for wanted in range(first, last + 1):
         at = (wanted - 1) % kept * layout.ENTRY_STRIDE

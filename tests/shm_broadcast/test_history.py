@@ -13,7 +13,7 @@ import pytest
 
 from shm_broadcast import Board, Deadline, MessageQueue, layout
 from shm_broadcast.atomics import PythonWords, native
-from shm_broadcast.board.history import outcome_of
+from shm_broadcast.board.history import outcome_of, read_history
 from shm_broadcast.board.outward import Membership, read_groups
 from shm_broadcast.errors import (
     DivergenceError,
@@ -294,6 +294,28 @@ def test_it_is_read_while_it_is_written() -> None:
         finally:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize(("stalls", "last"), [(1, KEPT + 8), (100, None)])
+def test_a_reader_whom_the_writer_overtakes_reads_again(stalls: int, last: int | None) -> None:
+    with Board.create(1, 0) as board:
+        left = stalls
+
+        def write(count: int) -> None:
+            for _ in range(count):
+                board.ended(board.stamp("tp send", "tp", SEND))
+
+        def read(at: int, size: int) -> bytes:
+            nonlocal left
+            if size > 8 and left:
+                left -= 1
+                write(KEPT + 5)
+            return bytes(board._segment.memory[at : at + size])
+
+        write(3)
+        past = read_history(board._segment, 0, 1, read)
+        assert (past[-1].sequence if past else None) == last
+        assert left == max(stalls - 10, 0)
 
 
 def test_threads_write_to_one_history() -> None:
