@@ -78,7 +78,7 @@ def checked_secret(secret: bytes, what: str) -> bytes:
     """
     if len(secret) < MIN_SECRET_BYTES:
         held = f"{what} must have {MIN_SECRET_BYTES} or more bytes; got {len(secret)}"
-        raise SecretError(f"{held}; {_ADVICE}")
+        raise SecretError(f"{held}; {ADVICE}")
     return secret
 
 
@@ -87,10 +87,11 @@ def _named(path: str) -> str:
 
 
 def _refused(path: str, why: str) -> SecretError:
-    return SecretError(f"{_named(path)} {why}; {_ADVICE}")
+    return SecretError(f"{_named(path)} {why}; {ADVICE}")
 
 
-_ADVICE = (
+ADVICE = (
     "make one with `(umask 077; head -c 32 /dev/urandom | base64 > FILE)`, "
     "and give every host a copy"
 )
+"""How to make a secret, for messages."""

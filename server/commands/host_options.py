@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..hosts.host_supervisor import serve_host
 from ..hosts.place import DEFAULT_PORT, LAUNCHERS, Hosts
@@ -19,7 +19,8 @@ _SAME = ("model", "tp", "pp", "device", "dtype")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Declare the options, after those that have to be the same on all hosts."""
+    parser.set_defaults(defaults={name: parser.get_default(name) for name in _SAME})
     add = parser.add_argument
     add("--launcher", choices=LAUNCHERS, help="who starts the hosts' processes: nobody, this one "
         "is alone; whoever starts one on each; torchrun; or Ray, in the cluster that RAY_ADDRESS "
@@ -32,14 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the one that does: as every host but 0")  # fmt: skip
 
 
-def read_hosts(
-    args: argparse.Namespace, parser_defaults: dict[str, Any]
-) -> Hosts | RayCluster | None:
+def read_hosts(args: argparse.Namespace) -> Hosts | RayCluster | None:
     """The hosts that the options name, or else the launcher; ``None``: this one alone.
-
-    Args:
-        args: the options.
-        parser_defaults: the defaults of the options that have to be the same everywhere.
 
     Raises:
         ValueError: they do not say who is who, or contradict each other.
@@ -63,8 +58,8 @@ def read_hosts(
         raise ValueError(f"--dp must be 1 over several hosts; got {args.dp}")
     facts = {
         f"--{name}": str(getattr(args, name))
-        for name in _SAME
-        if getattr(args, name) != parser_defaults.get(name)
+        for name, default in args.defaults.items()
+        if getattr(args, name) != default
     }
     return replace(hosts, facts=facts)
 

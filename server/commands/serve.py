@@ -74,7 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     model_options.add_arguments(parser, tp=1, pp=1)
     host_options.add_arguments(parser)
-    parser.set_defaults(defaults=vars(parser.parse_args([])))
     add("--served-name", metavar="NAME", help="the model's name in requests "
         f"(default: the name of its folder, or {PACKAGED_NAME})")  # fmt: skip
     add("--http", default="127.0.0.1:8000", metavar="HOST:PORT", help="where to listen "
@@ -119,7 +118,7 @@ def prepare(args: argparse.Namespace) -> ServePlan | HeadlessPlan:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ImportError(f"install the extras 'server' and 'demo': no {', '.join(missing)}")
-    hosts = host_options.read_hosts(args, args.defaults)
+    hosts = host_options.read_hosts(args)
     if isinstance(hosts, Hosts) and not hosts.is_head:
         return HeadlessPlan(hosts, args.start_timeout)
     host, port = listener.parse(args.http)
@@ -188,8 +187,8 @@ def _serve(plan: ServePlan) -> int:
     model, bert = plan.model, plan.model.folder.bert
     over: dict[str, Any] = {}
     if plan.hosts is not None:
-        over = {"launcher": "hosts" if isinstance(plan.hosts, Hosts) else "ray"}
-        over["hosts"] = plan.hosts
+        launcher = "hosts" if isinstance(plan.hosts, Hosts) else "ray"
+        over = {"launcher": launcher, "hosts": plan.hosts}
     shares = descriptors.share_out(
         descriptors.raise_limit(), plan.max_connections, model.dp * model.tp * model.pp
     )

@@ -14,9 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from coordinator.stores.curve_store import StoreHost
-from shm_broadcast import DRIVER_RANK, Board, MessageQueue
+from shm_broadcast import DRIVER_RANK, MessageQueue
 
 from ..control.cancelled_calls import CancelledCalls
+from ..control.pool_board import create_pool_board
 from ..control.protocol import Handles, Start
 from ..hosts.reply_bell import ReplyBell
 
@@ -49,17 +50,11 @@ class Links:
             OSError: this host's address cannot be listened at.
         """
         self._plan = plan
-        self._hosts = hosts
         self.generation = generation
         self._secret = secrets.token_bytes()
         self.driver = plan.n_workers
         with ExitStack() as undo:
-            self.board = undo.enter_context(
-                Board.create(
-                    plan.n_workers + 1, self.driver, "pool", (*range(plan.n_workers), DRIVER_RANK)
-                )
-            )
-            self.board.add_place("generation", generation)
+            self.board = undo.enter_context(create_pool_board(plan.n_workers, generation))
             here = plan.ranks_of(0)
             self.calls = undo.enter_context(
                 MessageQueue.on_board(

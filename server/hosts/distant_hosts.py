@@ -32,7 +32,7 @@ from .meeting_port import tell_port
 from .sameness import difference, facts_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from shm_broadcast import Board, Deadline
 
@@ -129,16 +129,16 @@ class DistantHosts:
 
     def launch(
         self, missing: Iterable[int], generation: int, deadline: Deadline
-    ) -> Iterator[DistantWorker]:
+    ) -> list[DistantWorker]:
         """Have all hosts begin a generation, and start those workers of theirs that are missing."""
-        wanted = set(missing)
+        wanted, launched = set(missing), []
         seconds = None if deadline.timeout is None else deadline.remaining()
         for node in self._nodes:
             ranks = [rank for rank in self._plan.ranks_of(node) if rank in wanted]
             for rank in ranks:
                 worker = DistantWorker(rank, generation, partial(self._link.post, node))
                 self._workers[rank] = worker
-                yield worker
+                launched.append(worker)
             self._link.post(
                 node, BeginGeneration(generation, tuple(ranks), self._plan.in_flight, seconds)
             )
@@ -146,6 +146,7 @@ class DistantHosts:
                 if node not in self._present:
                     for rank in ranks:
                         self._workers[rank].end("its host is gone")
+        return launched
 
     def mark(self, generation: int, number: int, cancelled: bool) -> None:
         """Tell the other hosts that nobody waits for a call any more, or that somebody does."""

@@ -99,6 +99,7 @@ class HeadLink(LinkEnd):
                 self._lose(node, identity.bytes, f"has sent what is no message: {error}")
                 continue
             self._take(node, identity.bytes, message)
+        self._judge_comers()
 
     def _take(self, node: int, identity: bytes, message: FromHost) -> None:
         peer = self._peers.get(node)
@@ -149,7 +150,6 @@ class HeadLink(LinkEnd):
             silence = now - peer.heard_at
             if silence > self._silence:
                 self._lose(node, peer.identity, f"has not been heard of for {silence:.1f} s")
-        self._judge_comers()
 
     def _lose(self, node: int, identity: bytes, why: str) -> None:
         peer = self._peers.get(node)

@@ -19,13 +19,14 @@ from msgspec import structs
 
 from coordinator.hosts.remote_boards import compose, decode_beat
 from coordinator.setup.addresses import own_address
-from shm_broadcast import DRIVER_RANK, Board, Deadline
+from shm_broadcast import Deadline
 from shm_broadcast.board.stacks import STACK_SIGNAL, read_stacks
 from shm_broadcast.remote.end import one_address
 
 from ..control.cancelled_calls import CancelledCalls
 from ..control.channel import ChannelClosedError
 from ..control.meeting import WorkerMeeting
+from ..control.pool_board import create_pool_board
 from ..control.protocol import Hello, Start
 from ..driver.cores import worker_threads
 from ..driver.supervisor import Supervisor
@@ -51,6 +52,8 @@ from .meeting_port import find_port
 from .sameness import facts_here
 
 if TYPE_CHECKING:
+    from shm_broadcast import Board
+
     from ..control.protocol import FromWorker, Resume
     from ..launchers.local import LocalWorker
     from .place import Hosts
@@ -240,15 +243,7 @@ class HostSupervisor:
         self._leave_board()
         pool = self._pool
         with ExitStack() as undo:
-            board = undo.enter_context(
-                Board.create(
-                    pool.n_workers + 1,
-                    pool.n_workers,
-                    "pool",
-                    (*range(pool.n_workers), DRIVER_RANK),
-                )
-            )
-            board.add_place("generation", told.generation)
+            board = undo.enter_context(create_pool_board(pool.n_workers, told.generation))
             self._cancelled = undo.enter_context(CancelledCalls.create(told.in_flight))
             with self._boarding:
                 self._board, self._generation, self._told_abort = board, told.generation, False

@@ -6,11 +6,10 @@ there keeps the hosts from meeting, but learns nothing: the link proves who is a
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING
 
-from coordinator import connect_store
+from coordinator import Launch, connect_store
 from shm_broadcast import Deadline, GroupTimeoutError
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def find_port(hosts: Hosts, deadline: Deadline) -> int:
 
 def _visit(hosts: Hosts, deadline: Deadline) -> tuple[Store, str]:
     """The store, and keys in it that this pool alone has: the n-th on every host is the same."""
-    port, attempt = os.environ["MASTER_PORT"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = connect_store(hosts.master_addr, int(port), deadline)
-    place = f"group-coordinator/hosts/{attempt}"
+    launch = Launch.from_environment()
+    store = connect_store(launch.master_addr, launch.master_port, deadline)
+    place = f"group-coordinator/hosts/{launch.attempt}"
     return store, f"{place}/{store.add(f'{place}/visits/{hosts.node_rank}', 1)}"

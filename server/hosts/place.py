@@ -17,7 +17,8 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
-from coordinator.stores.secret import SECRET_FILE, SecretError, checked_secret, launcher_secret
+from coordinator import Launch
+from coordinator.stores.secret import ADVICE, SECRET_FILE, SecretError, launcher_secret
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,12 +99,9 @@ class Hosts:
             raise ValueError(f"silence_seconds must be more than 0; got {self.silence_seconds!r}")
         secret = launcher_secret(self.secret)
         if secret is None:
-            raise SecretError(
-                "a pool over hosts needs a secret that all of them have: make one with "
-                "`(umask 077; head -c 32 /dev/urandom | base64 > FILE)`, give every host a copy, "
-                f"and set {SECRET_FILE}=FILE"
-            )
-        object.__setattr__(self, "secret", checked_secret(secret, "the secret"))
+            needed = "a pool over hosts needs a secret that all of them have"
+            raise SecretError(f"{needed}: {ADVICE}, and set {SECRET_FILE}=FILE")
+        object.__setattr__(self, "secret", secret)
 
     def ranks_of(self, node: int, n_workers: int) -> range:
         """The ranks of the workers on one host, of ``n_workers`` in all."""
@@ -194,13 +192,14 @@ def _by_torchrun(environ: Mapping[str, str]) -> Hosts:
             f"torchrun runs {here} processes on this host: start one with --nproc-per-node 1; "
             "it starts the host's workers itself"
         )
-    hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    launch = Launch.from_environment(environ)
     return Hosts(
-        nnodes=_number(environ, "WORLD_SIZE"),
-        node_rank=_number(environ, "RANK"),
-        master_addr=_text(environ, "MASTER_ADDR"),
+        nnodes=launch.world_size,
+        node_rank=launch.rank,
+        master_addr=launch.master_addr,
         # Its own store has the port already, and tells the hosts the head's.
-        master_port=0 if hosted else _number(environ, "MASTER_PORT"),
+        master_port=0 if launch.hosted else launch.master_port,
+        secret=launch.secret,
         told_by="torchrun's environment (WORLD_SIZE, RANK, MASTER_ADDR)",
     )
 

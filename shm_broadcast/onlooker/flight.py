@@ -8,7 +8,7 @@ names of operations begin with ``gloo:``, one of the few libraries that it knows
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _groups(board: Sequence[MemberPast]) -> dict[tuple[int, str], _Group]:
 
 
 def _of_rank_0(group: Membership) -> Membership:
-    return type(group)(group.name, 0, group.size, group.first)
+    return replace(group, rank=0)
 
 
 def _steps(member: MemberPast, groups: Mapping[tuple[int, str], _Group]) -> Iterator[_Step]:
