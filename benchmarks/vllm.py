@@ -63,14 +63,16 @@ class Row:
 class Engine:
     """An engine in a process of its own, which does one thing at a time as it is told."""
 
-    def __init__(self, layout: str, system: str, folder: Path) -> None:
+    def __init__(self, layout: str, system: str, folder: Path, bind: str) -> None:
         answers, told = os.pipe()
         self.log = folder / f"{layout}-{system}.log"
         with self.log.open("w") as log:
             begun = time.monotonic()
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.vllm", "--engine", layout, str(told)],
-                env=environment(SYSTEMS[system], {"TMPDIR": str(folder)}),
+                env=environment(
+                    SYSTEMS[system], {"TMPDIR": str(folder), "VLLM_CPU_OMP_THREADS_BIND": bind}
+                ),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -159,10 +161,10 @@ def be_an_engine(layout: str, told: int) -> None:
                 print(time.perf_counter() - begun, file=answers)
 
 
-def measure(layout: str, rounds: int, tokens: int, say: Callable[[Row], None]) -> None:
+def measure(layout: str, rounds: int, tokens: int, bind: str, say: Callable[[Row], None]) -> None:
     """Measure one layout, and tell each figure."""
     with tempfile.TemporaryDirectory() as folder:
-        engines = {system: Engine(layout, system, Path(folder)) for system in SYSTEMS}
+        engines = {system: Engine(layout, system, Path(folder), bind) for system in SYSTEMS}
         with engines["stock"], engines["ours"]:
             for system, engine in engines.items():
                 say(Row(layout, "start, s", system, engine.start_seconds, 0.0))
@@ -240,6 +242,9 @@ def main() -> None:
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument(
+        "--bind", default="nobind", help="the cores of each rank, such as 0|1: vLLM's variable"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -254,9 +259,10 @@ def main() -> None:
 
     load = os.getloadavg()[0]
     for layout in options.layouts.split(","):
-        measure(layout, options.rounds, options.tokens, say)
+        measure(layout, options.rounds, options.tokens, options.bind, say)
     print(table(rows))
-    print(f"\nload of the machine before: {load:.1f}, after: {os.getloadavg()[0]:.1f}")
+    print(f"\nranks on cores: {options.bind}")
+    print(f"load of the machine before: {load:.1f}, after: {os.getloadavg()[0]:.1f}")
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
