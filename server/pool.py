@@ -35,6 +35,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
+from coordinator.rank_grid import RankGrid
+
 from .calls.call_stream import CallStream
 from .calls.pending_call import PendingCall
 from .control.reference import refuse_while_loading_main
@@ -153,6 +155,11 @@ class WorkerPool:
     def n_workers(self) -> int:
         """The number of ranks."""
         return self._plan.n_workers
+
+    @property
+    def grid(self) -> RankGrid:
+        """The ranks by their axes."""
+        return RankGrid.of({"dp": self._plan.dp, "pp": self._plan.pp, "tp": self._plan.tp})
 
     def collective_rpc(
         self,
@@ -311,6 +318,14 @@ class WorkerPool:
         It takes calls meanwhile, which wait.
         """
         return self._crew.restarting
+
+    @property
+    def last_failure(self) -> tuple[float, CoordinatorError] | None:
+        """When the pool broke last, in seconds since the epoch, and why; ``None`` if it never did.
+
+        A pool that was restarted since keeps it.
+        """
+        return self._crew.last_failure
 
     @property
     def load(self) -> int:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
+from coordinator.rank_grid import RankGrid
 from shm_broadcast import CoordinatorError
 
 from .driver.cores import worker_threads
@@ -130,6 +131,11 @@ class Replicas:
         """The number of ranks of all replicas."""
         return sum(pool.n_workers for pool in self.pools)
 
+    @property
+    def grid(self) -> RankGrid:
+        """The ranks of all replicas by their axes."""
+        return RankGrid.of({**dict(self.pools[0].grid.axes), "dp": len(self.pools)})
+
     def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call ``method`` on one replica; return the result of tp rank 0 of its last stage.
 
@@ -178,6 +184,13 @@ class Replicas:
     def restarts(self) -> int:
         """How often replicas were restarted."""
         return sum(pool.restarts for pool in self.pools)
+
+    @property
+    def last_failure(self) -> tuple[float, CoordinatorError] | None:
+        """When a replica broke last, in seconds since the epoch, and why; ``None`` if none did."""
+        failures = [pool.last_failure for pool in self.pools]
+        known = [failure for failure in failures if failure is not None]
+        return max(known, key=lambda failure: failure[0], default=None)
 
     def status(self) -> list[MemberStatus]:
         """What every worker was last seen doing; ranks are counted through all replicas.

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -79,6 +80,7 @@ class Ledger:
 
     Attributes:
         generation: what `open` was called with last; 0 before.
+        last_failure: when the pool broke last, in seconds since the epoch, and why.
         move: called when the pool breaks, with the calls that wait: those that it does not return
             are another ledger's from then on. ``None``: all stay.
 
@@ -102,6 +104,7 @@ class Ledger:
         restarts: bool = False,
     ) -> None:
         self.generation = 0
+        self.last_failure: tuple[float, CoordinatorError] | None = None
         self.move: Callable[[list[PendingCall]], list[PendingCall]] | None = None
         self._hooks = hooks
         self._restarts = restarts
@@ -458,6 +461,8 @@ class Ledger:
         if final:
             self._end = error
         closed = isinstance(error, PoolClosedError)
+        if not closed:
+            self.last_failure = time.time(), error
         moving = self.move is not None and not closed
         doomed = self._calls.take_back() if moving or not final else self._calls.clear()
         waiting = self._calls.withdraw_all() if moving else []

@@ -231,7 +231,7 @@ def _serve(plan: ServePlan) -> int:
         lifespan="on",
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
     )
-    server = WebServer(config, service.give_up, plan.drain_timeout)
+    server = WebServer(config, service.give_up, face.live.close, plan.drain_timeout)
     with server.hear_signals(), listener.listen(plan.host, plan.port) as listening:
         sys.stdout.write(f"serving {plan.name} at {listener.url(listening)}\n")
         sys.stdout.flush()

@@ -143,6 +143,11 @@ class Crew:
         return self._ledger.restarting
 
     @property
+    def last_failure(self) -> tuple[float, CoordinatorError] | None:
+        """When the pool broke last, in seconds since the epoch, and why, if it has."""
+        return self._ledger.last_failure
+
+    @property
     def failure(self) -> CoordinatorError | None:
         """The error that broke the pool, or `PoolClosedError`; ``None`` while it takes calls."""
         return self._ledger.ended

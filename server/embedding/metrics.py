@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from prometheus_client import Metric
+    from prometheus_client.samples import Sample
 
     from shm_broadcast import MemberStatus
 
@@ -85,9 +86,39 @@ class Metrics:
         self._registry.register(_Now(activity))
         self._registry.register(_Workers(workers))
 
+    def totals(self) -> dict[str, Any]:
+        """What was counted since the start, as plain data: answers, items, tokens, and latencies.
+
+        Of latencies: for each limit in seconds how many requests took no longer; all of them are
+        under ``"+Inf"``.
+        """
+        return {
+            "requests": {each.labels["status"]: each.value for each in _totals(self.requests)},
+            "calls": {each.labels["outcome"]: each.value for each in _totals(self.calls)},
+            "items": _sum(self.batch_items),
+            "tokens": _sum(self.batch_tokens),
+            "seconds": _sum(self.seconds),
+            "latencies": [
+                [each.labels["le"], each.value] for each in _samples(self.seconds, "_bucket")
+            ],
+        }
+
     def expose(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+def _samples(metric: Counter | Histogram, suffix: str) -> list[Sample]:
+    found = [sample for family in metric.collect() for sample in family.samples]
+    return [sample for sample in found if sample.name.endswith(suffix)]
+
+
+def _totals(counter: Counter) -> list[Sample]:
+    return _samples(counter, "_total")
+
+
+def _sum(histogram: Histogram) -> float:
+    return sum(sample.value for sample in _samples(histogram, "_sum"))
 
 
 class _Now(Collector):

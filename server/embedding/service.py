@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import CoordinatorError
 
 from ..errors import CallTimeoutError
 from .batching import Batcher
 from .metrics import Activity, Metrics
+from .overview import clipped, past_failure, who_holds_up, workers
 from .tokenizing import Tokenizing
 from .watched_pool import WatchedPool
 
@@ -40,6 +42,8 @@ _UNANSWERED_SECONDS = 1.0
 """Seconds that clients have to read that their requests were given up, before the server ends."""
 _LEAVE_SECONDS = 3.0
 """Seconds that workers have to end once all requests are answered."""
+_SLOW_SECONDS = 1.0
+"""A call that takes longer has `EmbeddingService.seen` look who waits for whom."""
 _FAILED_SECONDS = 2.0
 """Seconds for which a service that has failed still tells clients and probes why."""
 
@@ -151,13 +155,34 @@ class EmbeddingService:
         restarts = 0 if self._pool is None else self._pool.restarts
         return Activity(self.state, self._batcher.waiting, running, seconds, restarts)
 
-    def status(self) -> dict[str, object]:
-        """State, failure, load and workers as plain data, for JSON."""
+    def status(self) -> dict[str, Any]:
+        """State, failures, load, totals and workers as plain data, for JSON."""
+        pool = self._pool
         return {
-            "failure": None if self.failure is None else str(self.failure),
+            "now": time.time(),
             **asdict(self.activity()),
-            "workers": list(self.workers()),
+            "failure": None if self.failure is None else clipped(self.failure),
+            "reason": clipped(self._reason),
+            "last_failure": past_failure(self._last_failure),
+            "totals": self.metrics.totals(),
+            "grid": {} if pool is None else dict(pool.grid.axes),
+            "workers": [] if pool is None else workers(pool.grid, self.workers()),
         }
+
+    async def seen(self) -> dict[str, Any]:
+        """The status, and who holds up whom where a call takes long."""
+        status = self.status()
+        slow = status["oldest_call_seconds"] >= _SLOW_SECONDS
+        return {**status, "verdict": await asyncio.to_thread(who_holds_up) if slow else []}
+
+    @property
+    def _reason(self) -> object:
+        """Why the state is what it is, where it is not that all is well."""
+        return self.failure or self.restarting or self.stalled
+
+    @property
+    def _last_failure(self) -> tuple[float, BaseException] | None:
+        return None if self._pool is None else self._pool.last_failure
 
     def check_ready(self) -> None:
         """Raise unless requests can be answered.
@@ -166,8 +191,7 @@ class EmbeddingService:
             NotReadyError: they cannot; says why.
         """
         if self.state != "ready":
-            reason = self.failure or self.restarting or self.stalled
-            told = f": {reason}" if reason else ""
+            told = f": {self._reason}" if self._reason else ""
             raise NotReadyError(f"the service is {self.state}{told}") from self.failure
 
     async def embed(self, inputs: Sequence[Input], *, truncate: bool) -> Embedded:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from coordinator.rank_grid import RankGrid
     from shm_broadcast import CoordinatorError, MemberStatus
 
     from ..pool import WorkerPool
@@ -47,6 +48,18 @@ class WatchedPool:
         self._call_timeout = call_timeout
         self._watch = StallWatch(stall_timeout)
         self._closed = False
+        self._failed_call: tuple[float, BaseException] | None = None
+
+    @property
+    def grid(self) -> RankGrid:
+        """The ranks by their axes."""
+        return self._pool.grid
+
+    @property
+    def last_failure(self) -> tuple[float, BaseException] | None:
+        """When the pool broke or a call failed last, in seconds since the epoch, and why."""
+        known = [each for each in (self._pool.last_failure, self._failed_call) if each is not None]
+        return max(known, key=lambda failure: failure[0], default=None)
 
     @property
     def failure(self) -> CoordinatorError | None:
@@ -98,7 +111,11 @@ class WatchedPool:
             outcome = "ok"
         except CallTimeoutError as error:
             answered = False
+            self._failed_call = time.time(), error
             _log.error("%s", with_notes(error))
+            raise
+        except Exception as error:
+            self._failed_call = time.time(), error
             raise
         finally:
             self._watch.end(number, answered=answered)

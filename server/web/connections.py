@@ -110,6 +110,11 @@ class TimedConnection(H11Protocol):
             self.transport.close()
         self._note(self._what_is_owed())
 
+    def pause_writing(self) -> None:
+        """The client has not read much of what was sent."""
+        super().pause_writing()
+        self._note(self._what_is_owed())
+
     def resume_writing(self) -> None:
         """The client has read enough of what was sent for more to be sent."""
         super().resume_writing()

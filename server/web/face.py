@@ -1,5 +1,7 @@
 """The service's HTTP face.
 
+    GET  /                the page: what the service and its workers do, live
+    GET  /events          what it shows, as server-sent events
     POST /v1/embeddings   as OpenAI's API; see /openapi.json
     GET  /v1/models       likewise, and /v1/models/NAME
     GET  /openapi.json    all of this for programs
@@ -9,8 +11,9 @@
     GET  /status          the service, and the workers as the board shows them, JSON
     GET  /metrics         Prometheus' text format
 
-With an API key, all but /health, /health/progress and /ready ask for ``Authorization: Bearer KEY``.
-Whatever is not answered with 200 has an error of OpenAI's shape, except these three.
+With an API key, all but the page, /health, /health/progress and /ready ask for
+``Authorization: Bearer KEY``. Whatever is not answered with 200 has an error of OpenAI's shape,
+except the last three.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ from ..errors import QueueFullError, WorkerLostError
 from ..workers.minilm import InputTooLongError
 from .access_log import AccessLog
 from .body import Bodies
+from .front_page import page_route
+from .live import Live
 from .openapi import document
 
 if TYPE_CHECKING:
@@ -61,6 +66,9 @@ class Face:
         api_key: what requests have to show; ``None``: nothing.
         truncate: whether inputs that are too long are cut where a request does not say.
         on_failure: called when the service has failed for good.
+
+    Attributes:
+        live: those who look at the page.
     """
 
     def __init__(
@@ -77,6 +85,7 @@ class Face:
         self._api_key = api_key
         self._truncate = truncate
         self._on_failure = on_failure
+        self.live = Live(self._look)
         self._bodies = Bodies()
 
     def app(self) -> Starlette:
@@ -84,6 +93,8 @@ class Face:
         about = document(self._model, with_key=self._api_key is not None)
         return Starlette(
             routes=[
+                Route("/", page_route()),
+                Route("/events", self._guarded(self._events)),
                 Route("/v1/embeddings", self._guarded(self._embeddings), methods=["POST"]),
                 Route("/v1/models", self._guarded(self._models)),
                 Route("/v1/models/{name:path}", self._guarded(self._one_model)),
@@ -103,6 +114,7 @@ class Face:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._service.start(self._on_failure)
         yield
+        self.live.close()
         await self._service.stop()
 
     def _guarded(
@@ -191,7 +203,16 @@ class Face:
         return _json(b'{"ready":true}')
 
     async def _status(self, _: Request) -> Response:
-        return _json(msgspec.json.encode(self._service.status()))
+        return _json(await self._look())
+
+    async def _look(self) -> bytes:
+        return msgspec.json.encode(await self._service.seen())
+
+    async def _events(self, request: Request) -> Response:
+        try:
+            return self.live.answer(request)
+        except ApiError as error:
+            return _refusal(error)
 
     async def _metrics(self, _: Request) -> Response:
         return Response(self._service.metrics.expose(), media_type=CONTENT_TYPE)

@@ -40,6 +40,8 @@ def document(model: ServedModel, *, with_key: bool) -> Schema:
         "openapi": "3.1.0",
         "info": {"title": "group-coordinator embeddings", "version": "1"},
         "paths": {
+            "/": _get("page", _STRING, [], kind="text/html"),
+            "/events": _get("events", _STRING, locked, 503, kind="text/event-stream"),
             "/v1/embeddings": {
                 "post": {
                     "operationId": "embed",

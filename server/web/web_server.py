@@ -34,6 +34,7 @@ class WebServer(uvicorn.Server):
         config: uvicorn's.
         give_up: called once to give up what is unfinished, in the main thread, between any two
             instructions; it must call its argument after clients have had time to read of it.
+        leave: called when it begins to finish: ends the answers that have no end of their own.
         drain_seconds: how long it may take from the first signal to finish what was accepted.
     """
 
@@ -41,12 +42,14 @@ class WebServer(uvicorn.Server):
         self,
         config: uvicorn.Config,
         give_up: Callable[[Callable[[], None]], None],
+        leave: Callable[[], None],
         drain_seconds: float,
     ) -> None:
         super().__init__(config)
         self.heard: list[int] = []
         self.gave_up = False
         self._give_up = give_up
+        self._leave = leave
         self._drain_seconds = drain_seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's
@@ -58,6 +61,7 @@ class WebServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish what was accepted; after ``drain_seconds`` give it up."""
+        self._leave()
         over = asyncio.get_running_loop().call_later(self._drain_seconds, self._give_up_now)
         try:
             await super().shutdown(sockets)

@@ -122,11 +122,17 @@ def scan() -> Scan:
     return Scan(found, tuple(unseen))
 
 
+def condition_of(pid: int) -> str:
+    """What the process ``pid`` does, of `CONDITIONS`; ``"ended"`` if there is none."""
+    try:
+        return _condition(_stat(pid))
+    except OSError:
+        return "ended"
+
+
 def _process(pid: int, known: dict[tuple[int, int], SegmentSeen | None]) -> ProcessSeen:
-    stat = _bytes_of(pid, "stat")
-    # The command name, field 2, may hold spaces and parentheses; the rest may not.
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    condition = CONDITIONS.get(fields[0].decode(), "sleeping")
+    fields = _stat(pid)
+    condition = _condition(fields)
     held = {each.nonce: each for each in _held(pid, known)} if condition != "ended" else {}
     return ProcessSeen(
         pid=pid,
@@ -138,6 +144,17 @@ def _process(pid: int, known: dict[tuple[int, int], SegmentSeen | None]) -> Proc
         command=_command(pid) if held else "",
         held=held,
     )
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of proc(5)'s stat from the third on."""
+    stat = _bytes_of(pid, "stat")
+    # The command name, field 2, may hold spaces and parentheses; the rest may not.
+    return stat[stat.rindex(b")") + 2 :].split()
+
+
+def _condition(fields: list[bytes]) -> str:
+    return CONDITIONS.get(fields[0].decode(), "sleeping")
 
 
 def _held(pid: int, known: dict[tuple[int, int], SegmentSeen | None]) -> Iterator[SegmentSeen]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import httpx
 import numpy as np
 import uvicorn
 
+from coordinator.rank_grid import RankGrid
 from server.embedding.openai_api import ServedModel
 from server.embedding.service import PROBE, EmbeddingService
 from server.errors import CallTimeoutError, WorkerError, WorkerLostError
@@ -34,6 +36,9 @@ class Pool:
         self.failure: CoordinatorError | None = None
         self.restarting: CoordinatorError | None = None
         self.restarts = 0
+        self.operation = "dequeue"
+        self.last_failure: tuple[float, CoordinatorError] | None = None
+        self.grid = RankGrid.of({"dp": 1, "pp": 1, "tp": 2})
         self.held: list[tuple[Future[Any], list[str]]] | None = None
         self.batches: list[list[str]] = []
         self.stopped = False
@@ -75,12 +80,18 @@ class Pool:
 
     def kill(self) -> None:
         self.failure = WorkerLostError(1, 4242, "killed by SIGKILL")
+        self.last_failure = time.time(), self.failure
         held, self.held = self.held or [], None
         for future, _ in held:
             future.set_exception(self.failure)
 
+    def break_with(self, text: str) -> None:
+        self.failure = WorkerError(0, "embed", "ValueError", text, "trace")
+        self.last_failure, self.operation = (time.time(), self.failure), text
+
     def status(self) -> list[MemberStatus]:
-        return [MemberStatus(0, 4241, "busy", "dequeue", 9, 0.5), MemberStatus(1, 4242, "lost")]
+        working = MemberStatus(0, 4241, "busy", self.operation, 9, 0.5)
+        return [working, MemberStatus(1, 4242, "lost")]
 
     def shutdown(self, timeout: float) -> None:
         assert timeout >= 0
@@ -155,17 +166,18 @@ async def site(
 
 
 @asynccontextmanager
-async def listening(site: Site, **limits: Any) -> AsyncIterator[str]:
+async def listening(site: Site, api_key: str | None = None, **limits: Any) -> AsyncIterator[str]:
     """The service behind a socket of its own, with `ConnectionLimits`; gives its URL."""
+    front = face(site.service, api_key)
     config = uvicorn.Config(
-        face(site.service).app(),
+        front.app(),
         http=TimedConnection.within(ConnectionLimits(**limits)),
         ws="none",
         log_config=None,
         access_log=False,
         lifespan="off",
     )
-    server = WebServer(config, lambda _: None, 60.0)
+    server = WebServer(config, lambda _: None, front.live.close, 60.0)
     with listen("127.0.0.1", 0) as listener:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
@@ -38,6 +38,17 @@ class Raw:
             self.writer.write(b" ")
             await self.writer.drain()
             await asyncio.sleep(0.05)
+
+    def read_no_more(self) -> None:
+        """Leave what comes in the kernel."""
+        transport: Any = self.writer.transport
+        transport.pause_reading()
+
+    async def line_with(self, begin: bytes) -> bytes:
+        """The next line that begins so."""
+        while not (line := await self._reader.readline()).startswith(begin):
+            assert line, f"no line begins with {begin!r}"
+        return line
 
     async def rest(self) -> bytes:
         """All that comes until the server closes."""

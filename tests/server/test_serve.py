@@ -223,6 +223,9 @@ def test_a_lost_worker_is_replaced_and_no_accepted_request_is_lost() -> None:
         served.wait_until_ready()
         assert embed(served, "word").json()["data"] == expected
         assert served.worker_pids()[2] != pids[2]
+        seen = served.get("/status")[1]
+        assert f"rank 2 (pid {pids[2]}): killed by SIGKILL" in seen["last_failure"]["text"]
+        assert [each["place"]["pp"] for each in seen["workers"]] == [0, 0, 1, 1]
         assert "pool_restarts_total 1.0" in httpx.get(f"{served.url}/metrics").text
         served.process.send_signal(signal.SIGTERM)
         status, errors = served.finish()
@@ -267,6 +270,7 @@ def test_clients_notice_nothing_of_a_replica_that_dies() -> None:
         served.wait_until_ready()
         pids = served.worker_pids()
         assert len(pids) == 2
+        assert served.get("/status")[1]["grid"] == {"dp": 2, "pp": 1, "tp": 1}
         expected = embed(served, "word").json()["data"]
         answers, threads = in_threads(8, served, ["word"] * 100)
         wait_for(served, "calls_running", 2)

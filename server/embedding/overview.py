@@ -1,0 +1,61 @@
+"""What /status and the page show of the workers and of failures, as plain data for JSON."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from shm_broadcast.onlooker.blame import judge
+from shm_broadcast.onlooker.processes import condition_of, scan
+from shm_broadcast.onlooker.programs import of_process, programs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from coordinator.rank_grid import RankGrid
+    from shm_broadcast import MemberStatus
+
+LONGEST_TEXT = 4000
+"""Characters of a text that are shown: messages of workers have no limit of their own."""
+_SENTENCES = 12
+
+
+def workers(grid: RankGrid, statuses: Sequence[MemberStatus]) -> list[dict[str, Any]]:
+    """Each worker: its status, its place on each axis, and whether its process is stopped."""
+    return [
+        {
+            **asdict(status),
+            "place": grid.coordinates(status.rank),
+            "stopped": _is_stopped(status),
+        }
+        for status in statuses
+    ]
+
+
+def past_failure(failure: tuple[float, BaseException] | None) -> dict[str, object] | None:
+    """When something failed last, in seconds since the epoch, and why."""
+    return None if failure is None else {"at": failure[0], "text": clipped(failure[1])}
+
+
+def clipped(text: object) -> str:
+    """A text, cut where it is longer than `LONGEST_TEXT`."""
+    whole = str(text)
+    left = len(whole) - LONGEST_TEXT
+    return whole if left <= 0 else f"{whole[:LONGEST_TEXT]} ... and {left} characters more"
+
+
+def who_holds_up() -> list[str]:
+    """What `group-coordinator explain` would say of this process's pools, if somebody waits.
+
+    Takes some milliseconds: it looks at all processes of this user.
+    """
+    seen = scan()
+    verdicts = [judge(each) for each in of_process(os.getpid(), seen, programs(seen))]
+    told = [line for each in verdicts if each.held_up for line in each.sentences]
+    return [clipped(line) for line in told[:_SENTENCES]]
+
+
+def _is_stopped(status: MemberStatus) -> bool:
+    here = not status.host and status.state in ("idle", "busy")
+    return here and condition_of(status.pid) == "stopped"
