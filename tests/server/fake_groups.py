@@ -43,6 +43,13 @@ class FakeGroup:
         self._hub.barrier.wait(_TIMEOUT)
         return x
 
+    def gather(self, x: torch.Tensor, dst: int = 0) -> torch.Tensor | None:
+        self._hub.slots[self.rank_in_group] = x.clone()
+        self._hub.barrier.wait(_TIMEOUT)
+        parts = [part for part in self._hub.slots if part is not None]
+        self._hub.barrier.wait(_TIMEOUT)
+        return torch.cat(parts, dim=-1) if self.rank_in_group == dst else None
+
     def send_tensor_dict(self, message: dict[str, Any], **_options: Any) -> None:
         self._hub.links[self.rank_in_group + 1].put(message)
 

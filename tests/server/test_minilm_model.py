@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from coordinator.layout import MissingTensorError, TensorShapeError
 from server.workers.minilm import MiniLMWorker, ModelFolder
-from server.workers.minilm.model import stage_layers
 from server.workers.minilm.tokenizer import SentenceTokenizer
+from server.workers.parallel import share
 from tests.server.fake_groups import run_threads
 from tests.server.test_minilm_config import edit
 from tests.server.tiny_bert import SENTENCES, make_model, save_json
@@ -206,7 +206,7 @@ def test_placed() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 6])
 def test_layers_of_the_stages_are_all_layers(stages: int) -> None:
-    parts = [stage_layers(6, stage, stages) for stage in range(stages)]
+    parts = [share(6, stage, stages) for stage in range(stages)]
     assert [layer for part in parts for layer in part] == list(range(6))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 

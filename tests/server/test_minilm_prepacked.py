@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from server.workers.minilm import prepacked
+from server.workers import prepacked
 from tests.server.tiny_bert import make_model
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MANY_ROW_COUNTS = """
 import psutil, torch
-from server.workers.minilm import prepacked
+from server.workers import prepacked
 
 torch.set_num_threads(1)
 weight = prepacked.prepack(torch.randn(384, 384))

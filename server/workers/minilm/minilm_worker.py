@@ -15,10 +15,10 @@ import torch
 from torch.nn import functional
 
 from ...driver.devices import DTYPES
-from .model import load_stage, pool, stage_layers
+from ..parallel import ShardedModule, share
+from .model import load_stage, pool
 from .model_config import ModelFolder
 from .packing import arrange, make_batches
-from .parallel import ShardedModule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +92,7 @@ class MiniLMWorker:
         tp, pp = self._groups.tp, self._groups.pp
         config = self._folder.bert
         config.check_parallel(tp.world_size, pp.world_size)
-        self._layers = stage_layers(config.num_hidden_layers, pp.rank_in_group, pp.world_size)
+        self._layers = share(config.num_hidden_layers, pp.rank_in_group, pp.world_size)
         self._stage = load_stage(
             self._folder,
             self._layers,

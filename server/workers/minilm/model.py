@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from coordinator.layout import load_sharded
 
-from .parallel import (
-    ColumnLinear,
-    MergedColumnLinear,
-    RowLinear,
-    VocabEmbedding,
+from ..parallel import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
     whole_parameters,
 )
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from coordinator import GroupCoordinator
 
+    from ..parallel import Activation
     from .model_config import BertConfig, ModelFolder
     from .packing import AttentionSpan, TokenArrangement
-    from .parallel import Activation
 
 _CHECKPOINT_NAMES = {
     "embeddings.words": "embeddings.word_embeddings",
@@ -55,7 +55,7 @@ class Embeddings(nn.Module):
     def __init__(self, config: BertConfig, tp: GroupCoordinator) -> None:
         super().__init__()
         size = config.hidden_size
-        self.words = VocabEmbedding(config.vocab_size, size, tp)
+        self.words = VocabParallelEmbedding(config.vocab_size, size, tp)
         self.positions = _embedding(config.max_position_embeddings, size)
         self.types = _embedding(config.type_vocab_size, size)
         self.norm = nn.LayerNorm(size, config.layer_norm_eps, device="meta")
@@ -82,18 +82,18 @@ class Layer(nn.Module):
         super().__init__()
         size, inner, eps = config.hidden_size, config.intermediate_size, config.layer_norm_eps
         self.head_size = config.head_size
-        self.query = ColumnLinear(size, size, tp)
-        self.key = ColumnLinear(size, size, tp)
-        self.value = ColumnLinear(size, size, tp)
-        self.attended = RowLinear(size, size, tp)
+        self.query = ColumnParallelLinear(size, size, tp)
+        self.key = ColumnParallelLinear(size, size, tp)
+        self.value = ColumnParallelLinear(size, size, tp)
+        self.attended = RowParallelLinear(size, size, tp)
         self.attended_norm = nn.LayerNorm(size, eps, device="meta")
-        self.up = ColumnLinear(size, inner, tp, _FUNCTIONS[config.activation])
-        self.down = RowLinear(inner, size, tp)
+        self.up = ColumnParallelLinear(size, inner, tp, _FUNCTIONS[config.activation])
+        self.down = RowParallelLinear(inner, size, tp)
         self.down_norm = nn.LayerNorm(size, eps, device="meta")
 
     def prepare(self) -> None:
         """Merge and lay out what `forward` computes with, once the parameters are there."""
-        self.attending = MergedColumnLinear((self.query, self.key, self.value))
+        self.attending = MergedColumnParallelLinear((self.query, self.key, self.value))
         del self.query, self.key, self.value
         for linear in (self.attending, self.attended, self.up, self.down):
             linear.prepack()
@@ -208,13 +208,6 @@ def checkpoint_name(name: str) -> str:
         _, index, part = module.split(".")
         return f"encoder.layer.{index}.{_CHECKPOINT_NAMES[part]}.{parameter}"
     return f"{_CHECKPOINT_NAMES[module]}.{parameter}"
-
-
-def stage_layers(layers: int, stage: int, stages: int) -> range:
-    """The layers of one pipeline stage; earlier stages take one more where they do not divide."""
-    each, more = divmod(layers, stages)
-    start = stage * each + min(stage, more)
-    return range(start, start + each + (stage < more))
 
 
 def pool(hidden: torch.Tensor, lengths: torch.Tensor, how: str) -> torch.Tensor:

@@ -2,7 +2,13 @@
 
 A column-parallel layer cuts its outputs and needs no communication; a row-parallel one cuts
 its inputs and sums its outputs over the group: together, one all-reduce. Sizes that the group
-does not divide are padded with zeros, which change no sum.
+does not divide are padded with zeros, which change no sum; or each rank has as many as it is told
+to, as where attention heads must stay whole (`HeadSplit`).
+
+    heads = HeadSplit.over(queries=9, keys=3, ranks=2)   # rank 0: 6 and 2, rank 1: 3 and 1
+    query = ColumnParallelLinear(576, 576, tp, sizes=heads.query_sizes(64))   # 384, 192 outputs
+    out = RowParallelLinear(576, 576, tp, sizes=heads.query_sizes(64))
+    y = out(attention(query(x)))                         # the same on all ranks
 """
 
 from __future__ import annotations
@@ -24,6 +30,51 @@ if TYPE_CHECKING:
     from coordinator import GroupCoordinator
 
     Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+
+def share(total: int, part: int, parts: int) -> range:
+    """The consecutive items of one of ``parts``; earlier ones have one more if they do not divide.
+
+    Such as the layers of a pipeline stage, or the heads of a rank.
+    """
+    each, more = divmod(total, parts)
+    start = part * each + min(part, more)
+    return range(start, start + each + (part < more))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSplit:
+    """Attention heads cut over ranks: whole key heads, each with the query heads that use it.
+
+    Attributes:
+        queries: query heads of each rank.
+        keys: heads of each rank that have a key and a value.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    @classmethod
+    def over(cls, queries: int, keys: int, ranks: int) -> HeadSplit:
+        """Cut ``keys`` heads, and ``queries``, a multiple of them.
+
+        Raises:
+            ValueError: a rank would have none, or ``queries`` is no multiple.
+        """
+        if queries % keys:
+            raise ValueError(f"{queries} query heads do not share {keys} key-value heads evenly")
+        if not 1 <= ranks <= keys:
+            raise ValueError(f"tp must be 1 to {keys}, the model's key-value heads; got {ranks}")
+        each = tuple(len(share(keys, rank, ranks)) for rank in range(ranks))
+        return cls(tuple(count * (queries // keys) for count in each), each)
+
+    def query_sizes(self, head_size: int) -> tuple[int, ...]:
+        """The outputs of the query projection on each rank."""
+        return tuple(count * head_size for count in self.queries)
+
+    def key_sizes(self, head_size: int) -> tuple[int, ...]:
+        """The outputs of the key projection, and of the value projection, on each rank."""
+        return tuple(count * head_size for count in self.keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +116,14 @@ class ShardedLinear(ShardedModule):
     """``x @ weight.T + bias``, of which this rank has a part."""
 
     weight: nn.Parameter
-    bias: nn.Parameter
+    bias: nn.Parameter | None
+
+    def declare_bias(self, outputs: int, placement: Placement | None) -> None:
+        """Register the bias, cut by ``placement``; ``None``: there is none."""
+        if placement is None:
+            self.register_parameter("bias", None)
+        else:
+            self.declare("bias", (outputs,), placement)
 
     def prepack(self) -> None:
         """Lay the weight out as this device computes best; no other use of it is possible then."""
@@ -85,13 +143,15 @@ class ShardedLinear(ShardedModule):
         return y if activation is None else activation(y)
 
 
-class ColumnLinear(ShardedLinear):
+class ColumnParallelLinear(ShardedLinear):
     """``x @ weight.T + bias`` with the outputs cut: [rows, inputs] → [rows, ceil(outputs / tp)].
 
     Collective: no.
 
     Args:
         activation: a function of each output.
+        bias: whether there is one.
+        sizes: how many outputs each rank has, without padding; ``None``: all as many.
     """
 
     def __init__(
@@ -100,55 +160,73 @@ class ColumnLinear(ShardedLinear):
         outputs: int,
         group: GroupCoordinator,
         activation: Activation | None = None,
+        *,
+        bias: bool = True,
+        sizes: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__(group)
         self.activation = activation
-        self.declare("weight", (outputs, inputs), Shard(0, padded=True))
-        self.declare("bias", (outputs,), Shard(0, padded=True))
+        placement = Shard(0, padded=sizes is None, sizes=sizes)
+        self.declare("weight", (outputs, inputs), placement)
+        self.declare_bias(outputs, placement if bias else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's outputs."""
         return self.product(x, self.bias, self.activation)
 
 
-class MergedColumnLinear(ShardedLinear):
+class MergedColumnParallelLinear(ShardedLinear):
     """Column-parallel products of the same rows, computed as one: their outputs side by side.
 
     Collective: no.
 
     Args:
-        parts: those products, whose parameters are there.
+        parts: those products, whose parameters are there; all have a bias, or none.
     """
 
-    def __init__(self, parts: Sequence[ColumnLinear]) -> None:
+    def __init__(self, parts: Sequence[ColumnParallelLinear]) -> None:
         super().__init__(parts[0].group)
         weight = torch.cat([part.weight for part in parts])
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
+        biases: list[torch.Tensor] = [part.bias for part in parts if part.bias is not None]
+        bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        self.register_parameter("bias", bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's outputs of each part."""
         return self.product(x, self.bias)
 
 
-class RowLinear(ShardedLinear):
+class RowParallelLinear(ShardedLinear):
     """``x @ weight.T + bias`` with the inputs cut: [rows, ceil(inputs / tp)] → [rows, outputs].
 
     The bias is added once, to the sum. Collective: yes, every member of the group.
+
+    Args:
+        bias: whether there is one.
+        sizes: how many inputs each rank has, without padding; ``None``: all as many.
     """
 
-    def __init__(self, inputs: int, outputs: int, group: GroupCoordinator) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        group: GroupCoordinator,
+        *,
+        bias: bool = True,
+        sizes: tuple[int, ...] | None = None,
+    ) -> None:
         super().__init__(group)
-        self.declare("weight", (outputs, inputs), Shard(1, padded=True))
-        self.declare("bias", (outputs,), Replicate())
+        self.declare("weight", (outputs, inputs), Shard(1, padded=sizes is None, sizes=sizes))
+        self.declare_bias(outputs, Replicate() if bias else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """All outputs, the same on every rank."""
         total: torch.Tensor = self.group.all_reduce_(self.product(x, None))
-        return total.add_(self.bias)
+        return total if self.bias is None else total.add_(self.bias)
 
 
-class VocabEmbedding(ShardedModule):
+class VocabParallelEmbedding(ShardedModule):
     """Rows of a table that is cut by rows: int64 [...] → [..., size].
 
     Collective: yes, every member of the group.

@@ -1,0 +1,173 @@
+"""Text into tokens and back: prompts, chats by the model's own template, answers as they come."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import TYPE_CHECKING, Any
+
+from .decoder_config import DecoderFolderError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from .decoder_config import DecoderFolder
+
+
+class ChatError(ValueError):
+    """A chat cannot be put into the model's words; the text says why."""
+
+
+class DecoderText:
+    """The tokenizer and the chat template of a model.
+
+    Args:
+        folder: the model's.
+
+    Raises:
+        ImportError: a package is not installed.
+        DecoderFolderError: the folder's tokenizer or template is malformed.
+    """
+
+    def __init__(self, folder: DecoderFolder) -> None:
+        from tokenizers import Tokenizer  # noqa: PLC0415
+
+        path = folder.path / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except Exception as exc:
+            raise DecoderFolderError(f"{path}: not a tokenizer: {exc}") from exc
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        settings = _settings(folder.path)
+        self._special = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token")}
+        self._template = _template(folder.path, settings)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, those among them that the model wants before or behind every one.
+
+        Raises:
+            ValueError: it is not Unicode.
+        """
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of a chat, up to where the answer begins.
+
+        Args:
+            messages: each with a ``"role"`` and a ``"content"``.
+
+        Raises:
+            ChatError: the model has no template, or it refuses these messages.
+        """
+        if self._template is None:
+            raise ChatError("the model has no chat template")
+        from jinja2 import TemplateError  # noqa: PLC0415
+
+        try:
+            text = self._template.render(
+                messages=messages, add_generation_prompt=True, **self._special
+            )
+        except TemplateError as error:
+            raise ChatError(f"the model's chat template: {error}") from error
+        return self._encode(text, add_special_tokens=False)
+
+    def reader(self, stops: Sequence[str] = ()) -> AnswerReader:
+        """What makes text of an answer's tokens; it ends before the first of ``stops``."""
+        return AnswerReader(self._tokenizer, stops)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise ValueError(f"the text is not Unicode: {error}") from error
+        return ids
+
+
+class AnswerReader:
+    """Makes text of tokens one by one; never a part of a character, nor of a stop.
+
+    Args:
+        tokenizer: the model's.
+        stops: texts that end the answer, and do not belong to it; none is empty.
+
+    Attributes:
+        stopped: whether one of them has come.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        from tokenizers.decoders import DecodeStream  # noqa: PLC0415
+
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def read(self, token: int) -> str:
+        """The text that is certain with one more token; often none."""
+        if self.stopped:
+            return ""
+        text = self._held + (self._stream.step(self._tokenizer, token) or "")
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            self._held = ""
+            return text[: min(found)]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def rest(self) -> str:
+        """The text that was held back, as it could have begun a stop; once there are no tokens."""
+        rest, self._held = self._held, ""
+        return rest
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of ``text`` could begin ``stop``."""
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DecoderFolderError(f"{path}: {error}") from error
+    if not isinstance(found, dict):
+        raise DecoderFolderError(f"{path}: not an object")
+    return found
+
+
+def _content(token: Any) -> str:
+    """A special token's text, which some files wrap."""
+    return str(token["content"] if isinstance(token, dict) else token or "")
+
+
+def _template(folder: Path, settings: Mapping[str, Any]) -> Any:
+    """The chat template; ``None``: there is none. It is the model's code: it runs in a sandbox."""
+    path = folder / "chat_template.jinja"
+    source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    if not isinstance(source, str):
+        return None
+    from jinja2 import TemplateError  # noqa: PLC0415
+    from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        raise DecoderFolderError(f"{folder}: the chat template: {error}") from error

@@ -1,0 +1,155 @@
+"""A decoder on the ranks of a worker pool: computes the next tokens of many sequences at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...driver.devices import DTYPES
+from ..parallel import ShardedModule, share
+from .decoder_config import DecoderFolder
+from .decoder_model import StepArrangement, load_decoder
+from .kv_cache import KVCache
+from .sampling import choose
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from ...worker import WorkerContext
+    from .kv_cache import Row
+
+SLOTS = 16
+"""Sequences at once, unless told otherwise."""
+CONTEXT = 2048
+"""Tokens of a sequence at most, unless told otherwise or the model has fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the workers take, which their driver has to keep to.
+
+    Attributes:
+        slots: sequences at once.
+        context: tokens of a sequence at most.
+        stages: of the pipeline.
+        vocabulary: how many token ids there are, from 0.
+        ends: tokens that end an answer.
+    """
+
+    slots: int
+    context: int
+    stages: int
+    vocabulary: int
+    ends: frozenset[int]
+
+
+class DecoderWorker:
+    """Computes steps of a Llama-type decoder, and keeps the sequences' keys and values.
+
+    Args:
+        context: who this worker is; from the pool.
+        model: the model's folder.
+        slots: sequences at once.
+        length: tokens of a sequence at most; no more than the model takes.
+        threads: CPU threads of this process for tensor work; ``None`` leaves torch's choice.
+        dtype: of weights and activations: ``"float32"`` or ``"float16"``.
+
+    Raises:
+        FileNotFoundError, DecoderFolderError, CheckpointError: the model cannot be run.
+        ValueError: the pool's tp or pp does not fit the model, or an argument is not positive.
+
+    Every method must be called on every rank, in the same order.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        model: str | os.PathLike[str],
+        slots: int = SLOTS,
+        length: int = CONTEXT,
+        threads: int | None = None,
+        dtype: str = "float32",
+    ) -> None:
+        if slots < 1 or length < 1 or (threads is not None and threads < 1):
+            raise ValueError(
+                f"slots, length and threads must be 1 or more; got {slots}, {length} and {threads}"
+            )
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        folder = DecoderFolder.open(model)
+        self._config = config = folder.config
+        self._groups, self._device = context.groups, context.device
+        tp, pp = self._groups.tp, self._groups.pp
+        config.check_parallel(tp.world_size, pp.world_size)
+        layers = share(config.num_hidden_layers, pp.rank_in_group, pp.world_size)
+        kind = getattr(torch, dtype)
+        self._stage = load_decoder(folder, layers, tp, self._device, context.report_progress, kind)
+        length = min(length, config.max_position_embeddings)
+        self._room = Room(slots, length, pp.world_size, config.vocab_size, folder.ends)
+        self._cache = KVCache(
+            len(layers),
+            slots,
+            config.heads(tp.world_size).keys[tp.rank_in_group],
+            length,
+            config.head_size,
+            kind,
+            self._device,
+        )
+
+    def restore(self, context: WorkerContext) -> None:
+        """Go on in new groups, with the weights as they are and no sequences. Collective: no."""
+        self._groups = context.groups
+        self._cache.clear()
+        for layer in self._stage.modules():
+            if isinstance(layer, ShardedModule):
+                layer.group = context.groups.tp
+
+    def room(self) -> Room:
+        """What these workers take. Collective: no."""
+        return self._room
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[Row]) -> list[int] | None:
+        """Compute the next tokens of some sequences, each in a slot of its own.
+
+        Args:
+            rows: one or more.
+
+        Returns:
+            The tokens drawn, one for each row that draws, on the first rank of the last stage;
+            otherwise ``None``.
+
+        Raises:
+            CacheLostError, ValueError: see `KVCache.extend`; on every rank, before any
+                communication.
+
+        Collective: yes, every rank of the pool.
+        """
+        self._cache.extend(rows)
+        parameters = next(self._stage.parameters())
+        arranged = StepArrangement(rows, self._config, parameters)
+        hidden = self._stage(self._input(rows), arranged, self._cache)
+        if not self._groups.pp.is_last_rank:
+            self._groups.pp.send_tensor_dict({"hidden": hidden}, all_gather_group=self._groups.tp)
+            return None
+        ends = [span.stop - 1 for row, span in zip(rows, arranged.spans, strict=True) if row.draw]
+        if not ends:
+            return []
+        logits = self._groups.tp.gather(self._stage.logits(hidden[ends]), dst=0)
+        if logits is None:
+            return None
+        draws = [row.draw for row in rows if row.draw]
+        return choose(logits[:, : self._config.vocab_size].float(), draws)
+
+    def _input(self, rows: Sequence[Row]) -> torch.Tensor:
+        """What this stage computes on: the tokens, or what the stage before has sent."""
+        if not self._groups.pp.is_first_rank:
+            received = self._groups.pp.recv_tensor_dict(all_gather_group=self._groups.tp)
+            hidden: torch.Tensor = received["hidden"]
+            return hidden
+        return torch.tensor([token for row in rows for token in row.tokens], device=self._device)

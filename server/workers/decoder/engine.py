@@ -1,0 +1,277 @@
+"""Continuous batching: the sequences of all requests share every step of the workers.
+
+Each step is one call of the pool, with the next tokens of each sequence: one of an answer, many of
+a prompt. Sequences come and go between steps. There are as many *lanes* as stages in the pipeline;
+each has slots of its own and one step under way, so that no stage is idle while another computes.
+
+The workers hold nothing but keys and values. If they are lost, and the pool is restarted, each
+sequence begins anew with all tokens that it has so far, and goes on where it was: readers see a
+pause. The random numbers are the driver's, so what was drawn is not drawn again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any, Self
+
+from shm_broadcast import CoordinatorError
+
+from ...errors import CallStuckError, CallTimeoutError, PoolClosedError, QueueFullError, again
+from .generation import Generation
+from .sampling import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ...pool import WorkerPool
+    from .decoder_worker import Room
+    from .kv_cache import Row
+
+CHUNK = 256
+"""Tokens of a step at most, unless told otherwise."""
+_TRIES = 3
+"""How often the same step may be lost: after that, what is in it is taken for the cause."""
+
+
+class Engine:
+    """Answers prompts, given and returned as token ids. Any thread, or event loop, may ask.
+
+    Args:
+        pool: of `DecoderWorker`; with ``restart="worker"``, answers go on when a worker is lost.
+        chunk: tokens of a step at most: longer prompts take several, in which others go on.
+        max_waiting: requests that may wait for a slot.
+        step_timeout: seconds for a step; ``None``: the pool's `PoolConfig.call_seconds`.
+
+    Raises:
+        ValueError: a step could not take a token of each sequence.
+        CoordinatorError: the workers failed.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        *,
+        chunk: int = CHUNK,
+        max_waiting: int = 1024,
+        step_timeout: float | None = None,
+    ) -> None:
+        self.room: Room = pool.call("room")
+        if chunk < self.room.slots:
+            raise ValueError(f"chunk must be {self.room.slots}, the slots, or more; got {chunk}")
+        self._pool = pool
+        self._chunk = chunk
+        self._max_waiting = max_waiting
+        self._step_timeout = step_timeout
+        self._waiting: deque[Generation] = deque()
+        self._changed = threading.Condition()
+        self._ended: Exception | None = None
+        n_lanes = min(self.room.stages, self.room.slots)
+        self._lanes = [_Lane(range(at, self.room.slots, n_lanes)) for at in range(n_lanes)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(lane,), name="decoder-lane", daemon=True)
+            for lane in self._lanes
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests that have a slot."""
+        return sum(len(lane.taken) for lane in self._lanes)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        *,
+        timeout: float | None = None,
+        ignore_ends: bool = False,
+    ) -> Generation:
+        """Ask for an answer.
+
+        Args:
+            prompt: token ids.
+            max_tokens: of the answer; ``None``: as many as there is room for. It also ends where
+                the context does.
+            sampling: how tokens are drawn; ``None``: always the most likely.
+            timeout: seconds for each token.
+            ignore_ends: go on after tokens that end an answer.
+
+        Raises:
+            ValueError: the prompt is empty, leaves no room for an answer, or has an id outside the
+                vocabulary; or ``max_tokens`` is less than 1.
+            QueueFullError: too many requests wait.
+            CoordinatorError: the workers have failed for good, or the engine was closed.
+        """
+        room = self.room
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens must be 1 or more; got {max_tokens}")
+        if not prompt:
+            raise ValueError("the prompt is empty: it has no token")
+        if len(prompt) >= room.context:
+            raise PromptTooLongError(len(prompt), room.context)
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < room.vocabulary:
+                raise ValueError(f"token id {token} is not in 0 to {room.vocabulary - 1}")
+        stop = min(room.context, len(prompt) + (max_tokens or room.context))
+        ends = frozenset[int]() if ignore_ends else room.ends
+        made = Generation(prompt, stop, ends, sampling or Sampling(), timeout)
+        with self._changed:
+            if self._ended is not None:
+                raise again(self._ended)
+            if len(self._waiting) >= self._max_waiting:
+                self._forget_cancelled()
+            if len(self._waiting) >= self._max_waiting:
+                raise QueueFullError(1, len(self._waiting), self._max_waiting)
+            self._waiting.append(made)
+            self._changed.notify_all()
+        return made
+
+    def close(self, timeout: float = 10.0) -> None:
+        """End all answers with `PoolClosedError`, and wait until no step is under way. Idempotent.
+
+        Args:
+            timeout: seconds; a step that takes longer goes on.
+        """
+        self._end(PoolClosedError("the engine was closed"))
+        for thread in self._threads:
+            thread.join(timeout / len(self._threads))
+
+    def __enter__(self) -> Self:
+        """Give the engine itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def _run(self, lane: _Lane) -> None:
+        """Make one step after another."""
+        lost = 0
+        while rows := self._next_step(lane):
+            try:
+                drawn = iter(self._pool.call("step", rows, timeout=self._step_timeout))
+            except Exception as error:  # noqa: BLE001 - readers get it
+                lost += 1
+                if self._pool.failure is not None or not isinstance(error, CoordinatorError):
+                    self._end(error)
+                elif lost == _TRIES or not _may_go_on(error):
+                    lane.end(error)
+                    lost = 0
+                else:
+                    lane.begin_anew()
+            else:
+                lost = 0
+                lane.advance(rows, drawn)
+
+    def _next_step(self, lane: _Lane) -> list[Row]:
+        """What the lane's next step computes, once there is something; empty at the end."""
+        with self._changed:
+            while self._ended is None:
+                lane.drop()
+                while self._waiting and lane.free and self._is_emptiest(lane):
+                    first = self._waiting.popleft()
+                    lane.add(first)
+                    lane.drop()
+                if lane.taken:
+                    self._changed.notify_all()  # another lane may be the emptiest now
+                    return lane.rows(self._chunk)
+                self._changed.wait()
+            lane.drop()
+            return []
+
+    def _forget_cancelled(self) -> None:
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        for each in waiting:
+            if each.cancelled:
+                each.end("cancelled")
+            else:
+                self._waiting.append(each)
+
+    def _is_emptiest(self, lane: _Lane) -> bool:
+        return len(lane.taken) == min(len(each.taken) for each in self._lanes if each.free)
+
+    def _end(self, error: Exception) -> None:
+        """Take no more requests, and end those that there are."""
+        with self._changed:
+            if self._ended is None:
+                self._ended = error
+            for each in self._waiting:
+                each.end(self._ended)
+            self._waiting.clear()
+            for lane in self._lanes:
+                lane.end(self._ended)
+            self._changed.notify_all()
+
+
+class PromptTooLongError(ValueError):
+    """A prompt leaves no room for an answer.
+
+    Attributes:
+        length: its tokens.
+        limit: tokens of a prompt and its answer.
+    """
+
+    def __init__(self, length: int, limit: int) -> None:
+        self.length = length
+        self.limit = limit
+        super().__init__(f"the prompt has {length} tokens; with its answer at most {limit} fit")
+
+
+class _Lane:
+    """Some slots, and the generations that have them."""
+
+    def __init__(self, slots: range) -> None:
+        self.free = list(slots)
+        self.taken: dict[int, Generation] = {}
+
+    def add(self, generation: Generation) -> None:
+        self.taken[self.free.pop()] = generation
+
+    def drop(self) -> None:
+        """Free the slots of what has ended, or nobody wants."""
+        for slot, each in list(self.taken.items()):
+            if each.cancelled:
+                each.end("cancelled")
+            if each.reason is not None:
+                del self.taken[slot]
+                self.free.append(slot)
+
+    def rows(self, chunk: int) -> list[Row]:
+        """The next tokens of each sequence; those that need one come before long prompts."""
+        rows = []
+        for slot, each in sorted(self.taken.items(), key=lambda item: item[1].behind):
+            if chunk:
+                rows.append(each.row(slot, chunk))
+                chunk -= len(rows[-1].tokens)
+        return rows
+
+    def advance(self, rows: Sequence[Row], drawn: Any) -> None:
+        """Go on with what a step has drawn for those rows that draw."""
+        for row in rows:
+            generation = self.taken[row.slot]
+            generation.cached = row.stop
+            if row.draw is not None:
+                generation.take(next(drawn))
+
+    def begin_anew(self) -> None:
+        """The workers have none of the tokens."""
+        for each in self.taken.values():
+            each.cached = 0
+
+    def end(self, error: Exception) -> None:
+        for each in self.taken.values():
+            each.end(error)
+
+
+def _may_go_on(error: CoordinatorError) -> bool:
+    """Whether the step may be made again: not while the workers may still be in it."""
+    return isinstance(error, CallStuckError) or not isinstance(error, CallTimeoutError)

@@ -1,0 +1,110 @@
+"""What a decoder has computed of each sequence so far: the keys and values of its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .sampling import Draw
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one sequence contributes to a step.
+
+    Attributes:
+        slot: where in the cache it is.
+        start: how many of its tokens are in the cache already.
+        tokens: the next ones, one or more.
+        draw: how the token after them is drawn; ``None``: it is known, the prompt goes on.
+    """
+
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    draw: Draw | None
+
+    @property
+    def stop(self) -> int:
+        """How many of its tokens are in the cache after this step."""
+        return self.start + len(self.tokens)
+
+
+class CacheLostError(RuntimeError):
+    """A sequence was to go on, but the cache does not hold it: the workers were restarted.
+
+    It can begin anew with all tokens that it has so far.
+    """
+
+
+class KVCache:
+    """Keys and values of this rank's heads and layers, for a number of sequences at once.
+
+    Memory is only used as far as it is written to.
+
+    Args:
+        layers: how many layers.
+        slots: sequences at once.
+        heads: this rank's key-value heads.
+        context: tokens of a sequence at most.
+        head_size: elements of a head.
+        dtype: of keys and values.
+        device: where they lie.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        slots: int,
+        heads: int,
+        context: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (layers, 2, slots, heads, context, head_size)
+        self._cells = torch.empty(shape, dtype=dtype, device=device)
+        self._context = context
+        self._lengths = [0] * slots
+
+    def extend(self, rows: Sequence[Row]) -> None:
+        """Make room for the tokens of a step. Every rank of the pool decides alike.
+
+        Raises:
+            CacheLostError: a sequence does not go on where its slot ends.
+            ValueError: a row has no such slot, no token, or more than there is room for.
+        """
+        for row in rows:
+            if not 0 <= row.slot < len(self._lengths) or not row.start < row.stop <= self._context:
+                raise ValueError(
+                    f"slot {row.slot}, tokens {row.start} to {row.stop}: there are "
+                    f"{len(self._lengths)} slots of {self._context} tokens"
+                )
+            if row.start not in (0, self._lengths[row.slot]):
+                raise CacheLostError(
+                    f"slot {row.slot} holds {self._lengths[row.slot]} tokens, not {row.start}"
+                )
+        for row in rows:
+            self._lengths[row.slot] = row.stop
+
+    def put(
+        self, layer: int, row: Row, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add a row's keys and values, each [heads, tokens, head_size].
+
+        Returns:
+            All of the sequence, each [heads, ``row.stop``, head_size]; views of the cache.
+        """
+        cells = self._cells[layer, :, row.slot, :, : row.stop]
+        cells[0, :, row.start :] = keys
+        cells[1, :, row.start :] = values
+        return cells[0], cells[1]
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        self._lengths = [0] * len(self._lengths)

@@ -1,0 +1,336 @@
+"""The engine's scheduling over workers in this process: who is computed when, and what is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from server.errors import (
+    CallStuckError,
+    CallTimeoutError,
+    PoolClosedError,
+    QueueFullError,
+    WorkerError,
+    WorkerLostError,
+)
+from server.workers.decoder import (
+    DecoderWorker,
+    Engine,
+    GenerationTimeoutError,
+    PromptTooLongError,
+    Sampling,
+)
+from tests.patience import PATIENCE_SECONDS, until
+from tests.server.fake_groups import FakeContext, FakeGroup, FakeGroups, _Hub
+from tests.server.tiny_llama import PROMPTS, greedy, make_llama
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from server.workers.decoder.kv_cache import Row
+    from shm_broadcast import CoordinatorError
+
+COUNT = 20
+LOST = WorkerLostError(0, 1, "killed by SIGKILL")
+
+
+class OneWorker:
+    """A pool of one worker, in this process. A step waits while ``closed`` is set."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        group = FakeGroup(0, 1, _Hub(1))
+        self.context: Any = FakeContext(
+            FakeGroups(group, group, group), torch.device("cpu"), lambda *_: None
+        )
+        self.worker = DecoderWorker(self.context, folder, **{"slots": 3, "length": 64, **options})
+        self.failure: CoordinatorError | None = None
+        self.steps: list[list[Row]] = []
+        self.before: Callable[[int], None] = lambda _: None
+        self.under_way = 0
+        self.may_go = threading.Event()
+        self.may_go.set()
+
+    def call(self, method: str, *args: Any, **_options: Any) -> Any:
+        if method == "step":
+            self.under_way += 1
+            assert self.may_go.wait(PATIENCE_SECONDS)
+            self.under_way -= 1
+            self.steps.append(*args)
+            self.before(len(self.steps))
+        try:
+            return getattr(self.worker, method)(*args)
+        except Exception as error:
+            raise WorkerError(0, method, type(error).__name__, str(error), "") from error
+
+    def lose(self) -> None:
+        self.worker.restore(self.context)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture
+def pool(llama: Path) -> OneWorker:
+    return OneWorker(llama)
+
+
+@pytest.fixture
+def engine(pool: OneWorker) -> Iterator[Engine]:
+    with Engine(pool, chunk=16, max_waiting=8) as made:
+        yield made
+        pool.may_go.set()
+    assert not [each for each in threading.enumerate() if each.name == "decoder-lane"]
+
+
+def test_prompts_together_give_what_each_gives_alone(
+    llama: Path, pool: OneWorker, engine: Engine
+) -> None:
+    expected = [greedy(llama, prompt, COUNT) for prompt in PROMPTS]
+    pool.may_go.clear()
+    asked = [engine.submit(prompt, COUNT) for prompt in PROMPTS]
+    pool.may_go.set()
+    assert [list(each) for each in asked] == expected
+    assert {each.reason for each in asked} == {"length"}
+    assert max(map(len, pool.steps)) == 3
+    assert max(sum(len(row.tokens) for row in rows) for rows in pool.steps) <= 16
+    assert [list(engine.submit(prompt, COUNT)) for prompt in PROMPTS] == expected
+
+
+def test_answers_go_on_while_a_long_prompt_is_read(pool: OneWorker, engine: Engine) -> None:
+    first = engine.submit([5], 30)
+    until(lambda: len(pool.steps) > 1)
+    list(engine.submit(PROMPTS[2], 1))
+    list(first)
+    reading = [rows for rows in pool.steps if any(len(row.tokens) > 1 for row in rows)]
+    assert len(reading) == 3
+    assert all(any(row.tokens != rows[0].tokens for row in rows) for rows in reading)
+
+
+def test_an_answer_ends_at_its_end(llama: Path, tmp_path: Path) -> None:
+    """At the token that ends it, which is not given out; unless that is not asked for."""
+    whole = greedy(llama, PROMPTS[0], COUNT)
+    other = make_llama(tmp_path / "model", eos_token_id=whole[6])
+    with Engine(OneWorker(other)) as engine:
+        ended = engine.submit(PROMPTS[0], COUNT)
+        assert list(ended) == whole[: whole.index(whole[6])]
+        assert ended.reason == "stop"
+        assert list(engine.submit(PROMPTS[0], COUNT, ignore_ends=True)) == whole
+
+
+def test_an_answer_ends_with_the_context(engine: Engine) -> None:
+    for max_tokens in (None, 1000):
+        asked = engine.submit(PROMPTS[0], max_tokens, ignore_ends=True)
+        assert len(list(asked)) == 64 - len(PROMPTS[0])
+        assert asked.reason == "length"
+    assert len(list(engine.submit([1] * 63))) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "error", "text"),
+    [
+        ([], 5, ValueError, "the prompt is empty"),
+        ([1] * 64, 5, PromptTooLongError, "has 64 tokens; with its answer at most 64 fit"),
+        ([257], 5, ValueError, "token id 257 is not in 0 to 256"),
+        ([3, -1], 5, ValueError, "token id -1 is not in"),
+        ([3], 0, ValueError, "max_tokens must be 1 or more; got 0"),
+    ],
+)
+def test_requests_that_make_no_sense(
+    engine: Engine, prompt: list[int], max_tokens: int, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        engine.submit(prompt, max_tokens)
+
+
+def test_sampling_with_a_seed_is_the_same_in_any_company(engine: Engine) -> None:
+    how = Sampling(temperature=2.0, seed=11)
+    alone = list(engine.submit(PROMPTS[0], COUNT, how))
+    asked = [engine.submit(prompt, COUNT, how) for prompt in PROMPTS]
+    assert list(asked[0]) == alone
+    assert list(engine.submit(PROMPTS[0], COUNT)) != alone
+    assert list(engine.submit(PROMPTS[0], COUNT, Sampling(temperature=2.0, seed=12))) != alone
+
+
+def test_without_a_seed_answers_differ(engine: Engine) -> None:
+    how = Sampling(temperature=5.0)
+    assert len({tuple(engine.submit(PROMPTS[0], COUNT, how)) for _ in range(3)}) == 3
+
+
+def test_cancelled_answers_free_their_slots(pool: OneWorker, engine: Engine) -> None:
+    asked = [engine.submit([5], ignore_ends=True) for _ in range(3)]
+    until(lambda: engine.running == 3)
+    waits, gone = engine.submit([7], 1), engine.submit([7], 1)
+    gone.cancel()
+    asked[1].cancel()
+    assert len(list(waits)) == 1
+    assert (list(gone), gone.reason) == ([], "cancelled")
+    assert len(list(asked[1])) < 63
+    assert asked[1].reason == "cancelled"
+    with asked[0], asked[2]:
+        pass
+    until(lambda: engine.running == 0)
+
+
+def test_no_more_wait_than_may(pool: OneWorker, engine: Engine) -> None:
+    pool.may_go.clear()
+    begun = [engine.submit([5], 1)]
+    until(lambda: engine.running == 1)
+    waiting = [engine.submit([5], 1) for _ in range(8)]
+    with pytest.raises(QueueFullError, match="no room for 1 more: 8 of at most 8 wait"):
+        engine.submit([5], 1)
+    waiting[0].cancel()
+    again = engine.submit([5], 1)
+    pool.may_go.set()
+    assert [len(list(each)) for each in (*begun, *waiting, again)] == [1, 0] + [1] * 8
+
+
+def test_lost_workers_change_no_answer(llama: Path, pool: OneWorker, engine: Engine) -> None:
+    how = Sampling(temperature=3.0, seed=4)
+    expected = [greedy(llama, prompt, COUNT) for prompt in PROMPTS]
+    drawn = list(engine.submit(PROMPTS[1], COUNT, how))
+    begun = len(pool.steps)
+
+    def lose_sometimes(step: int) -> None:
+        if (step - begun) % 7 == 3:
+            pool.lose()  # and the call is answered by an error of the worker
+        if (step - begun) % 7 == 5:
+            pool.lose()
+            raise LOST
+        if (step - begun) == 13:
+            raise CallStuckError("step", 1.0)
+
+    pool.before = lose_sometimes
+    asked = [engine.submit(prompt, COUNT) for prompt in PROMPTS]
+    sampled = engine.submit(PROMPTS[1], COUNT, how)
+    assert [list(each) for each in asked] == expected
+    assert list(sampled) == drawn
+    assert len(pool.steps) - begun > 14
+
+
+def test_what_is_always_lost_fails_and_the_engine_goes_on(pool: OneWorker, engine: Engine) -> None:
+    def lose_a_seven(_: int) -> None:
+        if any(7 in row.tokens for row in pool.steps[-1]):
+            raise LOST
+
+    pool.before = lose_a_seven
+    with pytest.raises(WorkerLostError):
+        list(engine.submit([7], 5))
+    assert len(pool.steps) == 3
+    assert len(list(engine.submit([5], 5))) == 5
+
+
+def test_a_step_that_is_late_is_not_made_again(pool: OneWorker, engine: Engine) -> None:
+    def late(step: int) -> None:
+        if step == 3:
+            raise CallTimeoutError("step", 1.0)
+
+    pool.before = late
+    asked = engine.submit([5], 9, ignore_ends=True)
+    tokens = iter(asked)
+    assert [next(tokens), next(tokens)]
+    with pytest.raises(CallTimeoutError):
+        next(tokens)
+    assert len(list(engine.submit([5], 9, ignore_ends=True))) == 9
+
+
+def test_a_pool_that_is_broken_ends_all(pool: OneWorker, engine: Engine) -> None:
+    def fail(step: int) -> None:
+        if step == 5:
+            pool.failure = LOST
+            raise LOST
+
+    pool.before = fail
+    asked = [engine.submit([5], ignore_ends=True) for _ in range(4)]
+    for each in asked:
+        with pytest.raises(WorkerLostError, match="rank 0"):
+            list(each)
+    with pytest.raises(WorkerLostError, match="rank 0"):
+        engine.submit([5])
+
+
+def test_an_error_of_the_engine_itself_hangs_nobody(pool: OneWorker, engine: Engine) -> None:
+    pool.before = lambda _: [][0]
+    with pytest.raises(IndexError):
+        list(engine.submit([5]))
+    with pytest.raises(IndexError):
+        engine.submit([5])
+
+
+def test_closing_ends_what_is_under_way(pool: OneWorker, engine: Engine) -> None:
+    asked = [engine.submit([5], ignore_ends=True) for _ in range(4)]
+    next(iter(asked[0]))
+    engine.close(PATIENCE_SECONDS)
+    for each in asked[1:]:
+        with pytest.raises(PoolClosedError, match="the engine was closed"):
+            list(each)
+    with pytest.raises(PoolClosedError):
+        engine.submit([5])
+
+
+def test_a_token_that_does_not_come_in_time(pool: OneWorker, engine: Engine) -> None:
+    pool.may_go.clear()
+    asked = engine.submit([5], timeout=0.05)
+    with pytest.raises(GenerationTimeoutError, match=r"no token within 0.05 s"):
+        list(asked)
+    pool.may_go.set()
+    until(lambda: engine.running == 0)
+
+
+def test_many_at_once_from_an_event_loop(llama: Path, pool: OneWorker, engine: Engine) -> None:
+    expected = [greedy(llama, prompt, 5) for prompt in PROMPTS]
+
+    async def one(at: int) -> list[int]:
+        return [token async for token in engine.submit(PROMPTS[at], 5, timeout=PATIENCE_SECONDS)]
+
+    async def late() -> None:
+        pool.may_go.clear()
+        with pytest.raises(GenerationTimeoutError):
+            async for _ in engine.submit([5], timeout=0.05):
+                pass
+        pool.may_go.set()
+
+    async def both() -> list[list[int]]:
+        found = await asyncio.gather(*(one(at) for at in range(4)))
+        await late()
+        return found
+
+    assert asyncio.run(both()) == expected
+
+
+def test_a_loop_that_is_gone_does_not_harm_the_engine(pool: OneWorker, engine: Engine) -> None:
+    async def leave() -> None:
+        async for _ in engine.submit([5], ignore_ends=True):
+            return
+
+    asyncio.run(leave())
+    assert len(list(engine.submit([7], 5, ignore_ends=True))) == 5
+
+
+def test_a_step_must_have_room_for_every_sequence(pool: OneWorker) -> None:
+    with pytest.raises(ValueError, match="chunk must be 3, the slots, or more; got 2"):
+        Engine(pool, chunk=2)
+
+
+def test_every_stage_has_a_step_under_way(llama: Path) -> None:
+    """Two lanes, each with slots of its own."""
+    pool = OneWorker(llama, slots=5)
+    room = pool.worker.room()
+    pool.worker._room = replace(room, stages=2)
+    with Engine(pool) as engine:
+        pool.may_go.clear()
+        asked = [engine.submit([5], 4, ignore_ends=True) for _ in range(2)]
+        until(lambda: pool.under_way == 2)
+        assert [len(lane.taken) for lane in engine._lanes] == [1, 1]
+        asked += [engine.submit([5], 4, ignore_ends=True) for _ in range(9)]
+        pool.may_go.set()
+        assert [len(list(each)) for each in asked] == [4] * 11
+    assert {row.slot for rows in pool.steps for row in rows} == {*range(5)}
+    assert all(len({row.slot % 2 for row in rows}) == 1 for rows in pool.steps)

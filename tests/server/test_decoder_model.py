@@ -1,0 +1,248 @@
+"""The decoder's arithmetic, its ranks as threads, against transformers in one piece."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from coordinator.layout import MissingTensorError, TensorShapeError
+from server.workers.decoder.decoder_config import DecoderFolder, DecoderFolderError, is_decoder
+from server.workers.decoder.decoder_worker import DecoderWorker
+from server.workers.decoder.kv_cache import CacheLostError, Row
+from server.workers.decoder.sampling import Draw, Sampling, choose
+from server.workers.parallel import HeadSplit
+from tests.server.fake_groups import run_threads
+from tests.server.test_minilm_config import edit
+from tests.server.tiny_llama import PROMPTS, greedy, make_llama
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+GREEDY = Draw(Sampling(), 0.0)
+COUNT = 20
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama") / "model")
+
+
+def steps_of(answers: Sequence[Sequence[int]], chunk: int, every: int = 2) -> list[list[Row]]:
+    """Steps in which each sequence of `PROMPTS` begins ``every`` steps after the one before, and
+    is fed ``chunk`` tokens at a time until its prompt ends, then one of its answer at a time.
+    """
+    steps: list[list[Row]] = []
+    for slot, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
+        at = slot * every
+        starts = [*range(0, len(prompt), chunk), *range(len(prompt), len(prompt) + len(answer) - 1)]
+        for start, stop in zip(starts, [*starts[1:], len(prompt) + len(answer) - 1], strict=True):
+            steps += [[] for _ in range(at + 1 - len(steps))]
+            draw = None if stop < len(prompt) else GREEDY
+            steps[at].append(Row(slot, start, [*prompt, *answer][start:stop], draw))
+            at += 1
+    return steps
+
+
+def drawn(folder: Path, tp: int, pp: int, steps: list[list[Row]], **options: Any) -> dict[int, Any]:
+    """What the last stage draws for each slot."""
+
+    def body(context: Any) -> list[Any]:
+        worker = DecoderWorker(context, folder, slots=len(PROMPTS), length=128, **options)
+        return [worker.step(rows) for rows in steps]
+
+    results = run_threads(tp, pp, body)
+    assert all(found is None for found in results[0]) == (tp * pp > tp)
+    found: dict[int, list[int]] = {}
+    for rows, tokens in zip(steps, results[tp * (pp - 1)], strict=True):
+        for row, token in zip([row for row in rows if row.draw], tokens, strict=True):
+            found.setdefault(row.slot, []).append(token)
+    return found
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (3, 3)])
+@pytest.mark.parametrize("chunk", [100, 7])
+def test_tokens_are_those_of_transformers(llama: Path, tp: int, pp: int, chunk: int) -> None:
+    expected = [greedy(llama, prompt, COUNT) for prompt in PROMPTS]
+    assert len({tuple(answer) for answer in expected}) == len(PROMPTS)
+    found = drawn(llama, tp, pp, steps_of(expected, chunk))
+    assert found == dict(enumerate(expected))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 6, "num_attention_heads": 6},
+        {"head_dim": None, "rms_norm_eps": 1e-2, "rope_parameters": {"rope_theta": 100.0}},
+        {"vocab_size": 258, "num_key_value_heads": 2},
+    ],
+    ids=str,
+)
+def test_other_decoders(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = make_llama(tmp_path / "model", **changes)
+    expected = [greedy(folder, prompt, COUNT) for prompt in PROMPTS]
+    for tp, pp in [(1, 1), (2, 1), (1, 3)]:
+        assert drawn(folder, tp, pp, steps_of(expected, 11)) == dict(enumerate(expected))
+
+
+def test_half_precision(llama: Path) -> None:
+    expected = [greedy(llama, prompt, 4) for prompt in PROMPTS]
+    found = drawn(llama, 2, 1, steps_of(expected, 100), dtype="float16")
+    same = sum(found[slot][0] == answer[0] for slot, answer in enumerate(expected))
+    assert same >= len(PROMPTS) - 1
+
+
+def test_a_slot_is_used_again(llama: Path) -> None:
+    """What an earlier sequence has left there is not seen."""
+    expected = greedy(llama, PROMPTS[0], 1)
+    steps = [[Row(0, 0, PROMPTS[2], GREEDY)], [Row(0, 0, PROMPTS[0], GREEDY)]]
+    assert drawn(llama, 2, 1, steps)[0][1:] == expected
+
+
+def test_a_sequence_that_the_cache_does_not_hold(llama: Path) -> None:
+    def body(context: Any) -> Any:
+        worker = DecoderWorker(context, llama, slots=2, length=128)
+        first = worker.step([Row(0, 0, PROMPTS[0], GREEDY)])
+        wrong = [Row(1, 0, [5], GREEDY), Row(0, 4, [5], GREEDY)]
+        with pytest.raises(CacheLostError, match="slot 0 holds 5 tokens, not 4"):
+            worker.step(wrong)
+        worker.restore(context)
+        with pytest.raises(CacheLostError, match="slot 0 holds 0 tokens, not 5"):
+            worker.step([Row(0, 5, [5], GREEDY)])
+        return first, worker.step([Row(0, 0, PROMPTS[0], GREEDY)])
+
+    first, again = run_threads(2, 2, body)[2]
+    assert first == again == greedy(llama, PROMPTS[0], 1)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(2, 0, [5], GREEDY),
+        Row(-1, 0, [5], GREEDY),
+        Row(0, 0, [], GREEDY),
+        Row(0, 0, [1] * 9, None),
+    ],
+    ids=str,
+)
+def test_a_row_that_has_no_place(llama: Path, row: Row) -> None:
+    def body(context: Any) -> None:
+        worker = DecoderWorker(context, llama, slots=2, length=8)
+        with pytest.raises(ValueError, match="2 slots of 8 tokens"):
+            worker.step([row])
+
+    run_threads(1, 1, body)
+
+
+def test_a_long_prompt_is_not_drawn_from_before_its_end(llama: Path) -> None:
+    assert drawn(llama, 2, 1, [[Row(0, 0, [1, 2, 3], None)]]) == {}
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "ranks", "expected"),
+    [
+        (9, 3, 2, ((6, 3), (2, 1))),
+        (9, 3, 3, ((3, 3, 3), (1, 1, 1))),
+        (8, 8, 3, ((3, 3, 2), (3, 3, 2))),
+        (4, 1, 1, ((4,), (1,))),
+    ],
+)
+def test_heads_are_cut_whole(queries: int, keys: int, ranks: int, expected: Any) -> None:
+    heads = HeadSplit.over(queries, keys, ranks)
+    assert (heads.queries, heads.keys) == expected
+    assert heads.query_sizes(64) == tuple(64 * count for count in expected[0])
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "message"),
+    [(4, 1, "tp must be 1 to 3, the model's key-value heads; got 4"), (1, 4, "pp must be 1 to 3")],
+)
+def test_a_pool_that_does_not_fit(llama: Path, tp: int, pp: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_threads(tp, pp, lambda context: DecoderWorker(context, llama))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type is 'mamba'; only 'llama'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "the rotary embedding is 'llama3'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "embedding is 'linear'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"attention_bias": True}, "biases are not supported"),
+        ({"head_dim": 7}, "a head has 7 elements"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers"),
+    ],
+)
+def test_a_config_that_cannot_be_run(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    folder = make_llama(tmp_path / "model")
+    edit(folder / "config.json", **changes)
+    with pytest.raises(DecoderFolderError, match=message):
+        DecoderFolder.open(folder)
+
+
+def test_folders(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "model")
+    assert is_decoder(folder)
+    assert not is_decoder(tmp_path)
+    assert DecoderFolder.open(folder).ends == {256}
+    edit(folder / "generation_config.json", eos_token_id=[256, 7])
+    assert DecoderFolder.open(folder).ends == {256, 7}
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(DecoderFolderError, match=r"no tokenizer\.json"):
+        DecoderFolder.open(folder)
+    with pytest.raises(FileNotFoundError, match="no such model folder"):
+        DecoderFolder.open(tmp_path / "none")
+
+
+def test_weights_that_are_not_the_configs(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "model")
+    edit(folder / "config.json", intermediate_size=42)
+    with pytest.raises(TensorShapeError, match=r"has shape \[41, 36\]"):
+        run_threads(1, 1, lambda context: DecoderWorker(context, folder))
+    edit(folder / "config.json", intermediate_size=41, num_hidden_layers=4)
+    with pytest.raises(MissingTensorError, match=r"no tensor named model\.layers\.3\."):
+        run_threads(1, 1, lambda context: DecoderWorker(context, folder))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_p": float("nan")},
+        {"top_k": -1},
+    ],
+    ids=str,
+)
+def test_sampling_that_makes_no_sense(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+        Sampling(**wrong)
+
+
+def test_sampling_draws_by_chance() -> None:
+    """Of 4 tokens with chances 0.1, 0.2, 0.3 and 0.4: the likely ones come first."""
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+    numbers = [0.0, 0.39, 0.41, 0.69, 0.71, 0.89, 0.91, 0.999999]
+
+    def draw(**how: Any) -> list[int]:
+        draws = [
+            Draw(Sampling(temperature=1.0) if not how else Sampling(**how), n) for n in numbers
+        ]
+        return choose(logits.expand(len(numbers), 4), draws)
+
+    assert draw() == [3, 3, 2, 2, 1, 1, 0, 0]
+    assert draw(temperature=0.0) == [3] * 8
+    assert draw(temperature=1e-300) == [3] * 8
+    assert draw(temperature=1.0, top_k=1) == [3] * 8
+    assert draw(temperature=1.0, top_p=1e-9) == [3] * 8
+    assert set(draw(temperature=1.0, top_p=0.5)) == {3, 2}
+    assert set(draw(temperature=1.0, top_k=3)) == {3, 2, 1}
+    assert set(draw(temperature=1e6)) == {0, 1, 2, 3}
