@@ -5,7 +5,7 @@ sleepers. It is correct only by the order of its steps; see the ordering rule in
 `shm_broadcast.layout`.
 
 Guarantees: `Doorbell.ring` wakes every waiter whose condition became true before the call. If a
-wake-up were lost all the same, the waiter would look again after `SLICE_SECONDS`.
+wake-up were lost all the same, the waiter would look again after its slice of sleep.
 
 Assumes: whoever rings has stored its change before.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Final
 
 from shm_broadcast.layout import DOORBELL_SLEEPERS
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 
 SLICE_SECONDS: Final = 0.04
 """How long a waiter sleeps at most before it looks again: its condition, abort, lost peers."""
+
+LONG_SLICE_SECONDS: Final = 0.16
+"""The same for a waiter that has slept for `SHORT_SLICES` of them already. A look takes 100 µs of a
+core that had gone on to other work, which an idle reader would pay for 25 times a second."""
+
+SHORT_SLICES: Final = 25
 
 DEFAULT_SPIN_SECONDS: Final = 200e-6
 """How long a waiter spins before it sleeps.
@@ -56,7 +63,7 @@ class Doorbell:
         ready: Callable[[], bool],
         deadline: Deadline,
         *,
-        slice_seconds: float = SLICE_SECONDS,
+        slice_seconds: float | None = None,
         spin_seconds: float = DEFAULT_SPIN_SECONDS,
         between_slices: Callable[[], None],
     ) -> bool:
@@ -65,7 +72,8 @@ class Doorbell:
         Args:
             ready: the condition; cheap, called many times.
             deadline: when to give up.
-            slice_seconds: how long to sleep at most before ``ready`` is called again.
+            slice_seconds: how long to sleep at most before ``ready`` is called again; None:
+                `SLICE_SECONDS`, later `LONG_SLICE_SECONDS`.
             spin_seconds: how long to spin before the first sleep, and again after each ring.
             between_slices: called before every sleep; what it raises ends the wait.
         """
@@ -79,7 +87,7 @@ class Doorbell:
         self,
         ready: Callable[[], bool],
         deadline: Deadline,
-        slice_seconds: float,
+        slice_seconds: float | None,
         between_slices: Callable[[], None],
     ) -> bool | None:
         """Sleep, in slices. Returns True if ``ready()``, False at the deadline, None once it rang.
@@ -88,6 +96,10 @@ class Doorbell:
         there are sleepers, every ring costs the ringer a system call.
         """
         words, sleepers = self._words, self.offset + DOORBELL_SLEEPERS
+        if slice_seconds is None:
+            slices = chain(repeat(SLICE_SECONDS, SHORT_SLICES), repeat(LONG_SLICE_SECONDS))
+        else:
+            slices = chain(repeat(slice_seconds))
         words.add32(sleepers, 1)
         try:
             while True:
@@ -99,7 +111,7 @@ class Doorbell:
                 between_slices()
                 if deadline.expired:
                     return False
-                words.sleep_on(self.offset, seen, deadline.remaining(slice_seconds))
+                words.sleep_on(self.offset, seen, deadline.remaining(next(slices)))
                 if words.load32(self.offset) != seen:
                     return None
         finally:

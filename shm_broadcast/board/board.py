@@ -32,7 +32,7 @@ from shm_broadcast.board.history import outcome_of, read_history
 from shm_broadcast.board.members import Members
 from shm_broadcast.board.outward import Outward
 from shm_broadcast.board.stacks import write_stacks_when_asked
-from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS, SLICE_SECONDS, Doorbell
+from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS, Doorbell
 from shm_broadcast.errors import (
     GroupAbortedError,
     GroupClosedError,
@@ -404,10 +404,9 @@ class Board:
                 raise PeerLostError(self._titled(operation), self.member_status(gone))
 
         doorbell = self._doorbells[self._require_member(operation)]
-        pause = SLICE_SECONDS if poll is None else min(poll, SLICE_SECONDS)
         try:
             in_time = doorbell.wait(
-                ready, deadline, slice_seconds=pause, spin_seconds=spin, between_slices=look
+                ready, deadline, slice_seconds=poll, spin_seconds=spin, between_slices=look
             )
         finally:
             if entry and self._outward is not None:

@@ -89,7 +89,8 @@ class MessageQueue(QueueEnd):
             type: a type that msgspec can validate; ``None`` carries any picklable object.
             zero_copy: let readers use buffers of 1 MiB and more where they lie: see `dequeue`.
             watch: called with the operation's name when a call begins to wait and then every
-                40 ms; what it raises ends the call, as `Board.check` of another board does.
+                40 ms, after a second every 160 ms; what it raises ends the call, as `Board.check`
+                of another board does.
 
         Raises:
             ValueError: the numbers do not fit together, or an address or a secret is missing.

@@ -10,7 +10,14 @@ import pytest
 from shm_broadcast import _native
 from shm_broadcast.atomics import PythonWords, WordsLike
 from shm_broadcast.deadline import NEVER, Deadline
-from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS, SLICE_SECONDS, AdaptiveSpin, Doorbell
+from shm_broadcast.doorbell import (
+    DEFAULT_SPIN_SECONDS,
+    LONG_SLICE_SECONDS,
+    SHORT_SLICES,
+    SLICE_SECONDS,
+    AdaptiveSpin,
+    Doorbell,
+)
 from shm_broadcast.layout import DOORBELL_SLEEPERS
 
 AT = 64
@@ -125,6 +132,29 @@ def test_a_ring_wakes_every_thread_that_waits(doorbell: Doorbell, words: WordsLi
         thread.join(10)
     assert woken == [True] * 3
     assert words.load32(AT + DOORBELL_SLEEPERS) == 0
+
+
+class Unslept(PythonWords):
+    """Notes how long it should sleep, and does not."""
+
+    def __init__(self) -> None:
+        super().__init__(bytearray(128))
+        self.slept: list[float] = []
+
+    def sleep_on(self, doorbell: int, seen: int, seconds: float, /) -> None:  # noqa: ARG002
+        self.slept.append(seconds)
+
+
+def test_who_has_slept_for_a_second_looks_less_often() -> None:
+    words = Unslept()
+    doorbell = Doorbell(words, AT)
+    assert doorbell.wait(lambda: len(words.slept) == 27, NEVER, between_slices=nothing)
+    assert words.slept == [SLICE_SECONDS] * SHORT_SLICES + [LONG_SLICE_SECONDS] * 2
+
+    words.slept.clear()
+    wait = {"slice_seconds": 0.001, "between_slices": nothing}
+    assert doorbell.wait(lambda: len(words.slept) == 40, NEVER, **wait)
+    assert words.slept == [0.001] * 40
 
 
 def test_a_lost_wake_up_costs_one_slice(doorbell: Doorbell, words: WordsLike) -> None:
