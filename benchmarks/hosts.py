@@ -1,8 +1,9 @@
 """A pool over two hosts (network namespaces): what its calls cost, and how soon a fault is known.
 
-    python -m benchmarks.hosts [--rounds N]
+    python -m benchmarks.hosts [--rounds N] [--vllm PYTHON]
 
-Needs root, for the namespaces. Times are medians and worst cases over the rounds.
+Needs root, for the namespaces. Times are medians and worst cases over the rounds. With an
+interpreter that has vLLM, its queue between hosts is measured beside ours.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import os
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
-from tempfile import mkdtemp
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import TYPE_CHECKING, Any
 
 from server.errors import WorkerLostError
@@ -33,16 +36,20 @@ if TYPE_CHECKING:
 CALLS = 1000
 FOUR = {"worker": Restored, "tp": 2, "pp": 2}
 SILENCE = {"silence_seconds": 1.5}
+SLOW = (0.02, 0.01)
+"""A cable of 20 ms, which loses 1 % of the packets."""
 
 
 def main() -> None:
     """Measure everything, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds (default 5)")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM")
+    options = parser.parse_args()
+    rounds = options.rounds
     found: dict[str, list[float]] = {}
     for number in range(rounds):
-        for what, seconds in (*_calls(), *_ray_calls(), *_faults()):
+        for what, seconds in (*_calls(), *_vllm_calls(options.vllm), *_ray_calls(), *_faults()):
             found.setdefault(what, []).append(seconds)
         sys.stderr.write(f"round {number + 1} of {rounds}\n")
     for what, times in found.items():
@@ -55,11 +62,36 @@ def _calls() -> list[tuple[str, float]]:
         here = no_ops(pool)
     began = time.monotonic()
     there, ready = _over(no_ops_and_start)
+    slow = _over(slow_no_ops, cable=SLOW)
     return [
         ("no-op call, four workers on one host", here),
         ("no-op call, four workers on two hosts", there),
+        ("the same over 20 ms and 1 % loss", slow),
         ("from nothing to the first answer, two hosts", ready - began),
     ]
+
+
+def _vllm_calls(python: str | None) -> list[tuple[str, float]]:
+    """Beside them, vLLM's queues: the head and two workers on one host, two on the other."""
+    if python is None:
+        return []
+    with two_hosts("IPv4") as hosts, TemporaryDirectory() as folder, ExitStack() as stack:
+        for rank in range(4):
+            host = hosts[rank // 2]
+            local = str(int(host is hosts[0]))
+            worker = _vllm(python, host, folder, str(rank), local)
+            stack.callback(worker.wait)
+        head = stack.enter_context(_vllm(python, hosts[0], folder, str(CALLS)))
+        answer, _ = head.communicate()
+    return [("no-op call, vLLM's queues, four workers on two hosts", float(answer.split()[-1]))]
+
+
+def _vllm(python: str, host: Host, folder: str, *arguments: str) -> subprocess.Popen[str]:
+    there = ["nsenter", "--net", f"--target={host.pid}"]
+    command = [*there, python, "-m", "benchmarks.hosts_vllm", folder, host.address, *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "VLLM_HOST_IP": host.address}
+    )
 
 
 def _ray_calls() -> list[tuple[str, float]]:
@@ -95,6 +127,7 @@ def _ray_at_work(ray: Any) -> Iterator[None]:
 def _faults() -> list[tuple[str, float]]:
     stays = {**FOUR, "restart": "worker"}
     error, answer = _over(loses_a_worker, stays)
+    slow_error, _ = _over(loses_a_worker, stays, cable=SLOW)
     host_error = _over(loses_a_host, FOUR, may_die=[1])
     folder = mkdtemp()
     _over(ends, FOUR, may_die=[0], folder=folder)
@@ -103,6 +136,9 @@ def _faults() -> list[tuple[str, float]]:
     return [
         ("a worker on the other host is killed: the caller's error", error),
         ("  the first right answer (restart='worker')", answer),
+        ("a rank aborts: the rank on the other host has the error", _abort()),
+        ("the same over 20 ms and 1 % loss", _abort(*SLOW)),
+        ("a worker is killed, over 20 ms and 1 % loss: the caller's error", slow_error),
         ("the other host's process is killed: the caller's error", host_error),
         ("the head is killed: the other host's workers have ended", gone),
         ("the cable is cut (silence_seconds=1.5): the caller's error", cut),
@@ -115,11 +151,12 @@ def _over(
     changes: dict[str, Any] | None = None,
     may_die: list[int] | None = None,
     folder: str = "",
+    cable: tuple[float, float] = (0.0, 0.0),
 ) -> Any:
     """What ``body(pool, folder, hosts)`` gives."""
     folder = folder or mkdtemp()
     try:
-        with two_hosts("IPv4") as hosts:
+        with two_hosts("IPv4", *cable) as hosts:
             return run_ranks(
                 *(2, _rank, folder, hosts, body, options or FOUR, changes),
                 may_die=may_die or [],
@@ -138,14 +175,31 @@ def _rank(rank: int, n: int, folder: str, hosts: tuple[Host, Host], *rest: Any) 
     return ended
 
 
-def no_ops(pool: WorkerPool, *_: Any) -> float:
+def _abort(*cable: float) -> float:
+    """Seconds until the abort of a rank has ended the wait of the rank on the other host."""
+    with TemporaryDirectory() as folder, two_hosts("IPv4", *cable) as hosts:
+        run_ranks(2, over_hosts, folder, hosts, is_aborted, (folder,))
+        return noted(folder, "aborted-0") - noted(folder, "aborted-1")
+
+
+def is_aborted(pool: WorkerPool, folder: str) -> None:
+    """Rank 1 aborts."""
+    pool.submit("abort_and_note", 1, Path(folder)).exception(60)
+
+
+def no_ops(pool: WorkerPool, *_: Any, calls: int = CALLS) -> float:
     """The median seconds of a call."""
     times = []
-    for _ in range(CALLS):
+    for _ in range(calls):
         began = time.perf_counter()
         pool.call("echo")
         times.append(time.perf_counter() - began)
     return statistics.median(times)
+
+
+def slow_no_ops(pool: WorkerPool, *_: Any) -> float:
+    """The median seconds of a call that takes long."""
+    return no_ops(pool, calls=CALLS // 10)
 
 
 def no_ops_and_start(pool: WorkerPool, *_: Any) -> tuple[float, float]:

@@ -15,17 +15,19 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _CLONE_NEWNET = 0x40000000
 _KEEPER = ("unshare", "--net", "sh", "-c", "echo made && exec cat")
 _DEVICE = "cable"
+_ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,7 @@ class Host:
 
     def enter(self) -> None:
         """Move this thread, and the threads it starts from now on, to this host."""
-        with Path(f"/proc/{self.pid}/ns/net").open() as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
-                number = ctypes.get_errno()
-                raise OSError(number, os.strerror(number))
+        enter_network_of(self.pid)
 
     def unplug(self) -> None:
         """From now on, what this host sends to the other is lost without a word."""
@@ -78,6 +77,18 @@ def unavailable() -> str | None:
         return str(error)
 
 
+def enter_network_of(pid: int) -> None:
+    """Move this thread, and what it starts from now on, to the network of process ``pid``.
+
+    Raises:
+        OSError: not without root.
+    """
+    with Path(f"/proc/{pid}/ns/net").open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+
 def isolate() -> None:
     """Move this thread, and what it starts from now on, to a network with loopback only.
 
@@ -91,8 +102,15 @@ def isolate() -> None:
 
 
 @contextmanager
-def two_hosts(family: Literal["IPv4", "IPv6"]) -> Iterator[tuple[Host, Host]]:
+def two_hosts(
+    family: Literal["IPv4", "IPv6"], latency: float = 0.0, loss: float = 0.0
+) -> Iterator[tuple[Host, Host]]:
     """Two joined namespaces that have addresses of ``family`` only, loopback included.
+
+    Args:
+        family: of their addresses.
+        latency: seconds that a packet takes to the other host.
+        loss: the share of packets that get lost. With either, the cable cannot be unplugged.
 
     Raises:
         RuntimeError: they cannot be made here.
@@ -103,8 +121,11 @@ def two_hosts(family: Literal["IPv4", "IPv6"]) -> Iterator[tuple[Host, Host]]:
             Host(stack.enter_context(_namespace()), first, second),
             Host(stack.enter_context(_namespace()), second, first),
         )
-        there = ("peer", "name", _DEVICE, "netns", str(hosts[1].pid))
-        hosts[0].ip("link", "add", _DEVICE, "type", "veth", *there)
+        if latency or loss:
+            stack.enter_context(_slow_cable(hosts, latency, loss))
+        else:
+            there = ("peer", "name", _DEVICE, "netns", str(hosts[1].pid))
+            hosts[0].ip("link", "add", _DEVICE, "type", "veth", *there)
         for host in hosts:
             _configure(host, family)
         yield hosts
@@ -113,9 +134,22 @@ def two_hosts(family: Literal["IPv4", "IPv6"]) -> Iterator[tuple[Host, Host]]:
 @contextmanager
 def _namespace() -> Iterator[int]:
     """A new network namespace; the process that keeps it."""
-    with subprocess.Popen(
-        _KEEPER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as keeper:
+    with _kept(_KEEPER) as pid:
+        yield pid
+
+
+@contextmanager
+def _slow_cable(hosts: tuple[Host, Host], latency: float, loss: float) -> Iterator[None]:
+    places = [_DEVICE, *(str(host.pid) for host in hosts)]
+    with _kept([sys.executable, "-m", "tests.slow_cable", *places, str(latency), str(loss)]):
+        yield
+
+
+@contextmanager
+def _kept(command: Sequence[str]) -> Iterator[int]:
+    """A process that says "made" and then lives as long as its standard input; its pid."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=_ROOT) as keeper:
         if keeper.stdout is None or keeper.stdout.readline() != b"made\n":
             _, error = keeper.communicate()
             raise RuntimeError(error.decode().strip())

@@ -7,8 +7,9 @@ import signal
 import socket
 import time
 from contextlib import suppress
+from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import psutil
@@ -44,9 +45,6 @@ from tests.server.over_hosts import (
 )
 from tests.server.workers import Restored, Unlucky, Worker
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 Hosts = tuple[Host, Host]
 
 _UNAVAILABLE = unavailable()
@@ -54,8 +52,13 @@ pytestmark = pytest.mark.skipif(_UNAVAILABLE is not None, reason=str(_UNAVAILABL
 
 NAMED_WITHIN = 2.0
 """Seconds in which, as promised, the end of a host is named on the others."""
+ABORTED_WITHIN = 0.2
+"""Seconds in which, as promised, an abort crosses to the other host."""
 HEADLESS_END_WITHIN = 5.0
 """Seconds in which the workers of all hosts end when the head does."""
+
+SLOW = (0.02, 0.01)
+"""A cable of 20 ms, which loses 1 % of the packets."""
 
 
 def pids_of(pool: WorkerPool) -> list[int]:
@@ -85,9 +88,12 @@ def uses(pool: WorkerPool) -> dict[str, Any]:
     return found
 
 
-def test_calls_streams_errors_and_status_are_those_of_one_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cable", [(0.0, 0.0), SLOW], ids=["fast", "slow"])
+def test_calls_streams_errors_and_status_are_those_of_one_host(
+    cable: tuple[float, float], tmp_path: Path
+) -> None:
     options = {"tp": 2, "pp": 2}
-    with two_hosts("IPv4") as hosts:
+    with two_hosts("IPv4", *cable) as hosts:
         found, end = run_ranks(2, over_hosts, str(tmp_path), hosts, uses, (), options)
     assert found["total"] == [4.0] * 4
     assert found["ranks"] == [0, 1, 2, 3]
@@ -148,10 +154,14 @@ def loses_a_worker(pool: WorkerPool, rank: int) -> tuple[str, float, list[int]]:
     return str(caught.value), seconds, [caught.value.rank, caught.value.pid, pids[rank]]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_worker_is_named_and_all_hosts_workers_end(victim: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("victim", "cable"), [(0, (0.0, 0.0)), (1, (0.0, 0.0)), (1, SLOW)], ids=["0", "1", "1 slow"]
+)
+def test_a_killed_worker_is_named_and_all_hosts_workers_end(
+    victim: int, cable: tuple[float, float], tmp_path: Path
+) -> None:
     def attempt() -> float:
-        with two_hosts("IPv4") as hosts:
+        with two_hosts("IPv4", *cable) as hosts:
             (text, seconds, found), end = run_ranks(
                 2, over_hosts, mkdtemp(dir=tmp_path), hosts, loses_a_worker, (victim,)
             )
@@ -163,6 +173,23 @@ def test_a_killed_worker_is_named_and_all_hosts_workers_end(victim: int, tmp_pat
         return float(seconds)
 
     assert quickest(attempt, 1.0) < 1.0
+
+
+def is_aborted(pool: WorkerPool, folder: str, rank: int) -> None:
+    call = pool.submit("abort_and_note", rank, Path(folder))
+    with pytest.raises(WorkerError):
+        call.result(PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_abort_crosses_to_the_other_host(rank: int, tmp_path: Path) -> None:
+    def attempt() -> float:
+        folder = mkdtemp(dir=tmp_path)
+        with two_hosts("IPv4") as hosts:
+            run_ranks(2, over_hosts, folder, hosts, is_aborted, (folder, rank))
+        return noted(folder, f"aborted-{1 - rank}") - noted(folder, f"aborted-{rank}")
+
+    assert quickest(attempt, ABORTED_WITHIN) < ABORTED_WITHIN
 
 
 def replaces(pool: WorkerPool, victim: int) -> tuple[list[list[str]], int]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from server.errors import CallRefusedError
-from shm_broadcast import DivergenceError
+from shm_broadcast import DivergenceError, GroupAbortedError
 from tests.patience import until
 
 if TYPE_CHECKING:
@@ -162,6 +162,20 @@ class Worker:
             self.groups.world.abort(error)
             raise error
         return self.total(1.0) if wait else 0.0
+
+    def abort_and_note(self, rank: int, folder: Path) -> None:
+        """One of two ranks aborts the group in which the other one waits; both note the moment."""
+        world, aborted = self.groups.world, folder / f"aborted-{self.rank}"
+        if self.rank == rank:
+            until(lambda: "all_reduce" in world.status()[1 - rank].operation)
+            aborted.write_text(repr(time.monotonic()))
+            world.abort("one says so")
+        try:
+            self.total(1.0)
+        except GroupAbortedError:
+            if self.rank != rank:
+                aborted.write_text(repr(time.monotonic()))
+            raise
 
     def send_then_fail(self) -> None:
         """Rank 0 sends what rank 1 never takes."""
