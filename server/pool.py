@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from shm_broadcast import CoordinatorError, MemberStatus
+    from shm_broadcast.board.totals import VerbTotal
 
     from .hosts.place import Hosts
     from .launchers.ray_actors import RayCluster
@@ -350,6 +351,16 @@ class WorkerPool:
         """
         self._check_owner("status")
         return self._crew.status()
+
+    def totals(self) -> dict[int, tuple[VerbTotal, ...]]:
+        """What all group operations and messages of each worker came to, by rank, also those of
+        workers that were replaced. Of workers on other hosts nothing is known.
+
+        Raises:
+            PoolClosedError: the pool was shut down.
+        """
+        self._check_owner("totals")
+        return self._crew.totals()
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """End the workers and wait until no process of the pool is left. Idempotent.

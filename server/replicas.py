@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from shm_broadcast import MemberStatus
+    from shm_broadcast.board.totals import VerbTotal
 
     from .calls.call_stream import CallStream
     from .calls.pending_call import PendingCall
@@ -200,6 +201,15 @@ class Replicas:
         """
         each = [status for pool in self.pools for status in pool.status()]
         return [replace(status, rank=rank) for rank, status in enumerate(each)]
+
+    def totals(self) -> dict[int, tuple[VerbTotal, ...]]:
+        """What the operations of each worker came to; see `pool.WorkerPool.totals`.
+
+        Raises:
+            PoolClosedError: the replicas were shut down.
+        """
+        each = [totals for pool in self.pools for totals in pool.totals().values()]
+        return dict(enumerate(each))
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """End all replicas at the same time; see `pool.WorkerPool.shutdown`. Idempotent."""

@@ -31,6 +31,17 @@ from shm_broadcast.layout import (
     MEMBER_STATE,
     NO_PEER,
     OPERATION_BYTES,
+    OUTCOME_DONE,
+    TOTAL_BYTES,
+    TOTAL_ENDED,
+    TOTAL_FAILED,
+    TOTAL_GROUPS,
+    TOTAL_NAME_STRIDE,
+    TOTAL_NS,
+    TOTAL_STRIDE,
+    TOTAL_VERBS,
+    TOTALS,
+    TOTALS_ROWS,
 )
 
 if TYPE_CHECKING:
@@ -217,6 +228,28 @@ class PythonWords:
             self.store32(entry + ENTRY_NUMBER, number)
         self._bytes[entry + ENTRY_OUTCOME] = outcome
         self.store64(entry + ENTRY_END, time.monotonic_ns())
+        self._count(history, entry)
+
+    def _count(self, history: int, entry: int) -> None:
+        """Add an operation that has ended to its group's and verb's totals."""
+        begin, end, _, size, _, _, verb, _, outcome, name = _ENTRY.unpack_from(self._bytes, entry)
+        if not 0 < verb < TOTAL_VERBS:
+            return
+        group = 0
+        while name[0] and (group := group + 1) < TOTAL_GROUPS - 1:
+            at = history + TOTALS + group * TOTAL_NAME_STRIDE
+            if not self._bytes[at]:
+                self.write(at, name)
+            if self._bytes[at : at + len(name)] == name:
+                break
+        total = history + TOTALS_ROWS + (group * TOTAL_VERBS + verb) * TOTAL_STRIDE
+        for field, more in (
+            (TOTAL_FAILED, int(outcome != OUTCOME_DONE)),
+            (TOTAL_NS, end - begin),
+            (TOTAL_BYTES, size),
+            (TOTAL_ENDED, 1),
+        ):
+            self.store64(total + field, self.load64(total + field) + more)
 
     def progress(self, slot: int, state: int, /) -> None:
         """Note the current time and the state in a member slot."""

@@ -29,7 +29,8 @@ Board: abort word, member slots, failure slots, outward slots, histories
          | member slot 1 ...               |
          | failure slot 0  (512 bytes) ... |
          | outward slot 0 (1088 bytes) ... |
-         | history 0   (entries * 64) ...  |
+         | history 0   (entries * 64),     |
+         |   its totals (9088 bytes) ...   |
          +---------------------------------+
 
     Member slot
@@ -69,6 +70,17 @@ Board: abort word, member slots, failure slots, outward slots, histories
      24  | bytes u64                       |   of this member's input or message, as far as known
      32  | number u32     | peer u16 | verb u8 | dtype u8 |
      40  | outcome u8     | group, 23 bytes            |   verb 0: what the operation is called
+
+    Totals, behind the entries, by group and verb: what all operations came to that have ended, also
+    those whose entries were used again
+     0   | group 0 (24 bytes): "", for what has none | group 1 ... | group 15: all further groups |
+     384 | group 0, verb 0 (32 bytes), verb 1 ... 16 | group 1, verb 0 ...                        |
+
+    Total
+     0   | ended u64                       |
+     8   | failed u64                      |   how many of them were not done
+     16  | ns u64                          |   from begin to end
+     24  | bytes u64                       |
 
 An entry is written before the member's ``sequence``. Whoever reads ``sequence``, the history, and
 ``sequence`` again, knows which entries were whole, and not overwritten meanwhile. Numbers count, in
@@ -129,7 +141,7 @@ from typing import Final
 
 LINE: Final = 64
 MAGIC: Final = 0x47435348
-VERSION: Final = 3
+VERSION: Final = 4
 
 SEGMENT_MAGIC: Final = 0
 SEGMENT_VERSION: Final = 4
@@ -208,6 +220,18 @@ ENTRY_GROUP: Final = 41
 ENTRY_GROUP_BYTES: Final = 23
 ENTRY_FORMAT: Final = "<QQQQIHBBB23s"
 NO_PEER: Final = 0xFFFF
+
+TOTAL_GROUPS: Final = 16
+TOTAL_NAME_STRIDE: Final = 24
+TOTAL_VERBS: Final = 17
+TOTAL_STRIDE: Final = 32
+TOTAL_ENDED: Final = 0
+TOTAL_FAILED: Final = 8
+TOTAL_NS: Final = 16
+TOTAL_BYTES: Final = 24
+TOTALS: Final = HISTORY_ENTRIES * ENTRY_STRIDE
+TOTALS_ROWS: Final = TOTALS + TOTAL_GROUPS * TOTAL_NAME_STRIDE
+HISTORY_STRIDE: Final = TOTALS_ROWS + TOTAL_GROUPS * TOTAL_VERBS * TOTAL_STRIDE
 
 DID_ENQUEUE: Final = 14
 DID_DEQUEUE: Final = 15
@@ -289,7 +313,7 @@ def outward_slot(member: int, n_members: int) -> int:
 
 def history_slot(member: int, n_members: int) -> int:
     """Where a member's history begins in its board."""
-    return outward_slot(n_members, n_members) + member * HISTORY_ENTRIES * ENTRY_STRIDE
+    return outward_slot(n_members, n_members) + member * HISTORY_STRIDE
 
 
 def board_size(n_members: int, *, histories: bool = True) -> int:

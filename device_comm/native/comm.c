@@ -237,8 +237,7 @@ static int read_history(Comm *self, PyObject *numbers, Py_ssize_t history, PyObj
     if (name == NULL) return -1;
     memcpy(self->about.group, name, (size_t)(size < ENTRY_GROUP_BYTES ? size : ENTRY_GROUP_BYTES));
     if (history == 0) return 0;
-    if (history < 0 || history % 8 ||
-        history > self->board.len - HISTORY_ENTRIES * ENTRY_STRIDE)
+    if (history < 0 || history % 8 || history > self->board.len - HISTORY_STRIDE)
         return wrong_memory("the history on the board");
     self->history = (char *)self->board.buf + history;
     return 0;

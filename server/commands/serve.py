@@ -221,7 +221,9 @@ def _serve(plan: ServePlan) -> int:
     )
     config = uvicorn.Config(
         face.app(),
-        http=TimedConnection.within(ConnectionLimits(shares.connections)),
+        http=TimedConnection.within(
+            ConnectionLimits(shares.connections, refused=service.metrics.refuse)
+        ),
         ws="none",
         backlog=shares.accepts,
         log_config=None,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import CoordinatorError, Deadline, GroupAbortedError, GroupTimeoutError
 from shm_broadcast.board.stacks import read_stacks
+from shm_broadcast.board.totals import added_up
 
 from ..calls.dispatcher import Dispatcher
 from ..calls.ledger import Ledger, LedgerHooks
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from shm_broadcast import MemberStatus
+    from shm_broadcast.board.totals import VerbTotal
 
     from ..calls.pending_call import PendingCall
     from ..control.protocol import FromWorker
@@ -70,6 +72,8 @@ class Crew:
         self.restarts = 0
         self._plan = plan
         self._stopping = threading.Lock()
+        self._counting = threading.Lock()
+        self._past_totals: dict[int, tuple[VerbTotal, ...]] = {}
         self._stopped = False
         self._budget = RestartBudget(plan.max_restarts, plan.window)
         self._leave_links = ExitStack()
@@ -161,6 +165,23 @@ class Crew:
         if self._stopped:
             raise PoolClosedError("status: the pool was shut down")
         return [self._status(rank) for rank in range(self._plan.n_workers)]
+
+    def totals(self) -> dict[int, tuple[VerbTotal, ...]]:
+        """What all operations of each worker of this host came to, in all generations, by rank.
+
+        Raises:
+            PoolClosedError: the pool was shut down.
+        """
+        with self._counting:
+            if self._stopped:
+                raise PoolClosedError("totals: the pool was shut down")
+            return self._totals_so_far()
+
+    def _totals_so_far(self) -> dict[int, tuple[VerbTotal, ...]]:
+        return {
+            rank: added_up((*self._past_totals.get(rank, ()), *self._links.board.totals(rank)))
+            for rank in range(self._plan.n_workers)
+        }
 
     def _status(self, rank: int) -> MemberStatus:
         # On the board a worker without a call is busy with `dequeue`: show it as idle instead.
@@ -257,8 +278,9 @@ class Crew:
             self.dispatcher.join()
             with self._staff.using:
                 self._staff.close(deadline.remaining())
-                self._leave_links.close()
-                self._stopped = True
+                with self._counting:
+                    self._leave_links.close()
+                    self._stopped = True
 
     def is_own(self, thread: threading.Thread) -> bool:
         """Whether `stop` joins ``thread``, which must therefore not call it."""
@@ -277,7 +299,10 @@ class Crew:
             links.close()
             raise
         before = self._leave_links.pop_all()
-        self._links = self._leave_links.enter_context(closing(links))
+        with self._counting:
+            if self._ledger.generation:
+                self._past_totals = self._totals_so_far()
+            self._links = self._leave_links.enter_context(closing(links))
         self._broken = None
         before.close()
         if self._ledger.generation:

@@ -18,17 +18,19 @@ from shm_broadcast import CoordinatorError
 
 from ..errors import CallTimeoutError
 from .batching import Batcher
-from .metrics import Activity, Metrics
+from .metrics import Metrics
+from .now import Activity, OperationTotals, ServiceNow, WorkersNow
 from .overview import clipped, past_failure, who_holds_up, workers
 from .tokenizing import Tokenizing
 from .watched_pool import WatchedPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
 
     from shm_broadcast import MemberStatus
+    from shm_broadcast.board.totals import VerbTotal
 
     from ..pool import WorkerPool
     from ..replicas import Replicas
@@ -113,11 +115,13 @@ class EmbeddingService:
         self._batcher: Batcher[np.ndarray, np.ndarray] = Batcher(
             self._compute, max_tokens=max_tokens, max_waiting=max_waiting, in_flight=in_flight
         )
-        self.metrics = Metrics(self.activity, self.workers)
+        self.metrics = Metrics(
+            ServiceNow(self.activity), WorkersNow(self.workers), OperationTotals(self._totals)
+        )
 
     @property
     def state(self) -> str:
-        """One of `metrics.STATES`."""
+        """One of `now.STATES`."""
         if self.failure is not None:
             return "failed"
         if self._stopping:
@@ -148,6 +152,9 @@ class EmbeddingService:
     def workers(self) -> Sequence[MemberStatus]:
         """What every worker was last seen doing; empty before they run and after they stop."""
         return () if self._pool is None else self._pool.workers()
+
+    def _totals(self) -> Mapping[int, Sequence[VerbTotal]]:
+        return {} if self._pool is None else self._pool.totals()
 
     def activity(self) -> Activity:
         """What the service does at this moment."""

@@ -11,12 +11,13 @@ from ..errors import CallTimeoutError, PoolClosedError, with_notes
 from .stall import StallWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
 
     from coordinator.rank_grid import RankGrid
     from shm_broadcast import CoordinatorError, MemberStatus
+    from shm_broadcast.board.totals import VerbTotal
 
     from ..pool import WorkerPool
     from ..replicas import Replicas
@@ -96,6 +97,10 @@ class WatchedPool:
         """What every worker was last seen doing; empty once they were told to end."""
         return () if self._closed else self._pool.status()
 
+    def totals(self) -> Mapping[int, Sequence[VerbTotal]]:
+        """What the operations of each worker came to, by rank; empty once they were told to end."""
+        return {} if self._closed else self._pool.totals()
+
     async def embed(self, tokens: list[np.ndarray]) -> Sequence[np.ndarray]:
         """The vectors of some lists of tokens, float32 [hidden] each.
 
@@ -104,22 +109,23 @@ class WatchedPool:
             CoordinatorError: the workers failed.
         """
         outcome, answered = "error", True
-        number = self._watch.begin(time.monotonic())
+        began = time.monotonic()
+        number = self._watch.begin(began)
         try:
             future = self._pool.submit("embed", tokens, timeout=self._call_timeout, retry=True)
             vectors: np.ndarray = await asyncio.wrap_future(future)
             outcome = "ok"
-        except CallTimeoutError as error:
-            answered = False
-            self._failed_call = time.time(), error
-            _log.error("%s", with_notes(error))
-            raise
         except Exception as error:
             self._failed_call = time.time(), error
+            self._metrics.call_errors.labels(type(error).__name__).inc()
+            if isinstance(error, CallTimeoutError):
+                answered = False
+                _log.error("%s", with_notes(error))
             raise
         finally:
             self._watch.end(number, answered=answered)
             self._metrics.calls.labels(outcome).inc()
+            self._metrics.call_seconds.labels(outcome).observe(time.monotonic() - began)
             self._metrics.batch_items.observe(len(tokens))
             self._metrics.batch_tokens.observe(sum(map(len, tokens)))
         return list(vectors)

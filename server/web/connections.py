@@ -49,12 +49,14 @@ class ConnectionLimits:
             connection from its beginning.
         body_seconds: for the body, counted from the end of the head.
         send_seconds: for the client to read what was sent.
+        refused: called with the status that a client is told beyond these limits.
     """
 
     connections: int = 1000
     head_seconds: float = 10.0
     body_seconds: float = 30.0
     send_seconds: float = 60.0
+    refused: Callable[[int], None] = lambda _: None
 
 
 class TimedConnection(H11Protocol):
@@ -198,6 +200,7 @@ class TimedConnection(H11Protocol):
                 ("connection", "close"),
             ]
             reason = STATUS_PHRASES[error.status]
+            self.limits.refused(error.status)
             for event in (
                 h11.Response(status_code=error.status, headers=headers, reason=reason),
                 h11.Data(data=body),

@@ -95,7 +95,7 @@ class Face:
             routes=[
                 Route("/", page_route()),
                 Route("/events", self._guarded(self._events)),
-                Route("/v1/embeddings", self._guarded(self._embeddings), methods=["POST"]),
+                Route("/v1/embeddings", self._embeddings, methods=["POST"]),
                 Route("/v1/models", self._guarded(self._models)),
                 Route("/v1/models/{name:path}", self._guarded(self._one_model)),
                 Route("/openapi.json", self._guarded(_always(about))),
@@ -121,23 +121,33 @@ class Face:
         self, answer: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
-            if self._api_key is None or _shows(request, self._api_key):
-                return await answer(request)
-            message = "give the server's API key: Authorization: Bearer KEY"
-            return _refusal(ApiError(401, message, code="invalid_api_key"))
+            try:
+                self._check_key(request)
+            except ApiError as error:
+                return _refusal(error)
+            return await answer(request)
 
         return guarded
 
+    def _check_key(self, request: Request) -> None:
+        if self._api_key is not None and not _shows(request, self._api_key):
+            message = "give the server's API key: Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key")
+
     async def _embeddings(self, request: Request) -> Response:
-        began = time.perf_counter()
+        metrics, began = self._service.metrics, time.perf_counter()
         try:
+            self._check_key(request)
             response = await self._embed(request)
-            self._service.metrics.seconds.observe(time.perf_counter() - began)
+            metrics.seconds.observe(time.perf_counter() - began)
         except ClientDisconnect:
             response = Response(status_code=_CLIENT_LEFT)
+            metrics.errors.labels("client_left").inc()
         except Exception as error:  # noqa: BLE001 - told to the client and to the log
-            response = _refusal(self._as_api_error(error, request.state.request_id))
-        self._service.metrics.requests.labels(str(response.status_code)).inc()
+            refused = self._as_api_error(error, request.state.request_id)
+            response = _refusal(refused)
+            metrics.errors.labels(refused.code or refused.kind).inc()
+        metrics.requests.labels(str(response.status_code)).inc()
         return response
 
     async def _embed(self, request: Request) -> Response:
@@ -149,6 +159,8 @@ class Face:
             )
         response = _json(write_response(asked, found.vectors, found.n_tokens))
         request.state.facts.update(inputs=len(inputs), tokens=found.n_tokens)
+        self._service.metrics.inputs.inc(len(inputs))
+        self._service.metrics.tokens.inc(found.n_tokens)
         if found.truncated:
             self._service.metrics.truncated.inc(len(found.truncated))
             response.headers["x-truncated-inputs"] = str(len(found.truncated))

@@ -32,6 +32,7 @@ from shm_broadcast.board.history import outcome_of, read_history
 from shm_broadcast.board.members import Members
 from shm_broadcast.board.outward import Outward
 from shm_broadcast.board.stacks import write_stacks_when_asked
+from shm_broadcast.board.totals import forget_totals, read_totals
 from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS, Doorbell
 from shm_broadcast.errors import (
     GroupAbortedError,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from shm_broadcast.atomics import WordsLike
     from shm_broadcast.board.elsewhere import Elsewhere
     from shm_broadcast.board.history import PastOperation
+    from shm_broadcast.board.totals import VerbTotal
     from shm_broadcast.deadline import Deadline
     from shm_broadcast.errors import Failure, MemberStatus
 
@@ -133,7 +135,8 @@ class Board:
             name: goes before each operation in messages; ``""`` where that says it all.
             ranks: what each member is called in messages, `DRIVER_RANK` for one that has no rank;
                 its number if not given.
-            histories: whether to keep the last operations of each member, in 128 KiB each.
+            histories: whether to keep the last operations of each member, and what all of them came
+                to, in 137 KiB each.
 
         Raises:
             ValueError: ``n_members`` or ``member`` is out of range, or ``ranks`` are not as many.
@@ -253,6 +256,10 @@ class Board:
             self.n_members,
             lambda at, size: bytes(memory[at : at + size]),
         )
+
+    def totals(self, member: int) -> tuple[VerbTotal, ...]:
+        """What all operations of a member on this host came to since it joined."""
+        return read_totals(self._segment, self._valid(member), self.n_members)
 
     def in_collective(self, number: int) -> None:
         """Say which collective of its group the operation is: see `MemberStatus.collective`."""
@@ -496,6 +503,7 @@ class Board:
         self._members.take(member)
         self._doorbells[member].reset_sleepers()
         forget_failure(self._segment, self.n_members, member)
+        forget_totals(self._segment, member, self.n_members)
         self._outward = Outward(self._segment, member, self.n_members)
         stacks = write_stacks_when_asked()
         if stacks is not None:

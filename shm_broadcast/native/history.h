@@ -1,4 +1,4 @@
-/* A member's history: its last operations, each with begin and end. shm_broadcast/layout.py draws
+/* A member's history: its last operations, each with begin and end, and its totals. shm_broadcast/layout.py draws
  * it. One thread of the member at a time, as for its slot: the GIL sees to that. */
 #ifndef GC_HISTORY_H
 #define GC_HISTORY_H
@@ -33,6 +33,34 @@ static inline gc_entry *gc_entry_of(char *history, uint64_t sequence) {
     return (gc_entry *)history + ((sequence - 1) & (HISTORY_ENTRIES - 1));
 }
 
+typedef struct {
+    uint64_t ended, failed, ns, bytes;
+} gc_total;
+
+_Static_assert(sizeof(gc_total) == TOTAL_STRIDE && offsetof(gc_total, ended) == TOTAL_ENDED &&
+                   offsetof(gc_total, failed) == TOTAL_FAILED &&
+                   offsetof(gc_total, ns) == TOTAL_NS && offsetof(gc_total, bytes) == TOTAL_BYTES,
+               "as in layout.h");
+
+/* Adds an operation that has ended to its group's and verb's totals. */
+static inline void gc_count(char *history, const gc_entry *entry) {
+    if (entry->verb == 0 || entry->verb >= TOTAL_VERBS) return;
+    size_t group = 0;
+    if (entry->group[0]) {
+        for (group = 1; group < TOTAL_GROUPS - 1; group++) {
+            char *name = history + TOTALS + group * TOTAL_NAME_STRIDE;
+            if (name[0] == 0) memcpy(name, entry->group, ENTRY_GROUP_BYTES);
+            if (memcmp(name, entry->group, ENTRY_GROUP_BYTES) == 0) break;
+        }
+    }
+    gc_total *total =
+        (gc_total *)(history + TOTALS_ROWS) + group * TOTAL_VERBS + entry->verb;
+    total->failed += entry->outcome != OUTCOME_DONE;
+    total->ns += entry->end - entry->begin;
+    total->bytes += entry->bytes;
+    gc_store64(total, TOTAL_ENDED, total->ended + 1);
+}
+
 /* Writes down an operation, which is under way if its end is 0. */
 static inline void gc_enter(char *history, gc_entry about, uint64_t sequence) {
     gc_entry *entry = gc_entry_of(history, sequence);
@@ -40,6 +68,7 @@ static inline void gc_enter(char *history, gc_entry about, uint64_t sequence) {
     about.sequence = sequence;
     about.outcome = about.end ? OUTCOME_DONE : 0;
     *entry = about;
+    if (about.end) gc_count(history, &about);
 }
 
 /* Writes down how an operation ended, unless that was done, or the entry is another one's by now.
@@ -52,6 +81,7 @@ static inline void gc_leave(char *history, uint64_t sequence, uint8_t outcome, u
     if (number) entry->number = number;
     entry->outcome = outcome;
     gc_store64(entry, ENTRY_END, now);
+    gc_count(history, entry);
 }
 
 /* Notes in a member slot that an operation begins: its name, NUL-padded, its number, the time and

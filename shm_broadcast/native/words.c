@@ -202,7 +202,7 @@ int history_argument(PyObject *words, PyObject *offset, char **history) {
     if (size_argument(offset, &at) < 0) return -1;
     *history = NULL;
     if (at == 0) return 0;
-    size_t size = HISTORY_ENTRIES * ENTRY_STRIDE;
+    size_t size = HISTORY_STRIDE;
     char *base = at % 8 || at > SIZE_MAX - size ? NULL : words_memory(words, at + size);
     if (base != NULL) *history = base + at;
     if (base == NULL && !PyErr_Occurred())

@@ -153,6 +153,8 @@ def _parties(boards: Iterable[BoardSeen]) -> dict[str, Party]:
             party.members.append(member)
             here.append(party)
         for party, member in zip(here, board.members, strict=True):
+            if member.condition == "stopped":
+                continue  # what it waited for may have come: it goes on no more than before
             for wait in member.waits:
                 same = member.status.operation == wait.operation
                 number = f" #{member.status.sequence}" if same else ""

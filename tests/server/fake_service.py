@@ -22,6 +22,7 @@ from server.web.listener import listen
 from server.web.web_server import WebServer
 from server.workers.minilm import Encoded, InputTooLongError
 from shm_broadcast import CoordinatorError, MemberStatus
+from shm_broadcast.board.totals import VerbTotal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -92,6 +93,9 @@ class Pool:
     def status(self) -> list[MemberStatus]:
         working = MemberStatus(0, 4241, "busy", self.operation, 9, 0.5)
         return [working, MemberStatus(1, 4242, "lost")]
+
+    def totals(self) -> dict[int, list[VerbTotal]]:
+        return {0: [VerbTotal("tp", "all_reduce", 7, 1, 0.5, 4096)]}
 
     def shutdown(self, timeout: float) -> None:
         assert timeout >= 0
@@ -171,7 +175,9 @@ async def listening(site: Site, api_key: str | None = None, **limits: Any) -> As
     front = face(site.service, api_key)
     config = uvicorn.Config(
         front.app(),
-        http=TimedConnection.within(ConnectionLimits(**limits)),
+        http=TimedConnection.within(
+            ConnectionLimits(refused=site.service.metrics.refuse, **limits)
+        ),
         ws="none",
         log_config=None,
         access_log=False,

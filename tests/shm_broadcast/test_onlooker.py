@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -467,6 +468,14 @@ def test_who_waits_for_a_knot_and_for_another_is_held_up_by_both() -> None:
 def test_who_is_gone_is_to_blame(state: str, words: str) -> None:
     gone = member(1, state=state, pid=0 if state == "absent" else 101)
     assert words in judged(member(0, 1, verb="dequeue"), gone)[0]
+
+
+def test_who_was_stopped_while_it_waited_is_to_blame() -> None:
+    """What it waited for may have come since."""
+    stopped = replace(member(1, -1, verb="dequeue"), condition="stopped")
+    told = judged(member(0, 1), stopped, member(-1, 0, verb="call"))
+    assert told[0].startswith("Rank 1 (pid 101) holds up others: its process is stopped")
+    assert len(told) == 3
 
 
 def test_readers_of_an_idle_writer_are_not_held_up() -> None:
