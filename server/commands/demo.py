@@ -42,12 +42,12 @@ class DemoPlan:
     @property
     def tolerance(self) -> float:
         """The largest absolute difference from the reference that is allowed."""
-        return devices.DTYPES[self.model.dtype]
+        return devices.DTYPES[self.model.workers.dtype]
 
     @property
     def where(self) -> str:
         """The device and the dtype, as text."""
-        device, dtype = self.model.device, self.model.dtype
+        device, dtype = self.model.workers.device, self.model.workers.dtype
         return device if dtype == "float32" else f"{device} in {dtype}"
 
 
@@ -99,7 +99,11 @@ def run(plan: DemoPlan) -> int:
     """
     say: Callable[[str], None] = _quiet if plan.json else _print
     model = plan.model
-    say(demo_text.title(model.folder, model.tp, model.pp, plan.where, model.threads))
+    say(
+        demo_text.title(
+            model.folder, model.workers.tp, model.workers.pp, plan.where, model.workers.threads
+        )
+    )
     embedded = embed(plan.model, plan.lines, plan.timeout, say)
     say(demo_text.speed(embedded.tokens, embedded.seconds))
     for line in embedded.truncated:
@@ -167,11 +171,11 @@ def _report(
 ) -> dict[str, Any]:
     return {
         "model": str(plan.model.folder.path),
-        "tp": plan.model.tp,
-        "pp": plan.model.pp,
-        "device": plan.model.device,
-        "dtype": plan.model.dtype,
-        "threads": plan.model.threads,
+        "tp": plan.model.workers.tp,
+        "pp": plan.model.workers.pp,
+        "device": plan.model.workers.device,
+        "dtype": plan.model.workers.dtype,
+        "threads": plan.model.workers.threads,
         "ranks": [asdict(place) for place in embedded.places],
         "sentences": len(plan.lines),
         "tokens": int(embedded.tokens.sum()),

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from ..pool import WorkerPool
-from ..workers.minilm import Encoded, SentenceTokenizer
 from . import demo_text
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
     import tqdm
 
-    from ..workers.minilm import Placed
+    from ..workers.minilm import Encoded, Placed
     from .model_options import Model
 
 REQUEST_LINES = 1024
@@ -61,14 +60,14 @@ def embed(
     """
     began = time.perf_counter()
     with (
-        _bar("loading weights", model.tp * model.pp) as bar,
+        _bar("loading weights", model.workers.tp * model.workers.pp) as bar,
         WorkerPool(**model.arguments(timeout), on_progress=_Loading(bar).report) as pool,
     ):
         bar.close()
         ready = time.perf_counter()
         places: list[Placed] = pool.collective_rpc("placed", timeout=timeout)
         say(demo_text.grid(places, ready - began))
-        tokenizer = SentenceTokenizer(model.folder)
+        tokenizer = model.tokenizer
 
         def embed_from(start: int, count: int) -> tuple[Encoded, np.ndarray]:
             chunk = lines[start : start + count]

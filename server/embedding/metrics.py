@@ -21,7 +21,7 @@ class Metrics:
     """Counters of one service.
 
     Attributes:
-        requests: embeddings requests answered, by HTTP status; 499: the client had left.
+        requests: requests answered, by HTTP status; 499: the client had left.
         errors: those that were not answered with 200, by the error's code.
         seconds: how long those took that were answered with 200.
         inputs: their inputs.
@@ -36,23 +36,24 @@ class Metrics:
 
     Args:
         now: what is read whenever the metrics are.
+        kind: of the requests: the names of what counts them begin so.
     """
 
-    def __init__(self, *now: Collector) -> None:
+    def __init__(self, *now: Collector, kind: str = "embedding") -> None:
         self._registry = of = CollectorRegistry()
-        self.requests = Counter("embedding_requests", "Requests answered", ["status"], registry=of)
+        self.requests = Counter(f"{kind}_requests", "Requests answered", ["status"], registry=of)
         self.errors = Counter(
-            "embedding_errors", "Requests not answered with 200", ["code"], registry=of
+            f"{kind}_errors", "Requests not answered with 200", ["code"], registry=of
         )
         self.seconds = Histogram(
-            "embedding_request_seconds",
+            f"{kind}_request_seconds",
             "Time of requests answered with 200",
             buckets=_SECONDS,
             registry=of,
         )
-        self.inputs = Counter("embedding_inputs", "Inputs of those", registry=of)
-        self.tokens = Counter("embedding_tokens", "Tokens of those", registry=of)
-        self.truncated = Counter("embedding_inputs_truncated", "Inputs that were cut", registry=of)
+        self.inputs = Counter(f"{kind}_inputs", "Inputs of those", registry=of)
+        self.tokens = Counter(f"{kind}_tokens", "Tokens of those", registry=of)
+        self.truncated = Counter(f"{kind}_inputs_truncated", "Inputs that were cut", registry=of)
         self.calls = Counter("pool_calls", "Batches computed", ["outcome"], registry=of)
         self.call_errors = Counter("pool_call_errors", "Batches that failed", ["kind"], registry=of)
         self.call_seconds = Histogram(

@@ -1,8 +1,9 @@
-"""Embeddings as a service: a pool that is started beside the server, and batches for it.
+"""A pool as a service: it is started beside the server, watched, and ended in order. Embeddings are
+one: batches for such a pool.
 
 Life: *starting* while the workers load; *ready* once a probe call was answered; *restarting* while
 lost workers are replaced; *stalled* while calls are not answered in time; *failed* for good when
-the workers did not start, or the pool broke; *stopping* from `EmbeddingService.stop` on. While it
+the workers did not start, or the pool broke; *stopping* from `PoolService.stop` on. While it
 is restarting, requests are refused; those that were accepted before are computed again.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +47,7 @@ _UNANSWERED_SECONDS = 1.0
 _LEAVE_SECONDS = 3.0
 """Seconds that workers have to end once all requests are answered."""
 _SLOW_SECONDS = 1.0
-"""A call that takes longer has `EmbeddingService.seen` look who waits for whom."""
+"""A call that takes longer has `PoolService.seen` look who waits for whom."""
 _FAILED_SECONDS = 2.0
 """Seconds for which a service that has failed still tells clients and probes why."""
 
@@ -77,31 +79,23 @@ class Embedded:
     truncated: list[int]
 
 
-class EmbeddingService:
-    """Embeds inputs of many requests; belongs to one event loop.
+class PoolService(ABC):
+    """The life of a pool that answers requests; belongs to one event loop.
 
     Args:
-        tokenizer: the model's.
         make_pool: starts the workers; runs in a thread.
-        max_tokens: tokens of one call to the workers, at most.
-        max_waiting: inputs that may wait, at most.
-        in_flight: calls that may be with the workers at once.
         request_timeout: seconds for a request, waiting included; a call to the workers has half.
         stall_timeout: seconds that a call may take before the service counts as stalled.
+        kind: of the requests, for the names of metrics.
     """
 
     def __init__(
         self,
-        tokenizer: SentenceTokenizer,
         make_pool: Callable[[], WorkerPool | Replicas],
-        *,
-        max_tokens: int,
-        max_waiting: int,
-        in_flight: int,
         request_timeout: float,
         stall_timeout: float,
+        kind: str,
     ) -> None:
-        self._tokenizing = Tokenizing(tokenizer)
         self._make_pool = make_pool
         self._request_timeout = request_timeout
         self._stall_timeout = stall_timeout
@@ -112,12 +106,27 @@ class EmbeddingService:
         self._running: asyncio.Task[None] | None = None
         self._giving_up: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._batcher: Batcher[np.ndarray, np.ndarray] = Batcher(
-            self._compute, max_tokens=max_tokens, max_waiting=max_waiting, in_flight=in_flight
-        )
         self.metrics = Metrics(
-            ServiceNow(self.activity), WorkersNow(self.workers), OperationTotals(self._totals)
+            ServiceNow(self.activity, kind),
+            WorkersNow(self.workers),
+            OperationTotals(self._totals),
+            kind=kind,
         )
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """How many inputs wait to be sent to the workers."""
+
+    @abstractmethod
+    async def _probe(self, pool: WatchedPool) -> None:
+        """Have the workers compute something small: before the first request, and when the pool
+        stands still.
+        """
+
+    @abstractmethod
+    async def _finish(self) -> None:
+        """Take no more requests, and answer what was accepted."""
 
     @property
     def state(self) -> str:
@@ -160,7 +169,7 @@ class EmbeddingService:
         """What the service does at this moment."""
         running, seconds = (0, 0.0) if self._pool is None else self._pool.running
         restarts = 0 if self._pool is None else self._pool.restarts
-        return Activity(self.state, self._batcher.waiting, running, seconds, restarts)
+        return Activity(self.state, self.waiting, running, seconds, restarts)
 
     def status(self) -> dict[str, Any]:
         """State, failures, load, totals and workers as plain data, for JSON."""
@@ -201,6 +210,98 @@ class EmbeddingService:
             told = f": {self._reason}" if self._reason else ""
             raise NotReadyError(f"the service is {self.state}{told}") from self.failure
 
+    def start(self, on_failure: Callable[[], None]) -> None:
+        """Begin to start the workers.
+
+        Args:
+            on_failure: called in the event loop if they do not start, and when the pool has broken,
+                once clients have had time to hear of it.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._running = asyncio.create_task(self._run(on_failure))
+
+    async def stop(self) -> None:
+        """Finish what was accepted, then end the workers. Workers that still load end when this
+        process does.
+        """
+        self._stopping = True
+        if self._running is not None:
+            self._running.cancel()
+        await self._finish()
+        if self._pool is not None:
+            await self._pool.shutdown(_LEAVE_SECONDS)
+        self._stopped = True
+
+    def give_up(self, then: Callable[[], None]) -> None:
+        """End the workers now: requests that wait get an error. From any thread or signal handler.
+        Does nothing after `stop`.
+
+        Args:
+            then: called in the event loop after clients have had time to read that error.
+        """
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._begin_giving_up, then)
+
+    def _begin_giving_up(self, then: Callable[[], None]) -> None:
+        if not self._stopped:  # afterwards the loop ends, perhaps without another look at its tasks
+            self._giving_up = asyncio.create_task(self._give_up(then))
+
+    async def _give_up(self, then: Callable[[], None]) -> None:
+        self._stopping = True
+        if self._pool is not None:
+            await self._pool.shutdown(0.0)
+        await asyncio.sleep(_UNANSWERED_SECONDS)
+        then()
+
+    async def _run(self, on_failure: Callable[[], None]) -> None:
+        try:
+            pool = await _in_daemon_thread(self._make_pool)
+            self._pool = watched = WatchedPool(
+                pool, self.metrics, self._request_timeout / 2, self._stall_timeout
+            )
+            await self._probe(watched)
+        except Exception as error:  # noqa: BLE001 - it is kept, and raised by whoever serves
+            self._failure = error
+        else:
+            self._probed = True
+            await watched.watch(lambda: self._probe(watched))
+            await asyncio.sleep(_FAILED_SECONDS)
+        on_failure()
+
+
+class EmbeddingService(PoolService):
+    """Embeds inputs of many requests; belongs to one event loop.
+
+    Args:
+        tokenizer: the model's.
+        make_pool, request_timeout, stall_timeout: see `PoolService`.
+        max_tokens: tokens of one call to the workers, at most.
+        max_waiting: inputs that may wait, at most.
+        in_flight: calls that may be with the workers at once.
+    """
+
+    def __init__(
+        self,
+        tokenizer: SentenceTokenizer,
+        make_pool: Callable[[], WorkerPool | Replicas],
+        *,
+        max_tokens: int,
+        max_waiting: int,
+        in_flight: int,
+        request_timeout: float,
+        stall_timeout: float,
+    ) -> None:
+        super().__init__(make_pool, request_timeout, stall_timeout, "embedding")
+        self._tokenizing = Tokenizing(tokenizer)
+        self._batcher: Batcher[np.ndarray, np.ndarray] = Batcher(
+            self._compute, max_tokens=max_tokens, max_waiting=max_waiting, in_flight=in_flight
+        )
+
+    @property
+    def waiting(self) -> int:
+        """How many inputs wait to be sent to the workers."""
+        return self._batcher.waiting
+
     async def embed(self, inputs: Sequence[Input], *, truncate: bool) -> Embedded:
         """Embed texts, or lists of token ids.
 
@@ -230,65 +331,16 @@ class EmbeddingService:
             ) from error
         return Embedded(vectors, sum(map(len, encoded.tokens)), encoded.truncated)
 
-    def start(self, on_failure: Callable[[], None]) -> None:
-        """Begin to start the workers.
-
-        Args:
-            on_failure: called in the event loop if they do not start, and when the pool has broken,
-                once clients have had time to hear of it.
-        """
-        self._loop = asyncio.get_running_loop()
-        self._running = asyncio.create_task(self._run(on_failure))
-
     async def stop(self) -> None:
-        """Finish what was accepted, then end the workers. Workers that still load end when this
-        process does.
-        """
-        self._stopping = True
-        if self._running is not None:
-            self._running.cancel()
-        await self._batcher.close()
-        if self._pool is not None:
-            await self._pool.shutdown(_LEAVE_SECONDS)
+        """See `PoolService.stop`."""
+        await super().stop()
         self._tokenizing.close()
-        self._stopped = True
 
-    def give_up(self, then: Callable[[], None]) -> None:
-        """End the workers now: requests that wait get an error. From any thread or signal handler.
-        Does nothing after `stop`.
+    async def _probe(self, pool: WatchedPool) -> None:
+        await pool.embed((await self._encode([PROBE], truncate=False)).tokens)
 
-        Args:
-            then: called in the event loop after clients have had time to read that error.
-        """
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._begin_giving_up, then)
-
-    def _begin_giving_up(self, then: Callable[[], None]) -> None:
-        if not self._stopped:  # afterwards the loop ends, perhaps without another look at its tasks
-            self._giving_up = asyncio.create_task(self._give_up(then))
-
-    async def _give_up(self, then: Callable[[], None]) -> None:
-        self._stopping = True
-        if self._pool is not None:
-            await self._pool.shutdown(0.0)
-        await asyncio.sleep(_UNANSWERED_SECONDS)
-        then()
-
-    async def _run(self, on_failure: Callable[[], None]) -> None:
-        try:
-            pool = await _in_daemon_thread(self._make_pool)
-            self._pool = WatchedPool(
-                pool, self.metrics, self._request_timeout / 2, self._stall_timeout
-            )
-            probe = (await self._encode([PROBE], truncate=False)).tokens
-            await self._pool.embed(probe)
-        except Exception as error:  # noqa: BLE001 - it is kept, and raised by whoever serves
-            self._failure = error
-        else:
-            self._probed = True
-            await self._pool.watch(probe)
-            await asyncio.sleep(_FAILED_SECONDS)
-        on_failure()
+    async def _finish(self) -> None:
+        await self._batcher.close()
 
     async def _encode(self, inputs: Sequence[Input], *, truncate: bool) -> Encoded:
         try:

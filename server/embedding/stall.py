@@ -6,12 +6,13 @@ out, until another one is answered.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 
 @dataclass
 class StallWatch:
-    """The calls of one pool that are under way.
+    """The calls of one pool that are under way. Any thread may use it.
 
     Attributes:
         limit: seconds that a call may run before the pool counts as stalled.
@@ -19,14 +20,14 @@ class StallWatch:
 
     limit: float
     _began: dict[int, float] = field(default_factory=dict)
-    _number: int = 0
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _timed_out: bool = False
 
     def begin(self, now: float) -> int:
         """A call was sent; returns the number to `end` it with."""
-        self._number += 1
-        self._began[self._number] = now
-        return self._number
+        number = next(self._numbers)
+        self._began[number] = now
+        return number
 
     def end(self, number: int, *, answered: bool) -> None:
         """A call has ended: it was answered, with a result or an error, or it timed out."""
@@ -40,7 +41,7 @@ class StallWatch:
 
     def oldest(self, now: float) -> float:
         """Seconds that the oldest call under way has run; 0 if there is none."""
-        return now - min(self._began.values(), default=now)
+        return now - min([*self._began.values()], default=now)
 
     def stalled(self, now: float) -> bool:
         """Whether the pool counts as stalled."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CallTimeoutError, PoolClosedError, with_notes
 from .stall import StallWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 
     import numpy as np
 
@@ -28,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class WatchedPool:
-    """A running pool; belongs to one event loop.
+    """A running pool; belongs to one event loop, but for `call`.
 
     Args:
         pool: the pool, which has started.
@@ -108,12 +109,60 @@ class WatchedPool:
             CallTimeoutError: the workers did not answer in time; says which.
             CoordinatorError: the workers failed.
         """
+        with self._counted([len(each) for each in tokens]):
+            future = self._pool.submit("embed", tokens, timeout=self._call_timeout, retry=True)
+            vectors: np.ndarray = await asyncio.wrap_future(future)
+        return list(vectors)
+
+    def call(self, method: str, *args: Any, sizes: Sequence[int]) -> Any:
+        """As `WorkerPool.call`, of a method that computes a batch; for any thread.
+
+        Args:
+            method: the method.
+            args: its arguments.
+            sizes: the tokens of each item of the batch.
+
+        Raises:
+            CallTimeoutError: the workers did not answer in time; says which.
+            CoordinatorError: the workers failed.
+        """
+        with self._counted(sizes):
+            return self._pool.call(method, *args, timeout=self._call_timeout)
+
+    async def watch(self, probe: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Log when the pool stalls, and when it answers again; return when the pool has broken for
+        good.
+
+        Args:
+            probe: computes something, to find out whether a stalled pool answers again.
+        """
+        stalled = ""
+        probing: asyncio.Task[Any] | None = None
+        while self.failure is None:
+            await asyncio.sleep(_WATCH_SECONDS)
+            before, stalled = stalled, self.stalled
+            if stalled and not before:
+                _log.error("%s", stalled)
+            elif before and not stalled:
+                _log.warning("calls are answered again")
+            if stalled and not self._watch.running and self.failure is None:
+                probing = asyncio.create_task(probe())
+                probing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        _log.critical("the pool has broken: %s", with_notes(self.failure))
+
+    async def shutdown(self, seconds: float) -> None:
+        """End the workers; see `WorkerPool.shutdown`."""
+        self._closed = True
+        await asyncio.to_thread(self._pool.shutdown, seconds)
+
+    @contextmanager
+    def _counted(self, sizes: Sequence[int]) -> Iterator[None]:
+        """Count a call, of items of ``sizes`` tokens, and how it ends."""
         outcome, answered = "error", True
         began = time.monotonic()
         number = self._watch.begin(began)
         try:
-            future = self._pool.submit("embed", tokens, timeout=self._call_timeout, retry=True)
-            vectors: np.ndarray = await asyncio.wrap_future(future)
+            yield
             outcome = "ok"
         except Exception as error:
             self._failed_call = time.time(), error
@@ -126,32 +175,5 @@ class WatchedPool:
             self._watch.end(number, answered=answered)
             self._metrics.calls.labels(outcome).inc()
             self._metrics.call_seconds.labels(outcome).observe(time.monotonic() - began)
-            self._metrics.batch_items.observe(len(tokens))
-            self._metrics.batch_tokens.observe(sum(map(len, tokens)))
-        return list(vectors)
-
-    async def watch(self, probe: list[np.ndarray]) -> None:
-        """Log when the pool stalls, and when it answers again; return when the pool has broken for
-        good.
-
-        Args:
-            probe: what to embed in order to find out whether a stalled pool answers again.
-        """
-        stalled = ""
-        probing: asyncio.Task[Any] | None = None
-        while self.failure is None:
-            await asyncio.sleep(_WATCH_SECONDS)
-            before, stalled = stalled, self.stalled
-            if stalled and not before:
-                _log.error("%s", stalled)
-            elif before and not stalled:
-                _log.warning("calls are answered again")
-            if stalled and not self._watch.running and self.failure is None:
-                probing = asyncio.create_task(self.embed(probe))
-                probing.add_done_callback(lambda done: done.cancelled() or done.exception())
-        _log.critical("the pool has broken: %s", with_notes(self.failure))
-
-    async def shutdown(self, seconds: float) -> None:
-        """End the workers; see `WorkerPool.shutdown`."""
-        self._closed = True
-        await asyncio.to_thread(self._pool.shutdown, seconds)
+            self._metrics.batch_items.observe(len(sizes))
+            self._metrics.batch_tokens.observe(sum(sizes))

@@ -1,8 +1,8 @@
-"""The service's HTTP face.
+"""A service's HTTP face: what all have, whatever their workers compute.
 
     GET  /                the page: what the service and its workers do, live
     GET  /events          what it shows, as server-sent events
-    POST /v1/embeddings   as OpenAI's API; see /openapi.json
+    POST /v1/...          what the model is asked, as in OpenAI's API; see /openapi.json
     GET  /v1/models       likewise, and /v1/models/NAME
     GET  /openapi.json    all of this for programs
     GET  /health          200 unless the pool cannot recover: then 503 and why
@@ -22,93 +22,103 @@ import asyncio
 import hmac
 import logging
 import time
+from abc import ABC, abstractmethod
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from shm_broadcast import CoordinatorError
 
 from ..embedding.metrics import CONTENT_TYPE
-from ..embedding.openai_api import ApiError, read_request, write_response
-from ..embedding.service import BadInputError, NotReadyError
+from ..embedding.openai_api import ApiError
+from ..embedding.service import NotReadyError
 from ..errors import QueueFullError, WorkerLostError
-from ..workers.minilm import InputTooLongError
 from .access_log import AccessLog
 from .body import Bodies
 from .front_page import page_route
 from .live import Live
-from .openapi import document
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
     from typing import Any
 
     from ..embedding.openai_api import ServedModel
-    from ..embedding.service import Embedded, EmbeddingService
+    from ..embedding.service import PoolService
+    from .openapi import Schema
+
+T = TypeVar("T")
 
 _CLIENT_LEFT = 499
 _log = logging.getLogger(__name__)
 
 
-class Face:
+class Face(ABC):
     """The routes of one service.
 
     Args:
         service: who answers.
         model: what it serves.
         api_key: what requests have to show; ``None``: nothing.
-        truncate: whether inputs that are too long are cut where a request does not say.
         on_failure: called when the service has failed for good.
 
     Attributes:
         live: those who look at the page.
+        model: what it serves.
+        bodies: of the requests that are being answered.
     """
 
     def __init__(
         self,
-        service: EmbeddingService,
+        service: PoolService,
         model: ServedModel,
         *,
         api_key: str | None,
-        truncate: bool,
         on_failure: Callable[[], None],
     ) -> None:
         self._service = service
-        self._model = model
         self._api_key = api_key
-        self._truncate = truncate
         self._on_failure = on_failure
+        self.model = model
         self.live = Live(self._look)
-        self._bodies = Bodies()
+        self.bodies = Bodies()
 
     def app(self) -> Starlette:
         """The ASGI application; it starts and stops the service."""
-        about = document(self._model, with_key=self._api_key is not None)
+        about = self.about(with_key=self._api_key is not None)
         return Starlette(
             routes=[
                 Route("/", page_route()),
-                Route("/events", self._guarded(self._events)),
-                Route("/v1/embeddings", self._embeddings, methods=["POST"]),
-                Route("/v1/models", self._guarded(self._models)),
-                Route("/v1/models/{name:path}", self._guarded(self._one_model)),
-                Route("/openapi.json", self._guarded(_always(about))),
+                Route("/events", self.guarded(self._events)),
+                *self.asked(),
+                Route("/v1/models", self.guarded(self._models)),
+                Route("/v1/models/{name:path}", self.guarded(self._one_model)),
+                Route("/openapi.json", self.guarded(_always(about))),
                 Route("/health", self._health),
                 Route("/health/progress", self._progress),
                 Route("/ready", self._ready),
-                Route("/status", self._guarded(self._status)),
-                Route("/metrics", self._guarded(self._metrics)),
+                Route("/status", self.guarded(self._status)),
+                Route("/metrics", self.guarded(self._metrics)),
             ],
             middleware=[Middleware(AccessLog)],
             exception_handlers={HTTPException: _no_such_route},
             lifespan=self._lifespan,
         )
+
+    @abstractmethod
+    def asked(self) -> list[Route]:
+        """The routes by which the model is asked."""
+
+    @abstractmethod
+    def about(self, *, with_key: bool) -> Schema:
+        """The OpenAPI document; ``with_key``: whether requests have to show a key."""
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -117,14 +127,16 @@ class Face:
         self.live.close()
         await self._service.stop()
 
-    def _guarded(
+    def guarded(
         self, answer: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
+        """``answer``, for those who show the key."""
+
         async def guarded(request: Request) -> Response:
             try:
                 self._check_key(request)
             except ApiError as error:
-                return _refusal(error)
+                return refusal(error)
             return await answer(request)
 
         return guarded
@@ -134,47 +146,43 @@ class Face:
             message = "give the server's API key: Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key")
 
-    async def _embeddings(self, request: Request) -> Response:
-        metrics, began = self._service.metrics, time.perf_counter()
-        try:
-            self._check_key(request)
-            response = await self._embed(request)
-            metrics.seconds.observe(time.perf_counter() - began)
-        except ClientDisconnect:
-            response = Response(status_code=_CLIENT_LEFT)
-            metrics.errors.labels("client_left").inc()
-        except Exception as error:  # noqa: BLE001 - told to the client and to the log
-            refused = self._as_api_error(error, request.state.request_id)
-            response = _refusal(refused)
-            metrics.errors.labels(refused.code or refused.kind).inc()
-        metrics.requests.labels(str(response.status_code)).inc()
-        return response
+    def answering(
+        self, answer: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """``answer``, for those who show the key: timed, counted, and its errors told as OpenAI's
+        API does.
+        """
 
-    async def _embed(self, request: Request) -> Response:
-        async with self._bodies.read(request) as body:
-            asked, inputs = read_request(body, self._model)
-            truncate = self._truncate if asked.truncate is None else asked.truncate
-            found = await _unless_client_leaves(
-                request, self._service.embed(inputs, truncate=truncate)
-            )
-        response = _json(write_response(asked, found.vectors, found.n_tokens))
-        request.state.facts.update(inputs=len(inputs), tokens=found.n_tokens)
-        self._service.metrics.inputs.inc(len(inputs))
-        self._service.metrics.tokens.inc(found.n_tokens)
-        if found.truncated:
-            self._service.metrics.truncated.inc(len(found.truncated))
-            response.headers["x-truncated-inputs"] = str(len(found.truncated))
-            request.state.facts["truncated"] = len(found.truncated)
-        return response
+        async def counted(request: Request) -> Response:
+            began = time.perf_counter()
+            try:
+                self._check_key(request)
+                response = await answer(request)
+            except ClientDisconnect:
+                response = Response(status_code=_CLIENT_LEFT)
+                self._service.metrics.errors.labels("client_left").inc()
+            except Exception as error:  # noqa: BLE001 - told to the client and to the log
+                refused = self.as_api_error(error, request.state.request_id)
+                response = refusal(refused)
+                self._service.metrics.errors.labels(refused.code or refused.kind).inc()
+            if isinstance(response, StreamingResponse):
+                response.background = BackgroundTask(self._count, response.status_code, began)
+            else:
+                await self._count(response.status_code, began)
+            return response
 
-    def _as_api_error(self, error: Exception, request_id: str) -> ApiError:
+        return counted
+
+    async def _count(self, status: int, began: float) -> None:
+        if status == 200:
+            self._service.metrics.seconds.observe(time.perf_counter() - began)
+        self._service.metrics.requests.labels(str(status)).inc()
+
+    def as_api_error(self, error: Exception, request_id: str) -> ApiError:
+        """What a client is told of an error; the log is told of those that are nobody's fault."""
         match error:
             case ApiError():
                 return error
-            case BadInputError(__cause__=InputTooLongError()):
-                return ApiError(400, str(error), param="input", code="context_length_exceeded")
-            case BadInputError():
-                return ApiError(400, str(error), param="input")
             case QueueFullError(asked=asked, limit=limit) if asked > limit:
                 message = f"input has {asked} items; this server takes at most {limit} at once"
                 return ApiError(400, message, param="input")
@@ -188,18 +196,18 @@ class Face:
                 return ApiError(503, str(error), "server_error", code="not_ready")
             case TimeoutError():
                 return ApiError(504, str(error), "server_error", code="timeout")
-        _log.error("an embeddings request failed: id %s", request_id, exc_info=error)
+        _log.error("a request failed: id %s", request_id, exc_info=error)
         return ApiError(500, f"{type(error).__name__}: {error}", "server_error")
 
     async def _models(self, _: Request) -> Response:
-        return _json(msgspec.json.encode({"object": "list", "data": [self._model.entry()]}))
+        return json_answer(msgspec.json.encode({"object": "list", "data": [self.model.entry()]}))
 
     async def _one_model(self, request: Request) -> Response:
         try:
-            self._model.check_name(request.path_params["name"])
+            self.model.check_name(request.path_params["name"])
         except ApiError as error:
-            return _refusal(error)
-        return _json(msgspec.json.encode(self._model.entry()))
+            return refusal(error)
+        return json_answer(msgspec.json.encode(self.model.entry()))
 
     async def _health(self, _: Request) -> Response:
         return _ok_unless("failed", str(self._service.failure or ""))
@@ -212,10 +220,10 @@ class Face:
             self._service.check_ready()
         except NotReadyError as error:
             return _unavailable({"ready": False, "reason": str(error)})
-        return _json(b'{"ready":true}')
+        return json_answer(b'{"ready":true}')
 
     async def _status(self, _: Request) -> Response:
-        return _json(await self._look())
+        return json_answer(await self._look())
 
     async def _look(self) -> bytes:
         return msgspec.json.encode(await self._service.seen())
@@ -224,15 +232,13 @@ class Face:
         try:
             return self.live.answer(request)
         except ApiError as error:
-            return _refusal(error)
+            return refusal(error)
 
     async def _metrics(self, _: Request) -> Response:
         return Response(self._service.metrics.expose(), media_type=CONTENT_TYPE)
 
 
-async def _unless_client_leaves(
-    request: Request, answering: Coroutine[Any, Any, Embedded]
-) -> Embedded:
+async def unless_client_leaves(request: Request, answering: Coroutine[Any, Any, T]) -> T:
     """What ``answering`` gives; it is cancelled when the client closes its connection.
 
     Raises:
@@ -266,14 +272,14 @@ def _always(content: object) -> Callable[[Request], Awaitable[Response]]:
     body = msgspec.json.encode(content)
 
     async def answer(_: Request) -> Response:
-        return _json(body)
+        return json_answer(body)
 
     return answer
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    response = _refusal(ApiError(status, f"no {request.method} {request.url.path} here"))
+    response = refusal(ApiError(status, f"no {request.method} {request.url.path} here"))
     response.headers.update(getattr(error, "headers", None) or {})
     return response
 
@@ -281,20 +287,22 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
 def _ok_unless(what: str, reason: str) -> Response:
     if reason:
         return _unavailable({"status": what, "reason": reason})
-    return _json(b'{"status":"ok"}')
+    return json_answer(b'{"status":"ok"}')
 
 
 def _unavailable(content: object) -> Response:
-    return _json(msgspec.json.encode(content), 503)
+    return json_answer(msgspec.json.encode(content), 503)
 
 
-def _json(body: bytes, status: int = 200) -> Response:
+def json_answer(body: bytes, status: int = 200) -> Response:
+    """An answer in JSON."""
     headers = {"retry-after": "1"} if status in (429, 503) else None
     return Response(body, status, headers, media_type="application/json")
 
 
-def _refusal(error: ApiError) -> Response:
-    response = _json(error.body(), error.status)
+def refusal(error: ApiError) -> Response:
+    """The answer that tells an error."""
+    response = json_answer(error.body(), error.status)
     if error.status == 401:
         response.headers["www-authenticate"] = "Bearer"
     return response

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ..embedding.openai_api import MAX_INPUTS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ..embedding.openai_api import ServedModel
 
 Schema: TypeAlias = "dict[str, Any]"
 
-_STRING: Schema = {"type": "string"}
-_COUNT: Schema = {"type": "integer", "minimum": 0}
-_REASONS = {
+STRING: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+REASONS = {
     400: "The request is wrong; says how.",
     401: "The API key is missing or wrong.",
     404: "There is no such model.",
@@ -27,46 +29,67 @@ _REASONS = {
 
 
 def document(model: ServedModel, *, with_key: bool) -> Schema:
-    """OpenAPI 3.1.
+    """OpenAPI 3.1 of a service of embeddings.
 
     Args:
         model: what is served.
         with_key: whether requests have to show a key.
     """
+    asked = {"/v1/embeddings": ("embed", _request(model), responses(_answer(model), *REASONS))}
+    return document_of("embeddings", asked, model, with_key=with_key)
+
+
+def document_of(
+    what: str,
+    asked: Mapping[str, tuple[str, Schema, Schema]],
+    model: ServedModel,
+    *,
+    with_key: bool,
+) -> Schema:
+    """OpenAPI 3.1 of a service.
+
+    Args:
+        what: it answers with.
+        asked: how the model is asked: the name, the body and the answers of each route.
+        model: what is served.
+        with_key: whether requests have to show a key.
+    """
     locked: list[Any] = [{"bearer": []}] if with_key else []
-    ask = "application/json"
     name = {"name": "model", "in": "path", "required": True, "schema": {"enum": [model.name]}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "group-coordinator embeddings", "version": "1"},
+        "info": {"title": f"group-coordinator {what}", "version": "1"},
         "paths": {
-            "/": _get("page", _STRING, [], kind="text/html"),
-            "/events": _get("events", _STRING, locked, 503, kind="text/event-stream"),
-            "/v1/embeddings": {
-                "post": {
-                    "operationId": "embed",
-                    "security": locked,
-                    "requestBody": {
-                        "required": True,
-                        "content": {ask: {"schema": _request(model)}},
-                    },
-                    "responses": _responses(_answer(model), *_REASONS),
+            "/": _get("page", STRING, [], kind="text/html"),
+            "/events": _get("events", STRING, locked, 503, kind="text/event-stream"),
+            **{
+                path: {
+                    "post": {
+                        "operationId": operation,
+                        "security": locked,
+                        "requestBody": {
+                            "required": True,
+                            "content": {"application/json": {"schema": body}},
+                        },
+                        "responses": answers,
+                    }
                 }
+                for path, (operation, body, answers) in asked.items()
             },
             "/v1/models": _get("models", _models(), locked),
             "/v1/models/{model}": {
                 **_get("model", _entry(), locked, 404),
                 "parameters": [name],
             },
-            "/health": _get("health", _object(status=_STRING), [], failing=_reason("status")),
+            "/health": _get("health", object_of(status=STRING), [], failing=_reason("status")),
             "/health/progress": _get(
-                "progress", _object(status=_STRING), [], failing=_reason("status")
+                "progress", object_of(status=STRING), [], failing=_reason("status")
             ),
             "/ready": _get(
-                "ready", _object(ready={"const": True}), [], failing=_reason("ready", "boolean")
+                "ready", object_of(ready={"const": True}), [], failing=_reason("ready", "boolean")
             ),
             "/status": _get("status", {"type": "object"}, locked),
-            "/metrics": _get("metrics", _STRING, locked, kind="text/plain"),
+            "/metrics": _get("metrics", STRING, locked, kind="text/plain"),
         },
         "components": {
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
@@ -88,7 +111,7 @@ def _request(model: ServedModel) -> Schema:
         "required": ["model", "input"],
         "properties": {
             "model": {"enum": [model.name]},
-            "input": {"anyOf": [_STRING, {**many, "items": _STRING}, ids, {**many, "items": ids}]},
+            "input": {"anyOf": [STRING, {**many, "items": STRING}, ids, {**many, "items": ids}]},
             "encoding_format": {"enum": ["float", "base64", None]},
             "dimensions": {"enum": [model.hidden_size, None]},
             "user": {"type": ["string", "null"]},
@@ -103,35 +126,36 @@ def _request(model: ServedModel) -> Schema:
 def _answer(model: ServedModel) -> Schema:
     size = model.hidden_size
     floats = {"type": "array", "minItems": size, "maxItems": size, "items": {"type": "number"}}
-    entry = _object(
-        object={"const": "embedding"}, index=_COUNT, embedding={"anyOf": [floats, _STRING]}
+    entry = object_of(
+        object={"const": "embedding"}, index=COUNT, embedding={"anyOf": [floats, STRING]}
     )
-    return _object(
+    return object_of(
         object={"const": "list"},
         data={"type": "array", "items": entry},
         model={"const": model.name},
-        usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
+        usage=object_of(prompt_tokens=COUNT, total_tokens=COUNT),
     )
 
 
 def _models() -> Schema:
-    return _object(object={"const": "list"}, data={"type": "array", "items": _entry()})
+    return object_of(object={"const": "list"}, data={"type": "array", "items": _entry()})
 
 
 def _entry() -> Schema:
-    return _object(id=_STRING, object={"const": "model"}, created=_COUNT, owned_by=_STRING)
+    return object_of(id=STRING, object={"const": "model"}, created=COUNT, owned_by=STRING)
 
 
 def _error() -> Schema:
     maybe = {"type": ["string", "null"]}
-    return _object(error=_object(message=_STRING, type=_STRING, param=maybe, code=maybe))
+    return object_of(error=object_of(message=STRING, type=STRING, param=maybe, code=maybe))
 
 
 def _reason(what: str, kind: str = "string") -> Schema:
-    return _object(**{what: {"type": kind}, "reason": _STRING})
+    return object_of(**{what: {"type": kind}, "reason": STRING})
 
 
-def _object(**properties: Schema) -> Schema:
+def object_of(**properties: Schema) -> Schema:
+    """An object that has these, all of them."""
     return {"type": "object", "required": list(properties), "properties": properties}
 
 
@@ -144,15 +168,16 @@ def _get(
     failing: Schema | None = None,
 ) -> Schema:
     refused = (401,) if security else ()
-    responses = _responses(schema, *refused, *statuses, kind=kind)
+    found = responses(schema, *refused, *statuses, kind=kind)
     if failing is not None:
-        responses["503"] = {"description": "It is not.", "content": {kind: {"schema": failing}}}
-    return {"get": {"operationId": operation, "security": security, "responses": responses}}
+        found["503"] = {"description": "It is not.", "content": {kind: {"schema": failing}}}
+    return {"get": {"operationId": operation, "security": security, "responses": found}}
 
 
-def _responses(schema: Schema, *statuses: int, kind: str = "application/json") -> Schema:
+def responses(schema: Schema, *statuses: int, kind: str = "application/json") -> Schema:
+    """Answers of 200 as ``schema``, and errors with other statuses."""
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     found: Schema = {"200": {"description": "As asked.", "content": {kind: {"schema": schema}}}}
     for status in statuses:
-        found[str(status)] = {"description": _REASONS[status], "content": error}
+        found[str(status)] = {"description": REASONS[status], "content": error}
     return found

@@ -71,6 +71,12 @@ class FakeContext:
     report_progress: Callable[[int, int, str], None]
 
 
+def alone() -> FakeGroups:
+    """The groups of the only rank."""
+    group = FakeGroup(0, 1, _Hub(1))
+    return FakeGroups(group, group, group)
+
+
 def run_threads(tp: int, pp: int, body: Callable[[Any], Any]) -> list[Any]:
     """``body(context)`` on tp * pp ranks; the results by rank. The first error is raised."""
     world = _Hub(tp * pp)

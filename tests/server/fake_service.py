@@ -17,7 +17,7 @@ from server.embedding.openai_api import ServedModel
 from server.embedding.service import PROBE, EmbeddingService
 from server.errors import CallTimeoutError, WorkerError, WorkerLostError
 from server.web.connections import ConnectionLimits, TimedConnection
-from server.web.face import Face
+from server.web.embedding_face import EmbeddingFace
 from server.web.listener import listen
 from server.web.web_server import WebServer
 from server.workers.minilm import Encoded, InputTooLongError
@@ -26,6 +26,8 @@ from shm_broadcast.board.totals import VerbTotal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from server.web.face import Face
 
 STUCK = MemberStatus(1, 4242, "busy", "all_reduce", 7, 12.5)
 
@@ -144,8 +146,8 @@ MAX_TOKENS = 10_000
 MODEL = ServedModel("m", 1, MAX_TOKENS, 9)
 
 
-def face(service: EmbeddingService, api_key: str | None = None) -> Face:
-    return Face(service, MODEL, api_key=api_key, truncate=False, on_failure=lambda: None)
+def face(service: EmbeddingService, api_key: str | None = None) -> EmbeddingFace:
+    return EmbeddingFace(service, MODEL, api_key=api_key, truncate=False, on_failure=lambda: None)
 
 
 @asynccontextmanager
@@ -172,12 +174,17 @@ async def site(
 @asynccontextmanager
 async def listening(site: Site, api_key: str | None = None, **limits: Any) -> AsyncIterator[str]:
     """The service behind a socket of its own, with `ConnectionLimits`; gives its URL."""
-    front = face(site.service, api_key)
+    refused = site.service.metrics.refuse
+    async with serving(face(site.service, api_key), refused=refused, **limits) as url:
+        yield url
+
+
+@asynccontextmanager
+async def serving(front: Face, **limits: Any) -> AsyncIterator[str]:
+    """A face behind a socket of its own, with `ConnectionLimits`; gives its URL."""
     config = uvicorn.Config(
         front.app(),
-        http=TimedConnection.within(
-            ConnectionLimits(refused=site.service.metrics.refuse, **limits)
-        ),
+        http=TimedConnection.within(ConnectionLimits(**limits)),
         ws="none",
         log_config=None,
         access_log=False,

@@ -5,71 +5,32 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from server.errors import (
     CallStuckError,
     CallTimeoutError,
     PoolClosedError,
     QueueFullError,
-    WorkerError,
     WorkerLostError,
 )
 from server.workers.decoder import (
-    DecoderWorker,
     Engine,
     GenerationTimeoutError,
     PromptTooLongError,
     Sampling,
 )
 from tests.patience import PATIENCE_SECONDS, until
-from tests.server.fake_groups import FakeContext, FakeGroup, FakeGroups, _Hub
+from tests.server.one_worker import LOST, OneWorker
 from tests.server.tiny_llama import PROMPTS, greedy, make_llama
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from server.workers.decoder.kv_cache import Row
-    from shm_broadcast import CoordinatorError
-
 COUNT = 20
-LOST = WorkerLostError(0, 1, "killed by SIGKILL")
-
-
-class OneWorker:
-    """A pool of one worker, in this process. A step waits while ``closed`` is set."""
-
-    def __init__(self, folder: Path, **options: Any) -> None:
-        group = FakeGroup(0, 1, _Hub(1))
-        self.context: Any = FakeContext(
-            FakeGroups(group, group, group), torch.device("cpu"), lambda *_: None
-        )
-        self.worker = DecoderWorker(self.context, folder, **{"slots": 3, "length": 64, **options})
-        self.failure: CoordinatorError | None = None
-        self.steps: list[list[Row]] = []
-        self.before: Callable[[int], None] = lambda _: None
-        self.under_way = 0
-        self.may_go = threading.Event()
-        self.may_go.set()
-
-    def call(self, method: str, *args: Any, **_options: Any) -> Any:
-        if method == "step":
-            self.under_way += 1
-            assert self.may_go.wait(PATIENCE_SECONDS)
-            self.under_way -= 1
-            self.steps.append(*args)
-            self.before(len(self.steps))
-        try:
-            return getattr(self.worker, method)(*args)
-        except Exception as error:
-            raise WorkerError(0, method, type(error).__name__, str(error), "") from error
-
-    def lose(self) -> None:
-        self.worker.restore(self.context)
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import openai
 import psutil
 import pytest
 
+from benchmarks.http_served import Served
 from server.errors import WorkerLostError
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
@@ -110,6 +112,24 @@ def test_fifty_streams_at_once(llama: Path) -> None:
 
     with pool_of(llama, 2, 2, slots=7) as pool, Engine(pool) as engine:
         assert asyncio.run(read_all(engine)) == [expected[at % 4] for at in range(50)]
+
+
+def test_the_service_streams_on_when_a_worker_is_killed(llama: Path) -> None:
+    expected = greedy(llama, PROMPTS[0], 90)
+    reader = DecoderText(DecoderFolder.open(llama)).reader()
+    options = ("--model", str(llama), "--tp", "2", "--restart", "worker", "--slots", "2")
+    with Served(*options) as served:
+        served.wait_until_ready()
+        base_url = f"{served.url}/v1"
+        with openai.OpenAI(api_key="none", base_url=base_url, max_retries=0) as client:
+            stream = client.completions.create(
+                model="model", prompt=PROMPTS[0], temperature=0, max_tokens=90, stream=True
+            )
+            pieces = [next(stream).choices[0].text]
+            os.kill(served.worker_pids()[1], signal.SIGKILL)
+            pieces += [chunk.choices[0].text for chunk in stream]
+        assert "".join(pieces) == "".join(map(reader.read, expected))
+        until(lambda: served.get("/status")[1]["restarts"] == 1)
 
 
 @pytest.fixture

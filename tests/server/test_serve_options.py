@@ -11,6 +11,7 @@ import pytest
 
 from server.cli import main
 from server.commands import serve
+from tests.server.tiny_llama import make_llama
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,6 +51,33 @@ def arguments(**given: Any) -> Any:
 def test_wrong_options_are_refused(given: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         serve.prepare(arguments(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"tp": 4}, "tp must be 1 to 3"),
+        ({"pp": 4}, "pp must be 1 to 3"),
+        ({"dp": 2}, "--dp must be 1 with a model that completes"),
+        ({"truncate": True}, "--truncate is for models that embed"),
+        ({"slots": 0}, "--slots must be at least 1"),
+        ({"context": 0}, "--context must be at least 1"),
+        ({"max_batch_tokens": 8}, "--max-batch-tokens must be at least 16, the slots"),
+        ({"slots": 300}, "--max-batch-tokens must be at least 300, the slots"),
+    ],
+)
+def test_options_that_are_wrong_for_completions(tmp_path: Path, given: Any, text: str) -> None:
+    folder = make_llama(tmp_path / "model")
+    with pytest.raises(ValueError, match=text):
+        serve.prepare(arguments(model=folder, **given))
+
+
+def test_a_model_that_completes(tmp_path: Path) -> None:
+    plan: Any = serve.prepare(arguments(model=make_llama(tmp_path / "tiny"), context=1000))
+    assert (plan.name, plan.max_batch_tokens) == ("tiny", 256)
+    assert (plan.model.slots, plan.model.context) == (16, 128)
+    with pytest.raises(ValueError, match="--slots and --context are for models that complete"):
+        serve.prepare(arguments(slots=4))
 
 
 @pytest.mark.parametrize("where", ["[::1]:0", "localhost:1", "127.0.0.1:0", "127.8.9.10:0"])

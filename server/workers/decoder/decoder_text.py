@@ -25,6 +25,9 @@ class DecoderText:
     Args:
         folder: the model's.
 
+    Attributes:
+        longest: characters of a token, at most.
+
     Raises:
         ImportError: a package is not installed.
         DecoderFolderError: the folder's tokenizer or template is malformed.
@@ -38,6 +41,7 @@ class DecoderText:
             self._tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as exc:
             raise DecoderFolderError(f"{path}: not a tokenizer: {exc}") from exc
+        self.longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         settings = _settings(folder.path)

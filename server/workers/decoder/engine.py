@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from shm_broadcast import CoordinatorError
 
@@ -24,7 +24,6 @@ from .sampling import Sampling
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ...pool import WorkerPool
     from .decoder_worker import Room
     from .kv_cache import Row
 
@@ -32,6 +31,17 @@ CHUNK = 256
 """Tokens of a step at most, unless told otherwise."""
 _TRIES = 3
 """How often the same step may be lost: after that, what is in it is taken for the cause."""
+
+
+class StepPool(Protocol):
+    """What an engine asks of its workers; a `WorkerPool` of `DecoderWorker` is one."""
+
+    @property
+    def failure(self) -> CoordinatorError | None:
+        """What broke it for good."""
+
+    def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """See `WorkerPool.call`."""
 
 
 class Engine:
@@ -50,7 +60,7 @@ class Engine:
 
     def __init__(
         self,
-        pool: WorkerPool,
+        pool: StepPool,
         *,
         chunk: int = CHUNK,
         max_waiting: int = 1024,

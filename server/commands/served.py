@@ -1,0 +1,107 @@
+"""What `serve` serves: the service and its HTTP face, by the kind of model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..completion.completion_face import CompletionFace
+from ..completion.completion_service import CompletionService
+from ..embedding.openai_api import ServedModel
+from ..embedding.service import EmbeddingService
+from ..pool import WorkerPool
+from ..replicas import Replicas
+from ..web.embedding_face import EmbeddingFace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ..embedding.service import PoolService
+    from ..web.face import Face
+    from .model_options import DecoderModel, Model
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """What a service takes at once, and how long it may take.
+
+    Attributes:
+        batch_tokens: tokens of one call to the workers, at most.
+        waiting: inputs that may wait, at most.
+        request_timeout: seconds for an answer; of completions for each token.
+        stall_timeout: seconds that a call may take before the service counts as stalled.
+    """
+
+    batch_tokens: int
+    waiting: int
+    request_timeout: float
+    stall_timeout: float
+
+
+def serve_embeddings(
+    model: Model,
+    limits: ServiceLimits,
+    pool: Mapping[str, Any],
+    *,
+    name: str,
+    api_key: str | None,
+    truncate: bool,
+    on_failure: Callable[[], None],
+) -> tuple[PoolService, Face]:
+    """The service of a model that embeds.
+
+    Args:
+        model: the model.
+        limits: see `ServiceLimits`.
+        pool: what its pool is made with.
+        name: what requests call it.
+        api_key, truncate, on_failure: see `EmbeddingFace`.
+    """
+    dp, pp = model.workers.dp, model.workers.pp
+    make = WorkerPool if dp == 1 else partial(Replicas, dp=dp)
+    service = EmbeddingService(
+        model.tokenizer,
+        partial(make, **pool),
+        max_tokens=limits.batch_tokens,
+        max_waiting=limits.waiting,
+        in_flight=dp * (pp + 1),
+        request_timeout=limits.request_timeout,
+        stall_timeout=limits.stall_timeout,
+    )
+    folder = model.folder
+    served = ServedModel(name, folder.bert.hidden_size, folder.max_length, folder.bert.vocab_size)
+    return service, EmbeddingFace(
+        service, served, api_key=api_key, truncate=truncate, on_failure=on_failure
+    )
+
+
+def serve_completions(
+    model: DecoderModel,
+    limits: ServiceLimits,
+    pool: Mapping[str, Any],
+    *,
+    name: str,
+    api_key: str | None,
+    on_failure: Callable[[], None],
+) -> tuple[PoolService, Face]:
+    """The service of a model that completes and chats.
+
+    Args:
+        model: the model.
+        limits: see `ServiceLimits`.
+        pool: what its pool is made with.
+        name: what requests call it.
+        api_key, on_failure: see `CompletionFace`.
+    """
+    service = CompletionService(
+        model.text,
+        partial(WorkerPool, **pool),
+        chunk=limits.batch_tokens,
+        max_waiting=limits.waiting,
+        request_timeout=limits.request_timeout,
+        stall_timeout=limits.stall_timeout,
+    )
+    config = model.folder.config
+    served = ServedModel(name, config.hidden_size, model.context, config.vocab_size)
+    return service, CompletionFace(service, served, api_key=api_key, on_failure=on_failure)

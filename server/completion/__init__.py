@@ -1,0 +1,1 @@
+"""Completions and chats as a service."""

@@ -1,0 +1,183 @@
+"""The routes of completions: ``POST /v1/completions`` and ``/v1/chat/completions``, as OpenAI's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, cast
+
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+
+from ..embedding.openai_api import ApiError
+from ..web.face import Face, json_answer, unless_client_leaves
+from ..workers.decoder import ChatError, PromptTooLongError
+from .completion_api import Writer, error_event, read_chat, read_completion
+from .completion_openapi import completion_document
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import Receive, Scope, Send
+
+    from ..embedding.openai_api import ServedModel
+    from ..web.openapi import Schema
+    from ..workers.decoder import AnswerReader, Generation
+    from .completion_api import Wish
+    from .completion_service import CompletionService
+
+
+class CompletionFace(Face):
+    """The face of a service of completions.
+
+    Args:
+        service, model, api_key, on_failure: see `Face`.
+    """
+
+    def __init__(
+        self,
+        service: CompletionService,
+        model: ServedModel,
+        *,
+        api_key: str | None,
+        on_failure: Callable[[], None],
+    ) -> None:
+        super().__init__(service, model, api_key=api_key, on_failure=on_failure)
+        self._completions = service
+
+    def asked(self) -> list[Route]:
+        """See `Face`."""
+        return [
+            Route("/v1/completions", self.answering(self._complete), methods=["POST"]),
+            Route("/v1/chat/completions", self.answering(self._chat), methods=["POST"]),
+        ]
+
+    def about(self, *, with_key: bool) -> Schema:
+        """See `Face`."""
+        return completion_document(self.model, with_key=with_key)
+
+    def as_api_error(self, error: Exception, request_id: str) -> ApiError:
+        """See `Face`."""
+        match error:
+            case PromptTooLongError():
+                return ApiError(400, str(error), code="context_length_exceeded")
+            case ChatError():
+                return ApiError(400, str(error), param="messages")
+            case ValueError():
+                return ApiError(400, str(error))
+        return super().as_api_error(error, request_id)
+
+    async def _complete(self, request: Request) -> Response:
+        async with self.bodies.read(request) as body:
+            wish = read_completion(body, self.model)
+        return await self._answer(request, wish)
+
+    async def _chat(self, request: Request) -> Response:
+        async with self.bodies.read(request) as body:
+            wish = read_chat(body, self.model)
+        return await self._answer(request, wish)
+
+    async def _answer(self, request: Request, wish: Wish) -> Response:
+        self._completions.check_ready()
+        prompt = await self._tokens(wish)
+        generation = self._completions.generate(prompt, wish.max_tokens, wish.sampling)
+        writer = Writer(self.model.name, wish.is_chat)
+        answer = _Answer(generation, self._completions.text.reader(wish.stops))
+        request.state.facts["prompt_tokens"] = len(prompt)
+        self._completions.metrics.inputs.inc()
+        self._completions.metrics.tokens.inc(len(prompt))
+        if wish.stream:
+            events = self._streamed(request, wish, writer, answer, len(prompt))
+            return _AnswerStream(events, generation)
+        with generation:
+            text = await unless_client_leaves(request, answer.whole())
+        self._count_tokens(request, answer)
+        return json_answer(writer.whole(text, answer.reason, (len(prompt), answer.tokens)))
+
+    async def _tokens(self, wish: Wish) -> list[int]:
+        """The prompt's tokens; the event loop goes on meanwhile.
+
+        Raises:
+            ApiError: it is too long to be looked at.
+            ChatError: the model's template refuses the chat.
+        """
+        given = [each for part in wish.prompt if isinstance(part, dict) for each in part.values()]
+        length = sum(map(len, given)) if wish.is_chat else len(wish.prompt)
+        most = self._completions.text.longest * self.model.max_tokens
+        if length > most:
+            message = f"the prompt has {length} characters; at most {most} are looked at"
+            raise ApiError(400, message, code="context_length_exceeded")
+        if wish.is_chat:
+            messages = cast("list[dict[str, str]]", wish.prompt)
+            return await asyncio.to_thread(self._completions.text.encode_chat, messages)
+        if isinstance(wish.prompt, str):
+            return await asyncio.to_thread(self._completions.text.encode, wish.prompt)
+        return cast("list[int]", wish.prompt)
+
+    async def _streamed(
+        self, request: Request, wish: Wish, writer: Writer, answer: _Answer, n_prompt: int
+    ) -> AsyncIterator[bytes]:
+        try:
+            for event in writer.opening():
+                yield event
+            async for text in answer.pieces():
+                yield writer.piece(text)
+            usage = (n_prompt, answer.tokens) if wish.with_usage else None
+            for event in writer.closing(answer.reason, usage):
+                yield event
+        except Exception as error:  # noqa: BLE001 - told to the client and to the log
+            yield error_event(self.as_api_error(error, request.state.request_id))
+        finally:
+            self._count_tokens(request, answer)
+
+    def _count_tokens(self, request: Request, answer: _Answer) -> None:
+        request.state.facts["tokens"] = answer.tokens
+        self._completions.metrics.tokens.inc(answer.tokens)
+
+
+class _Answer:
+    """The text of a generation.
+
+    Attributes:
+        tokens: how many there were so far.
+    """
+
+    def __init__(self, generation: Generation, reader: AnswerReader) -> None:
+        self.tokens = 0
+        self._generation = generation
+        self._reader = reader
+
+    @property
+    def reason(self) -> str:
+        """Why it has ended, in OpenAI's words."""
+        return "stop" if self._reader.stopped else self._generation.reason or "stop"
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """The text as it comes; the generation is cancelled at a stop."""
+        async for token in self._generation:
+            self.tokens += 1
+            if text := self._reader.read(token):
+                yield text
+            if self._reader.stopped:
+                self._generation.cancel()
+                return
+        if rest := self._reader.rest():
+            yield rest
+
+    async def whole(self) -> str:
+        """All of the text."""
+        return "".join([text async for text in self.pieces()])
+
+
+class _AnswerStream(StreamingResponse):
+    """Server-sent events; a client that leaves, at whatever moment, cancels the generation."""
+
+    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._generation:
+            await super().__call__(scope, receive, send)

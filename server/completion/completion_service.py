@@ -1,0 +1,104 @@
+"""Completions as a service: a pool of decoders that is started beside the server, and an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from ..embedding.service import PoolService
+from ..workers.decoder import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from shm_broadcast import CoordinatorError
+
+    from ..embedding.watched_pool import WatchedPool
+    from ..pool import WorkerPool
+    from ..workers.decoder import DecoderText, Generation, Sampling
+
+_LOOK_SECONDS = 0.02
+
+
+class CompletionService(PoolService):
+    """Answers prompts of many requests; belongs to one event loop.
+
+    Args:
+        text: the model's tokenizer.
+        make_pool, stall_timeout: see `PoolService`.
+        chunk: tokens of one call to the workers, at most.
+        max_waiting: requests that may wait, at most.
+        request_timeout: seconds for each token, waiting included; a call to the workers has half.
+    """
+
+    def __init__(
+        self,
+        text: DecoderText,
+        make_pool: Callable[[], WorkerPool],
+        *,
+        chunk: int,
+        max_waiting: int,
+        request_timeout: float,
+        stall_timeout: float,
+    ) -> None:
+        super().__init__(make_pool, request_timeout, stall_timeout, "completion")
+        self.text = text
+        self._chunk = chunk
+        self._max_waiting = max_waiting
+        self._engine: Engine | None = None
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a slot."""
+        return 0 if self._engine is None else self._engine.waiting
+
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int | None, sampling: Sampling
+    ) -> Generation:
+        """Begin an answer; see `Engine.submit`.
+
+        Raises:
+            NotReadyError: see `check_ready`.
+            ValueError: the prompt or ``max_tokens`` makes no sense.
+            QueueFullError: too many requests wait.
+            CoordinatorError: the workers failed.
+        """
+        self.check_ready()
+        return self._running_engine.submit(
+            prompt, max_tokens, sampling, timeout=self._request_timeout
+        )
+
+    async def _probe(self, pool: WatchedPool) -> None:
+        if self._engine is None:
+            self._engine = await asyncio.to_thread(
+                Engine, _Steps(pool), chunk=self._chunk, max_waiting=self._max_waiting
+            )
+        async for _ in self._engine.submit([0], 1, timeout=self._request_timeout):
+            pass
+
+    async def _finish(self) -> None:
+        if self._engine is not None:
+            while self._engine.running or self._engine.waiting:
+                await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.to_thread(self._engine.close)
+
+    @property
+    def _running_engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("the service is ready, but has no engine")
+        return self._engine
+
+
+class _Steps:
+    """What an engine asks of a pool, counted and watched."""
+
+    def __init__(self, pool: WatchedPool) -> None:
+        self._pool = pool
+
+    @property
+    def failure(self) -> CoordinatorError | None:
+        return self._pool.failure
+
+    def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:  # noqa: ARG002
+        sizes = [len(row.tokens) for row in args[0]] if args else []
+        return self._pool.call(method, *args, sizes=sizes)

@@ -1,0 +1,66 @@
+"""A pool of one decoder that is in this process: steps can be held, and workers lost."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from coordinator.rank_grid import RankGrid
+from server.errors import WorkerError, WorkerLostError
+from server.workers.decoder import DecoderWorker
+from tests.patience import PATIENCE_SECONDS
+from tests.server.fake_groups import FakeContext, alone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from server.workers.decoder.kv_cache import Row
+    from shm_broadcast import CoordinatorError, MemberStatus
+
+LOST = WorkerLostError(0, 1, "killed by SIGKILL")
+
+
+class OneWorker:
+    """Looks like a `WorkerPool`. A step waits until ``may_go`` is set, then calls ``before``."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.context: Any = FakeContext(alone(), torch.device("cpu"), lambda *_: None)
+        self.worker = DecoderWorker(self.context, folder, **{"slots": 3, "length": 64, **options})
+        self.failure: CoordinatorError | None = None
+        self.restarting: CoordinatorError | None = None
+        self.last_failure: tuple[float, CoordinatorError] | None = None
+        self.restarts = 0
+        self.grid = RankGrid.of({"dp": 1, "pp": 1, "tp": 1})
+        self.steps: list[list[Row]] = []
+        self.before: Callable[[int], None] = lambda _: None
+        self.under_way = 0
+        self.may_go = threading.Event()
+        self.may_go.set()
+
+    def call(self, method: str, *args: Any, **_options: Any) -> Any:
+        if method == "step":
+            self.under_way += 1
+            assert self.may_go.wait(PATIENCE_SECONDS)
+            self.under_way -= 1
+            self.steps.append(*args)
+            self.before(len(self.steps))
+        try:
+            return getattr(self.worker, method)(*args)
+        except Exception as error:
+            raise WorkerError(0, method, type(error).__name__, str(error), "") from error
+
+    def lose(self) -> None:
+        """The worker is replaced by one that holds no sequence."""
+        self.worker.restore(self.context)
+
+    def status(self) -> list[MemberStatus]:
+        return []
+
+    def totals(self) -> dict[int, Any]:
+        return {}
+
+    def shutdown(self, _timeout: float) -> None:
+        self.may_go.set()

@@ -1,0 +1,395 @@
+"""Completions and chats over HTTP, asked by OpenAI's client, over a decoder in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import pytest
+
+from server.completion.completion_face import CompletionFace
+from server.completion.completion_service import CompletionService
+from server.embedding.openai_api import ServedModel
+from server.workers.decoder import DecoderFolder, DecoderText
+from tests.server.fake_service import run, serving
+from tests.server.one_worker import LOST, OneWorker
+from tests.server.test_minilm_config import edit
+from tests.server.tiny_llama import greedy, make_llama
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine
+    from pathlib import Path
+
+CHAT: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama") / "model")
+
+
+class Site:
+    """A service behind a socket, and OpenAI's client of it."""
+
+    def __init__(self, folder: Path, pool: OneWorker, service: CompletionService, url: str) -> None:
+        self.folder, self.pool, self.service, self.url = folder, pool, service, url
+        self.text = DecoderText(DecoderFolder.open(folder))
+        self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
+
+    async def complete(self, prompt: Any, **options: Any) -> Any:
+        given = {"model": "m", "temperature": 0.0, **options}
+        return await self.openai.completions.create(prompt=prompt, **given)
+
+    async def chat(self, **options: Any) -> Any:
+        given = {"model": "m", "messages": CHAT, "temperature": 0.0, **options}
+        return await self.openai.chat.completions.create(**given)
+
+    def expected(self, prompt: list[int], count: int, stops: tuple[str, ...] = ()) -> str:
+        reader = self.text.reader(stops)
+        tokens = [token for token in greedy(self.folder, prompt, count) if token != 256]
+        return "".join(map(reader.read, tokens)) + reader.rest()
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        while not true():
+            await asyncio.sleep(0.005)
+
+    @property
+    def running(self) -> int:
+        return 0 if self.service._engine is None else self.service._engine.running
+
+
+@asynccontextmanager
+async def site(folder: Path, api_key: str | None = None, **limits: Any) -> AsyncIterator[Site]:
+    pool: Any = OneWorker(folder)
+    given: dict[str, Any] = {"request_timeout": 60.0, "stall_timeout": 10.0, **limits}
+    service = CompletionService(
+        DecoderText(DecoderFolder.open(folder)),
+        lambda: pool,
+        **{"chunk": 16, "max_waiting": 8, **given},
+    )
+    model = ServedModel("m", 36, 64, 257)
+    face = CompletionFace(service, model, api_key=api_key, on_failure=lambda: None)
+    service.start(lambda: None)
+    async with serving(face, refused=service.metrics.refuse) as url:
+        here = Site(folder, pool, service, url)
+        await here.until(lambda: service.state != "starting")
+        yield here
+        await here.openai.close()
+    pool.may_go.set()
+    await service.stop()
+
+
+def with_site(folder: Path, test: Callable[[Site], Coroutine[Any, Any, None]], **how: Any) -> None:
+    async def body() -> None:
+        async with site(folder, **how) as here:
+            await test(here)
+
+    run(body)
+
+
+def test_a_completion_is_that_of_transformers(llama: Path) -> None:
+    async def test(here: Site) -> None:
+        prompt = here.text.encode("The sea")
+        for given in ("The sea", ["The sea"], prompt):
+            answer = await here.complete(given, max_tokens=20)
+            assert answer.choices[0].text == here.expected(prompt, 20)
+            assert answer.choices[0].finish_reason == "length"
+            assert answer.object == "text_completion"
+            usage = answer.usage
+            assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), 20)
+        assert (await here.complete("The sea")).usage.completion_tokens == 16
+
+    with_site(llama, test)
+
+
+def test_a_stream_is_the_same_in_pieces(llama: Path) -> None:
+    async def test(here: Site) -> None:
+        whole = await here.complete("The sea", max_tokens=20)
+        stream = await here.complete(
+            "The sea", max_tokens=20, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        said = [chunk.choices[0].text for chunk in chunks if chunk.choices]
+        assert "".join(said) == whole.choices[0].text
+        assert len(said) > 5
+        assert chunks[-2].choices[0].finish_reason == "length"
+        assert chunks[-1].usage == whole.usage
+
+    with_site(llama, test)
+
+
+def test_chats(llama: Path) -> None:
+    async def test(here: Site) -> None:
+        prompt = here.text.encode_chat(CHAT)
+        whole = await here.chat()
+        expected = here.expected(prompt, 64 - len(prompt))
+        assert whole.choices[0].message.content == expected
+        assert whole.choices[0].message.role == "assistant"
+        chunks = [chunk async for chunk in await here.chat(stream=True)]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert said == expected
+        assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+        parts = [{"role": "user", "content": [{"type": "text", "text": "h"}] * 1}]
+        parts[0]["content"] += [{"type": "text", "text": "i"}]  # type: ignore[operator]
+        assert (await here.chat(messages=parts)).choices[0].message.content == expected
+        short = await here.chat(max_completion_tokens=2, max_tokens=5)
+        assert short.usage.completion_tokens == 2
+
+    with_site(llama, test)
+
+
+def test_an_answer_ends_before_a_stop(llama: Path) -> None:
+    async def test(here: Site) -> None:
+        prompt = here.text.encode("The sea")
+        whole = here.expected(prompt, 40)
+        stop = whole[7:9]
+        for stream in (False, True):
+            answer = await here.complete("The sea", max_tokens=40, stop=stop, stream=stream)
+            pieces = [chunk async for chunk in answer] if stream else [answer]
+            said = "".join(piece.choices[0].text for piece in pieces)
+            assert said == whole[: whole.index(stop)] == here.expected(prompt, 40, (stop,))
+            assert pieces[-1].choices[0].finish_reason == "stop"
+            await here.until(lambda: here.running == 0)
+
+    with_site(llama, test)
+
+
+def test_seeds(llama: Path) -> None:
+    async def test(here: Site) -> None:
+        async def one(seed: int | None) -> str:
+            answer = await here.complete("The sea", temperature=2.0, seed=seed, max_tokens=30)
+            return str(answer.choices[0].text)
+
+        assert await one(7) == await one(7)
+        assert await one(7) != await one(8)
+        assert await one(None) != await one(None)
+
+    with_site(llama, test)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "text"),
+    [
+        ({"prompt": ""}, 400, "the prompt is empty"),
+        ({"prompt": []}, 400, "the prompt is empty"),
+        ({"prompt": ["a", "b"]}, 400, "one text, or the token ids of one"),
+        ({"prompt": [1, "a"]}, 400, "one text, or the token ids of one"),
+        ({"prompt": [257]}, 400, "token id 257 is not in 0 to 256"),
+        ({"prompt": "x" * 64}, 400, "has 64 tokens; with its answer at most 64 fit"),
+        ({"prompt": "x" * 1_000_000}, 400, "1000000 characters; at most"),
+        ({"prompt": "\ud800"}, 400, "the body is not JSON"),
+        ({"max_tokens": 0}, 400, "max_tokens must be 1 or more; got 0"),
+        ({"max_tokens": "many"}, 400, "max_tokens"),
+        ({"temperature": -1}, 400, "temperature must be 0 or more"),
+        ({"top_p": 0}, 400, "top_p must be more than 0"),
+        ({"top_k": -1}, 400, "top_k must be 0 or more"),
+        ({"stop": ""}, 400, "stop has an empty text"),
+        ({"stop": ["a"] * 5}, 400, "stop has 5 items"),
+        ({"n": 2}, 400, "n is not supported"),
+        ({"echo": True}, 400, "echo is not supported"),
+        ({"logprobs": 1}, 400, "logprobs is not supported"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty is not supported"),
+        ({"model": "other"}, 404, "does not exist"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_requests_that_are_refused(
+    llama: Path, fields: dict[str, Any], status: int, text: str
+) -> None:
+    async def test(here: Site) -> None:
+        body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 3, **fields})
+        async with httpx.AsyncClient() as client:
+            for stream in ("false", "true"):
+                sent = body[:-1] + f', "stream": {stream}}}'
+                answer = await client.post(f"{here.url}/v1/completions", content=sent)
+                assert answer.status_code == status
+                assert text in answer.json()["error"]["message"]
+        assert (await here.complete("x")).choices
+
+    with_site(llama, test)
+
+
+def test_chats_that_are_refused(llama: Path, tmp_path: Path) -> None:
+    async def test(here: Site) -> None:
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+        for messages, text in (([], "messages is an empty list"), (image, "messages")):
+            with pytest.raises(openai.BadRequestError, match=text):
+                await here.chat(messages=messages)
+        with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+            await here.chat(tools=[{"type": "function", "function": {"name": "f"}}])
+
+    async def untold(here: Site) -> None:
+        with pytest.raises(openai.BadRequestError, match="only users speak"):
+            await here.chat()
+
+    async def silent(here: Site) -> None:
+        with pytest.raises(openai.BadRequestError, match="the model has no chat template"):
+            await here.chat()
+
+    with_site(llama, test)
+    other = make_llama(tmp_path / "model")
+    (other / "chat_template.jinja").write_text("{{ raise_exception('only users speak') }}")
+    with_site(other, untold)
+    (other / "chat_template.jinja").unlink()
+    with_site(other, silent)
+
+
+def test_too_many_are_told_to_come_again(llama: Path) -> None:
+    async def test(here: Site) -> None:
+        here.pool.may_go.clear()
+        asked = [asyncio.create_task(here.complete("x", max_tokens=1)) for _ in range(20)]
+        await here.until(lambda: sum(task.done() for task in asked) >= 20 - 8 - 3)
+        here.pool.may_go.set()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        refused = [each for each in found if isinstance(each, openai.RateLimitError)]
+        assert 9 <= len(refused) < 20
+        assert sum(hasattr(each, "choices") for each in found) == 20 - len(refused)
+
+    with_site(llama, test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_slot(llama: Path, stream: bool) -> None:
+    async def test(here: Site) -> None:
+        here.pool.before = lambda _: here.pool.may_go.clear()  # one step at a time
+        asking = asyncio.create_task(here.complete("x", max_tokens=60, stream=stream))
+        await here.until(lambda: here.running == 1)
+        if stream:
+            leaving = await asking
+            await leaving.close()
+        else:
+            asking.cancel()
+        while here.running:
+            here.pool.may_go.set()
+            await asyncio.sleep(0.005)
+        assert len(here.pool.steps) < 50
+        here.pool.before = lambda _: None
+        here.pool.may_go.set()
+        assert (await here.complete("x", max_tokens=5)).usage.completion_tokens == 5
+
+    with_site(llama, test)
+
+
+def test_lost_workers_in_a_stream(llama: Path) -> None:
+    async def test(here: Site) -> None:
+        whole = await here.complete("The sea", max_tokens=40)
+
+        def lose(step: int) -> None:
+            if step % 9 == 0:
+                here.pool.lose()
+                raise LOST
+
+        here.pool.before = lose
+        stream = await here.complete("The sea", max_tokens=40, stream=True)
+        said = "".join([chunk.choices[0].text async for chunk in stream])
+        assert said == whole.choices[0].text
+
+        def break_down(step: int) -> None:
+            if step > begun + 5:
+                here.pool.failure = LOST
+                raise LOST
+
+        begun = len(here.pool.steps)
+        here.pool.before = break_down
+        stream = await here.complete("The sea", max_tokens=40, stream=True)
+        with pytest.raises(openai.APIError, match="lost the worker of rank 0"):
+            async for _ in stream:
+                pass
+        with pytest.raises(openai.InternalServerError, match="the service is failed"):
+            await here.complete("x")
+
+    with_site(llama, test)
+
+
+def test_a_token_that_does_not_come(llama: Path) -> None:
+    async def test(here: Site) -> None:
+        here.pool.may_go.clear()
+        here.service._request_timeout = 0.3
+        with pytest.raises(openai.InternalServerError, match=r"no token within 0.3 s"):
+            await here.complete("x")
+
+    with_site(llama, test)
+
+
+def test_the_key_is_asked_for(llama: Path) -> None:
+    async def test(here: Site) -> None:
+        assert (await here.complete("x")).choices
+        here.openai.api_key = "wrong"
+        with pytest.raises(openai.AuthenticationError):
+            await here.complete("x")
+        with pytest.raises(openai.AuthenticationError):
+            await here.chat()
+
+    with_site(llama, test, api_key="k")
+
+
+def test_what_is_around_it(llama: Path) -> None:
+    async def test(here: Site) -> None:
+        await here.complete("x", max_tokens=4)
+        async with httpx.AsyncClient(base_url=here.url) as client:
+            assert (await client.get("/ready")).status_code == 200
+            metrics = (await client.get("/metrics")).text
+            assert 'completion_requests_total{status="200"} 1.0' in metrics
+            assert "completion_items_waiting 0.0" in metrics
+            assert (await client.get("/status")).json()["totals"]["tokens"] == 1 + 4
+            paths = (await client.get("/openapi.json")).json()["paths"]
+            assert {"/v1/completions", "/v1/chat/completions"} <= {*paths}
+            assert "/v1/embeddings" not in paths
+            assert (await client.post("/v1/embeddings")).status_code == 404
+        assert [each.id async for each in here.openai.models.list()] == ["m"]
+
+    with_site(llama, test)
+
+
+def test_no_part_of_a_character_is_given_out(llama: Path) -> None:
+    text = DecoderText(DecoderFolder.open(llama))
+    said = "Zwölf 🦆 and 漢字"
+    reader = text.reader()
+    pieces = [reader.read(token) for token in text.encode(said)]
+    assert "".join(pieces) == said
+    assert "" in pieces
+    assert "\ufffd" not in "".join(pieces)
+    cut = text.reader()
+    assert "".join(map(cut.read, text.encode("a🦆")[:-1])) + cut.rest() == "a"
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected"),
+    [
+        ((), "one two three"),
+        (("two",), "one "),
+        (("three", "two"), "one "),
+        (("two t",), "one "),
+        (("e two threeX", "threeX"), "one two three"),
+        (("o",), ""),
+        (("🦆",), "one two three"),
+    ],
+)
+def test_stops_are_found_across_tokens(llama: Path, stops: tuple[str, ...], expected: str) -> None:
+    text = DecoderText(DecoderFolder.open(llama))
+    reader = text.reader(stops)
+    said = "".join(map(reader.read, text.encode("one two three"))) + reader.rest()
+    assert said == expected
+    assert reader.stopped == (expected != "one two three")
+
+
+def test_a_folder_whose_words_cannot_be_read(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ValueError, match="the chat template"):
+        DecoderText(DecoderFolder.open(folder))
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ bos_token }}!"}')
+    edit(folder / "tokenizer_config.json", bos_token={"content": "<end>"})
+    assert DecoderText(DecoderFolder.open(folder)).encode_chat(CHAT)[0] == 256
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="not an object"):
+        DecoderText(DecoderFolder.open(folder))
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="not a tokenizer"):
+        DecoderText(DecoderFolder.open(folder))
