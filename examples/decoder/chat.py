@@ -34,23 +34,25 @@ def main() -> None:
         text, sampling = DecoderText(folder), Sampling(options.temperature)
     except (ValueError, OSError, ImportError) as error:
         parser.error(str(error))
+    sys.stdin.reconfigure(errors="replace")
+    grid = {"tp": options.tp, "pp": options.pp}
     arguments = {"model": str(folder.path), "slots": options.pp}
     with (
-        WorkerPool(
-            *(DecoderWorker,),
-            tp=options.tp,
-            pp=options.pp,
-            worker_kwargs=arguments,
-            restart="worker",
-        ) as pool,
+        WorkerPool(DecoderWorker, **grid, worker_kwargs=arguments, restart="worker") as pool,
         Engine(pool) as engine,
     ):
         chat: list[dict[str, str]] = []
         while (line := ask()) is not None:
             chat.append({"role": "user", "content": line})
-            while len(text.encode_chat(chat)) > engine.room.context // 2:
+            while len(chat) > 1 and len(text.encode_chat(chat)) > engine.room.context // 2:
                 del chat[:2]  # what was said first is forgotten
-            chat.append({"role": "assistant", "content": answer(engine, text, chat, sampling)})
+            try:
+                said = answer(engine, text, chat, sampling)
+            except ValueError as error:  # it is too long
+                print(error, file=sys.stderr)
+                chat.clear()
+            else:
+                chat.append({"role": "assistant", "content": said})
 
 
 def ask() -> str | None:
