@@ -1,9 +1,11 @@
 """Stock vLLM and vLLM with our parts inside, interleaved: ``python -m benchmarks.vllm``.
 
 Needs the environment of ``make vllm-test``. For each layout two engines run side by side, and take
-turns: while one generates, the other idles. Reported are the medians of the rounds, with the spread
-of the rounds as a share of it. "Others" are all processes but the engine's: where they want as much
-as a core, times say how the kernel shares the cores out, rather than what an engine can do.
+turns: while one generates, the other idles. With ``--gloo`` the stock engine's groups go over
+torch's gloo, as they do where ranks do not share vLLM's name for shared memory. Reported are the
+medians of the rounds, with the spread of the rounds as a share of it. "Others" are all processes
+but the engine's: where they want as much as a core, times say how the kernel shares the cores out,
+rather than what an engine can do.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
-from benchmarks.vllm_served import LAYOUTS, environment, keywords
+from benchmarks.vllm_served import LAYOUTS, ROOT, environment, keywords
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 SYSTEMS = {"stock": "", "ours": "1"}
 BATCHES = (1, 8, 32)
@@ -63,16 +65,14 @@ class Row:
 class Engine:
     """An engine in a process of its own, which does one thing at a time as it is told."""
 
-    def __init__(self, layout: str, system: str, folder: Path, bind: str) -> None:
+    def __init__(self, layout: str, system: str, folder: Path, more: Mapping[str, str]) -> None:
         answers, told = os.pipe()
         self.log = folder / f"{layout}-{system}.log"
         with self.log.open("w") as log:
             begun = time.monotonic()
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.vllm", "--engine", layout, str(told)],
-                env=environment(
-                    SYSTEMS[system], {"TMPDIR": str(folder), "VLLM_CPU_OMP_THREADS_BIND": bind}
-                ),
+                env=environment(SYSTEMS[system], {"TMPDIR": str(folder), **more}),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -161,10 +161,14 @@ def be_an_engine(layout: str, told: int) -> None:
                 print(time.perf_counter() - begun, file=answers)
 
 
-def measure(layout: str, rounds: int, tokens: int, bind: str, say: Callable[[Row], None]) -> None:
+def measure(layout: str, options: argparse.Namespace, say: Callable[[Row], None]) -> None:
     """Measure one layout, and tell each figure."""
+    rounds, tokens = options.rounds, options.tokens
     with tempfile.TemporaryDirectory() as folder:
-        engines = {system: Engine(layout, system, Path(folder), bind) for system in SYSTEMS}
+        bound = {"VLLM_CPU_OMP_THREADS_BIND": options.bind}
+        gloo = {"PYTHONPATH": f"{ROOT}:{over_gloo(Path(folder))}"} if options.gloo else {}
+        more = {"stock": {**bound, **gloo}, "ours": bound}
+        engines = {system: Engine(layout, system, Path(folder), more[system]) for system in SYSTEMS}
         with engines["stock"], engines["ours"]:
             for system, engine in engines.items():
                 say(Row(layout, "start, s", system, engine.start_seconds, 0.0))
@@ -182,6 +186,22 @@ def measure(layout: str, rounds: int, tokens: int, bind: str, say: Callable[[Row
             for system, engine in engines.items():
                 seconds = engine.kill_a_worker()
                 say(Row(layout, "SIGKILL to the client's error, s", system, seconds, 0.0))
+
+
+def over_gloo(folder: Path) -> Path:
+    """A folder for ``PYTHONPATH`` with a plug-in that has vLLM do without its shared memory."""
+    information = folder / "over_gloo-0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: over-gloo\nVersion: 0\n")
+    entry = "[vllm.general_plugins]\nover_gloo = over_gloo:register\n"
+    (information / "entry_points.txt").write_text(entry)
+    (folder / "over_gloo.py").write_text(
+        "def register():\n"
+        "    from vllm.distributed.device_communicators import cpu_communicator\n"
+        "    here = cpu_communicator.CpuCommunicator\n"
+        "    here._all_group_ranks_share_shm_group_name = lambda self: False\n"
+    )
+    return folder
 
 
 def _take_turns(
@@ -245,6 +265,7 @@ def main() -> None:
     parser.add_argument(
         "--bind", default="nobind", help="the cores of each rank, such as 0|1: vLLM's variable"
     )
+    parser.add_argument("--gloo", action="store_true", help="stock without its shared memory")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -259,9 +280,9 @@ def main() -> None:
 
     load = os.getloadavg()[0]
     for layout in options.layouts.split(","):
-        measure(layout, options.rounds, options.tokens, options.bind, say)
+        measure(layout, options, say)
     print(table(rows))
-    print(f"\nranks on cores: {options.bind}")
+    print(f"\nranks on cores: {options.bind}; stock over gloo: {options.gloo}")
     print(f"load of the machine before: {load:.1f}, after: {os.getloadavg()[0]:.1f}")
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
