@@ -211,8 +211,8 @@ MUTANTS = (
     Mutant(
         "Q11 an idle reader sleeps",
         "shm_broadcast/doorbell.py",
-        "deadline.remaining(slice_seconds))",
-        "deadline.remaining(0.0001))",
+        "deadline.remaining(next(slices)))",
+        "deadline.remaining(min(next(slices), 0.0001)))",
         (
             f"{_HERE}/test_queue_faults.py::"
             "test_an_idle_reader_takes_less_than_half_a_percent_of_a_core",
