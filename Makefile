@@ -9,6 +9,8 @@ export HF_HUB_OFFLINE = 1
 GIVEN      := $(filter command,$(firstword $(origin PYTHON)))
 GPU_PYTHON := $(if $(GIVEN),$(PYTHON),$(BIN)/python)
 
+TEST_FILES_AT_ONCE := 3
+
 # vLLM has an environment of its own: it wants other versions, and nothing else needs them.
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
@@ -34,8 +36,9 @@ chat: $(STAMP)
 hosts-demo: $(STAMP)
 	$(BIN)/python examples/two_hosts.py
 
+# Files of tests side by side, more than there are cores: most of the time they wait.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_FILES_AT_ONCE) --dist loadfile
 
 # All tests that need a CUDA device: make gpu-test, or make gpu-test PYTHON=python3
 gpu-test: $(if $(GIVEN),,$(STAMP))
