@@ -34,6 +34,8 @@ class PoolConfig:
             ``False``: each worker is a fresh interpreter, for code that must not be forked.
         preload: modules that this process has loaded, too. They stay as they were then: not for
             code that changes while the driver runs, or that starts threads when it is imported.
+        spans: where each worker records its OpenTelemetry spans, as `spans.record` takes it;
+            ``None``: nowhere, unless it sees to that itself.
     """
 
     in_flight: int | None = None
@@ -48,6 +50,7 @@ class PoolConfig:
     zero_copy: bool = False
     fork: bool = True
     preload: tuple[str, ...] = ()
+    spans: str | None = None
 
     def __post_init__(self) -> None:
         """Check the values.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
 import coordinator
 from coordinator.begun_in_call import forget_groups, take_begun
@@ -48,6 +48,7 @@ from .control.reference import load
 from .control.worker_failure import describe, is_consequence
 from .launchers.boot import retitle
 from .running_streams import RunningStreams
+from .spans import of_call, record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -177,6 +178,8 @@ class _Serving:
         """
         start, closing, handles = self._start, self._closing, self._start.handles
         deadline = Deadline.after(start.timeout)
+        if start.spans is not None:
+            record(start.spans, rank=start.rank)
         if handles.board is None or handles.cancelled is None:
             raise ValueError("this worker's host has not filled in what it shares with the worker")
         self._cancelled = closing.enter_context(CancelledCalls.attach(handles.cancelled))
@@ -283,10 +286,7 @@ class _Serving:
         value: Any
         try:
             with in_call(call.number):
-                if call.stream:
-                    value = self._streams.step(call, wanted)
-                else:
-                    value = getattr(self._worker, call.method)(*call.args, **call.kwargs)
+                value = self._value_of(call, wanted)
         except BaseException as error:  # noqa: BLE001 - all that a method raises goes to the caller
             self._board.ended(entry, error)
             self._fail(error)
@@ -300,6 +300,14 @@ class _Serving:
             raise
         except Exception as error:  # noqa: BLE001 - the value's own code fails to pickle it
             self._fail(error, begun)
+
+    def _value_of(self, call: Call, wanted: bool) -> Any:
+        if call.trace is not None:
+            with of_call(call.method, call.trace, self._rank, self._start.generation):
+                return self._value_of(replace(call, trace=None), wanted)
+        if call.stream:
+            return self._streams.step(call, wanted)
+        return getattr(self._worker, call.method)(*call.args, **call.kwargs)
 
     def _fail(self, error: BaseException, begun: tuple[BegunInGroup, ...] | None = None) -> None:
         """Report a failed call to the driver, then wait until it says to go on."""

@@ -155,7 +155,8 @@ class Dispatcher:
         wanted = -1 if call.reply_rank is None else call.reply_rank
         number = call.number
         message = Call(
-            number, call.method, call.args, call.kwargs, wanted, call.stream, call.begins
+            *(number, call.method, call.args, call.kwargs, wanted, call.stream, call.begins),
+            call.trace,
         )
         try:
             self._calls.enqueue(astuple(message), deadline)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shm_broadcast import Deadline
 
 from ..errors import CallDivergedError, WorkerError, again
+from ..spans import carried
 from .agreement import difference
 from .call_future import CallFuture
 
@@ -51,12 +52,13 @@ class PendingCall:
         stream: as in `control.protocol.Call`.
         begins: as in `control.protocol.Call`.
         retry: whether to make the call again when the pool is restarted.
+        trace: as in `control.protocol.Call`: that of whoever makes this object.
     """
 
     __slots__ = (
         "_begun", "_future", "_n_ranks", "_tries", "_values", "args", "begins", "done", "error",
         "failed", "failure", "kwargs", "method", "number", "reply_rank", "retry", "since", "stream",
-        "timeout", "waiting",
+        "timeout", "trace", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -82,6 +84,7 @@ class PendingCall:
         self.stream = stream
         self.begins = begins
         self.retry = retry
+        self.trace = carried()
         self.done = False
         self._n_ranks = n_ranks
         self._tries = 0

@@ -66,7 +66,7 @@ class WorkerOptions:
         )
 
     def pool_arguments(
-        self, worker: type, folder: Path, timeout: float, **more: Any
+        self, worker: type, folder: Path, timeout: float, spans: str | None, **more: Any
     ) -> dict[str, Any]:
         """What `WorkerPool`, and `Replicas`, are to be made with.
 
@@ -74,6 +74,7 @@ class WorkerOptions:
             worker: the class.
             folder: the model's.
             timeout: seconds until the workers are ready.
+            spans: see `PoolConfig`.
             more: further arguments of the class.
         """
         about = {"model": str(folder), "threads": self.threads, "dtype": self.dtype}
@@ -85,7 +86,7 @@ class WorkerOptions:
             "device": self.device,
             "share_gpu": self.share_gpu,
             "start_timeout": timeout,
-            "config": PoolConfig(preload=(worker.__module__,)),
+            "config": PoolConfig(preload=(worker.__module__,), spans=spans),
         }
 
 
@@ -97,15 +98,18 @@ class Model:
     tokenizer: SentenceTokenizer
     workers: WorkerOptions
 
-    def arguments(self, timeout: float, batch_tokens: int = BATCH_TOKENS) -> dict[str, Any]:
+    def arguments(
+        self, timeout: float, batch_tokens: int = BATCH_TOKENS, spans: str | None = None
+    ) -> dict[str, Any]:
         """What a pool is to be made with; see `WorkerOptions.pool_arguments`.
 
         Args:
             timeout: seconds until the workers are ready.
             batch_tokens: tokens that are computed at once.
+            spans: see `PoolConfig`.
         """
         return self.workers.pool_arguments(
-            MiniLMWorker, self.folder.path, timeout, batch_tokens=batch_tokens
+            MiniLMWorker, self.folder.path, timeout, spans, batch_tokens=batch_tokens
         )
 
 
@@ -127,10 +131,12 @@ class DecoderModel:
     slots: int
     context: int
 
-    def arguments(self, timeout: float) -> dict[str, Any]:
+    def arguments(self, timeout: float, spans: str | None = None) -> dict[str, Any]:
         """What a pool is to be made with; see `WorkerOptions.pool_arguments`."""
         return self.workers.pool_arguments(
-            *(DecoderWorker, self.folder.path, timeout), slots=self.slots, length=self.context
+            *(DecoderWorker, self.folder.path, timeout, spans),
+            slots=self.slots,
+            length=self.context,
         )
 
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import spans
 from ..driver.pool_plan import RESTARTS
 from ..embedding.openai_api import MAX_INPUTS
 from ..hosts.place import Hosts
@@ -62,6 +63,7 @@ class ServePlan:
     truncate: bool
     access_log: str
     log_json: bool
+    spans: str | None
     restart: str
     max_restarts: int
     stuck_after: float | None
@@ -107,6 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "request (default off)")  # fmt: skip
     add("--log-json", action="store_true", help="write the log on stderr as an object a line, "
         "with rank and generation; also what is well")  # fmt: skip
+    add("--spans", metavar="EXPORTER", help="record OpenTelemetry spans of requests, batches and "
+        "workers: console, or an exporter that is installed, as otlp (default: none)")  # fmt: skip
     add("--restart", choices=RESTARTS, default="never", help="when a worker is lost: end the "
         "service, replace the worker, or replace all workers (default never)")  # fmt: skip
     add("--max-restarts", type=int, default=5, metavar="N", help="restarts within a minute before "
@@ -149,6 +153,8 @@ def prepare(args: argparse.Namespace) -> ServePlan | HeadlessPlan:
         seconds = getattr(args, name)
         if seconds is not None and not 0 < seconds < math.inf:
             raise ValueError(f"{_option(name)} must be more than 0 seconds; got {seconds}")
+    if args.spans is not None:
+        spans.check_exporter(args.spans)
     model = _read_model(args, _n_hosts(args, hosts))
     batch = CHUNK if isinstance(model, DecoderModel) else BATCH_TOKENS
     return ServePlan(
@@ -164,6 +170,7 @@ def prepare(args: argparse.Namespace) -> ServePlan | HeadlessPlan:
         truncate=args.truncate,
         access_log=args.access_log,
         log_json=args.log_json,
+        spans=args.spans,
         restart=args.restart,
         max_restarts=args.max_restarts,
         stuck_after=args.stuck_after,
@@ -199,6 +206,8 @@ def _serve(plan: ServePlan) -> int:
     from .served import ServiceLimits, serve_completions, serve_embeddings  # noqa: PLC0415
 
     logs.configure(plan.access_log, as_json=plan.log_json)
+    if plan.spans is not None:
+        spans.record(plan.spans)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores are the workers'
     workers = plan.model.workers
     shares = descriptors.share_out(
@@ -221,10 +230,10 @@ def _serve(plan: ServePlan) -> int:
         pool["hosts"] = plan.hosts
     about: dict[str, Any] = {"name": plan.name, "api_key": plan.api_key, "on_failure": end}
     if isinstance(plan.model, DecoderModel):
-        pool |= plan.model.arguments(plan.start_timeout)
+        pool |= plan.model.arguments(plan.start_timeout, plan.spans)
         service, face = serve_completions(plan.model, limits, pool, **about)
     else:
-        pool |= plan.model.arguments(plan.start_timeout, plan.max_batch_tokens)
+        pool |= plan.model.arguments(plan.start_timeout, plan.max_batch_tokens, plan.spans)
         service, face = serve_embeddings(plan.model, limits, pool, truncate=plan.truncate, **about)
     config = uvicorn.Config(
         face.app(),

@@ -28,6 +28,7 @@ class Call(msgspec.Struct, frozen=True, gc=False):
         reply_rank: the only rank whose result is wanted; -1: all ranks'.
         stream: 0: an ordinary call. ``n``: give the next item of stream n. ``-n``: close stream n.
         begins: whether the call begins its stream: the method returns the generator.
+        trace: the caller's trace context; see `spans`.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Call(msgspec.Struct, frozen=True, gc=False):
     reply_rank: int = -1
     stream: int = 0
     begins: bool = False
+    trace: dict[str, str] | None = None
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):
@@ -91,6 +93,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         store: where the ranks of several hosts meet; ``None``: at the driver's meeting.
         address: the worker's host's address, if the driver is on another host; its host fills it
             in.
+        spans: where it records its spans, see `spans.record`; ``None``: nowhere.
     """
 
     generation: int
@@ -110,6 +113,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     timeout: float | None
     store: StoreAddress | None = None
     address: str = ""
+    spans: str | None = None
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True):

@@ -109,6 +109,7 @@ class Links:
             secret=self._secret,
             handles=handles,
             zero_copy=plan.config.zero_copy,
+            spans=plan.config.spans,
             worker=plan.worker,
             worker_kwargs=plan.worker_kwargs,
             main=plan.main,

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Sequence, Sized
 
+    from ..spans import Carrier
+
 Item = TypeVar("Item", bound="Sized")
 Result = TypeVar("Result")
 
@@ -36,6 +38,7 @@ class BatchRequest(Generic[Item, Result]):
         answer: given ``results`` when none is missing.
         next: the index of the first item that is in no batch yet.
         credit: the tokens that it may still put into batches in this turn.
+        trace: the trace context of whoever asks.
     """
 
     items: Sequence[Item]
@@ -44,6 +47,7 @@ class BatchRequest(Generic[Item, Result]):
     answer: asyncio.Future[list[Result]]
     next: int = 0
     credit: int = 0
+    trace: Carrier | None = None
 
     @property
     def waiting(self) -> int:

@@ -11,17 +11,21 @@ import asyncio
 from typing import TYPE_CHECKING, Generic
 
 from ..errors import PoolClosedError
+from ..spans import carried
 from .batch_queue import BatchQueue, BatchRequest, Item, RequestPiece, Result
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+
+    from ..spans import Carrier
 
 
 class Batcher(Generic[Item, Result]):
     """Collects requests and has them computed; belongs to one event loop.
 
     Args:
-        compute: gives the results of a batch's items, in their order.
+        compute: gives the results of a batch's items, in their order; also has the trace contexts
+            of those who asked for them.
         max_tokens: how long the items of a batch may be together.
         max_waiting: items that may wait, beside those that are being computed.
         in_flight: batches that may be computed at once.
@@ -29,7 +33,7 @@ class Batcher(Generic[Item, Result]):
 
     def __init__(
         self,
-        compute: Callable[[list[Item]], Awaitable[Sequence[Result]]],
+        compute: Callable[[list[Item], list[Carrier]], Awaitable[Sequence[Result]]],
         *,
         max_tokens: int,
         max_waiting: int,
@@ -64,7 +68,7 @@ class Batcher(Generic[Item, Result]):
         if not items:
             return []
         answer: asyncio.Future[list[Result]] = asyncio.get_running_loop().create_future()
-        request = BatchRequest(items, [None] * len(items), len(items), answer)
+        request = BatchRequest(items, [None] * len(items), len(items), answer, trace=carried())
         self._queue.add(request)
         self._start()
         try:
@@ -92,7 +96,8 @@ class Batcher(Generic[Item, Result]):
     async def _run(self, batch: list[RequestPiece[Item, Result]]) -> None:
         items = [item for piece in batch for item in piece.items]
         try:
-            results = await self._compute(items)
+            traces = [trace for piece in batch if (trace := piece.request.trace) is not None]
+            results = await self._compute(items, traces)
         except Exception as error:  # noqa: BLE001 - whatever it is, those who asked get it
             self._fail(batch, error)
             return

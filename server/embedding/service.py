@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from ..pool import WorkerPool
     from ..replicas import Replicas
+    from ..spans import Carrier
     from ..workers.minilm import Encoded, SentenceTokenizer
     from .openai_api import Input
 
@@ -348,10 +349,12 @@ class EmbeddingService(PoolService):
         except (TypeError, ValueError) as error:
             raise BadInputError(str(error)) from error
 
-    async def _compute(self, tokens: list[np.ndarray]) -> Sequence[np.ndarray]:
+    async def _compute(
+        self, tokens: list[np.ndarray], traces: list[Carrier]
+    ) -> Sequence[np.ndarray]:
         if self._pool is None:
             raise NotReadyError("the workers do not run")
-        return await self._pool.embed(tokens)
+        return await self._pool.embed(tokens, traces)
 
 
 async def _in_daemon_thread(make: Callable[[], WorkerPool | Replicas]) -> WorkerPool | Replicas:

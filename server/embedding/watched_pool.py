@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CallTimeoutError, PoolClosedError, with_notes
+from ..spans import of_batch
 from .stall import StallWatch
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from ..pool import WorkerPool
     from ..replicas import Replicas
+    from ..spans import Carrier
     from .metrics import Metrics
 
 _WATCH_SECONDS = 0.2
@@ -102,14 +104,22 @@ class WatchedPool:
         """What the operations of each worker came to, by rank; empty once they were told to end."""
         return {} if self._closed else self._pool.totals()
 
-    async def embed(self, tokens: list[np.ndarray]) -> Sequence[np.ndarray]:
+    async def embed(
+        self, tokens: list[np.ndarray], traces: Sequence[Carrier] = ()
+    ) -> Sequence[np.ndarray]:
         """The vectors of some lists of tokens, float32 [hidden] each.
+
+        Args:
+            tokens: what to embed.
+            traces: the trace contexts of those who asked.
 
         Raises:
             CallTimeoutError: the workers did not answer in time; says which.
             CoordinatorError: the workers failed.
         """
-        with self._counted([len(each) for each in tokens]):
+        sizes = [len(each) for each in tokens]
+        about = {"items": len(sizes), "tokens": sum(sizes)}
+        with self._counted(sizes), of_batch("embed batch", traces, about):
             future = self._pool.submit("embed", tokens, timeout=self._call_timeout, retry=True)
             vectors: np.ndarray = await asyncio.wrap_future(future)
         return list(vectors)

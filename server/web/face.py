@@ -41,6 +41,7 @@ from ..embedding.metrics import CONTENT_TYPE
 from ..embedding.openai_api import ApiError
 from ..embedding.service import NotReadyError
 from ..errors import QueueFullError, WorkerLostError
+from ..spans import begin_request, end_request, within
 from .access_log import AccessLog
 from .body import Bodies
 from .front_page import page_route
@@ -49,6 +50,8 @@ from .live import Live
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
     from typing import Any
+
+    from opentelemetry.trace import Span
 
     from ..embedding.openai_api import ServedModel
     from ..embedding.service import PoolService
@@ -155,9 +158,11 @@ class Face(ABC):
 
         async def counted(request: Request) -> Response:
             began = time.perf_counter()
+            span = begin_request(f"POST {request.url.path}", request.headers)
             try:
                 self._check_key(request)
-                response = await answer(request)
+                with within(span):
+                    response = await answer(request)
             except ClientDisconnect:
                 response = Response(status_code=_CLIENT_LEFT)
                 self._service.metrics.errors.labels("client_left").inc()
@@ -166,14 +171,15 @@ class Face(ABC):
                 response = refusal(refused)
                 self._service.metrics.errors.labels(refused.code or refused.kind).inc()
             if isinstance(response, StreamingResponse):
-                response.background = BackgroundTask(self._count, response.status_code, began)
+                response.background = BackgroundTask(self._count, response.status_code, began, span)
             else:
-                await self._count(response.status_code, began)
+                await self._count(response.status_code, began, span)
             return response
 
         return counted
 
-    async def _count(self, status: int, began: float) -> None:
+    async def _count(self, status: int, began: float, span: Span | None) -> None:
+        end_request(span, status)
         if status == 200:
             self._service.metrics.seconds.observe(time.perf_counter() - began)
         self._service.metrics.requests.labels(str(status)).inc()

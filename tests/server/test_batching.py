@@ -30,7 +30,7 @@ class Computer:
         if not held:
             self.gate.set()
 
-    async def __call__(self, items: list[Number]) -> list[int]:
+    async def __call__(self, items: list[Number], _: list[dict[str, str]]) -> list[int]:
         self.batches.append(items)
         await self.gate.wait()
         if -1 in items:
