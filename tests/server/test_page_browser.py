@@ -22,6 +22,7 @@ from benchmarks.http_served import Served
 from server.commands.serve import PACKAGED_NAME
 from tests.patience import PATIENCE_SECONDS
 from tests.server.fake_service import Site, listening, run, site
+from tests.server.tiny_llama import make_llama
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -214,4 +215,18 @@ def test_the_key_is_asked_for(browser: Browser) -> None:
             looker.until(shown)
         looker.page.click("#go")
         looker.until("#found b")
+        looker.page.close()
+
+
+def test_a_model_that_completes_is_tried_with_a_completion(
+    browser: Browser, tmp_path: Path
+) -> None:
+    make_llama(tmp_path)
+    with Served("--model", str(tmp_path)) as served:
+        served.wait_until_ready()
+        looker = Looker(browser, served.url)
+        looker.until("#go:has-text('Go on')")
+        looker.page.click("#go")
+        looker.until("#found p:has-text('tokens in')")
+        assert looker.wrong == []
         looker.page.close()
