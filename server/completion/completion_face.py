@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from ..embedding.openai_api import ApiError
 from ..web.face import Face, json_answer, unless_client_leaves
-from ..workers.decoder import ChatError, PromptTooLongError
+from ..workers.decoder import PromptTooLongError
 from .completion_api import Writer, error_event, read_chat, read_completion
 from .completion_openapi import completion_document
 
@@ -57,17 +57,6 @@ class CompletionFace(Face):
         """See `Face`."""
         return completion_document(self.model, with_key=with_key)
 
-    def as_api_error(self, error: Exception, request_id: str) -> ApiError:
-        """See `Face`."""
-        match error:
-            case PromptTooLongError():
-                return ApiError(400, str(error), code="context_length_exceeded")
-            case ChatError():
-                return ApiError(400, str(error), param="messages")
-            case ValueError():
-                return ApiError(400, str(error))
-        return super().as_api_error(error, request_id)
-
     async def _complete(self, request: Request) -> Response:
         async with self.bodies.read(request) as body:
             wish = read_completion(body, self.model)
@@ -80,8 +69,13 @@ class CompletionFace(Face):
 
     async def _answer(self, request: Request, wish: Wish) -> Response:
         self._completions.check_ready()
-        prompt = await self._tokens(wish)
-        generation = self._completions.generate(prompt, wish.max_tokens, wish.sampling)
+        try:
+            prompt = await self._tokens(wish)
+            generation = self._completions.generate(prompt, wish.max_tokens, wish.sampling)
+        except PromptTooLongError as error:
+            raise ApiError(400, str(error), code="context_length_exceeded") from error
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
         writer = Writer(self.model.name, wish.is_chat)
         answer = _Answer(generation, self._completions.text.reader(wish.stops))
         request.state.facts["prompt_tokens"] = len(prompt)
@@ -100,7 +94,7 @@ class CompletionFace(Face):
 
         Raises:
             ApiError: it is too long to be looked at.
-            ChatError: the model's template refuses the chat.
+            ValueError: the model's template refuses the chat.
         """
         given = [each for part in wish.prompt if isinstance(part, dict) for each in part.values()]
         length = sum(map(len, given)) if wish.is_chat else len(wish.prompt)
@@ -127,7 +121,9 @@ class CompletionFace(Face):
             for event in writer.closing(answer.reason, usage):
                 yield event
         except Exception as error:  # noqa: BLE001 - told to the client and to the log
-            yield error_event(self.as_api_error(error, request.state.request_id))
+            told = self.as_api_error(error, request.state.request_id)
+            self._completions.metrics.errors.labels(told.code or told.kind).inc()
+            yield error_event(told)
         finally:
             self._count_tokens(request, answer)
 

@@ -92,6 +92,6 @@ def _answers(model: ServedModel, **said: Schema) -> Schema:
         usage=object_of(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT),
     )
     found = responses(answer, *REASONS)
-    streamed: Any = {"text/event-stream": {"schema": STRING}}
+    streamed: Any = {"text/event-stream": {}}
     found["200"]["content"] |= streamed
     return found

@@ -166,6 +166,13 @@ def test_a_chat_answers_each_line_and_ends_with_its_input(
     assert first
 
 
+def test_a_chat_goes_on_after_a_line_that_is_too_long(chat: subprocess.Popen[bytes]) -> None:
+    said, errors = chat.communicate(b"x" * 300 + b"\nhi \xff\n", timeout=PATIENCE_SECONDS)
+    assert chat.returncode == 0
+    assert errors.decode().startswith("the prompt has 317 tokens; with its answer at most 128 fit")
+    assert said
+
+
 def test_a_chat_that_is_interrupted_leaves_nothing(chat: subprocess.Popen[bytes]) -> None:
     until(lambda: len(started_by(chat)) > 4)
     started = started_by(chat)
