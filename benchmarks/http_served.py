@@ -67,12 +67,21 @@ class Served:
 
         Raises:
             TimeoutError: they take longer.
+            RuntimeError: the server has ended.
         """
         end = time.monotonic() + seconds
-        while (answer := self.get("/ready"))[0] != 200:
+        while (answer := self._ready())[0] != 200:
             if time.monotonic() > end:
                 raise TimeoutError(f"not ready after {seconds} s: {answer}")
             time.sleep(0.1)
+
+    def _ready(self) -> tuple[int, Any]:
+        try:
+            return self.get("/ready")
+        except OSError:
+            if self.process.poll() is None:
+                raise
+            raise RuntimeError(f"the server has ended: {self.process.communicate()[1]}") from None
 
     def worker_pids(self) -> list[int]:
         """The workers' process ids, by rank."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..hosts.host_supervisor import serve_host
-from ..hosts.place import DEFAULT_PORT, LAUNCHERS, Hosts
+from ..hosts.place import DEFAULT_PORT, LAUNCHERS, SILENCE_SECONDS, Hosts
 from ..launchers.ray_actors import RayCluster
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--node-rank", type=int, metavar="I", help="which of them this is; 0: the one that serves")
     add("--master-addr", metavar="HOST", help="the address of host 0, as the others reach it")
     add("--master-port", type=int, metavar="PORT", help=f"its port (default {DEFAULT_PORT})")
+    add("--silence-timeout", type=float, default=SILENCE_SECONDS, metavar="S", help="seconds "
+        "without a word after which another host counts as lost; more where hosts stand still "
+        f"at times (default {SILENCE_SECONDS})")  # fmt: skip
     add("--headless", action="store_true", help="this host serves nothing, and runs workers for "
         "the one that does: as every host but 0")  # fmt: skip
 
@@ -61,7 +64,7 @@ def read_hosts(args: argparse.Namespace) -> Hosts | RayCluster | None:
         for name, default in args.defaults.items()
         if getattr(args, name) != default
     }
-    return replace(hosts, facts=facts)
+    return replace(hosts, facts=facts, silence_seconds=args.silence_timeout)
 
 
 def run_headless(hosts: Hosts, timeout: float) -> int:

@@ -29,7 +29,8 @@ DEFAULT_PORT: Final = 29510
 LAUNCHERS: Final = ("local", "hosts", "torchrun", "ray")
 """What can start the workers: see `pool.WorkerPool`."""
 
-_SILENCE_SECONDS: Final = 1.5
+SILENCE_SECONDS: Final = 1.5
+"""How long a host may say nothing where nobody says otherwise."""
 
 
 class Summoner(Protocol):
@@ -79,7 +80,7 @@ class Hosts:
     master_addr: str
     master_port: int = DEFAULT_PORT
     secret: bytes | None = field(default=None, repr=False)
-    silence_seconds: float = _SILENCE_SECONDS
+    silence_seconds: float = SILENCE_SECONDS
     facts: Mapping[str, str] = field(default_factory=dict)
     told_by: str = "the arguments"
     head_works: bool = True

@@ -90,7 +90,7 @@ import argparse
 parser = argparse.ArgumentParser()
 add_arguments(parser, tp=1, pp=1)
 with WorkerPool("tests.server.workers:Worker") as pool:
-    print(pool.call("environment")["threads"], read_model(parser.parse_args([])).threads)
+    print(pool.call("environment")["threads"], read_model(parser.parse_args([])).workers.threads)
 """
 
 

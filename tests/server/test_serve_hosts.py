@@ -35,13 +35,15 @@ pytestmark = pytest.mark.skipif(_UNAVAILABLE is not None, reason=str(_UNAVAILABL
 
 LINES = ["The harbour wakes before the sun does.", "", "short", "Ünïcödé ✓"]
 FOUR = ("--tp", "2", "--pp", "2")
+PATIENT = ("--silence-timeout", "20")
+"""Longer than the machine stalls: these tests are not about that."""
 START_SECONDS = 90.0
 
 
 def by_options(rank: int, hosts: Hosts) -> tuple[Sequence[str], Sequence[str]]:
     """What goes before the command, and its options."""
     options = ("--nnodes", "2", "--node-rank", str(rank), "--master-addr", hosts[0].address)
-    return (), (*options, "--headless") if rank else (*options, *FOUR)
+    return (), (*options, *PATIENT, *(("--headless",) if rank else FOUR))
 
 
 def by_torchrun(rank: int, hosts: Hosts) -> tuple[Sequence[str], Sequence[str]]:
@@ -51,7 +53,7 @@ def by_torchrun(rank: int, hosts: Hosts) -> tuple[Sequence[str], Sequence[str]]:
         *("--node-rank", str(rank), "--master-addr", hosts[0].address, "--master-port", "29421"),
         "--no-python",
     )
-    return before, ("--launcher", "torchrun", *FOUR)
+    return before, ("--launcher", "torchrun", *PATIENT, *FOUR)
 
 
 def served(rank: int, n: int, folder: str, hosts: Hosts, how: Any, end: str) -> Any:
