@@ -6,6 +6,7 @@ A history lies on a board, so it is there as long as any process of the program 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,13 +46,9 @@ def pasts(seen: Scan, program: Program) -> list[tuple[MemberPast, ...]]:
 def _of_board(seen: Scan, program: Program, board: BoardSeen) -> tuple[MemberPast, ...]:
     for segment in _held(seen, program, board.key):
         copy = copy_of_board(segment)
-        try:
-            fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:  # this holder has ended
+        if copy is None:
             continue
-        try:
-            if copy is None:
-                continue
+        with suppress(OSError), segment.opened() as fd:  # its holder may have ended
 
             def read(at: int, size: int, fd: int = fd) -> bytes:
                 return os.pread(fd, size, at)
@@ -63,8 +60,6 @@ def _of_board(seen: Scan, program: Program, board: BoardSeen) -> tuple[MemberPas
                 )
                 for index, member in enumerate(board.members)
             )
-        finally:
-            os.close(fd)
     return ()
 
 

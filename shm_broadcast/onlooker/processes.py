@@ -8,10 +8,11 @@ Processes end while they are looked at: what is gone is left out.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -59,9 +60,23 @@ class SegmentSeen:
         Raises:
             OSError: nobody at ``path`` holds it any more.
         """
+        with self.opened() as fd:
+            return os.pread(fd, min(size, self.size), 0)
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """A descriptor to read it by.
+
+        Raises:
+            OSError: nobody at ``path`` holds it any more.
+        """
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            return os.pread(fd, min(size, self.size), 0)
+            # Its holder may have closed it since, and have something else under the same number.
+            header = os.pread(fd, _HEADER.size, 0)
+            if len(header) < _HEADER.size or _HEADER.unpack(header)[-1] != self.nonce:
+                raise FileNotFoundError(errno.ENOENT, "another file is there by now", self.path)
+            yield fd
         finally:
             os.close(fd)
 

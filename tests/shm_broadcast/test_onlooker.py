@@ -371,6 +371,29 @@ def test_a_memfd_that_is_no_segment_is_left_out() -> None:
     os.close(fd)
 
 
+@pytest.mark.parametrize("size", [0, 4096])
+def test_a_descriptor_that_is_another_file_by_now_is_left_out(size: int) -> None:
+    """Between the scan and the look a process may close a segment and open something else."""
+    with Board.create(1, 0, "gone") as board, Board.create(1, 0, "there"):
+        nonce = board._segment.nonce
+        number = board._segment.handle().fd
+        seen = scan()
+        kept = os.dup(number)
+        other = os.memfd_create("another", os.MFD_CLOEXEC)
+        os.truncate(other, size)
+        try:
+            os.dup2(other, number)
+            with pytest.raises(FileNotFoundError, match="another file is there by now"):
+                seen.processes[os.getpid()].held[nonce].read(100)
+            names = {each.name for found in programs(seen) for each in found.boards}
+        finally:
+            os.dup2(kept, number)
+            os.close(kept)
+            os.close(other)
+    assert "there" in names
+    assert "gone" not in names
+
+
 def test_processes_end_while_they_are_looked_at() -> None:
     """Nothing but what has ended is left out."""
     with Board.create(1, 0, "one that is well"):
