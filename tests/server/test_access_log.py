@@ -5,27 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import re
-
-import pytest
+from typing import TYPE_CHECKING
 
 from server.web import logs
 from tests.server.fake_service import run, site
 
+if TYPE_CHECKING:
+    import pytest
+
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> object:
-    root, requests = logging.getLogger(), logging.getLogger(logs.ACCESS)
-    before = (list(root.handlers), root.level, requests.propagate, list(requests.handlers))
-    packages = [logging.getLogger(name) for name in (logs.PACKAGE, *logs.LOWER_FLOORS)]
-    levels = [package.level for package in packages]
-    yield
-    for package, level in zip(packages, levels, strict=True):
-        package.setLevel(level)
-    root.handlers, requests.propagate, requests.handlers = before[0], before[2], before[3]
-    root.setLevel(before[1])
-    requests.disabled = False
 
 
 def ask(mode: str) -> None:
