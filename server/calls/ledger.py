@@ -80,6 +80,7 @@ class Ledger:
 
     Attributes:
         generation: what `open` was called with last; 0 before.
+        restarts: how often `open` was called again.
         last_failure: when the pool broke last, in seconds since the epoch, and why.
         move: called when the pool breaks, with the calls that wait: those that it does not return
             are another ledger's from then on. ``None``: all stay.
@@ -89,7 +90,7 @@ class Ledger:
         call_seconds: calls are late when none was answered for so long.
         settle_seconds: how long the other ranks have to answer a call that one of them has failed.
         stuck_seconds: how long a call may be the oldest one, before it counts as stuck.
-        restarts: whether the owner restarts the pool when it has broken, or calls `end`.
+        restartable: whether the owner restarts the pool when it has broken, or calls `end`.
         hooks: the owner's functions.
     """
 
@@ -101,13 +102,14 @@ class Ledger:
         hooks: LedgerHooks,
         *,
         stuck_seconds: float = math.inf,
-        restarts: bool = False,
+        restartable: bool = False,
     ) -> None:
         self.generation = 0
+        self.restarts = 0
         self.last_failure: tuple[float, CoordinatorError] | None = None
         self.move: Callable[[list[PendingCall]], list[PendingCall]] | None = None
         self._hooks = hooks
-        self._restarts = restarts
+        self._restartable = restartable
         self._open = False
         self._lock = threading.Lock()
         self._to_send = threading.Condition(self._lock)
@@ -179,10 +181,13 @@ class Ledger:
         """
         with self._lock:
             if self._end is None:
+                restarted = self.generation > 0
                 self.generation = generation
                 self._calls.last_settled = ""
                 self._cancelled = cancelled
                 self._open = True
+                # Whoever sees the restart counted must not find the pool restarting any more.
+                self.restarts += restarted
                 self._over.clear()
                 self._lateness.resumed()
                 self._to_send.notify_all()
@@ -453,7 +458,7 @@ class Ledger:
         return [] if call.failure is None else self._break_off(call.failure)
 
     def _break_off(self, error: CoordinatorError) -> Actions:
-        return self._break(error, final=not self._restarts) if self._open else []
+        return self._break(error, final=not self._restartable) if self._open else []
 
     def _break(self, error: CoordinatorError, *, final: bool) -> Actions:
         self._open = False

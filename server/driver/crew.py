@@ -57,7 +57,6 @@ class Crew:
 
     Attributes:
         dispatcher: sends calls to the workers of the latest generation.
-        restarts: how often the pool was restarted.
     """
 
     def __init__(self, plan: PoolPlan) -> None:
@@ -69,7 +68,6 @@ class Crew:
             OSError: a process cannot be started.
         """
         self._begun = 0
-        self.restarts = 0
         self._plan = plan
         self._stopping = threading.Lock()
         self._counting = threading.Lock()
@@ -88,7 +86,7 @@ class Crew:
                 self._resume, self._wake, self._clock, self._broke, self._expire, self._expose
             ),
             stuck_seconds=math.inf if plan.stuck_after is None else plan.stuck_after,
-            restarts=plan.restart != "never",
+            restartable=plan.restart != "never",
         )
         with ExitStack() as undo:
             undo.callback(self._leave_links.close)
@@ -135,6 +133,11 @@ class Crew:
     def hand_over(self, move: Callable[[list[PendingCall]], list[PendingCall]]) -> None:
         """Give calls away when the pool breaks; see `pool.WorkerPool.hand_over`."""
         self._ledger.move = move
+
+    @property
+    def restarts(self) -> int:
+        """How often the pool was restarted."""
+        return self._ledger.restarts
 
     @property
     def generation(self) -> int:
@@ -305,8 +308,6 @@ class Crew:
             self._links = self._leave_links.enter_context(closing(links))
         self._broken = None
         before.close()
-        if self._ledger.generation:
-            self.restarts += 1
         # From here on the generation may answer calls, and break: all about it must be in place.
         self._ledger.open(generation, links.cancelled)
         self.dispatcher = Dispatcher(

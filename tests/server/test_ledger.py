@@ -32,7 +32,7 @@ class Book:
         call_seconds: float = math.inf,
         stuck_seconds: float = math.inf,
         *,
-        restarts: bool = False,
+        restartable: bool = False,
     ) -> None:
         self.asked: list[Any] = []
         self.cancelled = CancelledCalls.create(in_flight)
@@ -48,7 +48,7 @@ class Book:
                 late=lambda calls: self.asked.append(("late", [call.method for call in calls])),
                 stuck=lambda call: self.asked.append(("stuck", call.method)),
             ),
-            restarts=restarts,
+            restartable=restartable,
             stuck_seconds=stuck_seconds,
         )
         self.ledger.open(1, self.cancelled)
@@ -454,7 +454,7 @@ def a_call(*, retry: bool = False) -> PendingCall:
 
 
 def test_a_pool_that_is_restarted_fails_what_the_workers_had_and_keeps_the_rest() -> None:
-    book = Book(in_flight=3, restarts=True)
+    book = Book(in_flight=3, restartable=True)
     had, again, third = (a_call(retry=retry) for retry in (False, True, True))
     for call in (had, again, third):
         assert book.ledger.accept(call, 1)
@@ -466,11 +466,13 @@ def test_a_pool_that_is_restarted_fails_what_the_workers_had_and_keeps_the_rest(
         had.result()
     assert not (again.done or third.done or queued.done)
     assert isinstance(book.ledger.restarting, WorkerLostError)
+    assert book.ledger.restarts == 0
     assert book.ledger.ended is None
     later = book.send()
     assert book.ledger.next_to_send(1) is None
     book.ledger.open(2, book.cancelled)
     assert book.ledger.restarting is None
+    assert book.ledger.restarts == 1
     for number, call in enumerate((again, third, queued), 4):
         assert book.ledger.next_to_send(2) is call
         assert call.number == number
@@ -483,7 +485,7 @@ def test_a_pool_that_is_restarted_fails_what_the_workers_had_and_keeps_the_rest(
 
 
 def test_what_comes_late_from_an_earlier_generation_changes_nothing() -> None:
-    book = Book(in_flight=1, restarts=True)
+    book = Book(in_flight=1, restartable=True)
     again = a_call(retry=True)
     assert book.ledger.accept(again, 1)
     book.reply(0, 1, "old")
@@ -505,7 +507,7 @@ def test_what_comes_late_from_an_earlier_generation_changes_nothing() -> None:
 
 
 def test_a_call_is_made_three_times_at_most() -> None:
-    book = Book(restarts=True)
+    book = Book(restartable=True)
     call = a_call(retry=True)
     book.ledger.queue(call)
     for generation in (1, 2, 3):
@@ -518,7 +520,7 @@ def test_a_call_is_made_three_times_at_most() -> None:
 
 
 def test_a_future_survives_its_generation_and_can_then_not_be_cancelled() -> None:
-    book = Book(restarts=True)
+    book = Book(restartable=True)
     call = a_call(retry=True)
     future = call.future()
     book.ledger.queue(call)
@@ -557,7 +559,7 @@ def test_a_call_that_is_the_oldest_for_too_long_is_reported_once(
 
 
 def test_a_pool_that_is_not_restarted_any_more_fails_what_waits() -> None:
-    book = Book(restarts=True)
+    book = Book(restartable=True)
     waiting = book.send()
     book.ledger.break_off(WorkerLostError(1, 4242, "killed by SIGKILL"))
     queued = book.send()

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from server.calls.dispatcher import Dispatcher
+from server.calls.ledger import Ledger
 from server.driver import crew
 from server.errors import (
     CallDivergedError,
@@ -323,6 +324,22 @@ def test_who_gets_an_answer_finds_the_restart_counted(monkeypatch: pytest.Monkey
         restarts = pool.restarts
         answered.set()
         assert restarts == 1
+
+
+def test_a_restart_counts_once_the_pool_takes_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def begin(ledger: Ledger, *arguments: Any) -> None:
+        seen.append((pool.restarts, pool.restarting is None))
+        really_open(ledger, *arguments)
+        seen.append((pool.restarts, pool.restarting is None))
+
+    with WorkerPool(Worker, restart="worker", config=PATIENT) as pool:
+        really_open = Ledger.open
+        monkeypatch.setattr(Ledger, "open", begin)
+        break_by_death(pool, 0)
+        assert pool.submit("total", 1.0).result(PATIENCE_SECONDS) == 1.0
+    assert seen == [(0, False), (1, True)]
 
 
 def test_a_model_goes_on_where_it_was_and_starts_without_torchs_compiler(tmp_path: Path) -> None:
