@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import spans
 from ..driver.pool_plan import RESTARTS
-from ..embedding.openai_api import MAX_INPUTS
+from ..embedding.embedding_api import MAX_INPUTS
 from ..hosts.place import Hosts
 from ..web import descriptors, listener, logs
 from ..workers.decoder.decoder_worker import CONTEXT, SLOTS

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from ..completion.completion_face import CompletionFace
 from ..completion.completion_service import CompletionService
-from ..embedding.openai_api import ServedModel
-from ..embedding.service import EmbeddingService
+from ..embedding.embedding_face import EmbeddingFace
+from ..embedding.embedding_service import EmbeddingService
 from ..pool import WorkerPool
 from ..replicas import Replicas
-from ..web.embedding_face import EmbeddingFace
+from ..web.api import ServedModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ..embedding.service import PoolService
+    from ..service.pool_service import PoolService
     from ..web.face import Face
     from .model_options import DecoderModel, Model
 

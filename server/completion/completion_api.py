@@ -5,7 +5,6 @@ What would change the answer and is not supported is refused, by name; all other
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -13,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from ..embedding.openai_api import ApiError
+from ..web.api import ApiError, decode_body
 from ..workers.decoder import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..embedding.openai_api import ServedModel
+    from ..web.api import ServedModel
 
 MAX_STOPS = 4
 """Stops of one request at most, as in OpenAI's API."""
@@ -111,8 +110,7 @@ class ChatRequest(_Asked, kw_only=True):
 
 _completion = msgspec.json.Decoder(CompletionRequest)
 _chat = msgspec.json.Decoder(ChatRequest)
-_FIELD = re.compile(r"`(?:\$\.)?(\w+)[^`]*`$")
-"""The field that msgspec complains of: its path, or the name of one that is missing."""
+_WHAT = "such a request"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +142,7 @@ def read_completion(body: bytes | bytearray, model: ServedModel) -> Wish:
     Raises:
         ApiError: what is wrong with it; 400, or 404 for another model.
     """
-    request = _decoded(_completion, body)
+    request = decode_body(_completion, body, _WHAT)
     prompt = request.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
         prompt = prompt[0]
@@ -161,7 +159,7 @@ def read_chat(body: bytes | bytearray, model: ServedModel) -> Wish:
     Raises:
         ApiError: what is wrong with it; 400, or 404 for another model.
     """
-    request = _decoded(_chat, body)
+    request = decode_body(_chat, body, _WHAT)
     if not request.messages:
         raise ApiError(400, "messages is an empty list", param="messages")
     most = request.max_completion_tokens
@@ -242,19 +240,6 @@ def _usage(tokens: tuple[int, int]) -> dict[str, int]:
         "completion_tokens": answer,
         "total_tokens": prompt + answer,
     }
-
-
-def _decoded(decoder: Any, body: bytes | bytearray) -> Any:
-    try:
-        return decoder.decode(str(body, "utf-8"))  # msgspec checks no text that it skips
-    except msgspec.ValidationError as error:
-        found = _FIELD.search(str(error))
-        message = f"the body is not such a request: {error}"
-        raise ApiError(400, message, param=found and found[1]) from error
-    except RecursionError as error:
-        raise ApiError(400, "the body is JSON that is nested too deeply") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
 
 
 def _wish(request: Any, prompt: Any, max_tokens: int | None, model: ServedModel) -> Wish:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from ..embedding.openai_api import ApiError
+from ..web.api import ApiError
 from ..web.face import Face, json_answer, unless_client_leaves
 from ..workers.decoder import PromptTooLongError
 from .completion_api import Writer, error_event, read_chat, read_completion
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
-    from ..embedding.openai_api import ServedModel
+    from ..web.api import ServedModel
     from ..web.openapi import Schema
     from ..workers.decoder import AnswerReader, Generation
     from .completion_api import Wish

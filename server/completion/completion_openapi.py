@@ -8,7 +8,7 @@ from ..web.openapi import COUNT, REASONS, STRING, document_of, object_of, respon
 from .completion_api import MAX_STOPS
 
 if TYPE_CHECKING:
-    from ..embedding.openai_api import ServedModel
+    from ..web.api import ServedModel
     from ..web.openapi import Schema
 
 

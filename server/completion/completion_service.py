@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from ..embedding.service import PoolService
+from ..service.pool_service import PoolService
 from ..workers.decoder import Engine
 
 if TYPE_CHECKING:
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from shm_broadcast import CoordinatorError
 
-    from ..embedding.watched_pool import WatchedPool
     from ..pool import WorkerPool
+    from ..service.watched_pool import WatchedPool
     from ..workers.decoder import DecoderText, Generation, Sampling
 
 _LOOK_SECONDS = 0.02

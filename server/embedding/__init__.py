@@ -1,1 +1,1 @@
-"""Embeddings as a service, apart from HTTP: requests, batches, and a watched pool."""
+"""Embeddings as a service: requests, batches, and routes."""

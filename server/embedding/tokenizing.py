@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ..workers.minilm import SentenceTokenizer
-    from .openai_api import Input
+    from .embedding_api import Input
 
 _PIECE_CHARACTERS = 1 << 15
 """About how long a piece is; it takes some 10 ms, and 10 MB of memory meanwhile."""

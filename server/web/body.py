@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from ..embedding.openai_api import ApiError
+from .api import ApiError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from ..embedding.openai_api import ApiError
+from .api import ApiError
 
 if TYPE_CHECKING:
     import asyncio

@@ -37,15 +37,15 @@ from starlette.routing import Route
 
 from shm_broadcast import CoordinatorError
 
-from ..embedding.metrics import CONTENT_TYPE
-from ..embedding.openai_api import ApiError
-from ..embedding.service import NotReadyError
 from ..errors import QueueFullError, WorkerLostError
+from ..service.metrics import CONTENT_TYPE
+from ..service.pool_service import NotReadyError
 from ..spans import begin_request, end_request, within
 from .access_log import AccessLog
+from .api import ApiError
 from .body import Bodies
-from .front_page import page_route
-from .live import Live
+from .page.front_page import page_route
+from .page.live import Live
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import Span
 
-    from ..embedding.openai_api import ServedModel
-    from ..embedding.service import PoolService
+    from ..service.pool_service import PoolService
+    from .api import ServedModel
     from .openapi import Schema
 
 T = TypeVar("T")

@@ -13,11 +13,11 @@ import numpy as np
 import uvicorn
 
 from coordinator.rank_grid import RankGrid
-from server.embedding.openai_api import ServedModel
-from server.embedding.service import PROBE, EmbeddingService
+from server.embedding.embedding_face import EmbeddingFace
+from server.embedding.embedding_service import PROBE, EmbeddingService
 from server.errors import CallTimeoutError, WorkerError, WorkerLostError
+from server.web.api import ServedModel
 from server.web.connections import ConnectionLimits, TimedConnection
-from server.web.embedding_face import EmbeddingFace
 from server.web.listener import listen
 from server.web.web_server import WebServer
 from server.workers.minilm import Encoded, InputTooLongError

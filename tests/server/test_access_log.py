@@ -87,12 +87,12 @@ def test_a_flood_of_one_kind_is_cut_short_and_hides_no_other(
     logs.configure("off")
     for number in range(1000):
         logging.getLogger("uvicorn.error").warning("Invalid request %d", number)
-    logging.getLogger("server.embedding.service").error("the cause")
+    logging.getLogger("server.service.pool_service").error("the cause")
     *flood, last = capsys.readouterr().err.splitlines()
     assert len(flood) == 10
     assert re.fullmatch(rf"{TIME} WARNING uvicorn.error: Invalid request 0", flood[0])
     assert flood[-1].endswith("(more of these are left out for 60 s)")
-    assert last.endswith("ERROR server.embedding.service: the cause")
+    assert last.endswith("ERROR server.service.pool_service: the cause")
 
 
 def test_a_flood_may_go_on_after_its_minute() -> None:

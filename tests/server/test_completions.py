@@ -13,7 +13,7 @@ import pytest
 
 from server.completion.completion_face import CompletionFace
 from server.completion.completion_service import CompletionService
-from server.embedding.openai_api import ServedModel
+from server.web.api import ServedModel
 from server.workers.decoder import DecoderFolder, DecoderText
 from tests.server.fake_service import run, serving
 from tests.server.one_worker import LOST, OneWorker

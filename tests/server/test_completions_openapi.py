@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
 from server.completion.completion_openapi import completion_document
-from server.embedding.openai_api import ServedModel
+from server.web.api import ServedModel
 from tests.server.test_completions import site
 from tests.server.tiny_llama import make_llama
 

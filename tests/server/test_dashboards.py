@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.embedding.now import STATES
+from server.service.now import STATES
 from tests.server.fake_service import run, site
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
-from server.web.openapi import document
+from server.embedding.embedding_openapi import embedding_document
 from tests.server.fake_service import MODEL, listening, run, site
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def url() -> Iterator[str]:
     thread.join()
 
 
-SCHEMA = schemathesis.openapi.from_dict(document(MODEL, with_key=False))
+SCHEMA = schemathesis.openapi.from_dict(embedding_document(MODEL, with_key=False))
 OPERATIONS = {each.ok().label: each.ok() for each in SCHEMA.get_all_operations()}
 ENDLESS = ("GET /events",)
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from server.embedding.overview import LONGEST_TEXT
-from server.web import live, logs
-from server.web.front_page import policy
+from server.service.overview import LONGEST_TEXT
+from server.web import logs
+from server.web.page import live
+from server.web.page.front_page import policy
 from shm_broadcast import CoordinatorError
 from tests.server.fake_service import Pool, listening, run, site
 from tests.server.test_http_connections import Raw

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-_FILE = Path(__file__).parents[1] / "data" / "page.html"
+_FILE = Path(__file__).parents[2] / "data" / "page.html"
 
 
 def page_route() -> Callable[[Request], Awaitable[Response]]:

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from starlette.routing import Route
 
-from ..embedding.openai_api import ApiError, read_request, write_response
-from ..embedding.service import BadInputError
+from ..web.api import ApiError
+from ..web.face import Face, json_answer, unless_client_leaves
 from ..workers.minilm import InputTooLongError
-from .face import Face, json_answer, unless_client_leaves
-from .openapi import document
+from .embedding_api import read_request, write_response
+from .embedding_openapi import embedding_document
+from .embedding_service import BadInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from ..embedding.openai_api import ServedModel
-    from ..embedding.service import EmbeddingService
-    from .openapi import Schema
+    from ..web.api import ServedModel
+    from ..web.openapi import Schema
+    from .embedding_service import EmbeddingService
 
 
 class EmbeddingFace(Face):
@@ -50,7 +51,7 @@ class EmbeddingFace(Face):
 
     def about(self, *, with_key: bool) -> Schema:
         """See `Face`."""
-        return document(self.model, with_key=with_key)
+        return embedding_document(self.model, with_key=with_key)
 
     def as_api_error(self, error: Exception, request_id: str) -> ApiError:
         """See `Face`."""

@@ -9,13 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from server.embedding.openai_api import (
-    MAX_INPUTS,
-    ApiError,
-    ServedModel,
-    read_request,
-    write_response,
-)
+from server.embedding.embedding_api import MAX_INPUTS, read_request, write_response
+from server.web.api import ApiError, ServedModel
 
 MODEL = ServedModel("m", 3, 8, 100)
 

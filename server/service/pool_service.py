@@ -1,5 +1,4 @@
-"""A pool as a service: it is started beside the server, watched, and ended in order. Embeddings are
-one: batches for such a pool.
+"""A pool as a service: it is started beside the server, watched, and ended in order.
 
 Life: *starting* while the workers load; *ready* once a probe call was answered; *restarting* while
 lost workers are replaced; *stalled* while calls are not answered in time; *failed* for good when
@@ -13,35 +12,24 @@ import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import CoordinatorError
 
-from ..errors import CallTimeoutError
-from .batching import Batcher
 from .metrics import Metrics
 from .now import Activity, OperationTotals, ServiceNow, WorkersNow
 from .overview import clipped, past_failure, who_holds_up, workers
-from .tokenizing import Tokenizing
 from .watched_pool import WatchedPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    import numpy as np
 
     from shm_broadcast import MemberStatus
     from shm_broadcast.board.totals import VerbTotal
 
     from ..pool import WorkerPool
     from ..replicas import Replicas
-    from ..spans import Carrier
-    from ..workers.minilm import Encoded, SentenceTokenizer
-    from .openai_api import Input
-
-PROBE = "ready"
-"""What the probe call embeds."""
 
 _UNANSWERED_SECONDS = 1.0
 """Seconds that clients have to read that their requests were given up, before the server ends."""
@@ -55,29 +43,6 @@ _FAILED_SECONDS = 2.0
 
 class NotReadyError(CoordinatorError):
     """The service cannot answer now: it is starting, stalled, failed or stopping."""
-
-
-class RequestTimeoutError(CoordinatorError, TimeoutError):
-    """A request was not answered in time: the requests before it took too long."""
-
-
-class BadInputError(CoordinatorError, ValueError):
-    """An input cannot be embedded; ``__cause__`` is the error that says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Embedded:
-    """A request's embeddings.
-
-    Attributes:
-        vectors: float32 [hidden] for each input.
-        n_tokens: how many tokens all inputs have together.
-        truncated: the numbers of the inputs that were cut, as longer than the model takes.
-    """
-
-    vectors: list[np.ndarray]
-    n_tokens: int
-    truncated: list[int]
 
 
 class PoolService(ABC):
@@ -268,93 +233,6 @@ class PoolService(ABC):
             await watched.watch(lambda: self._probe(watched))
             await asyncio.sleep(_FAILED_SECONDS)
         on_failure()
-
-
-class EmbeddingService(PoolService):
-    """Embeds inputs of many requests; belongs to one event loop.
-
-    Args:
-        tokenizer: the model's.
-        make_pool, request_timeout, stall_timeout: see `PoolService`.
-        max_tokens: tokens of one call to the workers, at most.
-        max_waiting: inputs that may wait, at most.
-        in_flight: calls that may be with the workers at once.
-    """
-
-    def __init__(
-        self,
-        tokenizer: SentenceTokenizer,
-        make_pool: Callable[[], WorkerPool | Replicas],
-        *,
-        max_tokens: int,
-        max_waiting: int,
-        in_flight: int,
-        request_timeout: float,
-        stall_timeout: float,
-    ) -> None:
-        super().__init__(make_pool, request_timeout, stall_timeout, "embedding")
-        self._tokenizing = Tokenizing(tokenizer)
-        self._batcher: Batcher[np.ndarray, np.ndarray] = Batcher(
-            self._compute, max_tokens=max_tokens, max_waiting=max_waiting, in_flight=in_flight
-        )
-
-    @property
-    def waiting(self) -> int:
-        """How many inputs wait to be sent to the workers."""
-        return self._batcher.waiting
-
-    async def embed(self, inputs: Sequence[Input], *, truncate: bool) -> Embedded:
-        """Embed texts, or lists of token ids.
-
-        Args:
-            inputs: what to embed.
-            truncate: cut those that are longer than the model takes, in place of refusing them.
-
-        Raises:
-            NotReadyError: see `check_ready`.
-            BadInputError: an input is too long, or not for this model.
-            QueueFullError: too many inputs wait.
-            CallTimeoutError: the workers did not answer in time; says which.
-            RequestTimeoutError: the requests before it took too long.
-            CoordinatorError: the workers failed.
-        """
-        self.check_ready()
-        try:
-            async with asyncio.timeout(self._request_timeout):
-                encoded = await self._encode(inputs, truncate=truncate)
-                vectors = await self._batcher.submit(encoded.tokens)
-        except CallTimeoutError:
-            raise
-        except TimeoutError as error:
-            raise RequestTimeoutError(
-                f"not answered within {self._request_timeout:g} s; "
-                f"{self._batcher.waiting} other inputs wait"
-            ) from error
-        return Embedded(vectors, sum(map(len, encoded.tokens)), encoded.truncated)
-
-    async def stop(self) -> None:
-        """See `PoolService.stop`."""
-        await super().stop()
-        self._tokenizing.close()
-
-    async def _probe(self, pool: WatchedPool) -> None:
-        await pool.embed((await self._encode([PROBE], truncate=False)).tokens)
-
-    async def _finish(self) -> None:
-        await self._batcher.close()
-
-    async def _encode(self, inputs: Sequence[Input], *, truncate: bool) -> Encoded:
-        try:
-            return await self._tokenizing.encode(inputs, truncate=truncate)
-        except (TypeError, ValueError) as error:
-            raise BadInputError(str(error)) from error
-
-    async def _compute(
-        self, tokens: list[np.ndarray], traces: list[Carrier]
-    ) -> Sequence[np.ndarray]:
-        if self._pool is None:
-            raise NotReadyError("the workers do not run")
-        return await self._pool.embed(tokens, traces)
 
 
 async def _in_daemon_thread(make: Callable[[], WorkerPool | Replicas]) -> WorkerPool | Replicas:

@@ -1,0 +1,116 @@
+"""What OpenAI's APIs have in common: the model that is served, errors, and reading a body.
+
+Nothing here is unpickled, and what is read is checked by type before it is used.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+_FIELD = re.compile(r"`(?:\$\.)?(\w+)[^`]*`$")
+"""The field that msgspec complains of: its path, or the name of one that is missing."""
+
+
+class ApiError(Exception):
+    """An answer with an HTTP status that is not 200.
+
+    Attributes:
+        status: the HTTP status.
+        message: for people.
+        kind: OpenAI's type of error.
+        param: the field that is wrong, if it is one.
+        code: for programs.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+
+    def body(self) -> bytes:
+        """The answer's JSON."""
+        error = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model that requests have to name.
+
+    Attributes:
+        name: what requests call it.
+        hidden_size: the length of its vectors.
+        max_tokens: tokens of an input at most.
+        vocabulary: how many token ids there are, from 0.
+        created: when serving it began, in seconds since the epoch.
+    """
+
+    name: str
+    hidden_size: int
+    max_tokens: int
+    vocabulary: int
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def entry(self) -> dict[str, object]:
+        """The model's entry in a list of models."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "group-coordinator",
+        }
+
+    def check_name(self, asked: str) -> None:
+        """Raise unless it is this model that was asked for.
+
+        Raises:
+            ApiError: 404.
+        """
+        if asked != self.name:
+            message = f"the model {asked!r} does not exist; this server has {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def decode_body(decoder: msgspec.json.Decoder[T], body: bytes | bytearray, what: str) -> T:
+    """What a request's body says.
+
+    Args:
+        decoder: of the type that it has to be of.
+        body: as it came.
+        what: it has to be, for people.
+
+    Raises:
+        ApiError: 400: it is not JSON, or not of this type; names the field.
+    """
+    try:
+        return decoder.decode(str(body, "utf-8"))  # msgspec checks no text that it skips
+    except msgspec.ValidationError as error:
+        found = _FIELD.search(str(error))
+        message = f"the body is not {what}: {error}"
+        raise ApiError(400, message, param=found and found[1]) from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is JSON that is nested too deeply") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
