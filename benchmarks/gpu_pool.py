@@ -19,10 +19,9 @@ import torch
 
 from benchmarks.gpu_world import device_facts, require_gpu
 from server.commands import demo
-from server.driver.devices import DTYPES
+from server.defaults import BATCH_TOKENS, DTYPES
 from server.pool import WorkerPool
 from server.workers.minilm import (
-    BATCH_TOKENS,
     MiniLMWorker,
     ModelFolder,
     SentenceTokenizer,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from coordinator.setup.bootstrap import Launch, connect_store, host_store
     from coordinator.stateless import StatelessGroupCoordinator, StatelessProcessGroup
     from device_comm import ReduceOp, Work
+    from shm_broadcast import __version__
 
 __all__ = [
     "GroupCoordinator",
@@ -25,6 +26,7 @@ __all__ = [
     "StatelessGroupCoordinator",
     "StatelessProcessGroup",
     "Work",
+    "__version__",
     "connect_store",
     "host_store",
     "init",
@@ -37,6 +39,7 @@ _HOMES: Final = {
     "coordinator.setup.bootstrap": ("Launch", "connect_store", "host_store"),
     "coordinator.stateless": ("StatelessGroupCoordinator", "StatelessProcessGroup"),
     "device_comm": ("ReduceOp", "Work"),
+    "shm_broadcast": ("__version__",),
 }
 
 

@@ -10,6 +10,7 @@ from device_comm.torch_group.torch_backend import TorchBackend
 from device_comm.watch import LoneWatch, Watch
 from device_comm.work import Joined, Pending, Work, join
 from device_comm.wrappers.wrapper import Wrapper
+from shm_broadcast import __version__
 
 __all__ = [
     "ALL_VERBS",
@@ -28,6 +29,7 @@ __all__ = [
     "Watch",
     "Work",
     "Wrapper",
+    "__version__",
     "check_reduction",
     "join",
     "reduce_in_rank_order",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         MessageQueue,
         PeerLostError,
         SharedMemoryError,
+        __version__,
     )
 
     from .errors import (
@@ -71,6 +72,7 @@ __all__ = [
     "WorkerLostError",
     "WorkerPool",
     "WorkerStartError",
+    "__version__",
     "init",
     "serve_host",
 ]
@@ -92,6 +94,7 @@ _HOMES: Final = {
     "shm_broadcast": (
         *("CoordinatorError", "DivergenceError", "GroupAbortedError", "GroupClosedError"),
         *("GroupTimeoutError", "MessageQueue", "PeerLostError", "SharedMemoryError"),
+        "__version__",
     ),
 }
 

@@ -1,9 +1,11 @@
 """The console script ``group-coordinator``; its commands are the modules of `commands`.
 
-A command's module has three functions: ``add_arguments(parser)``; ``prepare(args)``, which checks
-everything that can be checked before a process starts; ``run(plan)``, which returns the exit
-status. An error in `prepare` ends with status 2, one in `run` with status 1, an interrupt with 130.
-An error is one line on stderr.
+A command is three functions: ``add_arguments(parser)``; ``prepare(args)``, which checks everything
+that can be checked before a process starts; ``run(plan)``, which returns the exit status. The first
+stands in a module of its own where that of the others loads torch, so that help comes at once.
+
+An error in `prepare` ends with status 2, one in `run` with status 1, an interrupt with 130. An
+error is one line on stderr.
 """
 
 from __future__ import annotations
@@ -13,17 +15,23 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
 
+from shm_broadcast import __version__
 from shm_broadcast.errors import CoordinatorError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import ModuleType
 
 
-class Command(Protocol):
-    """The interface of a command's module."""
+class Options(Protocol):
+    """The interface of a module that has a command's options."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the command's options to ``parser``."""
+
+
+class Command(Protocol):
+    """The interface of a module that carries a command out."""
 
     def prepare(self, args: argparse.Namespace) -> Any:
         """Check the options; return what `run` needs."""
@@ -34,12 +42,15 @@ class Command(Protocol):
 
 COMMANDS: Final = {
     "demo": ("demo", "embed sentences with a pool of workers, and check the result"),
-    "serve": ("serve", "serve embeddings over HTTP from a pool of workers"),
+    "serve": ("serve", "serve a model over HTTP from a pool of workers"),
     "status": ("status", "show what every process of running pools and groups does"),
     "explain": ("explain_hang", "say who holds up a program that hangs, and show their stacks"),
     "trace": ("trace", "write down the last operations of every process, on one clock"),
 }
 """The module of each command, and what it is for."""
+
+OPTIONS_APART: Final = {"demo": "options.demo_options", "serve": "options.serve_options"}
+"""The modules with the options of the commands whose own load torch."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,18 +61,19 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (default: the process's arguments); return the exit status."""
     parser = _Parser(prog="group-coordinator")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parsers = {
         name: commands.add_parser(name, help=summary) for name, (_, summary) in COMMANDS.items()
     }
     words = sys.argv[1:] if argv is None else argv
     chosen = next((word for word in words if word in COMMANDS), None)
-    if chosen is not None:  # only this one's module is imported: those that run pools load torch
-        home = f".commands.{COMMANDS[chosen][0]}"
-        module = cast("Command", importlib.import_module(home, __package__))
-        parsers[chosen].description = module.__doc__
-        module.add_arguments(parsers[chosen])
+    if chosen is not None:
+        options = cast("Options", _load(OPTIONS_APART.get(chosen, COMMANDS[chosen][0])))
+        parsers[chosen].description = options.__doc__
+        options.add_arguments(parsers[chosen])
     args = parser.parse_args(words)
+    module = cast("Command", _load(COMMANDS[args.command][0]))
     try:
         plan = module.prepare(args)
     except (ValueError, OSError, ImportError, CoordinatorError) as exc:
@@ -74,6 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem = f"{type(exc).__name__}: {_sentence(exc)}"
         print(f"{parsers[args.command].prog}: {problem}", file=sys.stderr)
         return 1
+
+
+def _load(name: str) -> ModuleType:
+    """A module of `commands`; only those of the command that was given are ever loaded."""
+    return importlib.import_module(f".commands.{name}", __package__)
 
 
 def _sentence(exc: BaseException) -> str:

@@ -70,7 +70,11 @@ __all__ = [
     "SegmentHandle",
     "SharedMemoryError",
     "TransportError",
+    "__version__",
 ]
+
+__version__: Final = "0.1.0"
+"""Of all four packages; what builds them reads it here."""
 
 _HOMES: Final = {
     "DEFAULT_CAPACITY": "shm_broadcast.queue.handle",

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..driver import devices
-from . import demo_text, model_options
-from .demo_pool import REQUEST_LINES, DemoEmbeddings, embed
-from .model_options import Model, read_model
+from ..defaults import DTYPES
+from . import demo_text
+from .demo_pool import DemoEmbeddings, embed
+from .read_model import Model, read_model
 
 if TYPE_CHECKING:
     import argparse
@@ -31,7 +31,7 @@ NEIGHBOURS = 2
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """The checked options of a run; see `add_arguments`."""
+    """The checked options of a run; see `options.demo_options`."""
 
     model: Model
     lines: list[str]
@@ -42,26 +42,13 @@ class DemoPlan:
     @property
     def tolerance(self) -> float:
         """The largest absolute difference from the reference that is allowed."""
-        return devices.DTYPES[self.model.workers.dtype]
+        return DTYPES[self.model.workers.dtype]
 
     @property
     def where(self) -> str:
         """The device and the dtype, as text."""
         device, dtype = self.model.workers.device, self.model.workers.dtype
         return device if dtype == "float32" else f"{device} in {dtype}"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
-    add = parser.add_argument
-    model_options.add_arguments(parser, tp=2, pp=2)
-    add("--input", type=Path, metavar="FILE", help="UTF-8 text, one sentence a line; blank "
-        "lines are skipped (default: a text that ships with the project)")  # fmt: skip
-    add("--out", type=Path, metavar="FILE.npy", help="write the embeddings, float32 "
-        "[sentences, hidden]")  # fmt: skip
-    add("--json", action="store_true", help="print one JSON object on stdout and nothing else")
-    add("--timeout", type=float, default=300.0, metavar="S", help="seconds for the pool to "
-        f"start, and for each {REQUEST_LINES} lines (default 300)")  # fmt: skip
 
 
 def prepare(args: argparse.Namespace) -> DemoPlan:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
+from ..defaults import REQUEST_LINES
 from ..pool import WorkerPool
 from . import demo_text
 
@@ -17,9 +18,8 @@ if TYPE_CHECKING:
     import tqdm
 
     from ..workers.minilm import Encoded, Placed
-    from .model_options import Model
+    from .read_model import Model
 
-REQUEST_LINES = 1024
 WARM_UP_LINES = 64
 
 

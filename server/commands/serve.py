@@ -13,22 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import spans
-from ..driver.pool_plan import RESTARTS
-from ..embedding.embedding_api import MAX_INPUTS
+from ..defaults import BATCH_TOKENS, CHUNK_TOKENS, PACKAGED_NAME
 from ..hosts.place import Hosts
 from ..web import descriptors, listener, logs
-from ..workers.decoder.decoder_worker import CONTEXT, SLOTS
-from ..workers.decoder.engine import CHUNK
-from ..workers.minilm import BATCH_TOKENS
-from . import host_options, model_options
-from .model_options import (
-    PACKAGED_DECODER,
-    DecoderModel,
-    Model,
-    decoder_path,
-    read_decoder,
-    read_model,
-)
+from .read_hosts import read_hosts, run_headless
+from .read_model import DecoderModel, Model, decoder_path, read_decoder, read_model
 
 if TYPE_CHECKING:
     import argparse
@@ -41,7 +30,6 @@ _COUNTS = (
     *("slots", "context"),
 )
 _TIMEOUTS = ("start", "request", "stall", "drain")
-PACKAGED_NAME = "all-MiniLM-L6-v2"
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections: so they, not the server, close them. A request that is
 sent while the server closes its connection would fail."""
@@ -49,7 +37,7 @@ sent while the server closes its connection would fail."""
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """The checked options of a server; see `add_arguments`."""
+    """The checked options of a server; see `options.serve_options`."""
 
     hosts: Hosts | RayCluster | None
     model: Model | DecoderModel
@@ -81,53 +69,6 @@ class HeadlessPlan:
     start_timeout: float
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
-    add = parser.add_argument
-    decoders = f"; or a Llama-type folder, or {PACKAGED_DECODER}: serves completions and chats"
-    model_options.add_arguments(parser, tp=1, pp=1, more=decoders)
-    add("--slots", type=int, metavar="N", help="completions: answers that are computed at once "
-        f"(default {SLOTS})")  # fmt: skip
-    add("--context", type=int, metavar="N", help="completions: tokens of a prompt and its answer "
-        f"(default {CONTEXT}, or what the model takes)")  # fmt: skip
-    host_options.add_arguments(parser)
-    add("--served-name", metavar="NAME", help="the model's name in requests "
-        f"(default: the name of its folder, or {PACKAGED_NAME})")  # fmt: skip
-    add("--http", default="127.0.0.1:8000", metavar="HOST:PORT", help="where to listen "
-        "(default 127.0.0.1:8000; port 0: any free one)")  # fmt: skip
-    add("--api-key", metavar="KEY", help="what requests have to show; needed beyond loopback. "
-        "@FILE: read it from there, so that no list of processes shows it")  # fmt: skip
-    add("--max-batch-tokens", type=int, metavar="N", help="tokens computed at once (default "
-        f"{BATCH_TOKENS}; for completions {CHUNK})")  # fmt: skip
-    add("--max-waiting", type=int, default=2 * MAX_INPUTS, metavar="N", help="inputs that may "
-        f"wait before requests get 429 (default {2 * MAX_INPUTS})")  # fmt: skip
-    add("--max-connections", type=int, default=1000, metavar="N", help="connections at once; "
-        "beyond, the one that waits longest without asking gives way (default 1000)")  # fmt: skip
-    add("--truncate", action="store_true", help="cut inputs that are longer than the model takes, "
-        "where a request does not say otherwise; else they are refused")  # fmt: skip
-    add("--access-log", choices=logs.ACCESS_MODES, default="off", help="a line on stdout for each "
-        "request (default off)")  # fmt: skip
-    add("--log-json", action="store_true", help="write the log on stderr as an object a line, "
-        "with rank and generation; also what is well")  # fmt: skip
-    add("--spans", metavar="EXPORTER", help="record OpenTelemetry spans of requests, batches and "
-        "workers: console, or an exporter that is installed, as otlp (default: none)")  # fmt: skip
-    add("--restart", choices=RESTARTS, default="never", help="when a worker is lost: end the "
-        "service, replace the worker, or replace all workers (default never)")  # fmt: skip
-    add("--max-restarts", type=int, default=5, metavar="N", help="restarts within a minute before "
-        "the service ends (default 5)")  # fmt: skip
-    add("--stuck-after", type=float, metavar="S", help="seconds for a batch after which its "
-        "workers count as lost (default: never)")  # fmt: skip
-    add("--start-timeout", type=float, default=300.0, metavar="S", help="seconds for the workers "
-        "to start (default 300)")  # fmt: skip
-    add("--request-timeout", type=float, default=60.0, metavar="S", help="seconds for a request's "
-        "answer, waiting included, of completions for each token; each batch has half of it "
-        "(default 60)")  # fmt: skip
-    add("--stall-timeout", type=float, default=10.0, metavar="S", help="seconds for a batch after "
-        "which /ready and /health/progress fail until one is answered (default 10)")  # fmt: skip
-    add("--drain-timeout", type=float, default=25.0, metavar="S", help="seconds after a signal to "
-        "answer what was accepted; then it is given up (default 25: a pod has 30)")  # fmt: skip
-
-
 def prepare(args: argparse.Namespace) -> ServePlan | HeadlessPlan:
     """Check the options and the model; of a host that serves nothing, only those about hosts.
 
@@ -138,7 +79,7 @@ def prepare(args: argparse.Namespace) -> ServePlan | HeadlessPlan:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ImportError(f"install the extras 'server' and 'demo': no {', '.join(missing)}")
-    hosts = host_options.read_hosts(args)
+    hosts = read_hosts(args)
     if isinstance(hosts, Hosts) and not hosts.is_head:
         return HeadlessPlan(hosts, args.start_timeout)
     host, port = listener.parse(args.http)
@@ -156,7 +97,7 @@ def prepare(args: argparse.Namespace) -> ServePlan | HeadlessPlan:
     if args.spans is not None:
         spans.check_exporter(args.spans)
     model = _read_model(args, _n_hosts(args, hosts))
-    batch = CHUNK if isinstance(model, DecoderModel) else BATCH_TOKENS
+    batch = CHUNK_TOKENS if isinstance(model, DecoderModel) else BATCH_TOKENS
     return ServePlan(
         hosts=hosts,
         model=model,
@@ -194,7 +135,7 @@ def run(plan: ServePlan | HeadlessPlan) -> int:
     """
     if isinstance(plan, HeadlessPlan):
         logs.configure("off")
-        return host_options.run_headless(plan.hosts, plan.start_timeout)
+        return run_headless(plan.hosts, plan.start_timeout)
     return _serve(plan)
 
 
@@ -270,7 +211,7 @@ def _read_model(args: argparse.Namespace, nnodes: int) -> Model | DecoderModel:
     if args.truncate:
         raise ValueError("--truncate is for models that embed")
     decoder = read_decoder(args, path, nnodes)
-    if (args.max_batch_tokens or CHUNK) < decoder.slots:
+    if (args.max_batch_tokens or CHUNK_TOKENS) < decoder.slots:
         raise ValueError(f"--max-batch-tokens must be at least {decoder.slots}, the slots")
     return decoder
 

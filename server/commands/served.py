@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..service.pool_service import PoolService
     from ..web.face import Face
-    from .model_options import DecoderModel, Model
+    from .read_model import DecoderModel, Model
 
 
 @dataclass(frozen=True, slots=True)

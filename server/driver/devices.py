@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-DTYPES = {"float32": 1e-5, "float16": 1e-3}
-"""Dtypes of weights and activations, with the largest absolute difference from float32 on a CPU."""
-
 
 def assign(device: str | Sequence[str], ranks: int, gpus: int, share_gpu: bool) -> tuple[str, ...]:
     """The device of each rank, by rank.
@@ -54,16 +51,6 @@ def assign(device: str | Sequence[str], ranks: int, gpus: int, share_gpu: bool) 
         )
     first = wanted.index or 0
     return tuple(f"cuda:{first + rank % usable}" for rank in range(ranks))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options ``--device``, ``--share-gpu`` and ``--dtype``."""
-    add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
-    add("--share-gpu", action="store_true", help="with --device cuda: let several workers share "
-        "one GPU where there are more of them than GPUs")  # fmt: skip
-    add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and activations "
-        "(default float32)")  # fmt: skip
 
 
 def check_arguments(args: argparse.Namespace) -> None:

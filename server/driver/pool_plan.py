@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..control.reference import main_of, name_of
+from ..defaults import RESTARTS
 from ..hosts.place import Hosts, hosts_of
 from ..launchers.ray_actors import RayCluster
 from .cores import worker_threads
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ..pool_config import PoolConfig
-
-
-RESTARTS = ("never", "worker", "pool")
 
 
 @dataclass(frozen=True, slots=True)

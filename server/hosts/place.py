@@ -20,17 +20,10 @@ from typing import TYPE_CHECKING, Final, Protocol
 from coordinator import Launch
 from coordinator.stores.secret import ADVICE, SECRET_FILE, SecretError, launcher_secret
 
+from ..defaults import HEAD_PORT, LAUNCHERS, SILENCE_SECONDS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-DEFAULT_PORT: Final = 29510
-"""The head's port where nobody names one."""
-
-LAUNCHERS: Final = ("local", "hosts", "torchrun", "ray")
-"""What can start the workers: see `pool.WorkerPool`."""
-
-SILENCE_SECONDS: Final = 1.5
-"""How long a host may say nothing where nobody says otherwise."""
 
 
 class Summoner(Protocol):
@@ -78,7 +71,7 @@ class Hosts:
     nnodes: int
     node_rank: int
     master_addr: str
-    master_port: int = DEFAULT_PORT
+    master_port: int = HEAD_PORT
     secret: bytes | None = field(default=None, repr=False)
     silence_seconds: float = SILENCE_SECONDS
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -129,7 +122,7 @@ class Hosts:
         """
         given = {"nnodes": nnodes, "node_rank": node_rank, "master_addr": master_addr}
         if nnodes is not None and node_rank is not None and master_addr is not None:
-            port = DEFAULT_PORT if master_port is None else master_port
+            port = HEAD_PORT if master_port is None else master_port
             return cls(nnodes, node_rank, master_addr, port)
         if any(value is not None for value in given.values()):
             missing = ", ".join(name for name, value in given.items() if value is None)
@@ -215,7 +208,7 @@ def _by_slurm(environ: Mapping[str, str]) -> Hosts:
         nnodes=_number(environ, "SLURM_NTASKS"),
         node_rank=_number(environ, "SLURM_PROCID"),
         master_addr=environ.get("MASTER_ADDR") or first_of(_text(environ, "SLURM_JOB_NODELIST")),
-        master_port=_number(environ, "MASTER_PORT", str(DEFAULT_PORT)),
+        master_port=_number(environ, "MASTER_PORT", str(HEAD_PORT)),
         told_by="Slurm's environment (SLURM_NTASKS, SLURM_PROCID, SLURM_JOB_NODELIST)",
     )
 
@@ -225,7 +218,7 @@ def _by_leader_worker_set(environ: Mapping[str, str]) -> Hosts:
         nnodes=_number(environ, "LWS_GROUP_SIZE"),
         node_rank=_number(environ, "LWS_WORKER_INDEX"),
         master_addr=_text(environ, "LWS_LEADER_ADDRESS"),
-        master_port=_number(environ, "MASTER_PORT", str(DEFAULT_PORT)),
+        master_port=_number(environ, "MASTER_PORT", str(HEAD_PORT)),
         told_by="the LeaderWorkerSet's environment (LWS_GROUP_SIZE, LWS_WORKER_INDEX)",
     )
 

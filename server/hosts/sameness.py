@@ -7,10 +7,12 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from shm_broadcast import __version__
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_PACKAGES = ("group-coordinator", "torch", "msgspec", "pyzmq")
+_PACKAGES = ("torch", "msgspec", "pyzmq")
 
 
 def facts_here(given: Mapping[str, str]) -> dict[str, str]:
@@ -20,8 +22,13 @@ def facts_here(given: Mapping[str, str]) -> dict[str, str]:
     """
     versions = {name: version(name).partition("+")[0] for name in _PACKAGES}
     python = ".".join(map(str, sys.version_info[:2]))
-    return {"python": python, "byte order": sys.byteorder, **versions, **given} | {
-        "system": platform.system()
+    return {
+        "group-coordinator": __version__,
+        "python": python,
+        "byte order": sys.byteorder,
+        "system": platform.system(),
+        **versions,
+        **given,
     }
 
 

@@ -85,7 +85,8 @@ def test_what_the_user_says_counts(said: str, threads: int | None) -> None:
 
 DRIVER = """
 from server import WorkerPool
-from server.commands.model_options import read_model, add_arguments
+from server.commands.options.model_options import add_arguments
+from server.commands.read_model import read_model
 import argparse
 parser = argparse.ArgumentParser()
 add_arguments(parser, tp=1, pp=1)

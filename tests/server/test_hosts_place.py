@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from coordinator.stores.secret import SECRET_FILE, SecretError
-from server.hosts.place import DEFAULT_PORT, Hosts, first_of, hosts_of
+from server.defaults import HEAD_PORT
+from server.hosts.place import Hosts, first_of, hosts_of
 from server.hosts.sameness import difference, facts_here
 
 if TYPE_CHECKING:
@@ -57,13 +58,13 @@ def where(hosts: Hosts) -> tuple[int, int, str, int]:
             (3, 2, "head.example", 0),
             "torchrun",
         ),
-        (SLURM, (4, 1, "gpu007", DEFAULT_PORT), "Slurm"),
+        (SLURM, (4, 1, "gpu007", HEAD_PORT), "Slurm"),
         (
             {**SLURM, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4000"},
             (4, 1, "10.0.0.7", 4000),
             "Slurm",
         ),
-        (LWS, (2, 1, "model-0.model.default", DEFAULT_PORT), "LeaderWorkerSet"),
+        (LWS, (2, 1, "model-0.model.default", HEAD_PORT), "LeaderWorkerSet"),
         # torchrun inside a Slurm task: the inner one counts.
         ({**SLURM, **TORCHRUN}, (3, 2, "head.example", 29400), "torchrun"),
     ],
@@ -79,7 +80,7 @@ def test_a_launchers_environment_is_read_and_named(
 def test_arguments_come_before_any_environment() -> None:
     hosts = Hosts.read(2, 0, "10.0.0.1", 4001, environ=TORCHRUN)
     assert where(hosts) == (2, 0, "10.0.0.1", 4001)
-    assert where(Hosts.read(2, 0, "10.0.0.1", environ=LWS))[3] == DEFAULT_PORT
+    assert where(Hosts.read(2, 0, "10.0.0.1", environ=LWS))[3] == HEAD_PORT
     assert where(Hosts.read(master_port=4002, environ=SLURM)) == (4, 1, "gpu007", 4002)
 
 

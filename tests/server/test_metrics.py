@@ -11,7 +11,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.http_served import Served
-from server.commands.serve import PACKAGED_NAME
+from server.defaults import PACKAGED_NAME
 from tests.server.fake_service import MAX_TOKENS, Site, listening, run, site
 from tests.server.test_http_connections import Raw
 

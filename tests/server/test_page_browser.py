@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from benchmarks.http_served import Served
-from server.commands.serve import PACKAGED_NAME
+from server.defaults import PACKAGED_NAME
 from tests.patience import PATIENCE_SECONDS
 from tests.server.fake_service import Site, listening, run, site
 from tests.server.tiny_llama import make_llama

@@ -22,7 +22,7 @@ import pytest
 from benchmarks.http_load import Questions, load
 from benchmarks.http_served import Served, gone
 from server.commands.demo import reference
-from server.commands.serve import PACKAGED_NAME
+from server.defaults import PACKAGED_NAME
 from server.workers.minilm import ModelFolder, packaged_model
 from tests.patience import NAMED_WITHIN, STALL_SECONDS, quickest, until
 

@@ -15,7 +15,7 @@ import httpx
 import psutil
 
 from benchmarks.http_served import Served
-from server.commands.serve import PACKAGED_NAME
+from server.defaults import PACKAGED_NAME
 from server.web.body import MAX_BODY_BYTES
 from tests.patience import STALL_SECONDS, until
 

@@ -11,6 +11,7 @@ import pytest
 
 from server.cli import main
 from server.commands import serve
+from server.commands.options import serve_options
 from tests.server.tiny_llama import make_llama
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def arguments(**given: Any) -> Any:
     parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
+    serve_options.add_arguments(parser)
     return SimpleNamespace(**{**vars(parser.parse_args([])), **given})
 
 

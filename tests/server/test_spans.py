@@ -15,7 +15,7 @@ from opentelemetry import trace
 
 from benchmarks.http_served import ROOT, Served
 from server import spans
-from server.commands.serve import PACKAGED_NAME
+from server.defaults import PACKAGED_NAME
 from server.errors import WorkerError
 from server.pool import WorkerPool
 from tests.server.fake_service import run, site

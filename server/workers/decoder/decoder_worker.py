@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...driver.devices import DTYPES
+from ...defaults import CONTEXT, DTYPES, SLOTS
 from ..parallel import ShardedModule, share
 from .decoder_config import DecoderFolder
 from .decoder_model import StepArrangement, load_decoder
@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 
     from ...worker import WorkerContext
     from .kv_cache import Row
-
-SLOTS = 16
-"""Sequences at once, unless told otherwise."""
-CONTEXT = 2048
-"""Tokens of a sequence at most, unless told otherwise or the model has fewer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from shm_broadcast import CoordinatorError
 
+from ...defaults import CHUNK_TOKENS
 from ...errors import CallStuckError, CallTimeoutError, PoolClosedError, QueueFullError, again
 from .generation import Generation
 from .sampling import Sampling
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from .decoder_worker import Room
     from .kv_cache import Row
 
-CHUNK = 256
-"""Tokens of a step at most, unless told otherwise."""
 _TRIES = 3
 """How often the same step may be lost: after that, what is in it is taken for the cause."""
 
@@ -62,7 +61,7 @@ class Engine:
         self,
         pool: StepPool,
         *,
-        chunk: int = CHUNK,
+        chunk: int = CHUNK_TOKENS,
         max_waiting: int = 1024,
         step_timeout: float | None = None,
     ) -> None:

@@ -3,13 +3,12 @@
 Needs the packages safetensors and tokenizers (extra ``demo``) where a model is loaded.
 """
 
-from .minilm_worker import BATCH_TOKENS, MiniLMWorker, Placed
+from .minilm_worker import MiniLMWorker, Placed
 from .model_config import BertConfig, ModelFolder, ModelFolderError
 from .packaged import packaged_model
 from .tokenizer import Encoded, InputTooLongError, SentenceTokenizer
 
 __all__ = [
-    "BATCH_TOKENS",
     "BertConfig",
     "Encoded",
     "InputTooLongError",

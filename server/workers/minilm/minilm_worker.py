@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ...driver.devices import DTYPES
+from ...defaults import BATCH_TOKENS, DTYPES
 from ..parallel import ShardedModule, share
 from .model import load_stage, pool
 from .model_config import ModelFolder
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
     from ...worker import WorkerContext
     from .packing import PackedBatch
-
-BATCH_TOKENS = 2048
-"""Tokens computed at once, unless told otherwise: enough for the cores to be busy, and no more."""
 
 
 @dataclass(frozen=True, slots=True)

