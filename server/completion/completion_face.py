@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, cast
 
-from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from ..web.api import ApiError
+from ..web.event_stream import EventStream
 from ..web.face import Face, json_answer, unless_client_leaves
 from ..workers.decoder import PromptTooLongError
 from .completion_api import Writer, error_event, read_chat, read_completion
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
     from starlette.responses import Response
-    from starlette.types import Receive, Scope, Send
 
     from ..web.api import ServedModel
     from ..web.openapi import Schema
@@ -83,7 +82,7 @@ class CompletionFace(Face):
         self._completions.metrics.tokens.inc(len(prompt))
         if wish.stream:
             events = self._streamed(request, wish, writer, answer, len(prompt))
-            return _AnswerStream(events, generation)
+            return EventStream(events, generation)
         with generation:
             text = await unless_client_leaves(request, answer.whole())
         self._count_tokens(request, answer)
@@ -164,16 +163,3 @@ class _Answer:
     async def whole(self) -> str:
         """All of the text."""
         return "".join([text async for text in self.pieces()])
-
-
-class _AnswerStream(StreamingResponse):
-    """Server-sent events; a client that leaves, at whatever moment, cancels the generation."""
-
-    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._generation = generation
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._generation:
-            await super().__call__(scope, receive, send)

@@ -11,21 +11,18 @@ import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from starlette.responses import Response, StreamingResponse
-
 from ..api import ApiError
+from ..event_stream import EventStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from starlette.requests import Request
-    from starlette.types import Receive, Scope, Send
+    from starlette.responses import Response
 
 LISTENERS = 100
 """How many may listen at once."""
 _SECONDS = 1.0
-_KIND = "text/event-stream"
-_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _OVER = b"event: over\ndata: {}\n\n"
 _log = logging.getLogger(__name__)
 
@@ -55,8 +52,8 @@ class Live:
             message = f"{LISTENERS} clients listen already"
             raise ApiError(503, message, "server_error", code="overloaded")
         if request.method == "HEAD":
-            return Response(headers=_HEADERS, media_type=_KIND)
-        return _EventStream(self)
+            return EventStream.head()
+        return EventStream(self.events(), self.listening())
 
     def close(self) -> None:
         """Tell all listeners that it is over, and end their answers. Idempotent."""
@@ -106,13 +103,3 @@ class Live:
             self._taking.cancel()
             self._taking = None
         self._latest = None
-
-
-class _EventStream(StreamingResponse):
-    def __init__(self, live: Live) -> None:
-        super().__init__(live.events(), headers=_HEADERS, media_type=_KIND)
-        self._live = live
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._live.listening():
-            await super().__call__(scope, receive, send)
