@@ -2,8 +2,7 @@
 python -m benchmarks.decoder [--quick].
 
 Two ranks hold a half of every layer each (6 and 3 of 9 heads) and compute a token of 1 and of 8
-sequences in a step; the same worker, once with each transport. Told are the share of the time that
-is spent in collectives, waiting for the other rank included; and, through `Engine` and
+sequences in a step; the same worker, once with each transport. Then, through `Engine` and
 `WorkerPool`, tokens a second, and the share of the time that no worker computes a step: calls,
 replies, scheduling.
 """
@@ -12,127 +11,72 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-
-import coordinator
+from benchmarks.beside_gloo import REPEATS, Model, TimedGroup, compare_transports
 from benchmarks.harness import Report, machine, parser
-from benchmarks.rank_processes import RankProcesses
 from server.pool import WorkerPool
-from server.worker import WorkerContext
 from server.workers.decoder import DecoderWorker, Engine, Sampling, smollm2
 from server.workers.decoder.kv_cache import Row
 from server.workers.decoder.sampling import Draw
-from server.workers.parallel import ShardedModule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from multiprocessing.connection import Connection
+    from collections.abc import Sequence
+
+    import torch
 
     from coordinator import GroupCoordinator
+    from server.worker import WorkerContext
 
-BATCHES = (1, 8)
-SYSTEMS = {"ours": False, "gloo": True}
-REPEATS = 5
+SEQUENCES = (1, 8)
 PROMPT = 32
 """Tokens that a sequence has when its steps are timed."""
 GREEDY = Draw(Sampling(), 0.0)
 
 
-@dataclass
-class Timed:
-    """A group whose collectives are timed.
-
-    Attributes:
-        group: the group.
-        seconds: spent in them so far.
-    """
-
-    group: GroupCoordinator
-    seconds: float = field(default=0.0)
-
-    def all_reduce_(self, x: torch.Tensor) -> Any:
-        return self._timed(self.group.all_reduce_, x)
-
-    def gather(self, x: torch.Tensor, dst: int) -> Any:
-        return self._timed(self.group.gather, x, dst)
-
-    def _timed(self, verb: Callable[..., Any], *arguments: Any) -> Any:
-        started = time.perf_counter()
-        answer = verb(*arguments)
-        self.seconds += time.perf_counter() - started
-        return answer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.group, name)
-
-
-@dataclass(frozen=True)
-class TimedGroups:
+class TimedGroups(NamedTuple):
     """Groups with a tensor-parallel one that is timed."""
 
-    tp: Timed
+    tp: TimedGroup
     pp: GroupCoordinator
 
 
-class Model:
-    """One rank's half of the model, over one transport."""
+class Decoder(Model):
+    """Computes a token of each sequence at a time."""
 
-    def __init__(self, rank: int, path: str, *, torch_only: bool) -> None:
-        store = dist.FileStore(path, 2)
-        groups = coordinator.init(
-            tp=2, rank=rank, world_size=2, store=store, backend="gloo", torch_only=torch_only
-        )
-        context = WorkerContext(groups, torch.device("cpu"), lambda *_: None)
+    def __init__(self, context: WorkerContext) -> None:
         self._worker = DecoderWorker(context, smollm2(), threads=1)
-        self._tp = Timed(groups.tp)
-        self._worker._groups = TimedGroups(self._tp, groups.pp)
-        for module in self._worker._stage.modules():
-            if isinstance(module, ShardedModule):
-                module.group = self._tp
 
-    def measure(self, size: int, count: int) -> tuple[list[float], float]:
-        """Seconds for each of ``count`` steps, and the share of collectives in them."""
-        self.step(size, 0, PROMPT)
-        samples = []
-        self._tp.seconds = 0.0
-        for at in range(PROMPT, PROMPT + count):
-            self._tp.group.barrier()
-            started = time.perf_counter()
-            self.step(size, at, 1)
-            samples.append(time.perf_counter() - started)
-        return samples, self._tp.seconds / sum(samples)
+    @property
+    def layers(self) -> torch.nn.Module:
+        return self._worker._stage
 
-    def step(self, size: int, start: int, count: int) -> list[int] | None:
-        """Feed ``count`` tokens of each sequence, the same on all ranks."""
-        tokens = range(start, start + count)
+    def use(self, tp: TimedGroup) -> None:
+        super().use(tp)
+        self._worker._groups = TimedGroups(tp, self._worker._groups.pp)
+
+    def prepare(self, size: int) -> None:
+        self._size, self._at = size, 0
+        self._feed(PROMPT)
+
+    def work(self) -> list[int] | None:
+        return self._feed(1)
+
+    def compare(self, other: Any, answer: Any) -> None:
+        if answer != other:
+            raise ValueError(f"the transports lead to different tokens: {answer}, {other}")
+
+    def _feed(self, count: int) -> list[int] | None:
+        """Feed the next ``count`` tokens of each sequence, the same on all ranks."""
+        at = range(self._at, self._at + count)
+        self._at += count
         return self._worker.step(
             [
-                Row(slot, start, [(slot * 977 + 31 * at) % 40_000 for at in tokens], GREEDY)
-                for slot in range(size)
+                Row(slot, at.start, [(slot * 977 + 31 * each) % 40_000 for each in at], GREEDY)
+                for slot in range(self._size)
             ]
         )
-
-
-def serve(rank: int, path: str, requests: Connection) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    models = {
-        name: Model(rank, f"{path}-{name}", torch_only=torch_only)
-        for name, torch_only in SYSTEMS.items()
-    }
-    found = [model.step(8, 0, PROMPT) for model in models.values()]
-    if found[0] != found[1]:
-        raise ValueError(f"the transports lead to different tokens: {found}")
-    while (request := requests.recv()) is not None:
-        system, size, count = request
-        requests.send(models[system].measure(size, count))
 
 
 class TimedWorker(DecoderWorker):
@@ -175,32 +119,14 @@ def main() -> None:
     smollm2()
     report = Report(machine())
     count = 10 if options.quick else 60
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        RankProcesses(2, serve, f"{folder}/s") as ranks,
-    ):
-
-        def ask(shares: list[float], *request: Any) -> list[float]:
-            samples, share = ranks.ask(*request)
-            shares.append(share)
-            return list(samples)
-
-        for size in BATCHES:
-            params = f"{size} sequences, 2 ranks"
-            shares: dict[str, list[float]] = {system: [] for system in SYSTEMS}
-            asks: dict[str, Callable[[], list[float]]] = {
-                system: partial(ask, shares[system], system, size, count) for system in SYSTEMS
-            }
-            report.measure("decoder step", params, asks, unit="ms", repeats=REPEATS)
-            told = {system: statistics.median(each) for system, each in shares.items()}
-            print("  in collectives:", *(f"{name} {100 * x:.1f} %" for name, x in told.items()))
-            report.notes[f"share of collectives, {params}"] = told
+    works = dict.fromkeys(SEQUENCES, count)
+    compare_transports(report, Decoder, "decoder step", "{size} sequences, 2 ranks", works)
     arguments = {"model": str(smollm2()), "threads": 1}
     with (
         WorkerPool(TimedWorker, tp=2, worker_kwargs=arguments) as pool,
         Engine(pool) as engine,
     ):
-        for size in BATCHES:
+        for size in SEQUENCES:
             found = [through_a_pool(engine, pool, size, count) for _ in range(REPEATS)]
             seconds, share = (statistics.median(each) for each in zip(*found, strict=True))
             told = {

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 CALLS = 1000
 FOUR = {"worker": Restored, "tp": 2, "pp": 2}
 SILENCE = {"silence_seconds": 1.5}
+VLLM_SECONDS = 120.0
+"""How long vLLM's queues may take for all their calls."""
 SLOW = (0.02, 0.01)
 """A cable of 20 ms, which loses 1 % of the packets."""
 
@@ -79,18 +81,29 @@ def _vllm_calls(python: str | None) -> list[tuple[str, float]]:
         for rank in range(4):
             host = hosts[rank // 2]
             local = str(int(host is hosts[0]))
-            worker = _vllm(python, host, folder, str(rank), local)
-            stack.callback(worker.wait)
-        head = stack.enter_context(_vllm(python, hosts[0], folder, str(CALLS)))
-        answer, _ = head.communicate()
+            stack.callback(_end, _vllm(python, host, folder, str(rank), local))
+        head = _vllm(python, hosts[0], folder, str(CALLS), stdout=subprocess.PIPE)
+        stack.callback(_end, head)
+        answer, _ = head.communicate(timeout=VLLM_SECONDS)
     return [("no-op call, vLLM's queues, four workers on two hosts", float(answer.split()[-1]))]
 
 
-def _vllm(python: str, host: Host, folder: str, *arguments: str) -> subprocess.Popen[str]:
+def _end(process: subprocess.Popen[str]) -> None:
+    """Wait for a process that ends by itself if all went well; make it end otherwise."""
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _vllm(
+    python: str, host: Host, folder: str, *arguments: str, stdout: int | None = None
+) -> subprocess.Popen[str]:
     there = ["nsenter", "--net", f"--target={host.pid}"]
     command = [*there, python, "-m", "benchmarks.hosts_vllm", folder, host.address, *arguments]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "VLLM_HOST_IP": host.address}
+        command, stdout=stdout, text=True, env={**os.environ, "VLLM_HOST_IP": host.address}
     )
 
 

@@ -133,12 +133,14 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None
         family = self.family() if self.process.poll() is None else []
-        self.process.terminate()
-        psutil.wait_procs(family, 5)
-        for each in family:
-            if each.is_running():
-                each.kill()
+        self.process.stdin.close()  # it ends by itself, and leaves nothing behind
+        for end in (None, psutil.Process.terminate, psutil.Process.kill):
+            for each in family:
+                if end is not None and each.is_running():
+                    end(each)
+            _, family = psutil.wait_procs(family, 10)
         self.process.wait()
 
 

@@ -1,5 +1,5 @@
-/* A member's history: its last operations, each with begin and end, and its totals. shm_broadcast/layout.py draws
- * it. One thread of the member at a time, as for its slot: the GIL sees to that. */
+/* A member's history: its last operations, each with begin and end, and its totals. Its layout is drawn in
+ * shm_broadcast/layout.py. One thread of the member at a time, as for its slot: the GIL sees to that. */
 #ifndef GC_HISTORY_H
 #define GC_HISTORY_H
 
