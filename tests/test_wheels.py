@@ -7,12 +7,15 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PACKAGES = ("coordinator", "device_comm", "server", "shm_broadcast")
+from tests.packages import ROOT, build_sdist, build_wheel, copy_kept, unpack
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 # An editable installation's finder would hand the checkout's extensions to the installed packages.
 WITHOUT_THE_EDITABLE_INSTALLATION = """
 import sys
@@ -25,23 +28,17 @@ sys.meta_path[:] = [
 WARNING = "MissingExtensionWarning: group-coordinator's C extension was not built"
 
 
-def build(folder: Path, compiler: str | None) -> Path:
-    """A wheel of this tree, as pip has it built; ``compiler`` stands for the C compiler."""
-    tree = folder / "tree"
-    skipped = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info")
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, tree / name, ignore=skipped)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    script = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
-    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-    environment["CFLAGS"] = "-Werror"  # what the compiler warns of leaves the extension out
-    if compiler is not None:
-        environment["CC"] = compiler
-    command = [sys.executable, "-W", "ignore", "-c", script]
-    subprocess.run(command, cwd=tree, env=environment, capture_output=True, check=True)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree that every wheel here is built of: what a source archive holds."""
+    tree = copy_kept(tmp_path_factory.mktemp("kept"))
+    archive = build_sdist(tree, tmp_path_factory.mktemp("archive"))
+    return unpack(archive, tmp_path_factory.mktemp("source"))
+
+
+def build(source: Path, folder: Path, compiler: str | None) -> Path:
+    tree = shutil.copytree(source, folder / "tree")
+    return build_wheel(tree, folder, compiler)
 
 
 def extensions(wheel: Path) -> list[str]:
@@ -50,9 +47,9 @@ def extensions(wheel: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def pure(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pure(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel that was built where there is no compiler."""
-    return build(tmp_path_factory.mktemp("pure"), "false")
+    return build(source, tmp_path_factory.mktemp("pure"), "false")
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +62,10 @@ def installed(pure: Path) -> Path:
     return folder
 
 
-def test_a_wheel_with_its_extensions_is_for_every_cpython_of_its_platform(tmp_path: Path) -> None:
-    wheel = build(tmp_path, None)
+def test_a_wheel_with_its_extensions_is_for_every_cpython_of_its_platform(
+    source: Path, tmp_path: Path
+) -> None:
+    wheel = build(source, tmp_path, None)
     assert "-cp311-abi3-linux_" in wheel.name
     assert sorted(extensions(wheel)) == [
         "device_comm/_native.abi3.so",
@@ -79,12 +78,12 @@ def test_a_wheel_without_a_compiler_says_so(pure: Path) -> None:
     assert extensions(pure) == []
 
 
-def test_a_wheel_has_all_extensions_or_none(tmp_path: Path) -> None:
+def test_a_wheel_has_all_extensions_or_none(source: Path, tmp_path: Path) -> None:
     """One that fails to compile takes the others with it."""
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\ncase "$*" in *device_comm/*) exit 1;; esac\nexec cc "$@"\n')
     compiler.chmod(0o700)
-    wheel = build(tmp_path, str(compiler))
+    wheel = build(source, tmp_path, str(compiler))
     assert wheel.name.endswith("-py3-none-any.whl")
     assert extensions(wheel) == []
 
