@@ -15,7 +15,7 @@ TEST_FILES_AT_ONCE := 3
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup demo chat hosts-demo test gpu-test ray-test vllm-setup vllm-test mutants check format clean
+.PHONY: setup demo chat hosts-demo test gpu-test ray-test vllm-setup vllm-test mutants wheels check format clean
 
 setup: $(STAMP)
 
@@ -67,6 +67,12 @@ vllm-test: $(VLLM_STAMP)
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants
 
+# Which machines `make wheels` makes wheels for. Other ones than this take Debian's cross compiler.
+WHEELS := x86_64 aarch64
+
+wheels: $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" deploy/wheels.sh $(WHEELS)
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -77,4 +83,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info */_native*.so
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info */_native*.so
