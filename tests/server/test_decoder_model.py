@@ -243,6 +243,7 @@ def test_sampling_draws_by_chance() -> None:
     assert draw(temperature=1e-300) == [3] * 8
     assert draw(temperature=1.0, top_k=1) == [3] * 8
     assert draw(temperature=1.0, top_p=1e-9) == [3] * 8
+    assert draw(temperature=1.0, top_p=5e-324, top_k=1) == [3] * 8
     assert set(draw(temperature=1.0, top_p=0.5)) == {3, 2}
     assert set(draw(temperature=1.0, top_k=3)) == {3, 2, 1}
     assert set(draw(temperature=1e6)) == {0, 1, 2, 3}

@@ -71,6 +71,7 @@ def _sample(logits: torch.Tensor, draw: Draw) -> int:
     if how.top_k:
         chances = chances[: how.top_k]
     before = chances.cumsum(0) - chances
-    kept = chances[before < how.top_p * chances.sum()]
+    count = int((before < how.top_p * chances.sum()).sum())
+    kept = chances[: max(count, 1)]  # the least of all shares, times a chance, is 0
     at = torch.searchsorted(kept.cumsum(0), draw.number * kept.sum(), right=True)
     return int(tokens[min(int(at), len(kept) - 1)])
