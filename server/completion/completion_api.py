@@ -24,7 +24,7 @@ MAX_STOPS = 4
 """Stops of one request at most, as in OpenAI's API."""
 _COMPLETION_TOKENS = 16
 """Tokens of a completion where a request does not say, as in OpenAI's API."""
-_PLAIN: dict[str, tuple[object, ...]] = {
+PLAIN: dict[str, tuple[object, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
     "echo": (None, False),
@@ -39,7 +39,7 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "response_format": (None, {"type": "text"}),
     "audio": (None,),
 }
-"""Fields that must have one of these values."""
+"""Fields that must have one of these values, where they are given."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -150,7 +150,7 @@ def read_completion(body: bytes | bytearray, model: ServedModel) -> Wish:
         message = "prompt must be one text, or the token ids of one"
         raise ApiError(400, message, param="prompt")
     most = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    return _wish(request, prompt, most, model)
+    return _wish(request, prompt, model, max_tokens=most)
 
 
 def read_chat(body: bytes | bytearray, model: ServedModel) -> Wish:
@@ -162,9 +162,9 @@ def read_chat(body: bytes | bytearray, model: ServedModel) -> Wish:
     request = decode_body(_chat, body, _WHAT)
     if not request.messages:
         raise ApiError(400, "messages is an empty list", param="messages")
-    most = request.max_completion_tokens
-    most = request.max_tokens if most is None else most
-    return _wish(request, [each.plain() for each in request.messages], most, model)
+    messages = [each.plain() for each in request.messages]
+    most, older = request.max_completion_tokens, request.max_tokens
+    return _wish(request, messages, model, max_completion_tokens=most, max_tokens=older)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,23 +242,32 @@ def _usage(tokens: tuple[int, int]) -> dict[str, int]:
     }
 
 
-def _wish(request: Any, prompt: Any, max_tokens: int | None, model: ServedModel) -> Wish:
+def _wish(request: Any, prompt: Any, model: ServedModel, **most: int | None) -> Wish:
+    """The wish; ``most``: tokens of the answer, by the fields that say it; the first one counts."""
     model.check_name(request.model)
-    for name, values in _PLAIN.items():
-        if getattr(request, name) not in values:
+    for name, values in PLAIN.items():
+        if not _is_one_of(values, getattr(request, name)):
             raise ApiError(400, f"{name} is not supported; leave it out", param=name)
-    if max_tokens is not None and max_tokens < 1:
-        message = f"max_tokens must be 1 or more; got {max_tokens}"
-        raise ApiError(400, message, param="max_tokens")
+    given = {name: count for name, count in most.items() if count is not None}
+    for name, count in given.items():
+        if count < 1:
+            raise ApiError(400, f"{name} must be 1 or more; got {count}", param=name)
     options = request.stream_options
     return Wish(
         prompt=prompt,
         is_chat=isinstance(request, ChatRequest),
-        max_tokens=max_tokens,
+        max_tokens=next(iter(given.values()), None),
         sampling=_sampling(request),
         stops=_stops(request.stop),
         stream=bool(request.stream),
         with_usage=bool(options and options.include_usage),
+    )
+
+
+def _is_one_of(values: Sequence[object], given: object) -> bool:
+    """As in JSON, where ``false`` is no 0."""
+    return any(
+        given == value and isinstance(given, bool) == isinstance(value, bool) for value in values
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..web.openapi import COUNT, REASONS, STRING, document_of, object_of, responses
-from .completion_api import MAX_STOPS
+from .completion_api import MAX_STOPS, PLAIN
 
 if TYPE_CHECKING:
     from ..web.api import ServedModel
@@ -76,7 +76,7 @@ def _body(model: ServedModel, **asked: Schema) -> Schema:
                     nothing,
                 ]
             },
-            "n": {"enum": [1, None]},
+            **{name: {"enum": list(values)} for name, values in PLAIN.items()},
         },
     }
 

@@ -63,15 +63,17 @@ class Site:
 
 
 @asynccontextmanager
-async def site(folder: Path, api_key: str | None = None, **limits: Any) -> AsyncIterator[Site]:
-    pool: Any = OneWorker(folder)
+async def site(
+    folder: Path, api_key: str | None = None, length: int = 64, **limits: Any
+) -> AsyncIterator[Site]:
+    pool: Any = OneWorker(folder, length=length)
     given: dict[str, Any] = {"request_timeout": 60.0, "stall_timeout": 10.0, **limits}
     service = CompletionService(
         DecoderText(DecoderFolder.open(folder)),
         lambda: pool,
         **{"chunk": 16, "max_waiting": 8, **given},
     )
-    model = ServedModel("m", 36, 64, 257)
+    model = ServedModel("m", 36, length, 257)
     face = CompletionFace(service, model, api_key=api_key, on_failure=lambda: None)
     service.start(lambda: None)
     async with serving(face, refused=service.metrics.refuse) as url:
@@ -193,7 +195,9 @@ def test_seeds(llama: Path) -> None:
         ({"n": 2}, 400, "n is not supported"),
         ({"echo": True}, 400, "echo is not supported"),
         ({"logprobs": 1}, 400, "logprobs is not supported"),
+        ({"logprobs": 0}, 400, "logprobs is not supported"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty is not supported"),
+        ({"presence_penalty": False}, 400, "presence_penalty is not supported"),
         ({"model": "other"}, 404, "does not exist"),
     ],
     ids=lambda value: repr(value)[:40],
@@ -222,6 +226,9 @@ def test_chats_that_are_refused(llama: Path, tmp_path: Path) -> None:
                 await here.chat(messages=messages)
         with pytest.raises(openai.BadRequestError, match="tools is not supported"):
             await here.chat(tools=[{"type": "function", "function": {"name": "f"}}])
+        for most, older, name in ((3, 0, "max_tokens"), (0, 3, "max_completion_tokens")):
+            with pytest.raises(openai.BadRequestError, match=f"{name} must be 1 or more; got 0"):
+                await here.chat(max_completion_tokens=most, max_tokens=older)
 
     async def untold(here: Site) -> None:
         with pytest.raises(openai.BadRequestError, match="only users speak"):
