@@ -21,7 +21,7 @@ import torch.distributed as dist
 import coordinator
 from benchmarks.rank_processes import RankProcesses
 from server.worker import WorkerContext
-from server.workers.parallel import ShardedModule
+from server.workers.parallel import regroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,9 +85,7 @@ class Model(ABC):
 
     def use(self, tp: TimedGroup) -> None:
         """Do collectives through ``tp``."""
-        for module in self.layers.modules():
-            if isinstance(module, ShardedModule):
-                module.group = tp
+        regroup(self.layers, tp)
 
     @abstractmethod
     def compare(self, other: Any, answer: Any) -> None:

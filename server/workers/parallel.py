@@ -247,6 +247,16 @@ class VocabParallelEmbedding(ShardedModule):
         return self.group.all_reduce_(found.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
 
+def regroup(model: nn.Module, group: GroupCoordinator) -> None:
+    """Have all layers of ``model`` go on in another group, in which this rank has the same place.
+
+    Collective: no.
+    """
+    for module in model.modules():
+        if isinstance(module, ShardedModule):
+            module.group = group
+
+
 def whole_parameters(model: nn.Module) -> dict[str, WholeParameter]:
     """Every parameter of ``model`` as the checkpoint has it, by its name in ``model``.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...defaults import CONTEXT, DTYPES, SLOTS
-from ..parallel import ShardedModule, share
+from ..parallel import regroup, share
 from .decoder_config import DecoderFolder
 from .decoder_model import StepArrangement, load_decoder
 from .kv_cache import KVCache
@@ -100,9 +100,7 @@ class DecoderWorker:
         """Go on in new groups, with the weights as they are and no sequences. Collective: no."""
         self._groups = context.groups
         self._cache.clear()
-        for layer in self._stage.modules():
-            if isinstance(layer, ShardedModule):
-                layer.group = context.groups.tp
+        regroup(self._stage, context.groups.tp)
 
     def room(self) -> Room:
         """What these workers take. Collective: no."""

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from ...defaults import BATCH_TOKENS, DTYPES
-from ..parallel import ShardedModule, share
+from ..parallel import regroup, share
 from .model import load_stage, pool
 from .model_config import ModelFolder
 from .packing import arrange, make_batches
@@ -102,9 +102,7 @@ class MiniLMWorker:
     def restore(self, context: WorkerContext) -> None:
         """Go on in new groups, with the weights as they are. Collective: no."""
         self._groups = context.groups
-        for layer in self._stage.modules():
-            if isinstance(layer, ShardedModule):
-                layer.group = context.groups.tp
+        regroup(self._stage, context.groups.tp)
 
     @torch.inference_mode()
     def embed(self, tokens: Sequence[np.ndarray]) -> np.ndarray | None:
