@@ -1,28 +1,27 @@
 """CPU collectives beside gloo and MPI: python -m benchmarks.collectives [--quick].
 
 A verb with an underscore works in place or into memory that is ready, as gloo and MPI always do;
-one without makes its result, as callers mostly want. MPI needs mpi4py and mpiexec.
+one without makes its result, as callers mostly want. MPIs, which need mpi4py, and vLLM's C++ take
+part where they are: ``--peers DIR``, see `benchmarks.peers`.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
-import shutil
-import subprocess
-import sys
 import tempfile
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.collective_ranks import serve
 from benchmarks.harness import Report, machine, parser
+from benchmarks.peers import Peers
 from benchmarks.rank_processes import RankProcesses
 from shm_broadcast import Board
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from benchmarks.peers import Child
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = {
@@ -47,51 +46,25 @@ VERBS = (
     "scatter_",
     "send/recv",
 )
-COLOURS = {"ours": "tab:blue", "gloo": "tab:orange", "MPI": "tab:green"}
+COLOURS = {
+    "ours": "tab:blue",
+    "gloo": "tab:orange",
+    "vLLM's C++": "tab:red",
+    "Open MPI": "tab:green",
+    "Open MPI, yielding": "tab:olive",
+    "MPICH": "tab:purple",
+    "Intel MPI": "tab:brown",
+}
 QUICK_VERBS = ("all_reduce_", "all_reduce", "all_gather_", "broadcast_")
 QUICK_SIZES = ("1KiB", "128KiB", "1MiB")
 Samples = list[float]
-
-
-class MpiRanks:
-    """Processes with MPI's ranks, kept off the network."""
-
-    def __init__(self, n: int) -> None:
-        command = ["mpiexec", "-n", str(n), "--oversubscribe", "--allow-run-as-root"]
-        command += [
-            "--mca",
-            "btl",
-            "self,vader",
-            "--bind-to",
-            "none",
-            sys.executable,
-            "-m",
-            "benchmarks.collective_mpi",
-        ]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def ask(self, *request: Any) -> Samples | None:
-        if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError("mpiexec has no pipes")
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith("samples "):
-                samples: Samples | None = json.loads(line.removeprefix("samples "))
-                return samples
-        raise RuntimeError("mpiexec ended")
-
-    def close(self) -> None:
-        self._process.communicate(timeout=20)
 
 
 def compare(
     report: Report,
     n: int,
     ranks: RankProcesses,
-    mpi: MpiRanks | None,
+    peers: Mapping[str, Child],
     works: Sequence[tuple[str, str, int]],
     seconds: float,
 ) -> None:
@@ -102,8 +75,7 @@ def compare(
             "ours": lambda *given: ranks.ask("ours", *given),
             "gloo": lambda *given: ranks.ask("gloo", *given),
         }
-        if mpi is not None:
-            asks["MPI"] = mpi.ask
+        asks |= {title: _asking(peer) for title, peer in peers.items()}
         able = {name: ask for name, ask in asks.items() if ask(*request) is not None}  # warms up
         name = next((label for label, value in SIZES.items() if value == size), "")
         report.measure(
@@ -114,15 +86,12 @@ def compare(
         )
 
 
+def _asking(peer: Child) -> Callable[..., Samples | None]:
+    return lambda *request: peer.ask(request)
+
+
 def _samples(ask: Callable[..., Samples | None], request: tuple[Any, ...]) -> Samples:
     return ask(*request) or []
-
-
-def why_no_mpi() -> str:
-    """What is missing for MPI; empty if nothing is."""
-    if importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py is not installed"
-    return "" if shutil.which("mpiexec") else "mpiexec is not on the path"
 
 
 def draw(report: Report, path: str) -> None:
@@ -172,19 +141,25 @@ def main() -> None:
     works = [(verb, dtype, SIZES[size]) for verb in verbs for dtype in dtypes for size in sizes]
     works = [work for work in [*works, ("barrier", "fp32", 0)] if options.only in work[0]]
     report = Report(machine())
-    missing = why_no_mpi()
+    peers = Peers(options.peers)
+    missing = peers.why_no_vllm()
     if missing:
-        report.left_out["MPI"] = missing
+        report.left_out["vLLM's C++"] = missing
     for n in options.ranks[:1] if options.quick else options.ranks:
-        mpi = None if missing else MpiRanks(n)
+        others = peers.mpis(n, len(os.sched_getaffinity(0)))
+        if not others:
+            report.left_out["MPI"] = "give --peers DIR"
+        if not missing:
+            module = "benchmarks.collective_vllm"
+            others["vLLM's C++"] = peers.vllm("vLLM's C++", module, str(n))
         with (
             tempfile.TemporaryDirectory() as folder,
             Board.create(n, None) as board,
             RankProcesses(n, serve, n, board.handle(), f"{folder}/s") as ranks,
         ):
-            compare(report, n, ranks, mpi, works, 0.05 if options.quick else 0.2)
-        if mpi is not None:
-            mpi.close()
+            compare(report, n, ranks, others, works, 0.05 if options.quick else 0.1)
+        for peer in others.values():
+            peer.close()
     if options.plot:
         draw(report, options.plot)
         options.plot = None

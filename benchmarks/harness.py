@@ -152,8 +152,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument(
         "--peers",
         metavar="DIR",
-        help="vLLM and SGLang: DIR/venv/bin/python imports vllm, DIR/sgl/sglang is the package of "
-        "SGLang, DIR/env.sh sets what they need",
+        help="what `make bench-peers` has installed: see benchmarks/peers.py",
     )
     options.add_argument("--only", metavar="TEXT", default="", help="only work that contains TEXT")
     return options

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks.harness import Report, machine, parser
+from benchmarks.peers import Peers
 from benchmarks.queue_base import System, payload_for
 from benchmarks.queue_systems import SYSTEMS
 
@@ -20,73 +17,35 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-PEERS = ("vLLM", "vLLM (arena)", "SGLang")
+QUEUES = ("vLLM", "vLLM (arena)", "SGLang")
 LARGE = ("1MiB", "16MiB", "64MiB", "256MiB")
 
 
 class Remote:
-    """A peer in its own interpreter, asked line by line.
+    """A peer in its own interpreter, with the same face as `Local`."""
 
-    Between two requests its processes are stopped: SGLang's idle reader uses a whole core, which
-    the others would miss.
-    """
-
-    def __init__(self, name: str, peers: str, n_readers: int) -> None:
-        root = Path(__file__).parent.parent
-        code = (
-            'source "$0/env.sh" && PYTHONPATH="$1:$PYTHONPATH" '
-            'exec "$0/venv/bin/python" -m benchmarks.queue_peers'
-        )
-        self._process = subprocess.Popen(
-            ["bash", "-c", code, peers, str(root)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=root,
-            start_new_session=True,
-        )
+    def __init__(self, name: str, peers: Peers, n_readers: int) -> None:
         self.name = name
         self.carries_tensors = True
-        self._send({"do": "start", "system": name, "readers": n_readers})
+        self._child = peers.vllm(name, "benchmarks.queue_peers", stopped=True)
+        self._child.tell({"do": "start", "system": name, "readers": n_readers})
 
     def wait_started(self) -> None:
-        self._answer()
-        self._signal(signal.SIGSTOP)
+        self._child.answer()
 
     def ask(self, work: str, payload: str | None, *arguments: Any) -> list[float]:
-        samples = self._ask({"do": work, "payload": payload, "arguments": arguments})
-        self._signal(signal.SIGSTOP)
+        samples: list[float] = self._child.ask(
+            {"do": work, "payload": payload, "arguments": arguments}
+        )
         return samples
 
     def stop(self) -> None:
-        self._ask({"do": "stop"})
-        self._process.communicate()
-
-    def _ask(self, request: dict[str, Any]) -> list[float]:
-        self._signal(signal.SIGCONT)
-        self._send(request)
-        return self._answer()
-
-    def _signal(self, number: signal.Signals) -> None:
-        os.killpg(self._process.pid, number)
-
-    def _send(self, request: dict[str, Any]) -> None:
-        if self._process.stdin is None:
-            raise RuntimeError("the peer has no input")
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-
-    def _answer(self) -> list[float]:
-        for line in self._process.stdout or ():
-            if line.startswith("samples "):
-                samples: list[float] = json.loads(line.removeprefix("samples "))
-                return samples
-        raise RuntimeError(f"{self.name} ended")
+        self._child.ask({"do": "stop"})
+        self._child.close()
 
 
 class Local:
-    """A system of this interpreter, with the same face as `Remote`."""
+    """A system of this interpreter."""
 
     def __init__(self, system: System, n_readers: int) -> None:
         self.name = system.name
@@ -105,11 +64,13 @@ class Local:
 
 def start_all(report: Report, options: argparse.Namespace, n_readers: int) -> list[Local | Remote]:
     """Start every system that is there; name those that are not."""
-    peers = [Remote(name, options.peers, n_readers) for name in PEERS if options.peers]
+    peers = Peers(options.peers)
+    missing = peers.why_no_vllm()
+    theirs = [] if missing else [Remote(name, peers, n_readers) for name in QUEUES]
     running: list[Local | Remote] = [Local(system(), n_readers) for system in SYSTEMS]
-    if not peers:
-        report.left_out |= dict.fromkeys(PEERS, "give --peers DIR")
-    for peer in peers:
+    if missing:
+        report.left_out |= dict.fromkeys(QUEUES, missing)
+    for peer in theirs:
         try:
             peer.wait_started()
         except (OSError, RuntimeError) as error:

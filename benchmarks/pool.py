@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.harness import Report, machine, parser
 from benchmarks.message_queue import Remote
+from benchmarks.peers import Peers
 from benchmarks.queue_base import require
 from server import PoolConfig, WorkerPool
 
@@ -89,10 +90,12 @@ def timed(call: Callable[[], list[Any]], idle: float, count: int) -> list[float]
 def peer(report: Report, options: argparse.Namespace) -> Remote | None:
     """vLLM's queue, if it is there."""
     report.left_out["Ray"] = "not measured here"
-    if not options.peers:
-        report.left_out["vLLM's executor loop"] = "give --peers DIR"
+    peers = Peers(options.peers)
+    missing = peers.why_no_vllm()
+    if missing:
+        report.left_out["vLLM's executor loop"] = missing
         return None
-    found = Remote("vLLM", options.peers, WORKERS)
+    found = Remote("vLLM", peers, WORKERS)
     try:
         found.wait_started()
     except (OSError, RuntimeError) as error:

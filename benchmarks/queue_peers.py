@@ -1,7 +1,7 @@
 """vLLM's and SGLang's queues, measured in their own interpreter.
 
 Run as a child of `benchmarks.message_queue`: reads one JSON request a line, answers with one JSON
-line of samples in seconds. Imports nothing of ours but `benchmarks.queue_base`.
+line of samples in seconds. Imports nothing of ours but what needs the standard library only.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import ANSWER
 from benchmarks.queue_base import System, payload_for, serve
 
 READERS = mp.get_context("forkserver")
@@ -114,7 +115,7 @@ def main() -> None:
             if request["payload"]:
                 arguments = [payload_for(request["payload"]), *arguments]
             answer = getattr(system, request["do"])(*arguments)
-        print("samples " + json.dumps(answer), flush=True)
+        print(ANSWER + json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
