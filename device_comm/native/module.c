@@ -6,6 +6,7 @@
 #include "group_layout.h"
 #include "pipe_object.h"
 #include "reduce.h"
+#include "share.h"
 
 _Thread_local uint32_t the_call;
 
@@ -20,9 +21,18 @@ static PyObject *set_call_number(PyObject *Py_UNUSED(module), PyObject *number) 
     Py_RETURN_NONE;
 }
 
+static PyObject *write_past_caches(PyObject *Py_UNUSED(module), PyObject *past) {
+    int truth = PyObject_IsTrue(past);
+    if (truth < 0) return NULL;
+    share_past_caches(truth);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"call_number", call_number, METH_NOARGS, "call_number() -> that of this thread; 0: none."},
     {"set_call_number", set_call_number, METH_O, "set_call_number(number): that of this thread."},
+    {"write_past_caches", write_past_caches, METH_O,
+     "write_past_caches(past): whether this process writes so what other cores read next."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -3,10 +3,11 @@
 #include <string.h>
 
 #include "atomics.h"
+#include "share.h"
 #include "stream.h"
 
 /* Messages from this size on do not fit the caches: see steps.c. */
-#define LARGE_BYTES (8 << 20)
+#define LARGE_BYTES (32 << 20)
 
 typedef struct {
     uint8_t kind, dtype, kept, unused;
@@ -51,8 +52,8 @@ static void write_chunk(const shm_pipe *m, uint64_t posted, const message *x, ui
                    .call = x->call};
     uint64_t data = posted + PIPE_HEADER_BYTES, first = smaller(used, before_end(data));
     memcpy(at(m, posted), &said, sizeof said);
-    stream_copy(at(m, data), x->data + sent, first);
-    stream_copy(at(m, data + first), x->data + sent + first, used - first);
+    share_copy(at(m, data), x->data + sent, first);
+    share_copy(at(m, data + first), x->data + sent + first, used - first);
     stream_end();
 }
 

@@ -7,6 +7,7 @@
 
 #include "atomics.h"
 #include "reduce.h"
+#include "share.h"
 #include "stream.h"
 
 static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
@@ -103,8 +104,8 @@ static void put(steps *s, uint64_t chunk) {
     for (size_t rank = 0; s->plan.puts && rank < (s->plan.addressed ? s->n : 1); rank++) {
         if (s->plan.addressed && rank == s->rank) continue;
         span give = s->plan.gives[rank];
-        stream_copy(to + rank * s->piece, give.address + begin,
-                    part_of(give.size, begin, s->piece));
+        share_copy(to + rank * s->piece, give.address + begin,
+                   part_of(give.size, begin, s->piece));
     }
     publish(s, step, chunk);
 }
@@ -190,7 +191,7 @@ static void put_parts(steps *s, uint64_t chunk) {
     for (size_t rank = 0; rank < s->n; rank++) {
         range part = part_of_chunk(s, chunk, rank);
         if (rank != s->rank)
-            stream_copy(to + rank * s->piece, s->plan.own + part.begin, part.size);
+            share_copy(to + rank * s->piece, s->plan.own + part.begin, part.size);
     }
 }
 
@@ -204,8 +205,8 @@ static void reduce_part(steps *s, uint64_t chunk) {
         for (size_t rank = 0; rank < s->n; rank++)
             s->parts[rank] = payload(s, s->first + chunk, rank) + place + at;
         s->parts[s->rank] = s->plan.own + part.begin + at;
-        stream_copy(shared + at, reduce_parts(s, s->plan.takes[0].address + part.begin + at, size),
-                    size);
+        share_copy(shared + at, reduce_parts(s, s->plan.takes[0].address + part.begin + at, size),
+                   size);
     }
 }
 

@@ -24,6 +24,7 @@ import torch
 from device_comm.backend import Backend, Capabilities, Identity
 from device_comm.reduce_op import ReduceOp
 from device_comm.shm import layout
+from device_comm.shm.caches import ranks_share_a_cache
 from device_comm.shm.collectives.collective import Collective
 from device_comm.shm.collectives.direct import DirectCalls
 from device_comm.shm.collectives.planned import Plans
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     Share = Callable[[bytes | None], bytes]
 
 native: ModuleType | None = extension_of("device_comm")
+if native is not None:
+    native.write_past_caches(not ranks_share_a_cache())
 
 
 class ShmBackend(Backend):

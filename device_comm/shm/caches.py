@@ -1,0 +1,40 @@
+"""Whether cores share their last cache, as Linux tells it in sysfs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+_CPUS: Final = Path("/sys/devices/system/cpu")
+
+
+def share_a_cache(usable: set[int], cpus: Path = _CPUS) -> bool:
+    """Whether cores that ranks may run on share their last cache; False if it is not known.
+
+    Args:
+        usable: the cores that this process may use. A single one says nothing of the other ranks:
+            then all cores of the machine count.
+        cpus: sysfs's folder of the machine's cores.
+    """
+    try:
+        counted = usable if len(usable) > 1 else listed((cpus / "online").read_text())
+        caches = (cpus / f"cpu{min(counted)}/cache").glob("index*")
+        last = max(caches, key=lambda cache: int((cache / "level").read_text()))
+        return counted <= listed((last / "shared_cpu_list").read_text())
+    except (OSError, ValueError):
+        return False
+
+
+def listed(text: str) -> set[int]:
+    """The numbers of a list such as ``0-3,8,10-11``."""
+    numbers: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def ranks_share_a_cache() -> bool:
+    """Whether the ranks that run where this process may run share their last cache."""
+    return share_a_cache(os.sched_getaffinity(0))
