@@ -41,7 +41,7 @@ def ask(operation: Any, mode: GenerationMode, url: str, examples: int) -> None:
     def check(case: Any) -> None:
         if mode is GenerationMode.POSITIVE:
             case.body = _whole(case.body)
-        case.call_and_validate(base_url=url)
+        case.call_and_validate(base_url=url, timeout=PATIENCE_SECONDS)
 
     try:
         check()
