@@ -1,8 +1,14 @@
-"""Loads a package's C extension, or warns what its absence costs and how to build it."""
+"""Loads a package's C extension, or warns what its absence costs and how to build it.
+
+Where nothing can work, importing fails and says why: off Linux, and without the extension on
+machines that reorder stores, for what stands in for it is right on x86-64 only (see `atomics`).
+"""
 
 from __future__ import annotations
 
 import importlib
+import platform
+import sys
 import warnings
 from functools import cache
 from typing import TYPE_CHECKING, Final
@@ -21,16 +27,32 @@ _CURE: Final = (
 )
 
 
+_ORDERED_MACHINES: Final = ("x86_64", "i686")
+"""Those that keep stores in order, and loads."""
+
+
 class MissingExtensionWarning(RuntimeWarning):
     """A C extension is missing: everything works, slower."""
 
 
 def extension_of(package: str) -> ModuleType | None:
-    """The C extension of ``package``; None, and one warning for all packages, if it is missing."""
+    """The C extension of ``package``; None, and one warning for all packages, if it is missing.
+
+    Raises:
+        ImportError: nothing works on this system, or on this machine without the extension.
+    """
+    if sys.platform != "linux":
+        raise ImportError(f"group-coordinator works on Linux only, and this is {sys.platform}")
     try:
         return importlib.import_module(f"{package}._native")
     except ImportError as error:
         why = "was not built" if isinstance(error, ModuleNotFoundError) else f"fails: {error}"
+        machine = platform.machine()
+        if machine not in _ORDERED_MACHINES:
+            raise ImportError(
+                f"group-coordinator's C extension {why}, and nothing works without it on "
+                f"{machine}. {_CURE}"
+            ) from error
         _warn(f"group-coordinator's C extension {why}, so {COST}. {_CURE}")
         return None
 

@@ -119,6 +119,24 @@ def test_the_warning_has_a_class_of_its_own(installed: Path) -> None:
     assert "RuntimeWarning" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("lie", "text"),
+    [
+        ("sys.platform = 'darwin'", "group-coordinator works on Linux only, and this is darwin"),
+        (
+            "platform.machine = lambda: 'aarch64'",
+            "group-coordinator's C extension was not built, and nothing works without it on aarc",
+        ),
+    ],
+)
+def test_where_a_wheel_does_not_fit_importing_says_why(
+    installed: Path, lie: str, text: str
+) -> None:
+    done = run(installed, "-c", f"import platform, sys; {lie}; import shm_broadcast")
+    assert done.returncode == 1
+    assert f"ImportError: {text}" in done.stderr
+
+
 POOL = """
 import torch
 from group_coordinator import WorkerPool
