@@ -1,19 +1,28 @@
-"""What a user's type checker sees: no verb returns Any."""
+"""What a user's type checker makes of the installed packages: no verb returns Any."""
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 import subprocess
 import sys
-from pathlib import Path
+import sysconfig
+import venv
+import zipfile
+from typing import TYPE_CHECKING
 
 import pytest
 
 import coordinator
 from coordinator.pipeline.stage import Stage
 from device_comm import Communicator
+from tests.packages import ROOT, build_wheel, copy_kept
 
-ROOT = Path(coordinator.__file__).parents[1]
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PACKAGES = ("coordinator", "device_comm", "group_coordinator", "shm_broadcast")
 
 USER = """
 import torch
@@ -29,6 +38,39 @@ comm: Communicator = tp.device_communicator
 stage = Stage(groups.pp, groups.tp)
 later = True if x.numel() else False
 """
+
+PROGRAM = """
+import torch
+import coordinator
+from group_coordinator import PoolConfig, Replicas, WorkerContext, WorkerLostError, WorkerPool
+from shm_broadcast import MessageQueue
+
+
+class Model:
+    def __init__(self, context: WorkerContext, scale: float) -> None:
+        self.tp, self.scale = context.groups.tp, scale
+
+    def forward(self, rows: int) -> "torch.Tensor":
+        return self.tp.all_reduce(torch.full((rows,), self.scale))
+
+
+def use() -> None:
+    with WorkerPool(Model, tp=2, worker_kwargs={"scale": 10.0}, config=PoolConfig()) as pool:
+        reveal_type(pool.submit("forward", 1).result())
+        try:
+            print(pool.call("forward", 3, timeout=1.0), list(pool.stream("count", 3)))
+        except WorkerLostError as lost:
+            reveal_type(lost.rank)
+    with Replicas(Model, dp=2) as replicas:
+        print(replicas.call("forward", 3))
+    with coordinator.init(tp=2) as groups:
+        reveal_type(groups.tp.all_reduce(torch.ones(4)))
+    with MessageQueue(n_reader=2, n_local_reader=2) as queue:
+        queue.enqueue({"step": 1}, timeout=1.0)
+        reveal_type(queue.dequeue(timeout=1.0))
+"""
+
+PROGRAM_REVEALS = ["Any", "int", "Tensor", "Any"]
 
 # an expression and its type; {} stands for nothing, or for async_op=True: then it is a Work of that
 TYPES = {
@@ -111,18 +153,32 @@ def expected() -> dict[str, str]:
     return found
 
 
-def revealed(lines: list[str], folder: Path) -> list[str]:
-    """What mypy says of each of these expressions, in a user's file and a user's folder."""
-    file = folder / "user.py"
-    file.write_text(USER + "".join(f"reveal_type({line})\n" for line in lines))
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment where the packages are installed, beside what they need."""
+    folder = tmp_path_factory.mktemp("environment")
+    tree = copy_kept(tmp_path_factory.mktemp("tree"))
+    venv.create(folder, symlinks=True)
+    site = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    with zipfile.ZipFile(build_wheel(tree, tmp_path_factory.mktemp("wheel"), "false")) as wheel:
+        wheel.extractall(site)
+    others = [path for path in sys.path if path and path != str(ROOT)]
+    (site / "others.pth").write_text("\n".join([*others, sysconfig.get_path("purelib")]))
+    return folder / "bin" / "python"
+
+
+def revealed(code: str, folder: Path, python: Path) -> list[str]:
+    """What a strict mypy says of a user's file in a user's folder, which must be without errors."""
+    (folder / "user.py").write_text(code)
     (folder / "mypy.ini").write_text("[mypy]\n")
     ran = subprocess.run(
         [
             *(sys.executable, "-m", "mypy", "--strict", "--config-file", "mypy.ini"),
-            *("--cache-dir", str(ROOT / ".mypy_cache" / "user"), file.name),
+            *("--python-executable", str(python), "user.py"),
+            *("--cache-dir", str(ROOT / ".mypy_cache" / "user")),
         ],
         cwd=folder,
-        env={"MYPYPATH": str(ROOT), "PATH": ""} | {"PYTHONPATH": ":".join(filter(None, sys.path))},
+        env={name: text for name, text in os.environ.items() if name != "MYPYPATH"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -137,11 +193,21 @@ def short(revealed_type: str) -> str:
     return re.sub(r"[\w.]+\.(?=\w)", "", revealed_type).replace("builtins.", "")
 
 
-def test_a_users_type_checker_knows_what_verbs_return(tmp_path: Path) -> None:
-    pytest.importorskip("mypy")
+def test_a_users_type_checker_knows_what_verbs_return(tmp_path: Path, python: Path) -> None:
     wanted = expected()
-    found = dict(zip(wanted, map(short, revealed(list(wanted), tmp_path)), strict=True))
+    code = USER + "".join(f"reveal_type({line})\n" for line in wanted)
+    found = dict(zip(wanted, map(short, revealed(code, tmp_path, python)), strict=True))
     assert found == wanted
+
+
+def test_a_users_type_checker_knows_every_public_name(tmp_path: Path, python: Path) -> None:
+    names = [(each, name) for each in PACKAGES for name in importlib.import_module(each).__all__]
+    lines = [f"from {package} import {name} as {package}_{name}" for package, name in names]
+    lines += [f"reveal_type({package}_{name})" for package, name in names]
+    found = revealed(PROGRAM + "\n".join(lines), tmp_path, python)
+    at = len(PROGRAM_REVEALS)
+    assert [short(each) for each in found[:at]] == PROGRAM_REVEALS
+    assert len(found) == at + len(names) and "Any" not in found[at:]
 
 
 @pytest.mark.parametrize("kind", [coordinator.GroupCoordinator, Communicator, Stage])
