@@ -15,7 +15,11 @@ TEST_FILES_AT_ONCE := 3
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup demo chat hosts-demo test gpu-test ray-test vllm-setup vllm-test mutants wheels check format clean
+# What benchmarks compare with: MPIs, SGLang's queue, vLLM.
+PEERS       := .bench-peers
+PEERS_STAMP := $(PEERS)/.installed
+
+.PHONY: setup demo chat hosts-demo test gpu-test ray-test vllm-setup vllm-test bench-peers bench mutants wheels check format clean
 
 setup: $(STAMP)
 
@@ -64,6 +68,22 @@ $(VLLM_STAMP): .ci/vllm-requirements.txt pyproject.toml
 vllm-test: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -o faulthandler_timeout=1800 tests/plugins
 
+# What ours is measured beside; without vLLM where it cannot be installed.
+bench-peers: $(PEERS_STAMP)
+
+$(PEERS_STAMP): .ci/bench-peers.txt $(STAMP)
+	-$(MAKE) vllm-setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	for mpi in $$(grep -v sglang $<); do $(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
+	  --ignore-installed --prefix $(PEERS)/mpi/$${mpi%%==*} $$mpi; done
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(PEERS)/sgl $$(grep sglang $<)
+	ln -sfn ../$(VLLM_VENV) $(PEERS)/venv
+	touch $@
+
+# All figures, and the page that says which targets are met; nothing else should run meanwhile.
+bench: $(PEERS_STAMP)
+	$(BIN)/python -m benchmarks --peers $(PEERS)
+
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants
 
@@ -83,4 +103,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info */_native*.so
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS) build dist *.egg-info */_native*.so

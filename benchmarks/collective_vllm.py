@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import sys
 import tempfile
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from benchmarks.collective_ranks import measure
 from benchmarks.peers import ANSWER
 from benchmarks.rank_processes import RankProcesses
+from benchmarks.tensor_dict import tensors_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,12 +41,18 @@ class Vllm:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=n)
         self._ops = torch.ops._C
         name = f"benchmark-{path.replace('/', '-')}"
-        self._handle = self._ops.init_shm_manager(name, n, rank, torch.get_num_threads())
-        dist.barrier()
-        self._ops.join_shm_manager(self._handle, name)
-        dist.barrier()
+        self._handle = self._share(f"{name}-all", rank, n)
+        self._forth, self._back = (self._share(f"{name}-{way}", rank, n) for way in range(2))
         self._rank, self._n = rank, n
         self._meeting = torch.zeros(16)
+
+    def _share(self, name: str, rank: int, n: int) -> int:
+        """Shared memory of its own; its messages go one way, and not between collectives."""
+        handle: int = self._ops.init_shm_manager(name, n, rank, torch.get_num_threads())
+        dist.barrier()
+        self._ops.join_shm_manager(handle, name)
+        dist.barrier()
+        return handle
 
     def bind(self, verb: str, x: Tensor) -> tuple[Callable[[], object], Tensor | None] | None:
         ops, handle = self._ops, self._handle
@@ -56,21 +64,41 @@ class Vllm:
             "all_gather_": (lambda: ops.shm_all_gather(handle, x, flat), flat),
             "gather_": (lambda: ops.shm_gather(handle, x, rows, 0), None),
             "send/recv": (self._ping(x), None),
+            "tensor dict": (self._pass_on(tensors_only()), None),
         }
         return calls.get(verb) or calls.get(f"{verb}_")
 
     def _ping(self, x: Tensor) -> Callable[[], object]:
-        ops, handle, rank = self._ops, self._handle, self._rank
+        ops, rank = self._ops, self._rank
 
         def ping() -> None:
             if rank == 0:
-                ops.shm_send_tensor_list(handle, [x], 1)
-                ops.shm_recv_tensor_list(handle, 1)
+                ops.shm_send_tensor_list(self._forth, [x], 1)
+                ops.shm_recv_tensor_list(self._back, 1)
             elif rank == 1:
-                ops.shm_recv_tensor_list(handle, 0)
-                ops.shm_send_tensor_list(handle, [x], 0)
+                ops.shm_recv_tensor_list(self._forth, 0)
+                ops.shm_send_tensor_list(self._back, [x], 0)
 
         return ping
+
+    def _pass_on(self, tensors: dict[str, Tensor]) -> Callable[[], object]:
+        """Send a tensor dict in vLLM's form: its tensors, and one with pickled keys and sizes."""
+        ops, rank = self._ops, self._rank
+
+        def pass_on() -> None:
+            if rank == 0:
+                about = pickle.dumps([list(tensors), [x.size() for x in tensors.values()]])
+                told = torch.frombuffer(bytearray(about), dtype=torch.uint8)
+                ops.shm_send_tensor_list(self._forth, [*tensors.values(), told], 1)
+            elif rank == 1:
+                *received, told = ops.shm_recv_tensor_list(self._forth, 0)
+                keys, sizes = pickle.loads(told.numpy().tobytes())
+                got = [x.view(size) for size, x in zip(sizes, received, strict=True)]
+                if keys != list(tensors) or len(got) != len(keys):
+                    raise RuntimeError("the tensor dict is wrong")
+            self.meet()
+
+        return pass_on
 
     def meet(self) -> None:
         self._ops.shm_allreduce(self._handle, self._meeting)

@@ -142,24 +142,15 @@ def main() -> None:
     works = [work for work in [*works, ("barrier", "fp32", 0)] if options.only in work[0]]
     report = Report(machine())
     peers = Peers(options.peers)
-    missing = peers.why_no_vllm()
-    if missing:
-        report.left_out["vLLM's C++"] = missing
     for n in options.ranks[:1] if options.quick else options.ranks:
-        others = peers.mpis(n, len(os.sched_getaffinity(0)))
-        if not others:
-            report.left_out["MPI"] = "give --peers DIR"
-        if not missing:
-            module = "benchmarks.collective_vllm"
-            others["vLLM's C++"] = peers.vllm("vLLM's C++", module, str(n))
         with (
+            peers.mpis(n, report.left_out) as mpis,
+            peers.collectives_of_vllm(n, report.left_out) as vllm,
             tempfile.TemporaryDirectory() as folder,
             Board.create(n, None) as board,
             RankProcesses(n, serve, n, board.handle(), f"{folder}/s") as ranks,
         ):
-            compare(report, n, ranks, others, works, 0.05 if options.quick else 0.1)
-        for peer in others.values():
-            peer.close()
+            compare(report, n, ranks, {**mpis, **vllm}, works, 0.05 if options.quick else 0.1)
     if options.plot:
         draw(report, options.plot)
         options.plot = None

@@ -14,13 +14,15 @@ import os
 import platform
 import statistics
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "%": 100.0}
+UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "%": 100.0, "MiB": 2.0**-20}
+"""What a sample is multiplied by; samples are seconds, shares or bytes."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ def machine() -> dict[str, object]:
         "cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "torch": version("torch"),
     }
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.futex import Futex
 from benchmarks.harness import Report, machine, parser
 from benchmarks.peers import Peers
-from benchmarks.queue_base import System, payload_for
+from benchmarks.queue_base import WORKS, System, payload_for
 from benchmarks.queue_systems import SYSTEMS
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 QUEUES = ("vLLM", "vLLM (arena)", "SGLang")
+HERE: tuple[type[System], ...] = (*SYSTEMS, Futex)
 LARGE = ("1MiB", "16MiB", "64MiB", "256MiB")
 
 
@@ -27,6 +29,7 @@ class Remote:
     def __init__(self, name: str, peers: Peers, n_readers: int) -> None:
         self.name = name
         self.carries_tensors = True
+        self.works = WORKS
         self._child = peers.vllm(name, "benchmarks.queue_peers", stopped=True)
         self._child.tell({"do": "start", "system": name, "readers": n_readers})
 
@@ -50,6 +53,7 @@ class Local:
     def __init__(self, system: System, n_readers: int) -> None:
         self.name = system.name
         self.carries_tensors = system.carries_tensors
+        self.works = system.works
         self._system = system
         system.start(n_readers)
 
@@ -67,7 +71,7 @@ def start_all(report: Report, options: argparse.Namespace, n_readers: int) -> li
     peers = Peers(options.peers)
     missing = peers.why_no_vllm()
     theirs = [] if missing else [Remote(name, peers, n_readers) for name in QUEUES]
-    running: list[Local | Remote] = [Local(system(), n_readers) for system in SYSTEMS]
+    running: list[Local | Remote] = [Local(system(), n_readers) for system in HERE]
     if missing:
         report.left_out |= dict.fromkeys(QUEUES, missing)
     for peer in theirs:
@@ -103,7 +107,9 @@ def run(report: Report, options: argparse.Namespace, n_readers: int) -> None:
             return lambda: system.ask(work, payload, *arguments)
 
         takes_part = {
-            each.name: asking(each) for each in running if each.carries_tensors or not large
+            each.name: asking(each)
+            for each in running
+            if work in each.works and (each.carries_tensors or not large)
         }
         report.measure(work, params, takes_part, unit=unit, repeats=repeats, warm_up=warm_up)
 

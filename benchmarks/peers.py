@@ -15,8 +15,12 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 ROOT = Path(__file__).parents[1]
 ANSWER = "samples "
@@ -87,30 +91,36 @@ class Child:
 
 
 class Mpi(NamedTuple):
-    """An MPI's own way of being started on one host, without the network, by root too."""
+    """An MPI, and how it is started on one host, without the network, by root too."""
 
     title: str
-    arguments: list[str]
-    environment: dict[str, str]
+    folder: str
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = {}
+    yields: bool = False
+
+    def start(self, prefix: Path, n: int) -> Child:
+        """Its ``n`` ranks."""
+        command = [str(prefix / "bin/mpiexec"), "-n", str(n), *self.arguments]
+        command += [sys.executable, "-m", "benchmarks.collective_mpi"]
+        there = {
+            "PATH": f"{prefix / 'bin'}:{os.environ.get('PATH', '')}",
+            "LD_LIBRARY_PATH": str(prefix / "lib"),
+            "OPAL_PREFIX": str(prefix),
+        }
+        return Child(self.title, command, {**there, **self.environment})
 
 
-MPIS = {
-    "openmpi": Mpi(
-        "Open MPI",
-        ["--oversubscribe", "--allow-run-as-root", "--mca", "btl", "self,sm", "--bind-to", "none"],
-        {},
-    ),
-    "openmpi, yielding": Mpi(
-        "Open MPI, yielding",
-        [
-            *("--oversubscribe", "--allow-run-as-root", "--mca", "btl", "self,sm"),
-            *("--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"),
-        ],
-        {},
-    ),
-    "mpich": Mpi("MPICH", [], {}),
-    "impi-rt": Mpi("Intel MPI", [], {"I_MPI_FABRICS": "shm", "I_MPI_PIN": "0"}),
-}
+_OPEN_MPI = (
+    *("--oversubscribe", "--allow-run-as-root", "--bind-to", "none"),
+    *("--mca", "btl", "self,sm", "--mca", "mpi_yield_when_idle"),
+)
+MPIS = (
+    Mpi("Open MPI", "openmpi", (*_OPEN_MPI, "0")),
+    Mpi("Open MPI, yielding", "openmpi", (*_OPEN_MPI, "1"), yields=True),
+    Mpi("MPICH", "mpich"),
+    Mpi("Intel MPI", "impi-rt", environment={"I_MPI_FABRICS": "shm", "I_MPI_PIN": "0"}),
+)
 
 
 class Peers:
@@ -145,21 +155,29 @@ class Peers:
         }
         return Child(name, command, variables, stopped=stopped)
 
-    def mpis(self, n: int, cores: int) -> dict[str, Child]:
-        """Each MPI's ``n`` ranks, by its title; they yield by order only where cores are few."""
-        if self._folder is None:
-            return {}
-        running = {}
-        for name, mpi in MPIS.items():
-            prefix = self._folder / "mpi" / name.partition(",")[0]
-            if not prefix.is_dir() or ("yielding" in name and n <= cores):
-                continue
-            command = [str(prefix / "bin/mpiexec"), "-n", str(n), *mpi.arguments]
-            command += [sys.executable, "-m", "benchmarks.collective_mpi"]
-            there = {
-                "PATH": f"{prefix / 'bin'}:{os.environ.get('PATH', '')}",
-                "LD_LIBRARY_PATH": str(prefix / "lib"),
-                "OPAL_PREFIX": str(prefix),
-            }
-            running[mpi.title] = Child(mpi.title, command, {**there, **mpi.environment})
-        return running
+    @contextmanager
+    def collectives_of_vllm(self, n: int, left_out: dict[str, str]) -> Iterator[dict[str, Child]]:
+        """The ``n`` ranks of vLLM's C++, if it is there."""
+        name, missing = "vLLM's C++", self.why_no_vllm()
+        if missing:
+            left_out[name] = missing
+            yield {}
+            return
+        with closing(self.vllm(name, "benchmarks.collective_vllm", str(n))) as child:
+            yield {name: child}
+
+    @contextmanager
+    def mpis(self, n: int, left_out: dict[str, str]) -> Iterator[dict[str, Child]]:
+        """Each MPI's ``n`` ranks, by its title; told to yield only where cores are few."""
+        few = n > len(os.sched_getaffinity(0))
+        with ExitStack() as stack:
+            running = {}
+            for mpi in MPIS:
+                prefix = self._folder and self._folder / "mpi" / mpi.folder
+                if mpi.yields and not few:
+                    continue
+                if prefix is None or not prefix.is_dir():
+                    left_out[mpi.title] = "give --peers DIR" if prefix is None else f"no {prefix}"
+                    continue
+                running[mpi.title] = stack.enter_context(closing(mpi.start(prefix, n)))
+            yield running

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.futex import Futex
 from benchmarks.harness import Report, machine, parser
 from benchmarks.message_queue import Remote
 from benchmarks.peers import Peers
-from benchmarks.queue_base import require
+from benchmarks.queue_base import System, require
 from server import PoolConfig, WorkerPool
 
 if TYPE_CHECKING:
@@ -74,6 +75,12 @@ def obey(end: Connection) -> None:
         end.send((True, getattr(worker, method)(*args, **kwargs)))
 
 
+def ask(system: System) -> list[Any]:
+    """Ask all readers for nothing."""
+    system.send("echo", None)
+    return system.replies()
+
+
 def timed(call: Callable[[], list[Any]], idle: float, count: int) -> list[float]:
     """Seconds of each of ``count`` calls, with ``idle`` seconds before each."""
     samples = []
@@ -109,16 +116,19 @@ def run(report: Report, options: argparse.Namespace) -> None:
     quick = options.quick
     remote = peer(report, options)
     pipes = Pipes()
+    futex = Futex()
+    futex.start(WORKERS)
     try:
         with WorkerPool(Nothing, tp=WORKERS) as pool:
             calls: Mapping[str, Callable[[], list[Any]]] = {
                 "ours": lambda: pool.collective_rpc("no_op"),
                 "multiprocessing's pipes": pipes.call,
+                futex.name: lambda: ask(futex),
             }
             for params, idle, count in (
                 ("back to back", 0.0, 300 if quick else 3000),
                 ("every 20 ms", 0.02, 50 if quick else 100),
-                ("after idling", 0.5 if quick else 5.0, 1 if quick else 2),
+                ("after idling", 0.5 if quick else 5.0, 1),
             ):
                 if options.only in params:
                     measure(report, params, idle, count, calls, remote, 2 if quick else 5)
@@ -128,6 +138,7 @@ def run(report: Report, options: argparse.Namespace) -> None:
                 report.measure("no-op pool", "started", ways, repeats=2 if quick else 5)
     finally:
         pipes.stop()
+        futex.stop()
         if remote is not None:
             remote.stop()
 

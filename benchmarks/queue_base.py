@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+WORKS = ("echo", "flood", "one_way", "idle_cpu", "cost", "wake")
+
 
 class System(ABC):
     """One message queue under test, seen from the driver."""
 
     name: str
     carries_tensors = True
+    works = WORKS
 
     @abstractmethod
     def start(self, n_readers: int) -> None:
@@ -74,6 +77,20 @@ class System(ABC):
         self.send("cpu", None)
         return [max(b - a for a, b in zip(before, self.replies(), strict=True)) / seconds]
 
+    def cost(self, payload: Any, pause: float, count: int) -> list[float]:
+        """CPU seconds of all processes for 1,000 round trips, ``pause`` seconds between two."""
+
+        def spent() -> float:
+            self.send("cpu", None)
+            return time.process_time() + sum(self.replies())
+
+        before = spent()
+        for _ in range(count):
+            if pause:
+                time.sleep(pause)
+            self.echo(payload, 1)
+        return [1000 * (spent() - before) / count]
+
     def wake(self, payload: Any, idle: float, count: int) -> list[float]:
         """Seconds of a round trip after ``idle`` seconds of silence."""
         samples = []
@@ -104,9 +121,6 @@ def serve(receive: Callable[[], tuple[str, Any]], reply: Callable[[Any], None]) 
         elif command == "stop":
             return
         payload = None  # a tensor is not held while the next message is waited for
-
-
-WORKS = ("echo", "flood", "one_way", "idle_cpu", "wake")
 
 
 def payload_for(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -13,7 +14,8 @@ class RankProcesses:
     """Processes that each run ``serve(rank, *arguments, pipe)``. Use it in a ``with`` block."""
 
     def __init__(self, n: int, serve: Callable[..., None], *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch"])
         self._pipes, self._processes = [], []
         for rank in range(n):
             ours, theirs = context.Pipe()
@@ -39,6 +41,7 @@ class RankProcesses:
     def __exit__(self, *_: object) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             if process.is_alive():
-                pipe.send(None)
+                with suppress(BrokenPipeError):  # it fails
+                    pipe.send(None)
         for process in self._processes:
             process.join(10)

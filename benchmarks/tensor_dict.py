@@ -1,7 +1,8 @@
 """Tensor dicts between two ranks of one host: python -m benchmarks.tensor_dict [--quick].
 
 Ours through shared memory and through torch's groups, beside gloo used the plain way: the metadata
-as a pickled object, then one message for each tensor.
+as a pickled object, then one message for each tensor. vLLM's C++, which takes no numbers, is given
+the tensors alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import coordinator
 from benchmarks.harness import Report, machine, parser
+from benchmarks.peers import Peers
 from benchmarks.rank_processes import RankProcesses
 
 if TYPE_CHECKING:
@@ -27,14 +29,18 @@ SYSTEMS = ("ours", "ours over gloo", "gloo")
 WORKS = ("broadcast", "send/recv")
 
 
-def payload() -> dict[str, Any]:
-    """What a pipeline stage hands on: hidden states, residuals, positions, and numbers."""
+def tensors_only() -> dict[str, torch.Tensor]:
+    """What a pipeline stage hands on: hidden states, residuals, positions."""
     return {
         "hidden_states": torch.full((256, 4096), 1.5, dtype=torch.bfloat16),
         "residual": torch.full((256, 4096), -2.0, dtype=torch.bfloat16),
         "positions": torch.arange(256),
-        **{f"number {index}": index for index in range(6)},
     }
+
+
+def payload() -> dict[str, Any]:
+    """The same, and numbers."""
+    return {**tensors_only(), **{f"number {index}": index for index in range(6)}}
 
 
 def same(got: dict[str, Any], expected: dict[str, Any]) -> bool:
@@ -162,10 +168,16 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         RankProcesses(2, serve, f"{folder}/s") as ranks,
+        Peers(options.peers).collectives_of_vllm(2, report.left_out) as peers,
     ):
         count = 20 if options.quick else 100
         for work in [each for each in WORKS if options.only in each]:
             asks = {system: partial(ranks.ask, system, work, count) for system in SYSTEMS}
+            if work == "send/recv":
+                asks |= {
+                    f"{name}, tensors only": partial(peer.ask, ("tensor dict", "fp32", 0, 0.2))
+                    for name, peer in peers.items()
+                }
             report.measure(f"tensor dict {work}", "4 MiB, 2 ranks", asks)
     report.finish(options)
 

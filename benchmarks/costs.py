@@ -1,0 +1,121 @@
+"""What waiting costs besides time: python -m benchmarks.costs [--quick] [--peers DIR].
+
+CPU seconds of all processes, readers that wait included, for 1,000 round trips through a queue and
+for 1,000 calls that do nothing, at three rates: back to back; ten, and a hundred times as seldom as
+a round trip of ours takes. Then the memory of a pool that does nothing: each shared page counted
+once, and what lies in shared memory.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from benchmarks.harness import Report, machine, parser
+from benchmarks.message_queue import start_all
+from benchmarks.pool import REQUEST, WORKERS, Nothing, peer
+from server import WorkerPool
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+RATES = {"back to back": 0.0, "every 0.25 ms": 0.000_25, "every 2.5 ms": 0.002_5}
+SYSTEMS = ("ours", "vLLM", "SGLang", "zmq ipc (msgspec)")
+
+
+class Counted(Nothing):
+    """Tells how much it has computed."""
+
+    def cpu(self) -> float:
+        """Seconds of this process so far."""
+        return time.process_time()
+
+
+def thousand_calls(pool: WorkerPool, pause: float, count: int) -> list[float]:
+    """CPU seconds of the driver and the workers for 1,000 calls."""
+
+    def spent() -> float:
+        return time.process_time() + sum(pool.collective_rpc("cpu"))
+
+    before = spent()
+    for _ in range(count):
+        if pause:
+            time.sleep(pause)
+        pool.collective_rpc("no_op")
+    return [1000 * (spent() - before) / count]
+
+
+def queues(report: Report, options: argparse.Namespace, repeats: int, count: int) -> None:
+    """Round trips of a dict to one reader."""
+    running = start_all(report, options, 1)
+    try:
+        for params, pause in RATES.items():
+            asks: dict[str, Callable[[], list[float]]] = {
+                system.name: partial(system.ask, "cost", "dict", pause, count)
+                for system in running
+                if system.name in SYSTEMS
+            }
+            report.measure("1,000 round trips", params, asks, unit="s", repeats=repeats)
+    finally:
+        for system in running:
+            system.stop()
+
+
+def calls(report: Report, options: argparse.Namespace, repeats: int, count: int) -> None:
+    """Calls to two workers, and the pool's memory."""
+    remote = peer(report, options)
+    try:
+        with WorkerPool(Counted, tp=WORKERS) as pool:
+            for params, pause in RATES.items():
+                asks: dict[str, Callable[[], list[float]]] = {
+                    "ours": partial(thousand_calls, pool, pause, count)
+                }
+                if remote is not None:
+                    work = ("cost", None, REQUEST, pause, count)
+                    asks["vLLM's executor loop"] = partial(remote.ask, *work)
+                report.measure("1,000 calls", params, asks, unit="s", repeats=repeats)
+            workers = [psutil.Process(status.pid) for status in pool.status()]
+            memory: dict[str, Callable[[], list[float]]] = {
+                "two workers": lambda: [sum(each.memory_full_info().pss for each in workers)],
+                "shared memory": lambda: [float(shared_bytes(workers))],
+            }
+            report.measure("memory of a pool", "two workers", memory, unit="MiB", repeats=1)
+    finally:
+        if remote is not None:
+            remote.stop()
+
+
+def shared_bytes(processes: list[psutil.Process]) -> int:
+    """Bytes of nameless shared memory that processes have mapped, each piece once."""
+    pieces: dict[str, int] = {}
+    for process in processes:
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            where, _, offset, _, inode, *name = line.split(maxsplit=5)
+            if name and name[0].startswith("/memfd:"):
+                begin, end = (int(each, 16) for each in where.split("-"))
+                pieces[inode] = max(pieces.get(inode, 0), int(offset, 16) + end - begin)
+    return sum(pieces.values())
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parser(__doc__ or "").parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    report = Report(machine())
+    repeats, count = (1, 100) if options.quick else (5, 1000)
+    queues(report, options, repeats, count)
+    calls(report, options, repeats, count)
+    report.finish(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""A run as a page of Markdown: the machine, each target with what came of it, and all figures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from benchmarks.harness import Row
+    from benchmarks.targets import Verdict
+
+INTRODUCTION = """\
+Written by `make bench`. Each figure is the median of all samples, ± half of what lies between the
+quickest and the slowest repeat. All systems of a line took turns in one run. *Times* is how many
+times as fast as the peer ours was: above 1, ours is ahead.
+"""
+
+
+def page(
+    date: str,
+    machine: Mapping[str, object],
+    verdicts: Sequence[Verdict],
+    reports: Mapping[str, Sequence[Row]],
+    left_out: Mapping[str, str],
+) -> str:
+    """The whole page."""
+    told = ", ".join(f"{name} {value}" for name, value in machine.items())
+    met = sum(verdict.met for verdict in verdicts)
+    measured = sum(verdict.measured for verdict in verdicts)
+    parts = [
+        f"# Figures of {date}",
+        INTRODUCTION,
+        f"Machine: {told}.",
+        f"## Targets: {met} of {measured} met",
+        _table(
+            ("what", "ours", "beside", "its figure", "times", "target", ""),
+            [_line(verdict) for verdict in verdicts],
+        ),
+    ]
+    for name, rows in reports.items():
+        parts += [f"## {name}", f"`python -m benchmarks.{name}`"]
+        for work in dict.fromkeys(row.work for row in rows):
+            parts.append(_work(work, [row for row in rows if row.work == work]))
+    if left_out:
+        parts.append("## Left out")
+        parts.append("\n".join(f"- {name}: {why}" for name, why in left_out.items()))
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _line(verdict: Verdict) -> tuple[str, ...]:
+    target = verdict.target
+    wanted = f"≥ {target.times:.2g}x" if target.peer else f"≤ {target.at_most:g}"
+    peer = " or ".join(target.peer.systems) if target.peer else ""
+    if not verdict.measured:
+        return target.what, "", peer, "", "", wanted, "not measured"
+    assert verdict.ours is not None
+    theirs = figure(verdict.peer) if verdict.peer else ""
+    if verdict.peer and target.peer and len(target.peer.systems) > 1:
+        peer = verdict.peer.system
+    times = f"{verdict.times:.2f}x" if verdict.peer else ""
+    met = "met" if verdict.met else "**not met**"
+    return target.what, figure(verdict.ours), peer, theirs, times, wanted, met
+
+
+def _work(work: str, rows: Sequence[Row]) -> str:
+    systems = list(dict.fromkeys(row.system for row in rows))
+    every = list(dict.fromkeys(row.params for row in rows))
+    by_place = {(row.params, row.system): row for row in rows}
+    lines = [
+        (params, *(figure(by_place.get((params, system))) for system in systems))
+        for params in every
+    ]
+    return f"**{work}**\n\n" + _table(("", *systems), lines)
+
+
+def figure(row: Row | None) -> str:
+    """A median with its unit and spread; nothing for no row."""
+    if row is None:
+        return ""
+    unit = "µs" if row.unit == "us" else row.unit
+    return f"{row.median:.3g} {unit} ±{50 * row.spread:.0f} %"
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
