@@ -1,0 +1,71 @@
+"""Targets, judged by rows made by hand; the page that tells of them."""
+
+from __future__ import annotations
+
+from benchmarks.harness import Row
+from benchmarks.page import page
+from benchmarks.targets import TARGETS, Figure, Target, judge
+
+
+def row(system: str, median: float, work: str = "echo", unit: str = "us") -> Row:
+    return Row(work, "1 reader", system, median, 2 * median, 0.1, unit)
+
+
+ECHO = Figure("queue", "echo", "1 reader")
+REPORTS = {"queue": [row("ours", 20.0), row("quick", 30.0), row("slow", 90.0)]}
+
+
+def met(target: Target) -> bool:
+    (verdict,) = judge([target], REPORTS)
+    assert verdict.measured
+    return verdict.met
+
+
+def test_ours_has_to_be_so_many_times_as_fast_as_the_peer() -> None:
+    assert met(Target("", ECHO, ECHO.of("slow"), 4.5))
+    assert not met(Target("", ECHO, ECHO.of("slow"), 4.6))
+    (verdict,) = judge([Target("", ECHO, ECHO.of("slow"))], REPORTS)
+    assert verdict.times == 4.5
+
+
+def test_of_several_peers_the_quickest_counts() -> None:
+    assert met(Target("", ECHO, ECHO.of("slow", "quick"), 1.5))
+    assert not met(Target("", ECHO, ECHO.of("slow", "quick"), 1.6))
+
+
+def test_a_bound_needs_no_peer() -> None:
+    assert met(Target("", ECHO, at_most=20.0))
+    assert not met(Target("", ECHO, at_most=19.9))
+
+
+def test_what_was_not_measured_is_not_met() -> None:
+    elsewhere = Figure("pool", "echo", "1 reader")
+    for target in (Target("", ECHO, ECHO.of("absent")), Target("", elsewhere, at_most=1.0)):
+        (verdict,) = judge([target], REPORTS)
+        assert not verdict.measured
+        assert not verdict.met
+
+
+def test_the_page_tells_targets_and_figures() -> None:
+    targets = [
+        Target("a round trip", ECHO, ECHO.of("slow", "quick"), 2),
+        Target("a bound", ECHO, at_most=20),
+        Target("of another run", ECHO.of("absent"), at_most=20),
+    ]
+    told = page(
+        "2026-11-23", {"cores": 2}, judge(targets, REPORTS), REPORTS, {"SGLang": "no folder"}
+    )
+    lines = told.splitlines()
+    assert "## Targets: 1 of 2 met" in lines
+    assert (
+        "| a round trip | 20 µs ±5 % | quick | 30 µs ±5 % | 1.50x | ≥ 2x | **not met** |" in lines
+    )
+    assert "| a bound | 20 µs ±5 % |  |  |  | ≤ 20 | met |" in lines
+    assert "| of another run |  |  |  |  | ≤ 20 | not measured |" in lines
+    assert "| 1 reader | 20 µs ±5 % | 30 µs ±5 % | 90 µs ±5 % |" in lines
+    assert "- SGLang: no folder" in lines
+
+
+def test_each_target_is_named_once() -> None:
+    names = [target.what for target in TARGETS]
+    assert len(set(names)) == len(names)
