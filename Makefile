@@ -19,7 +19,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 PEERS       := .bench-peers
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: setup demo chat hosts-demo test gpu-test ray-test vllm-setup vllm-test bench-peers bench mutants wheels check format clean
+.PHONY: setup demo chat hosts-demo test gpu-test ray-test vllm-setup vllm-test bench-peers bench docs mutants wheels check format clean
 
 setup: $(STAMP)
 
@@ -83,6 +83,11 @@ $(PEERS_STAMP): .ci/bench-peers.txt $(STAMP)
 # All figures, and the page that says which targets are met; nothing else should run meanwhile.
 bench: $(PEERS_STAMP)
 	$(BIN)/python -m benchmarks --peers $(PEERS)
+
+# The pages as a site, with a reference from the docstrings: build/site. Any warning is an error.
+docs: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants

@@ -222,7 +222,7 @@ class WorkerPool:
 
         Raises:
             ValueError: the pool has ``dp`` greater than 1.
-            What `collective_rpc` raises.
+            Exception: what `collective_rpc` raises.
         """
         rank = self._output_rank
         return self._crew.call(self._pending(method, args, kwargs, rank, timeout, retry=retry))
@@ -245,7 +245,7 @@ class WorkerPool:
             of the pool and must not wait for the pool.
 
         Raises:
-            What broke the pool, or `PoolClosedError`.
+            CoordinatorError: what broke the pool, or `PoolClosedError`.
         """
         rank = self._output_rank
         return self._crew.submit(self._pending(method, args, kwargs, rank, timeout, retry=retry))
@@ -262,7 +262,7 @@ class WorkerPool:
         queued is not made, and the workers hear of one that they have (`WorkerContext.cancelled`).
 
         Raises:
-            What `call` raises.
+            Exception: what `call` raises.
         """
         future = self.submit(method, *args, timeout=timeout, retry=retry, **kwargs)
         return await asyncio.wrap_future(future)
@@ -403,7 +403,7 @@ class WorkerPool:
         """Take over a call of another pool; see `hand_over`.
 
         Raises:
-            What broke the pool for good.
+            CoordinatorError: what broke the pool for good.
         """
         self._crew.submit(call)
 

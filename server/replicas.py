@@ -149,7 +149,7 @@ class Replicas:
         """As `call`, without waiting; see `pool.WorkerPool.submit`.
 
         Raises:
-            What broke the last replica, or `PoolClosedError`.
+            CoordinatorError: what broke the last replica, or `PoolClosedError`.
         """
         return self._on_one(lambda pool: pool.submit(method, *args, **options))
 

@@ -141,7 +141,9 @@ class MessageQueue(QueueEnd):
             spin_seconds: the longest time to look for a message without sleeping.
             zero_copy: at the writer, let readers use buffers of 1 MiB and more where they lie: see
                 `dequeue`.
-            connect_ip, remote_reader_ranks, secret: see the constructor.
+            connect_ip: see the constructor.
+            remote_reader_ranks: see the constructor.
+            secret: see the constructor.
 
         Raises:
             ValueError: the members are not distinct members of the board, or an address or a secret
