@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
+import signal
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def _be(serve: Callable[..., None], *arguments: Any) -> None:
+    # Some peers' ranks spin without end for one that is gone.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    serve(*arguments)
 
 
 class RankProcesses:
@@ -19,7 +30,9 @@ class RankProcesses:
         self._pipes, self._processes = [], []
         for rank in range(n):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, *arguments, theirs), daemon=True)
+            process = context.Process(
+                target=_be, args=(serve, rank, *arguments, theirs), daemon=True
+            )
             process.start()
             theirs.close()  # so that one which fails ends the wait for its answer
             self._pipes.append(ours)
