@@ -16,8 +16,11 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.rank_processes import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -51,6 +54,7 @@ class Child:
             cwd=ROOT,
             env={**os.environ, **environment},
             start_new_session=True,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )
 
     def ask(self, request: Any) -> Any:

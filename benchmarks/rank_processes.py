@@ -15,9 +15,13 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG = 1
 
 
+def end_with_parent(number: signal.Signals) -> None:
+    """Have this process get a signal when its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
 def _be(serve: Callable[..., None], *arguments: Any) -> None:
-    # Some peers' ranks spin without end for one that is gone.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)  # some peers' ranks spin without end for one that is gone
     serve(*arguments)
 
 
