@@ -10,23 +10,27 @@ are asked line by line.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from benchmarks.rank_processes import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 ROOT = Path(__file__).parents[1]
 ANSWER = "samples "
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Have this process be told to end when its parent has ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Child:
@@ -54,7 +58,7 @@ class Child:
             cwd=ROOT,
             env={**os.environ, **environment},
             start_new_session=True,
-            preexec_fn=partial(end_with_parent, signal.SIGTERM),
+            preexec_fn=end_with_parent,
         )
 
     def ask(self, request: Any) -> Any:

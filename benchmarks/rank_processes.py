@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
-import signal
+import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
+from server.launchers.boot import end_with
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.connection import Connection
 
 
-PR_SET_PDEATHSIG = 1
-
-
-def end_with_parent(number: signal.Signals) -> None:
-    """Have this process get a signal when its parent ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-
-
-def _be(serve: Callable[..., None], *arguments: Any) -> None:
-    end_with_parent(signal.SIGKILL)  # some peers' ranks spin without end for one that is gone
+def _be(serve: Callable[..., None], lifeline: Connection, *arguments: Any) -> None:
+    # Some peers' ranks spin without end for one that is gone, and run no Python meanwhile.
+    end_with(lifeline.fileno(), os.getpid())
     serve(*arguments)
 
 
@@ -31,13 +26,16 @@ class RankProcesses:
     def __init__(self, n: int, serve: Callable[..., None], *arguments: Any) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch"])
-        self._pipes, self._processes = [], []
+        self._pipes, self._lifelines, self._processes = [], [], []
         for rank in range(n):
             ours, theirs = context.Pipe()
+            watched, lifeline = context.Pipe(duplex=False)
+            self._lifelines.append(lifeline)  # closed with this process, however it ends
             process = context.Process(
-                target=_be, args=(serve, rank, *arguments, theirs), daemon=True
+                target=_be, args=(serve, watched, rank, *arguments, theirs), daemon=True
             )
             process.start()
+            watched.close()
             theirs.close()  # so that one which fails ends the wait for its answer
             self._pipes.append(ours)
             self._processes.append(process)
