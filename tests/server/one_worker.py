@@ -38,6 +38,7 @@ class OneWorker:
         self.before: Callable[[int], None] = lambda _: None
         self.under_way = 0
         self.may_go = threading.Event()
+        self._one_at_a_time = threading.Lock()  # as a worker makes its calls
         self.may_go.set()
 
     def call(self, method: str, *args: Any, **_options: Any) -> Any:
@@ -48,7 +49,8 @@ class OneWorker:
             self.steps.append(*args)
             self.before(len(self.steps))
         try:
-            return getattr(self.worker, method)(*args)
+            with self._one_at_a_time:
+                return getattr(self.worker, method)(*args)
         except Exception as error:
             raise WorkerError(0, method, type(error).__name__, str(error), "") from error
 

@@ -280,6 +280,16 @@ def test_a_step_must_have_room_for_every_sequence(pool: OneWorker) -> None:
         Engine(pool, chunk=2)
 
 
+def test_workers_that_draw_too_few_tokens_end_the_answers(
+    pool: OneWorker, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool.worker, "step", lambda _: [])
+    with pytest.raises(ValueError, match="the workers drew 0 tokens for 1 sequences"):
+        list(engine.submit([5], 3, timeout=PATIENCE_SECONDS))
+    with pytest.raises(ValueError, match="drew 0 tokens"):
+        engine.submit([5], 3)
+
+
 def test_every_stage_has_a_step_under_way(llama: Path) -> None:
     """Two lanes, each with slots of its own."""
     pool = OneWorker(llama, slots=5)

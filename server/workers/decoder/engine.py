@@ -166,7 +166,7 @@ class Engine:
         lost = 0
         while rows := self._next_step(lane):
             try:
-                drawn = iter(self._pool.call("step", rows, timeout=self._step_timeout))
+                lane.advance(rows, self._pool.call("step", rows, timeout=self._step_timeout))
             except Exception as error:  # noqa: BLE001 - readers get it
                 lost += 1
                 if self._pool.failure is not None or not isinstance(error, CoordinatorError):
@@ -178,7 +178,6 @@ class Engine:
                     lane.begin_anew()
             else:
                 lost = 0
-                lane.advance(rows, drawn)
 
     def _next_step(self, lane: _Lane) -> list[Row]:
         """What the lane's next step computes, once there is something; empty at the end."""
@@ -263,13 +262,21 @@ class _Lane:
                 chunk -= len(rows[-1].tokens)
         return rows
 
-    def advance(self, rows: Sequence[Row], drawn: Any) -> None:
-        """Go on with what a step has drawn for those rows that draw."""
+    def advance(self, rows: Sequence[Row], drawn: Sequence[int]) -> None:
+        """Go on with what a step has drawn for those rows that draw.
+
+        Raises:
+            ValueError: it drew another number of tokens than there are such rows.
+        """
+        drawing = sum(row.draw is not None for row in rows)
+        if len(drawn) != drawing:
+            raise ValueError(f"the workers drew {len(drawn)} tokens for {drawing} sequences")
+        tokens = iter(drawn)
         for row in rows:
             generation = self.taken[row.slot]
             generation.cached = row.stop
             if row.draw is not None:
-                generation.take(next(drawn))
+                generation.take(next(tokens))
 
     def begin_anew(self) -> None:
         """The workers have none of the tokens."""
