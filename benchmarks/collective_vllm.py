@@ -3,7 +3,7 @@
 
 The first process passes requests on to N ranks, one JSON list a line, and prints ``samples [...]``.
 vLLM's wheel for CPUs has these operations for x86-64 with AVX-512 or AVX2; its ranks spin while
-they wait, and never yield.
+they wait, and never yield. Its gather is left out: it waits for ever here.
 """
 
 from __future__ import annotations
@@ -56,13 +56,10 @@ class Vllm:
 
     def bind(self, verb: str, x: Tensor) -> tuple[Callable[[], object], Tensor | None] | None:
         ops, handle = self._ops, self._handle
-        whole = x.new_empty(self._n, x.numel())
-        rows = list(whole) if self._rank == 0 else None
-        flat = whole.view(-1)
+        whole = x.new_empty(self._n * x.numel())
         calls: dict[str, tuple[Callable[[], object], Tensor | None]] = {
             "all_reduce_": (lambda: ops.shm_allreduce(handle, x), x),
-            "all_gather_": (lambda: ops.shm_all_gather(handle, x, flat), flat),
-            "gather_": (lambda: ops.shm_gather(handle, x, rows, 0), None),
+            "all_gather_": (lambda: ops.shm_all_gather(handle, x, whole), whole),
             "send/recv": (self._ping(x), None),
             "tensor dict": (self._pass_on(tensors_only()), None),
         }
