@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.collective_ranks import serve
-from benchmarks.harness import Report, machine, parser
+from benchmarks.harness import Report, drawing, machine, parser
 from benchmarks.peers import Peers
 from benchmarks.rank_processes import RankProcesses
 from shm_broadcast import Board
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping, Sequence
 
+    from benchmarks.harness import Row
     from benchmarks.peers import Child
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -96,16 +97,11 @@ def _samples(ask: Callable[..., Samples | None], request: tuple[Any, ...]) -> Sa
     return ask(*request) or []
 
 
-def draw(report: Report, path: str) -> None:
+def draw(rows: Sequence[Row], path: str) -> None:
     """A log-log panel for each verb, by rows, and number of ranks: bytes against microseconds."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams["svg.fonttype"] = "none"
-    from matplotlib import pyplot
-
+    pyplot = drawing()
     lines: dict[tuple[str, str], dict[str, list[tuple[int, float]]]] = {}
-    for row in report.rows:
+    for row in rows:
         dtype, size, *ranks = row.params.split(" ", 2)
         if size in SIZES:
             panel = lines.setdefault((row.work, " ".join(ranks)), {})
@@ -159,10 +155,7 @@ def main() -> None:
             RankProcesses(n, serve, n, board.handle(), f"{folder}/s") as ranks,
         ):
             compare(report, n, ranks, {**mpis, **vllm}, works, 0.05)
-    if options.plot:
-        draw(report, options.plot)
-        options.plot = None
-    report.finish(options)
+    report.finish(options, draw)
 
 
 if __name__ == "__main__":

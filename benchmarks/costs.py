@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
 from benchmarks.harness import Report, machine, parser
+from benchmarks.memory import shared_bytes
 from benchmarks.message_queue import start_all
 from benchmarks.pool import REQUEST, WORKERS, Nothing, peer
 from server import WorkerPool
@@ -90,18 +90,6 @@ def calls(report: Report, options: argparse.Namespace, repeats: int, count: int)
     finally:
         if remote is not None:
             remote.stop()
-
-
-def shared_bytes(processes: list[psutil.Process]) -> int:
-    """Bytes of nameless shared memory that processes have mapped, each piece once."""
-    pieces: dict[str, int] = {}
-    for process in processes:
-        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-            where, _, offset, _, inode, *name = line.split(maxsplit=5)
-            if name and name[0].startswith("/memfd:"):
-                begin, end = (int(each, 16) for each in where.split("-"))
-                pieces[inode] = max(pieces.get(inode, 0), int(offset, 16) + end - begin)
-    return sum(pieces.values())
 
 
 def main() -> None:

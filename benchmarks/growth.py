@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import coordinator
 from benchmarks.collective_ranks import serve
-from benchmarks.harness import Report, machine, parser
+from benchmarks.harness import Report, drawing, machine, parser
 from benchmarks.pool import WORKERS, Nothing
 from benchmarks.queue_systems import Ours
 from benchmarks.rank_processes import RankProcesses
@@ -25,8 +25,10 @@ from server import WorkerPool
 from shm_broadcast import Board
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
+
+    from benchmarks.harness import Row
 
 RANKS = (2, 4, 8, 16, 32, 64)
 MOST_OF_GLOO = 16
@@ -133,26 +135,21 @@ def calls(report: Report, quick: bool) -> None:
             report.measure("each of n calls at once", f"{n}", {"ours": partial(all_at_once, n)})
 
 
-def draw(report: Report, path: str) -> None:
+def draw(rows: Sequence[Row], path: str) -> None:
     """A log-log panel for each work."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams["svg.fonttype"] = "none"
-    from matplotlib import pyplot
-
-    works = list(dict.fromkeys(row.work for row in report.rows))
+    pyplot = drawing()
+    works = list(dict.fromkeys(row.work for row in rows))
     figure, axes = pyplot.subplots(len(works), 1, figsize=(6, 2.6 * len(works)), squeeze=False)
     for axis, work in zip(axes[:, 0], works, strict=True):
-        rows = [row for row in report.rows if row.work == work]
-        for system in dict.fromkeys(row.system for row in rows):
+        shown = [row for row in rows if row.work == work]
+        for system in dict.fromkeys(row.system for row in shown):
             points = [
                 ({**SIZES, **HUGE}.get(row.params) or int(row.params), row.median)
-                for row in rows
+                for row in shown
                 if row.system == system
             ]
             axis.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=system)
-        axis.set(title=work, xlabel="n", ylabel=rows[0].unit)
+        axis.set(title=work, xlabel="n", ylabel=shown[0].unit)
         axis.grid(visible=True, alpha=0.3)
         axis.legend(fontsize=7)
     figure.tight_layout()
@@ -169,10 +166,7 @@ def main() -> None:
     for work in works:
         if options.only in work.__name__:
             work(report, options.quick)
-    if options.plot:
-        draw(report, options.plot)
-        options.plot = None
-    report.finish(options)
+    report.finish(options, draw)
 
 
 if __name__ == "__main__":

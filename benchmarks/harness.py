@@ -16,7 +16,7 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -98,14 +98,21 @@ class Report:
                 flush=True,
             )
 
-    def finish(self, options: argparse.Namespace) -> None:
-        """Name what was left out, and write what the command line asks for."""
+    def finish(
+        self, options: argparse.Namespace, draw: Callable[[Sequence[Row], str], None] | None = None
+    ) -> None:
+        """Name what was left out, and write what the command line asks for.
+
+        Args:
+            options: of the command line.
+            draw: draws rows to a file; ``None``: as bars.
+        """
         for system, reason in self.left_out.items():
             print(f"left out: {system}: {reason}")
         if options.json:
             Path(options.json).write_text(json.dumps(asdict(self), indent=1) + "\n")
         if options.plot:
-            plot(self.rows, options.plot)
+            (draw or plot)(self.rows, options.plot)
 
 
 def summarise(
@@ -161,13 +168,20 @@ def parser(description: str) -> argparse.ArgumentParser:
     return options
 
 
-def plot(rows: Sequence[Row], path: str) -> None:
-    """Draw one panel for each piece of work, a bar for each system, on a log scale."""
+def drawing() -> Any:
+    """matplotlib's pyplot, which draws SVG with text that stays text."""
     import matplotlib as mpl
 
     mpl.use("svg")
+    mpl.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def plot(rows: Sequence[Row], path: str) -> None:
+    """Draw one panel for each piece of work, a bar for each system, on a log scale."""
+    pyplot = drawing()
     works = list(dict.fromkeys((row.work, row.params) for row in rows))
     figure, axes = pyplot.subplots(len(works), 1, figsize=(8, 1.6 * len(works) + 1), squeeze=False)
     for axis, (work, params) in zip(axes[:, 0], works, strict=True):

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
+from benchmarks.memory import shared_bytes
 from benchmarks.vllm_served import LAYOUTS, ROOT, environment, keywords
 
 if TYPE_CHECKING:
@@ -106,19 +107,6 @@ class Engine:
     def cpu_seconds(self) -> float:
         return sum(sum(each.cpu_times()[:2]) for each in self.family())
 
-    def shared_bytes(self) -> int:
-        """Bytes of the shared memory that its processes have mapped, each piece once."""
-        found: dict[tuple[str, str], int] = {}
-        for each in self.family():
-            for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines():
-                where, _, offset, device, inode, *name = line.split(maxsplit=5)
-                if name and name[0].startswith(("/dev/shm/", "/memfd:")):
-                    _, _, end = where.partition("-")
-                    begin = int(where.partition("-")[0], 16)
-                    size = int(offset, 16) + int(end, 16) - begin
-                    found[device, inode] = max(found.get((device, inode), 0), size)
-        return sum(found.values())
-
     def kill_a_worker(self) -> float:
         """Seconds from the SIGKILL of a worker until the client gets an error."""
         self.tell(batch=1, tokens=400)
@@ -177,7 +165,7 @@ def measure(layout: str, options: argparse.Namespace, say: Callable[[Row], None]
             for batch in BATCHES:
                 _take_turns(layout, batch, rounds, tokens, engines, say)
             for system, engine in engines.items():
-                mib = engine.shared_bytes() / 2**20
+                mib = shared_bytes(engine.family()) / 2**20
                 say(Row(layout, "shared memory mapped, MiB", system, mib, 0.0))
             time.sleep(SETTLE_SECONDS)
             before = {system: engine.cpu_seconds() for system, engine in engines.items()}

@@ -6,7 +6,8 @@
 #include "share.h"
 #include "stream.h"
 
-/* Messages from this size on do not fit the caches: see steps.c. */
+/* Messages from this size on are written past the caches where they are received: smaller ones are
+ * still there when they are read. */
 #define LARGE_BYTES (32 << 20)
 
 typedef struct {

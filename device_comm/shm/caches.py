@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Final
 
@@ -33,8 +32,3 @@ def listed(text: str) -> set[int]:
         first, _, last = part.partition("-")
         numbers.update(range(int(first), int(last or first) + 1))
     return numbers
-
-
-def ranks_share_a_cache() -> bool:
-    """Whether the ranks that run where this process may run share their last cache."""
-    return share_a_cache(os.sched_getaffinity(0))

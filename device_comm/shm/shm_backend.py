@@ -15,6 +15,7 @@ keeps at most 4 MiB of that.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
@@ -24,7 +25,7 @@ import torch
 from device_comm.backend import Backend, Capabilities, Identity
 from device_comm.reduce_op import ReduceOp
 from device_comm.shm import layout
-from device_comm.shm.caches import ranks_share_a_cache
+from device_comm.shm.caches import share_a_cache
 from device_comm.shm.collectives.collective import Collective
 from device_comm.shm.collectives.direct import DirectCalls
 from device_comm.shm.collectives.planned import Plans
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 
 native: ModuleType | None = extension_of("device_comm")
 if native is not None:
-    native.write_past_caches(not ranks_share_a_cache())
+    native.write_past_caches(not share_a_cache(os.sched_getaffinity(0)))
 
 
 class ShmBackend(Backend):
