@@ -84,7 +84,7 @@ def calls(report: Report, options: argparse.Namespace, repeats: int, count: int)
             workers = [psutil.Process(status.pid) for status in pool.status()]
             memory: dict[str, Callable[[], list[float]]] = {
                 "two workers": lambda: [sum(each.memory_full_info().pss for each in workers)],
-                "shared memory": lambda: [float(shared_bytes(workers))],
+                "shared memory": lambda: [float(shared_bytes(each.pid for each in workers))],
             }
             report.measure("memory of a pool", "two workers", memory, unit="MiB", repeats=1)
     finally:

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import psutil
 
-
-def shared_bytes(processes: Iterable[psutil.Process]) -> int:
+def shared_bytes(pids: Iterable[int]) -> int:
     """Bytes of shared memory, named or nameless, that processes have mapped, each piece once."""
     found: dict[tuple[str, str], int] = {}
-    for process in processes:
-        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             where, _, offset, device, inode, *name = line.split(maxsplit=5)
             if name and name[0].startswith(("/dev/shm/", "/memfd:")):
                 begin, end = (int(each, 16) for each in where.split("-"))

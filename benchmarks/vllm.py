@@ -165,7 +165,7 @@ def measure(layout: str, options: argparse.Namespace, say: Callable[[Row], None]
             for batch in BATCHES:
                 _take_turns(layout, batch, rounds, tokens, engines, say)
             for system, engine in engines.items():
-                mib = shared_bytes(engine.family()) / 2**20
+                mib = shared_bytes(each.pid for each in engine.family()) / 2**20
                 say(Row(layout, "shared memory mapped, MiB", system, mib, 0.0))
             time.sleep(SETTLE_SECONDS)
             before = {system: engine.cpu_seconds() for system, engine in engines.items()}

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -18,6 +17,7 @@ import yaml
 from server.commands import serve
 from server.commands.options import serve_options
 from tests.server.fake_service import run, site
+from tests.unshared import run_unshared
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text().replace("\\\n", " ")
@@ -156,17 +156,12 @@ def test_the_service_lives_within_the_limits_of_a_container() -> None:
         "key_file": str(key_of(args)),
         "health": [sys.executable, *health_check()[1:]],
     }
-    inner = [sys.executable, str(Path(__file__).with_name("confined.py")), json.dumps(plan)]
-    done = subprocess.run(
-        ["unshare", "--mount", "--net", *inner],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
+    done = run_unshared(
+        ["--mount", "--net"],
+        *(sys.executable, str(Path(__file__).with_name("confined.py")), json.dumps(plan)),
         timeout=240,
-        check=False,
+        PYTHONDONTWRITEBYTECODE="1",
     )
-    if "unshare failed" in done.stderr or "mount:" in done.stderr:
-        pytest.skip(f"no namespaces: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
     url, _, seen = done.stdout.partition("\n")
     assert url == f"serving all-MiniLM-L6-v2 at http://0.0.0.0:{default_port()}"

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.memory import shared_bytes
 from server.pool import WorkerPool
 from tests.server.workers import Worker
+from tests.unshared import run_unshared
 
 MIB = 1 << 20
-ROOT = Path(__file__).parents[2]
-_MAPPING = re.compile(r"^(\w+)-(\w+) \S+ \w+ \S+ (\d+) +/memfd:", re.MULTILINE)
-
-
-def shared_bytes(pids: list[int]) -> int:
-    """The shared memory that the processes have mapped, each segment once."""
-    sizes: dict[int, int] = {}
-    for pid in pids:
-        for first, end, inode in _MAPPING.findall(Path(f"/proc/{pid}/maps").read_text()):
-            size = int(end, 16) - int(first, 16)
-            sizes[int(inode)] = max(size, sizes.get(int(inode), 0))
-    return sum(sizes.values())
 
 
 def test_all_groups_of_a_pool_of_four_share_at_most_64_mib() -> None:
@@ -63,15 +51,10 @@ def test_a_pool_works_beside_a_full_dev_shm(tmp_path: Path) -> None:
         "head -c 64M /dev/zero > /dev/shm/full && "
         'exec "$0" "$1"'
     )
-    ended = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", commands, sys.executable, str(script)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
+    ended = run_unshared(
+        ["--mount"],
+        *("sh", "-c", commands, sys.executable, str(script)),
         timeout=120,
-        check=False,
+        OMP_NUM_THREADS="1",
     )
-    if "unshare failed" in ended.stderr or "mount:" in ended.stderr:
-        pytest.skip(f"no mount namespace: {ended.stderr.strip()}")
     assert (ended.stdout, ended.stderr) == ("served\n", "")
