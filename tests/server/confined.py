@@ -112,7 +112,8 @@ def embed() -> int:
     """How many numbers an embedding has."""
     body = json.dumps({"model": "all-MiniLM-L6-v2", "input": "A boat."}).encode()
     head = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
-    with urllib.request.urlopen(urllib.request.Request(f"{URL}/v1/embeddings", body, head)) as got:
+    asked = urllib.request.Request(f"{URL}/v1/embeddings", body, head)
+    with urllib.request.urlopen(asked, timeout=30) as got:
         return len(json.load(got)["data"][0]["embedding"])
 
 

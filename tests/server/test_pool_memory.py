@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,6 +13,9 @@ from benchmarks.memory import shared_bytes
 from server.pool import WorkerPool
 from tests.server.workers import Worker
 from tests.unshared import run_unshared
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MIB = 1 << 20
 
