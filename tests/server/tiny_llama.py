@@ -64,14 +64,18 @@ def reference(folder: Path) -> Any:
 
 def greedy(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
     """The tokens that transformers finds, the one that ends the answer among them."""
-    model = reference(folder)
-    ids = torch.tensor([list(prompt)])
+    return list(_greedy(folder, tuple(prompt), count))
+
+
+@cache
+def _greedy(folder: Path, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    ids = torch.tensor([prompt])
     with torch.inference_mode():
-        found = model.generate(
+        found = reference(folder).generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=count,
             do_sample=False,
             pad_token_id=0,
         )
-    return [int(token) for token in found[0, len(prompt) :]]
+    return tuple(int(token) for token in found[0, len(prompt) :])
