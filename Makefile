@@ -15,7 +15,7 @@ TEST_FILES_AT_ONCE := 3
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-# What benchmarks compare with: MPIs, SGLang's queue, vLLM.
+# What benchmarks compare with: MPIs, SGLang's queue, iceoryx2, Ray, Monarch, vLLM.
 PEERS       := .bench-peers
 PEERS_STAMP := $(PEERS)/.installed
 
@@ -68,15 +68,21 @@ $(VLLM_STAMP): .ci/vllm-requirements.txt pyproject.toml
 vllm-test: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -o faulthandler_timeout=1800 tests/plugins
 
-# What ours is measured beside; without vLLM where it cannot be installed.
+# What ours is measured beside; without what cannot be installed.
 bench-peers: $(PEERS_STAMP)
 
 $(PEERS_STAMP): .ci/bench-peers.txt $(STAMP)
 	-$(MAKE) vllm-setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	for mpi in $$(grep -v sglang $<); do $(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
-	  --ignore-installed --prefix $(PEERS)/mpi/$${mpi%%==*} $$mpi; done
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(PEERS)/sgl $$(grep sglang $<)
+	for peer in $$(cat $<); do \
+	  name=$${peer%%==*}; \
+	  case $$name in \
+	    *mpi*) how="--no-deps --ignore-installed --prefix $(PEERS)/mpi/$$name" ;; \
+	    sglang) how="--no-deps --upgrade --target $(PEERS)/sgl" ;; \
+	    *) how="-c constraints.txt --upgrade --target $(PEERS)/$$name" ;; \
+	  esac; \
+	  $(BIN)/pip install --quiet --disable-pip-version-check $$how $$peer || echo "$$peer is left out"; \
+	done
 	ln -sfn ../$(VLLM_VENV) $(PEERS)/venv
 	touch $@
 

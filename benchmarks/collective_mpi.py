@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mpi4py import MPI
 
+from benchmarks.child import ANSWER
 from benchmarks.collective_ranks import measure
-from benchmarks.peers import ANSWER
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from device_comm import Communicator, ShmBackend
 from shm_broadcast import Board, BoardHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -179,13 +179,16 @@ def check(verb: str, result: Tensor, n: int) -> None:
         raise RuntimeError(f"{verb} is wrong")
 
 
-def serve(rank: int, n: int, board: BoardHandle, path: str, requests: Connection) -> None:
+def serve(
+    rank: int, n: int, board: BoardHandle, path: str, names: Sequence[str], requests: Connection
+) -> None:
     """A rank's process: measure what the driver asks for, until it asks for nothing."""
     torch.set_num_threads(1)
-    systems: dict[str, Collectives] = {
-        "ours": Ours(Board.attach(board, rank), path),
-        "gloo": Gloo(rank, n, path),
+    make: dict[str, Callable[[], Collectives]] = {
+        "ours": lambda: Ours(Board.attach(board, rank), path),
+        "gloo": lambda: Gloo(rank, n, path),
     }
+    systems = {name: make[name]() for name in names}
     while (request := requests.recv()) is not None:
         name, *work = request
         requests.send(measure(systems[name], rank, n, *work))

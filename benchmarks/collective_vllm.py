@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.child import ANSWER
 from benchmarks.collective_ranks import measure
-from benchmarks.peers import ANSWER
 from benchmarks.rank_processes import RankProcesses
 from benchmarks.tensor_dict import tensors_only
 

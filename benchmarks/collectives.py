@@ -12,6 +12,7 @@ import tempfile
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.child import PeerError
 from benchmarks.collective_ranks import serve
 from benchmarks.harness import Report, drawing, machine, parser
 from benchmarks.peers import Peers
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping, Sequence
 
+    from benchmarks.child import Child
     from benchmarks.harness import Row
-    from benchmarks.peers import Child
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = {
@@ -60,6 +61,11 @@ COLOURS = {
 QUICK_VERBS = ("all_reduce_", "all_reduce", "all_gather_", "broadcast_")
 FEW_SIZES = ("1KiB", "128KiB", "1MiB", "16MiB")
 QUICK_SIZES = ("1KiB", "128KiB", "1MiB")
+HERE = ("ours", "gloo")
+"""The systems of this interpreter."""
+REPEATS = 5
+MOST_SECONDS = 1.5
+"""What a system may take for a figure before it gets no more repeats."""
 Samples = list[float]
 
 
@@ -75,18 +81,30 @@ def compare(
     for verb, dtype, size in works:
         request = (verb, dtype, size, seconds)
         asks: dict[str, Callable[..., Samples | None]] = {
-            "ours": lambda *given: ranks.ask("ours", *given),
-            "gloo": lambda *given: ranks.ask("gloo", *given),
+            system: partial(ranks.ask, system) for system in HERE
         }
         asks |= {title: _asking(peer) for title, peer in peers.items()}
-        able = {name: ask for name, ask in asks.items() if ask(*request) is not None}  # warms up
+        able = [name for name, ask in asks.items() if _has(report, name, ask, request)]
         name = next((label for label, value in SIZES.items() if value == size), "")
         report.measure(
             verb,
             f"{dtype} {name} {n} ranks".strip(),
-            {each: partial(_samples, ask, request) for each, ask in able.items()},
+            {each: partial(_samples, asks[each], request) for each in able},
+            repeats=REPEATS,
             warm_up=False,
+            seconds=MOST_SECONDS,
         )
+
+
+def _has(
+    report: Report, name: str, ask: Callable[..., Samples | None], request: tuple[Any, ...]
+) -> bool:
+    """Whether a system has the verb; if so, it has warmed up."""
+    try:
+        return ask(*request) is not None
+    except PeerError as error:
+        report.left_out[f"{name}, {request[0]}"] = str(error)
+        return False
 
 
 def _asking(peer: Child) -> Callable[..., Samples | None]:
@@ -136,6 +154,20 @@ def all_works(n: int, options: argparse.Namespace) -> list[tuple[str, str, int]]
     return [*works, ("barrier", "fp32", 0)]
 
 
+def run(report: Report, options: argparse.Namespace, n: int) -> None:
+    """All works of ``n`` ranks."""
+    works = [work for work in all_works(n, options) if options.only in work[0]]
+    peers = Peers(options.peers)
+    with (
+        peers.mpis(n, report.left_out) as mpis,
+        peers.collectives_of_vllm(n, report.left_out) as vllm,
+        tempfile.TemporaryDirectory() as folder,
+        Board.create(n, None) as board,
+        RankProcesses(n, serve, n, board.handle(), f"{folder}/s", HERE) as ranks,
+    ):
+        compare(report, n, ranks, {**mpis, **vllm}, works, 0.05)
+
+
 def main() -> None:
     arguments = parser(__doc__ or "")
     add = arguments.add_argument
@@ -143,19 +175,12 @@ def main() -> None:
     add("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES), help="bytes of x")
     options = arguments.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    report = Report(machine())
-    peers = Peers(options.peers)
-    for n in options.ranks[:1] if options.quick else options.ranks:
-        works = [work for work in all_works(n, options) if options.only in work[0]]
-        with (
-            peers.mpis(n, report.left_out) as mpis,
-            peers.collectives_of_vllm(n, report.left_out) as vllm,
-            tempfile.TemporaryDirectory() as folder,
-            Board.create(n, None) as board,
-            RankProcesses(n, serve, n, board.handle(), f"{folder}/s") as ranks,
-        ):
-            compare(report, n, ranks, {**mpis, **vllm}, works, 0.05)
-    report.finish(options, draw)
+    report = Report(machine(), file=options.json)
+    try:
+        for n in options.ranks[:1] if options.quick else options.ranks:
+            run(report, options, n)
+    finally:
+        report.finish(options, draw)
 
 
 if __name__ == "__main__":

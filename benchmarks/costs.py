@@ -19,7 +19,8 @@ import torch
 from benchmarks.harness import Report, machine, parser
 from benchmarks.memory import shared_bytes
 from benchmarks.message_queue import start_all
-from benchmarks.pool import REQUEST, WORKERS, Nothing, peer
+from benchmarks.pool import Nothing
+from benchmarks.pool_peers import REQUEST, WORKERS, executor
 from server import WorkerPool
 
 if TYPE_CHECKING:
@@ -54,13 +55,11 @@ def thousand_calls(pool: WorkerPool, pause: float, count: int) -> list[float]:
 
 def queues(report: Report, options: argparse.Namespace, repeats: int, count: int) -> None:
     """Round trips of a dict to one reader."""
-    running = start_all(report, options, 1)
+    running = start_all(report, options, 1, SYSTEMS)
     try:
         for params, pause in RATES.items():
             asks: dict[str, Callable[[], list[float]]] = {
-                system.name: partial(system.ask, "cost", "dict", pause, count)
-                for system in running
-                if system.name in SYSTEMS
+                system.name: partial(system.ask, "cost", "dict", pause, count) for system in running
             }
             report.measure("1,000 round trips", params, asks, unit="s", repeats=repeats)
     finally:
@@ -70,16 +69,15 @@ def queues(report: Report, options: argparse.Namespace, repeats: int, count: int
 
 def calls(report: Report, options: argparse.Namespace, repeats: int, count: int) -> None:
     """Calls to two workers, and the pool's memory."""
-    remote = peer(report, options)
+    remotes = executor(report, options)
     try:
         with WorkerPool(Counted, tp=WORKERS) as pool:
             for params, pause in RATES.items():
                 asks: dict[str, Callable[[], list[float]]] = {
                     "ours": partial(thousand_calls, pool, pause, count)
                 }
-                if remote is not None:
-                    work = ("cost", None, REQUEST, pause, count)
-                    asks["vLLM's executor loop"] = partial(remote.ask, *work)
+                work = ("cost", None, REQUEST, pause, count)
+                asks |= {name: partial(each.ask, *work) for name, each in remotes.items()}
                 report.measure("1,000 calls", params, asks, unit="s", repeats=repeats)
             workers = [psutil.Process(status.pid) for status in pool.status()]
             memory: dict[str, Callable[[], list[float]]] = {
@@ -88,8 +86,8 @@ def calls(report: Report, options: argparse.Namespace, repeats: int, count: int)
             }
             report.measure("memory of a pool", "two workers", memory, unit="MiB", repeats=1)
     finally:
-        if remote is not None:
-            remote.stop()
+        for each in remotes.values():
+            each.stop()
 
 
 def main() -> None:
@@ -98,7 +96,7 @@ def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    report = Report(machine())
+    report = Report(machine(), file=options.json)
     repeats, count = (1, 100) if options.quick else (5, 1000)
     queues(report, options, repeats, count)
     calls(report, options, repeats, count)

@@ -18,7 +18,8 @@ import torch.distributed as dist
 import coordinator
 from benchmarks.collective_ranks import serve
 from benchmarks.harness import Report, drawing, machine, parser
-from benchmarks.pool import WORKERS, Nothing
+from benchmarks.pool import Nothing
+from benchmarks.pool_peers import WORKERS
 from benchmarks.queue_systems import Ours
 from benchmarks.rank_processes import RankProcesses
 from server import WorkerPool
@@ -37,23 +38,27 @@ GROUPS = (1, 4, 16, 64, 256)
 SIZES = {"64B": 64, "4KiB": 4 << 10, "256KiB": 256 << 10, "16MiB": 16 << 20, "1GiB": 1 << 30}
 HUGE = {"4GiB": 4 << 30}
 CALLS = (1, 100, 10_000, 100_000)
+REPEATS = 5
+MOST_SECONDS = 4.0
+"""What a system may take for a figure before it gets no more repeats."""
+measure = partial(Report.measure, repeats=REPEATS, seconds=MOST_SECONDS)
 
 
 def ranks(report: Report, quick: bool) -> None:
     """Collectives of ever more ranks."""
     for n in RANKS[: 2 if quick else None]:
+        systems = ("ours", "gloo") if n <= MOST_OF_GLOO else ("ours",)
         with (
             tempfile.TemporaryDirectory() as folder,
             Board.create(n, None) as board,
-            RankProcesses(n, serve, n, board.handle(), f"{folder}/s") as processes,
+            RankProcesses(n, serve, n, board.handle(), f"{folder}/s", systems) as processes,
         ):
-            systems = ("ours", "gloo") if n <= MOST_OF_GLOO else ("ours",)
             for verb, size in (("barrier", 0), ("all_reduce_", 16 << 10)):
                 asks = {
                     system: partial(processes.ask, system, verb, "fp32", size, 0.1)
                     for system in systems
                 }
-                report.measure(f"{verb.rstrip('_')} of n ranks", f"{n}", asks)
+                measure(report, f"{verb.rstrip('_')} of n ranks", f"{n}", asks)
 
 
 def readers(report: Report, quick: bool) -> None:
@@ -63,7 +68,7 @@ def readers(report: Report, quick: bool) -> None:
         system.start(n)
         try:
             asks = {"ours": partial(system.echo, "a message", 200)}
-            report.measure("round trip with n readers", f"{n}", asks)
+            measure(report, "round trip with n readers", f"{n}", asks)
         finally:
             system.stop()
 
@@ -77,8 +82,7 @@ def messages(report: Report, quick: bool) -> None:
             payload = torch.ones(size // 4)
             count = max(1, min(100, (256 << 20) // size))
             asks = {"ours": partial(system.one_way, payload, count)}
-            few = size > (256 << 20)
-            report.measure("message of n bytes", name, asks, repeats=1 if few else 3)
+            measure(report, "message of n bytes", name, asks)
     finally:
         system.stop()
 
@@ -117,7 +121,7 @@ def groups(report: Report, quick: bool) -> None:
                 "making one of n groups", f"{n}", making, unit="ms", repeats=1, warm_up=False
             )
             asks = {"ours": partial(processes.ask, n, 2000, 1)}
-            report.measure("all_reduce in the last of n groups", f"{n}", asks)
+            measure(report, "all_reduce in the last of n groups", f"{n}", asks)
 
 
 def calls(report: Report, quick: bool) -> None:
@@ -132,7 +136,7 @@ def calls(report: Report, quick: bool) -> None:
             return [(time.perf_counter() - began) / n]
 
         for n in CALLS[: 2 if quick else None]:
-            report.measure("each of n calls at once", f"{n}", {"ours": partial(all_at_once, n)})
+            measure(report, "each of n calls at once", f"{n}", {"ours": partial(all_at_once, n)})
 
 
 def draw(rows: Sequence[Row], path: str) -> None:
@@ -161,12 +165,14 @@ def main() -> None:
     options = parser(__doc__ or "").parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    report = Report(machine())
+    report = Report(machine(), file=options.json)
     works: tuple[Callable[[Report, bool], None], ...] = (ranks, readers, messages, groups, calls)
-    for work in works:
-        if options.only in work.__name__:
-            work(report, options.quick)
-    report.finish(options, draw)
+    try:
+        for work in works:
+            if options.only in work.__name__:
+                work(report, options.quick)
+    finally:
+        report.finish(options, draw)
 
 
 if __name__ == "__main__":

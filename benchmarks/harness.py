@@ -2,7 +2,7 @@
 
 A benchmark measures each system in turn, several times over, so that a noisy moment of a shared
 machine falls on all of them. Reported are the median of all samples, the 99th percentile, and the
-spread of the repeats' medians as a share of their median.
+spread of the repeats' medians as a share of their median; of one repeat, that of its samples.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import math
 import os
 import platform
 import statistics
+import time
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from benchmarks.child import PeerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -58,6 +61,8 @@ class Report:
     ratios: list[Ratio] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     notes: dict[str, dict[str, float]] = field(default_factory=dict)
+    file: str | None = None
+    """Where what is known so far is written after each figure, should the rest never come."""
 
     def measure(
         self,
@@ -68,12 +73,33 @@ class Report:
         unit: str = "us",
         repeats: int = 3,
         warm_up: bool = True,
+        seconds: float = math.inf,
     ) -> None:
-        """Measure each system ``repeats`` times, in turn; a call returns samples in seconds."""
+        """Measure each system, in turn; a call returns samples in seconds.
+
+        A peer that fails is left out of this figure.
+
+        Args:
+            work: what they do.
+            params: how much of it.
+            systems: by name.
+            unit: of the figures.
+            repeats: how often.
+            warm_up: whether to do it once more before.
+            seconds: a system that has taken as long has no further repeats, but one.
+        """
         samples: dict[str, list[Sequence[float]]] = {name: [] for name in systems}
+        spent = dict.fromkeys(systems, 0.0)
         for repeat in range(-1 if warm_up else 0, repeats):
-            for name, sample in systems.items():
-                taken = sample()
+            for name in [each for each in samples if not samples[each] or spent[each] < seconds]:
+                began = time.monotonic()
+                try:
+                    taken = systems[name]()
+                except PeerError as error:
+                    self.left_out[f"{name}, {work} {params}"] = str(error)
+                    del samples[name]
+                    continue
+                spent[name] += time.monotonic() - began
                 if repeat >= 0:
                     samples[name].append(taken)
         rows = [summarise(work, params, name, taken, unit) for name, taken in samples.items()]
@@ -86,6 +112,14 @@ class Report:
                     if not peer.system.startswith("ours")
                 ]
         self._print(rows)
+        self.save()
+
+    def save(self) -> None:
+        """Write what is known, if there is a file for it."""
+        if self.file:
+            known = asdict(self)
+            del known["file"]
+            Path(self.file).write_text(json.dumps(known, indent=1) + "\n")
 
     def _print(self, rows: list[Row]) -> None:
         best = rows[0]
@@ -109,8 +143,8 @@ class Report:
         """
         for system, reason in self.left_out.items():
             print(f"left out: {system}: {reason}")
-        if options.json:
-            Path(options.json).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        self.file = options.json
+        self.save()
         if options.plot:
             (draw or plot)(self.rows, options.plot)
 
@@ -122,6 +156,8 @@ def summarise(
     scale = UNITS[unit]
     every = sorted(sample * scale for repeat in repeats for sample in repeat)
     medians = [statistics.median(repeat) * scale for repeat in repeats]
+    if len(medians) == 1:
+        medians = every
     middle = statistics.median(every)
     return Row(
         work,

@@ -2,83 +2,77 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.child import PeerError
 from benchmarks.futex import Futex
 from benchmarks.harness import Report, machine, parser
 from benchmarks.peers import Peers
-from benchmarks.queue_base import WORKS, System, payload_for
+from benchmarks.queue_base import BUSY_WORKS, WORKS
 from benchmarks.queue_systems import SYSTEMS
+from benchmarks.remote import Local, Remote
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-QUEUES = ("vLLM", "vLLM (arena)", "SGLang")
+    from benchmarks.queue_base import System
+
+VLLM: dict[str, tuple[str, ...]] = {"vLLM": WORKS, "vLLM (arena)": BUSY_WORKS, "SGLang": WORKS}
+ICEORYX: dict[str, tuple[str, ...]] = {
+    "iceoryx2 (polling)": ("echo", "flood"),
+    "iceoryx2 (event)": ("echo", "flood", "idle_cpu", "wake"),
+}
 HERE: tuple[type[System], ...] = (*SYSTEMS, Futex)
 LARGE = ("1MiB", "16MiB", "64MiB", "256MiB")
+MOST_SECONDS = 3.0
+"""What a system may take for a figure before it gets no more repeats."""
 
 
-class Remote:
-    """A peer in its own interpreter, with the same face as `Local`."""
+def start_peer(peers: Peers, name: str, n_readers: int) -> Remote:
+    """Start a queue that is in a child, without waiting for it.
 
-    def __init__(self, name: str, peers: Peers, n_readers: int) -> None:
-        self.name = name
-        self.carries_tensors = True
-        self.works = WORKS
-        self._child = peers.vllm(name, "benchmarks.queue_peers", stopped=True)
-        self._child.tell({"do": "start", "system": name, "readers": n_readers})
-
-    def wait_started(self) -> None:
-        self._child.answer()
-
-    def ask(self, work: str, payload: str | None, *arguments: Any) -> list[float]:
-        samples: list[float] = self._child.ask(
-            {"do": work, "payload": payload, "arguments": arguments}
-        )
-        return samples
-
-    def stop(self) -> None:
-        self._child.ask({"do": "stop"})
-        self._child.close()
+    Raises:
+        PeerError: it is not there.
+    """
+    if name in VLLM:
+        child = peers.vllm(name, "benchmarks.queue_peers", stopped=True)
+        return Remote(name, child, n_readers, VLLM[name])
+    polls = "wake" not in ICEORYX[name]  # its events do not survive being stopped
+    child = peers.package("iceoryx2", "benchmarks.queue_iceoryx", stopped=polls)
+    return Remote(name, child, n_readers, ICEORYX[name], carries_tensors=False)
 
 
-class Local:
-    """A system of this interpreter."""
-
-    def __init__(self, system: System, n_readers: int) -> None:
-        self.name = system.name
-        self.carries_tensors = system.carries_tensors
-        self.works = system.works
-        self._system = system
-        system.start(n_readers)
-
-    def ask(self, work: str, payload: str | None, *arguments: Any) -> list[float]:
-        given = () if payload is None else (payload_for(payload),)
-        samples: list[float] = getattr(self._system, work)(*given, *arguments)
-        return samples
-
-    def stop(self) -> None:
-        self._system.stop()
+def start_all(
+    report: Report, options: argparse.Namespace, n_readers: int, only: Sequence[str] = ()
+) -> list[Local | Remote]:
+    """Start every system that is there, or those of them that are asked for; name the missing."""
+    peers, theirs = Peers(options.peers), []
+    for name in (*VLLM, *ICEORYX):
+        if not only or name in only:
+            try:
+                theirs.append(start_peer(peers, name, n_readers))
+            except PeerError as error:
+                report.left_out[name] = str(error)
+    ours = [system for system in HERE if not only or system.name in only]
+    running: list[Local | Remote] = [Local(system(), n_readers) for system in ours]
+    return running + started(report, theirs)
 
 
-def start_all(report: Report, options: argparse.Namespace, n_readers: int) -> list[Local | Remote]:
-    """Start every system that is there; name those that are not."""
-    peers = Peers(options.peers)
-    missing = peers.why_no_vllm()
-    theirs = [] if missing else [Remote(name, peers, n_readers) for name in QUEUES]
-    running: list[Local | Remote] = [Local(system(), n_readers) for system in HERE]
-    if missing:
-        report.left_out |= dict.fromkeys(QUEUES, missing)
+def started(report: Report, theirs: Sequence[Remote]) -> list[Remote]:
+    """Those of the peers whose readers are there in the end; name the others."""
+    running = []
     for peer in theirs:
         try:
             peer.wait_started()
-        except (OSError, RuntimeError) as error:
+        except PeerError as error:
             report.left_out[peer.name] = str(error)
+            peer.stop()
         else:
             running.append(peer)
     return running
@@ -95,7 +89,7 @@ def run(report: Report, options: argparse.Namespace, n_readers: int) -> None:
         *arguments: Any,
         label: str = "",
         unit: str = "us",
-        repeats: int = 1 if quick else 3,
+        repeats: int = 1 if quick else 5,
         warm_up: bool = True,
     ) -> None:
         params = f"{label or payload or ''}, {n_readers} reader{'s' * (n_readers > 1)}"
@@ -111,7 +105,10 @@ def run(report: Report, options: argparse.Namespace, n_readers: int) -> None:
             for each in running
             if work in each.works and (each.carries_tensors or not large)
         }
-        report.measure(work, params, takes_part, unit=unit, repeats=repeats, warm_up=warm_up)
+        seconds = MOST_SECONDS if warm_up else math.inf
+        report.measure(
+            work, params, takes_part, unit=unit, repeats=repeats, warm_up=warm_up, seconds=seconds
+        )
 
     try:
         count = 300 if quick else 3000
@@ -122,10 +119,9 @@ def run(report: Report, options: argparse.Namespace, n_readers: int) -> None:
             measure("one_way", size, 3 if quick or size == "256MiB" else 8, unit="ms")
         if n_readers == 1:
             idle = 0.5 if quick else 5.0
-            measure("wake", "dict", idle, 3, label="after idling", repeats=1, warm_up=False)
-            idle = 1.0 if quick else 20.0
-            label = "share of a core"
-            measure("idle_cpu", None, idle, label=label, unit="%", repeats=1, warm_up=False)
+            measure("wake", "dict", idle, 1, label="after idling", warm_up=False)
+            idle, label = (1.0 if quick else 10.0), "share of a core"
+            measure("idle_cpu", None, idle, label=label, unit="%", repeats=2, warm_up=False)
     finally:
         for system in running:
             system.stop()
@@ -136,7 +132,7 @@ def main() -> None:
     options = parser(__doc__ or "").parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    report = Report(machine())
+    report = Report(machine(), file=options.json)
     for n_readers in (1, 3):
         run(report, options, n_readers)
     report.finish(options)

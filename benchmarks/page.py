@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 INTRODUCTION = """\
 Written by `make bench`. Each figure is the median of all samples, ± half of what lies between the
-quickest and the slowest repeat. All systems of a line took turns in one run. *Times* is how many
-times as fast as the peer ours was: above 1, ours is ahead.
+quickest and the slowest repeat, or, of a single one, its samples. All systems of a line took turns
+in one run. *Times* is how many times as fast as the peer ours was: above 1, ours is ahead.
 """
 
 
@@ -23,8 +23,9 @@ def page(
     verdicts: Sequence[Verdict],
     reports: Mapping[str, Sequence[Row]],
     left_out: Mapping[str, str],
+    sections: Sequence[str] = (),
 ) -> str:
-    """The whole page."""
+    """The whole page; with ``sections`` after the figures."""
     told = ", ".join(f"{name} {value}" for name, value in machine.items())
     met = sum(verdict.met for verdict in verdicts)
     measured = sum(verdict.measured for verdict in verdicts)
@@ -42,6 +43,7 @@ def page(
         parts += [f"## {name}", f"`python -m benchmarks.{name}`"]
         for work in dict.fromkeys(row.work for row in rows):
             parts.append(_work(work, [row for row in rows if row.work == work]))
+    parts += [section for section in sections if section]
     if left_out:
         parts.append("## Left out")
         parts.append("\n".join(f"- {name}: {why}" for name, why in left_out.items()))

@@ -3,99 +3,24 @@
     venv/bin/python     an interpreter that imports vLLM
     sgl/sglang          the package of SGLang
     mpi/NAME            a prefix for each MPI: bin/mpiexec, lib
+    NAME                what Python finds iceoryx2, ray or torchmonarch in
 
-Nothing of it is imported by the benchmarks' own interpreter, but mpi4py: it runs in children, which
-are asked line by line.
+Nothing of it is imported by the benchmarks' own process: it runs in children, which are asked line
+by line.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
-import signal
-import subprocess
 import sys
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from benchmarks.child import ROOT, Child, PeerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-ROOT = Path(__file__).parents[1]
-ANSWER = "samples "
-PR_SET_PDEATHSIG = 1
-
-
-def end_with_parent() -> None:
-    """Have this process be told to end when its parent has ended."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-class Child:
-    """A program that reads a JSON request a line, and answers each with a line of samples.
-
-    Args:
-        name: for errors.
-        command: the program.
-        environment: what it has besides this process's variables.
-        stopped: stop its processes between two requests: some spin while they are idle, and the
-            others would miss the core.
-    """
-
-    def __init__(
-        self, name: str, command: list[str], environment: dict[str, str], *, stopped: bool = False
-    ) -> None:
-        self.name = name
-        self._stopped = stopped
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            start_new_session=True,
-            preexec_fn=end_with_parent,
-        )
-
-    def ask(self, request: Any) -> Any:
-        """Its answer.
-
-        Raises:
-            RuntimeError: it has ended.
-        """
-        self.tell(request)
-        return self.answer()
-
-    def tell(self, request: Any) -> None:
-        """Ask, and do not wait."""
-        if self._stopped:
-            os.killpg(self._process.pid, signal.SIGCONT)
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> Any:
-        """What it says next."""
-        for line in self._process.stdout or ():
-            if line.startswith(ANSWER):
-                if self._stopped:
-                    os.killpg(self._process.pid, signal.SIGSTOP)
-                return json.loads(line.removeprefix(ANSWER))
-        raise RuntimeError(f"{self.name} has ended")
-
-    def close(self) -> None:
-        """End its input, and with it the program; kill what has not ended after 20 s."""
-        if self._stopped:
-            os.killpg(self._process.pid, signal.SIGCONT)
-        try:
-            self._process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.communicate()
 
 
 class Mpi(NamedTuple):
@@ -141,20 +66,29 @@ class Peers:
     def __init__(self, folder: str | None) -> None:
         self._folder = None if folder is None else Path(folder).absolute()
 
-    def why_no_vllm(self) -> str:
-        """What is missing for vLLM; empty if nothing is."""
+    def _part(self, part: str) -> Path:
+        """Where a part is.
+
+        Raises:
+            PeerError: it is not there.
+        """
         if self._folder is None:
-            return "give --peers DIR"
-        python = self._folder / "venv/bin/python"
-        return "" if python.exists() else f"{python} does not exist"
+            raise PeerError("give --peers DIR")
+        if not (self._folder / part).exists():
+            raise PeerError(f"the folder of peers has no {part}")
+        return self._folder / part
 
     def vllm(self, name: str, module: str, *arguments: str, stopped: bool = False) -> Child:
-        """Run a module of the benchmarks in the interpreter that imports vLLM."""
-        assert self._folder is not None
-        command = [str(self._folder / "venv/bin/python"), "-m", module, *arguments]
+        """Run a module of the benchmarks in the interpreter that imports vLLM.
+
+        Raises:
+            PeerError: it is not there.
+        """
+        python = self._part("venv/bin/python")
+        command = [str(python), "-m", module, *arguments]
         variables = {
             "PEERS": str(self._folder),
-            "PYTHONPATH": f"{ROOT}:{self._folder / 'vllm'}",
+            "PYTHONPATH": str(ROOT),
             "VLLM_TARGET_DEVICE": "cpu",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
@@ -163,15 +97,27 @@ class Peers:
         }
         return Child(name, command, variables, stopped=stopped)
 
+    def package(self, name: str, module: str, *, stopped: bool = False) -> Child:
+        """Run a module of the benchmarks where the package ``name`` and what it needs come first.
+
+        Raises:
+            PeerError: it is not there.
+        """
+        variables = {"PYTHONPATH": f"{ROOT}:{self._part(name)}"}
+        command = [sys.executable, "-m", module]
+        return Child(name, command, variables, stopped=stopped)
+
     @contextmanager
     def collectives_of_vllm(self, n: int, left_out: dict[str, str]) -> Iterator[dict[str, Child]]:
         """The ``n`` ranks of vLLM's C++, if it is there."""
-        name, missing = "vLLM's C++", self.why_no_vllm()
-        if missing:
-            left_out[name] = missing
+        name = "vLLM's C++"
+        try:
+            child = self.vllm(name, "benchmarks.collective_vllm", str(n))
+        except PeerError as error:
+            left_out[name] = str(error)
             yield {}
             return
-        with closing(self.vllm(name, "benchmarks.collective_vllm", str(n))) as child:
+        with closing(child):
             yield {name: child}
 
     @contextmanager
@@ -181,11 +127,12 @@ class Peers:
         with ExitStack() as stack:
             running = {}
             for mpi in MPIS:
-                prefix = self._folder and self._folder / "mpi" / mpi.folder
                 if mpi.yields and not few:
                     continue
-                if prefix is None or not prefix.is_dir():
-                    left_out[mpi.title] = "give --peers DIR" if prefix is None else f"no {prefix}"
-                    continue
-                running[mpi.title] = stack.enter_context(closing(mpi.start(prefix, n)))
+                try:
+                    child = mpi.start(self._part(f"mpi/{mpi.folder}"), n)
+                except PeerError as error:
+                    left_out[mpi.title] = str(error)
+                else:
+                    running[mpi.title] = stack.enter_context(closing(child))
             yield running

@@ -3,7 +3,8 @@
 Two workers; the driver calls them back to back, every 20 ms, and after 5 s of silence. Then pools
 are started, one after another, each up to the end of its first call. vLLM's
 executor cannot be built without a model, so its loop is followed over its queue: one broadcast of
-``(method, args, kwargs, output_rank)``, one reply from each worker.
+``(method, args, kwargs, output_rank)``, one reply from each worker. Ray's and Monarch's actors are
+called all at once, by the quickest means that each has: `benchmarks.call_peers`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ import torch
 
 from benchmarks.futex import Futex
 from benchmarks.harness import Report, machine, parser
-from benchmarks.message_queue import Remote
-from benchmarks.peers import Peers
+from benchmarks.pool_peers import EXECUTOR, REQUEST, WORKERS, actors, executor
 from benchmarks.queue_base import System, require
 from server import PoolConfig, WorkerPool
 
@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from multiprocessing.connection import Connection
 
+    from benchmarks.remote import Remote
     from server import WorkerContext
 
-WORKERS = 2
-REQUEST: list[Any] = ["no_op", [], {}, None]
-"""What vLLM's executor sends for such a call."""
+SLOWER = 10
+"""How many times fewer calls actors get, to take as long as the others."""
+MOST_SECONDS = 3.0
+"""What a system may take for a figure before it gets no more repeats; pauses come on top."""
 
 
 class Nothing:
@@ -94,27 +96,10 @@ def timed(call: Callable[[], list[Any]], idle: float, count: int) -> list[float]
     return samples
 
 
-def peer(report: Report, options: argparse.Namespace) -> Remote | None:
-    """vLLM's queue, if it is there."""
-    report.left_out["Ray"] = "not measured here"
-    peers = Peers(options.peers)
-    missing = peers.why_no_vllm()
-    if missing:
-        report.left_out["vLLM's executor loop"] = missing
-        return None
-    found = Remote("vLLM", peers, WORKERS)
-    try:
-        found.wait_started()
-    except (OSError, RuntimeError) as error:
-        report.left_out["vLLM's executor loop"] = str(error)
-        return None
-    return found
-
-
 def run(report: Report, options: argparse.Namespace) -> None:
     """All rhythms, all systems in turn."""
     quick = options.quick
-    remote = peer(report, options)
+    peers = executor(report, options) | actors(report, options)
     pipes = Pipes()
     futex = Futex()
     futex.start(WORKERS)
@@ -131,7 +116,7 @@ def run(report: Report, options: argparse.Namespace) -> None:
                 ("after idling", 0.5 if quick else 5.0, 1),
             ):
                 if options.only in params:
-                    measure(report, params, idle, count, calls, remote, 2 if quick else 5)
+                    measure(report, params, idle, count, calls, peers, 2 if quick else 5)
             # While a pool is there, a fork server has been started: this is a later pool's start.
             if options.only in "started":
                 ways = {"ours": lambda: starts(True), "ours, spawned": lambda: starts(False)}
@@ -139,19 +124,16 @@ def run(report: Report, options: argparse.Namespace) -> None:
     finally:
         pipes.stop()
         futex.stop()
-        if remote is not None:
-            remote.stop()
+        for each in peers.values():
+            each.stop()
 
 
 def starts(fork: bool) -> list[float]:
-    """Seconds of each of 3 starts of a pool, up to the end of its first call."""
-    samples = []
-    for _ in range(3):
-        began = time.perf_counter()
-        with WorkerPool(Nothing, tp=WORKERS, config=PoolConfig(fork=fork)) as pool:
-            pool.collective_rpc("no_op")
-            samples.append(time.perf_counter() - began)
-    return samples
+    """Seconds of the start of a pool, up to the end of its first call."""
+    began = time.perf_counter()
+    with WorkerPool(Nothing, tp=WORKERS, config=PoolConfig(fork=fork)) as pool:
+        pool.collective_rpc("no_op")
+        return [time.perf_counter() - began]
 
 
 def measure(
@@ -160,7 +142,7 @@ def measure(
     idle: float,
     count: int,
     calls: Mapping[str, Callable[[], list[Any]]],
-    remote: Remote | None,
+    peers: Mapping[str, Remote],
     repeats: int,
 ) -> None:
     """One rhythm."""
@@ -168,11 +150,18 @@ def measure(
     def asking(call: Callable[[], list[Any]]) -> Callable[[], list[float]]:
         return lambda: timed(call, idle, count)
 
+    def asking_peer(name: str) -> Callable[[], list[float]]:
+        few = count if idle or name == EXECUTOR else count // SLOWER
+        sent = REQUEST if name == EXECUTOR else None
+        work = ("wake", None, sent, idle, few) if idle else ("echo", None, sent, few)
+        return lambda: peers[name].ask(*work)
+
     systems = {name: asking(call) for name, call in calls.items()}
-    if remote is not None:
-        work = ("wake", None, REQUEST, idle, count) if idle else ("echo", None, REQUEST, count)
-        systems["vLLM's executor loop"] = lambda: remote.ask(*work)
-    report.measure("no-op collective_rpc", params, systems, repeats=repeats)
+    systems |= {name: asking_peer(name) for name in peers}
+    pauses = idle * count * (1 + repeats)
+    report.measure(
+        "no-op collective_rpc", params, systems, repeats=repeats, seconds=MOST_SECONDS + pauses
+    )
 
 
 def main() -> None:
@@ -180,7 +169,7 @@ def main() -> None:
     options = parser(__doc__ or "").parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    report = Report(machine())
+    report = Report(machine(), file=options.json)
     run(report, options)
     report.finish(options)
 

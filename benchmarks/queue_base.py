@@ -5,14 +5,19 @@ Only the standard library, so that a peer's interpreter can import it too.
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.child import ANSWER
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WORKS = ("echo", "flood", "one_way", "idle_cpu", "cost", "wake")
+BUSY_WORKS = ("echo", "flood", "one_way")
+WORKS = (*BUSY_WORKS, "idle_cpu", "cost", "wake")
 
 
 class System(ABC):
@@ -121,6 +126,31 @@ def serve(receive: Callable[[], tuple[str, Any]], reply: Callable[[Any], None]) 
         elif command == "stop":
             return
         payload = None  # a tensor is not held while the next message is waited for
+
+
+def obey_input(make: Callable[[str], System]) -> None:
+    """A child's loop: answer the requests of `benchmarks.remote.Remote` until the input ends.
+
+    Args:
+        make: a system by its name.
+    """
+    running: dict[str, System] = {}
+    try:
+        for line in sys.stdin:
+            request = json.loads(line)
+            name, work = request["system"], request["do"]
+            if work == "start":
+                system = make(name)
+                system.start(request["readers"])
+                running[name] = system
+                answer: Any = []
+            else:
+                given = [payload_for(request["payload"])] if request["payload"] else []
+                answer = getattr(running[name], work)(*given, *request["arguments"])
+            print(ANSWER + json.dumps(answer), flush=True)
+    finally:
+        for system in running.values():
+            system.stop()
 
 
 def payload_for(name: str) -> Any:

@@ -1,12 +1,11 @@
 """vLLM's and SGLang's queues, measured in their own interpreter.
 
-Run as a child of `benchmarks.message_queue`: reads one JSON request a line, answers with one JSON
-line of samples in seconds. Imports nothing of ours but what needs the standard library only.
+Run as a child of `benchmarks.message_queue`. Imports nothing of ours but what needs the standard
+library only.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing as mp
 import os
 import pickle
@@ -15,8 +14,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import ANSWER
-from benchmarks.queue_base import System, payload_for, serve
+from benchmarks.queue_base import System, obey_input, serve
 
 READERS = mp.get_context("forkserver")
 
@@ -100,22 +98,7 @@ def read(name: str, handle: bytes, reader: int, end: Any) -> None:
 
 def main() -> None:
     """Answer requests until the input ends."""
-    system: Peer | None = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        if request["do"] == "start":
-            system = Peer(request["system"])
-            system.start(request["readers"])
-            answer: Any = []
-        elif request["do"] == "stop" and system is not None:
-            system.stop()
-            answer = []
-        else:
-            arguments = request["arguments"]
-            if request["payload"]:
-                arguments = [payload_for(request["payload"]), *arguments]
-            answer = getattr(system, request["do"])(*arguments)
-        print(ANSWER + json.dumps(answer), flush=True)
+    obey_input(Peer)
 
 
 if __name__ == "__main__":

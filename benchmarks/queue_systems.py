@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from benchmarks.queue_base import System, serve
+from benchmarks.queue_base import BUSY_WORKS, WORKS, System, serve
 from shm_broadcast import Board, BoardHandle, MessageQueue, QueueHandle
 
 READERS = mp.get_context("forkserver")
@@ -113,6 +113,7 @@ class OursZeroCopy(Ours):
     """Our queue whose readers use tensors where they lie."""
 
     name = "ours (zero copy)"
+    works = BUSY_WORKS
     options: ClassVar[dict[str, Any]] = {"zero_copy": True}
 
 
@@ -179,6 +180,7 @@ class Queue(Spawned):
     """multiprocessing.Queue, two for each reader."""
 
     name = "multiprocessing.Queue"
+    works = BUSY_WORKS
     carries_tensors = False
 
     def start(self, n_readers: int) -> None:
@@ -202,6 +204,7 @@ class ZmqPickle(Spawned):
     """zmq over ipc, PUB to the readers and PULL from them, pickled."""
 
     name = "zmq ipc (pickle)"
+    works = BUSY_WORKS
     encode = staticmethod(lambda message: pickle.dumps(message, 5))
     decode = staticmethod(pickle.loads)
 
@@ -236,6 +239,7 @@ class ZmqMsgspec(ZmqPickle):
     """The same with msgspec's msgpack."""
 
     name = "zmq ipc (msgspec)"
+    works = WORKS
     carries_tensors = False
     encode = staticmethod(msgspec.msgpack.Encoder().encode)
     decode = staticmethod(msgspec.msgpack.Decoder().decode)
@@ -260,6 +264,7 @@ class Gloo(Spawned):
     """torch.distributed's broadcast_object_list over gloo."""
 
     name = "gloo broadcast_object_list"
+    works = BUSY_WORKS
 
     def echo(self, payload: Any, count: int) -> list[float]:
         return super().echo(payload, max(count // SLOWER, 1))

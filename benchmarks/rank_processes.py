@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,7 +26,9 @@ class RankProcesses:
 
     def __init__(self, n: int, serve: Callable[..., None], *arguments: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch"])
+        # Each rank runs the main module anew: by then, what that imports is there.
+        main = sys.modules["__main__"].__spec__
+        context.set_forkserver_preload(["torch", serve.__module__, *([main.name] if main else [])])
         self._pipes, self._lifelines, self._processes = [], [], []
         for rank in range(n):
             ours, theirs = context.Pipe()

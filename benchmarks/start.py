@@ -56,7 +56,7 @@ def until_answer(program: Path) -> list[float]:
 
 def main() -> None:
     options = parser(__doc__ or "").parse_args()
-    report = Report(machine())
+    report = Report(machine(), file=options.json)
     with tempfile.TemporaryDirectory() as folder:
         systems: dict[str, Callable[[], list[float]]] = {}
         for number, (name, code) in enumerate(PROGRAMS.items()):

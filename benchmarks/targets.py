@@ -143,6 +143,17 @@ TARGETS: Final = (
     ),
     *(
         _beside(
+            f"queue, {kind} dict, {work}, beside iceoryx2",
+            _queue(work, "dict, 1 reader", system),
+            1,
+            "iceoryx2 (polling)",
+            "iceoryx2 (event)",
+        )
+        for kind, system in (("pickled", "ours"), ("typed", "ours (typed)"))
+        for work in ("echo", "flood")
+    ),
+    *(
+        _beside(
             f"wake-up after 5 s, beside {peer}",
             _queue("wake", "after idling, 1 reader"),
             times,
@@ -160,6 +171,15 @@ TARGETS: Final = (
             ("after idling", "vLLM's executor loop", 3),
             ("after idling", "a bare futex", 1 / 1.5),
         )
+    ),
+    *(
+        _beside(
+            f"no-op call, {rhythm}, beside actors",
+            Figure("pool", _RPC, rhythm),
+            1,
+            *("Ray actors", "Ray's compiled graph", "Monarch actors"),
+        )
+        for rhythm in ("back to back", "every 20 ms", "after idling")
     ),
     *(
         Target(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SYSTEMS = ("ours", "ours over gloo", "gloo")
 WORKS = ("broadcast", "send/recv")
+REPEATS = 5
 
 
 def tensors_only() -> dict[str, torch.Tensor]:
@@ -164,7 +165,7 @@ def serve(rank: int, path: str, requests: Connection) -> None:
 def main() -> None:
     options = parser(__doc__ or "").parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    report = Report(machine())
+    report = Report(machine(), file=options.json)
     with (
         tempfile.TemporaryDirectory() as folder,
         RankProcesses(2, serve, f"{folder}/s") as ranks,
@@ -178,7 +179,7 @@ def main() -> None:
                     f"{name}, tensors only": partial(peer.ask, ("tensor dict", "fp32", 0, 0.2))
                     for name, peer in peers.items()
                 }
-            report.measure(f"tensor dict {work}", "4 MiB, 2 ranks", asks)
+            report.measure(f"tensor dict {work}", "4 MiB, 2 ranks", asks, repeats=REPEATS)
     report.finish(options)
 
 

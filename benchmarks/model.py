@@ -1,0 +1,114 @@
+"""What an all-reduce costs: alpha for each meeting of the ranks, beta for each byte that one reads.
+
+The model is Hockney's (The communication challenge for MPP, Parallel Computing 20, 1994): a message
+of m bytes takes ``alpha + m beta``. What the ring between hosts takes is by Thakur, Rabenseifner
+and Gropp (Optimization of collective communication operations in MPICH, IJHPCA 19, 2005). How often
+ranks of a host meet, and what each reads of others, is by `device_comm.shm.layout` and
+``device_comm/native/steps.c``:
+
+    in one step     1 meeting, a rank reads (n - 1) S
+    shared out      one meeting for each chunk and one more, a rank reads 2 (n - 1) / n S
+    to a root       one meeting for each chunk, the root reads (n - 1) S
+    from a root     one meeting for each chunk, a rank reads S
+
+Seconds and bytes everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from device_comm.shm.layout import GroupLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True)
+class Level:
+    """What it costs where ranks are so far from each other.
+
+    Attributes:
+        alpha: seconds for two ranks to meet.
+        beta: seconds for a byte that a rank reads of another.
+        line: seconds for each further rank that has to be seen to have arrived.
+        bandwidth: bytes a second that all ranks together can read.
+    """
+
+    alpha: float
+    beta: float
+    line: float = 0.0
+    bandwidth: float = math.inf
+
+    def meeting(self, n: int) -> float:
+        """Seconds for ``n`` ranks to meet, of which each looks at all others in turn."""
+        return self.alpha + (n - 2) * self.line
+
+    def reading(self, size: float, readers: int) -> float:
+        """Seconds for each of ``readers`` ranks to read ``size`` bytes."""
+        return size * max(self.beta, readers / self.bandwidth)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One all-reduce of two ranks."""
+
+    size: int
+    seconds: float
+
+
+def chunks(n: int, size: int) -> int:
+    """How many pieces go through the slots one after the other."""
+    return max(math.ceil(size / GroupLayout.for_ranks(n).slot_bytes), 1)
+
+
+def meetings(n: int, size: int) -> int:
+    """How often the ranks of a host meet in an all-reduce."""
+    return 1 if size <= GroupLayout.for_ranks(n).whole_bytes else chunks(n, size) + 1
+
+
+def read(n: int, size: int) -> float:
+    """Bytes that a rank reads of others in it."""
+    whole = size <= GroupLayout.for_ranks(n).whole_bytes
+    return (n - 1) * size if whole else 2 * (n - 1) / n * size
+
+
+def all_reduce(level: Level, n: int, size: int) -> float:
+    """Seconds of an all-reduce on one host."""
+    return meetings(n, size) * level.meeting(n) + level.reading(read(n, size), n)
+
+
+def reduce_and_broadcast(level: Level, n: int, size: int) -> float:
+    """Seconds for a root to reduce what all have, and for all to read it."""
+    meeting = 2 * chunks(n, size) * level.meeting(n)
+    return meeting + level.reading((n - 1) * size, 1) + level.reading(size, n)
+
+
+def ring(level: Level, n: int, size: float) -> float:
+    """Seconds of an all-reduce in a ring: each rank sends 2 (n - 1) times a part to the next."""
+    return 2 * (n - 1) * level.alpha + 2 * (n - 1) / n * size * level.beta
+
+
+def fit(measured: Iterable[Measured], alpha: float | None = None) -> Level:
+    """The level that comes closest to what two ranks took, by least squares of relative errors.
+
+    Args:
+        measured: of two ranks.
+        alpha: given where it is known; else two sizes are needed.
+    """
+    m = [(meetings(2, each.size) / each.seconds, each) for each in measured]
+    mm = sum(x * x for x, _ in m)
+    sm = sum(x * read(2, each.size) / each.seconds for x, each in m)
+    ss = sum((read(2, each.size) / each.seconds) ** 2 for _, each in m)
+    m1, s1 = sum(x for x, _ in m), sum(read(2, each.size) / each.seconds for _, each in m)
+    if alpha is not None:
+        return Level(alpha, (s1 - alpha * sm) / ss)
+    determinant = mm * ss - sm * sm
+    return Level((m1 * ss - s1 * sm) / determinant, (mm * s1 - sm * m1) / determinant)
+
+
+def error(level: Level, measured: Measured) -> float:
+    """By how much more than measured the model says, as a share."""
+    return all_reduce(level, 2, measured.size) / measured.seconds - 1

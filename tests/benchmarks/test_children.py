@@ -1,0 +1,147 @@
+"""Peers in processes of their own: asked line by line, and gone with the benchmark."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.child import Child, PeerError
+from benchmarks.harness import Report
+from benchmarks.remote import Remote
+from tests.patience import until
+
+BENCHMARK = """
+import sys, time
+from benchmarks.child import Child
+stopped = sys.argv[2] == "stopped"
+child = Child("a peer", [sys.executable, "-c", sys.argv[1]], {}, stopped=stopped)
+print(*child.ask("who"), flush=True)
+time.sleep(3600)
+"""
+
+LEAVING = """
+import json, os, subprocess, sys, tempfile
+other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+sys.stdin.readline()
+print("samples", json.dumps([os.getpid(), other.pid, tempfile.gettempdir()]), flush=True)
+"""
+
+STAYING = f"""
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+{LEAVING}
+time.sleep(3600)
+"""
+
+
+def runs(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def echoes(name: str, answer_seconds: float = 120.0) -> Remote:
+    command = [sys.executable, "-m", "tests.benchmarks.echoes"]
+    remote = Remote(name, Child(name, command, {}, answer_seconds=answer_seconds), 2)
+    remote.wait_started()
+    return remote
+
+
+@pytest.mark.parametrize("idle", ["stopped", "running"])
+def test_whatever_kills_the_benchmark_its_peer_goes_too(idle: str) -> None:
+    command = [sys.executable, "-c", BENCHMARK, STAYING, idle]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as benchmark:
+        assert benchmark.stdout is not None
+        *pids, folder = benchmark.stdout.readline().split()
+        assert all(runs(int(pid)) for pid in pids)
+        assert Path(folder).is_dir()
+        benchmark.kill()
+    until(lambda: not any(runs(int(pid)) for pid in pids))
+    until(lambda: not Path(folder).exists())
+
+
+def test_what_a_peer_leaves_goes_with_it() -> None:
+    with closing(Child("a peer", [sys.executable, "-c", LEAVING], {})) as child:
+        _, other, folder = child.ask("who")
+        assert runs(other)
+    assert not runs(other)
+    assert not Path(folder).exists()
+    child.close()  # once more is nothing
+
+
+def test_a_system_in_a_child_works_as_one_here() -> None:
+    remote = echoes("echoes")
+    with closing(remote.child):
+        assert len(remote.ask("echo", "dict", 5)) == 5
+        assert len(remote.ask("wake", None, "any", 0.01, 3)) == 3
+
+
+def test_why_a_peer_has_ended_is_told_at_every_question() -> None:
+    remote = echoes("fails")
+    with closing(remote.child):
+        for _ in range(2):
+            with pytest.raises(PeerError, match="fails has ended: LookupError: no such thing"):
+                remote.ask("echo", "dict", 5)
+
+
+def test_a_peer_that_hangs_is_ended() -> None:
+    remote = echoes("hangs", 5.0)
+    with closing(remote.child):
+        with pytest.raises(PeerError, match="hangs said nothing for 5 s"):
+            remote.ask("echo", "dict", 5)
+        until(lambda: _ended(remote))
+
+
+def _ended(remote: Remote) -> bool:
+    try:
+        remote.ask("echo", "dict", 5)
+    except PeerError as error:
+        return "hangs has ended" in str(error)
+    return False
+
+
+def test_a_peer_that_fails_is_left_out_of_its_figure_and_ours_is_not() -> None:
+    report = Report({})
+
+    def fails() -> list[float]:
+        raise PeerError("it has ended")
+
+    report.measure("echo", "1 reader", {"ours": lambda: [1.0, 2.0], "theirs": fails})
+    assert [(row.system, row.median) for row in report.rows] == [("ours", 1.5e6)]
+    assert report.left_out == {"theirs, echo 1 reader": "it has ended"}
+    with pytest.raises(ZeroDivisionError):
+        report.measure("echo", "1 reader", {"ours": lambda: [1 / 0]})
+
+
+def test_who_takes_long_has_fewer_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("benchmarks.harness.time.monotonic", lambda: clock[0])
+    asked = []
+
+    def taking(name: str, seconds: float) -> list[float]:
+        clock[0] += seconds
+        asked.append(name)
+        return [seconds]
+
+    systems = {"ours": lambda: taking("ours", 0.5), "slow": lambda: taking("slow", 9.0)}
+    Report({}).measure("echo", "1 reader", systems, repeats=4, seconds=2.0)
+    assert asked == ["ours", "slow", "ours", "slow", "ours", "ours"]
+
+
+def test_of_one_repeat_the_spread_is_that_of_its_samples() -> None:
+    report = Report({})
+    report.measure("echo", "1 reader", {"ours": lambda: [1.0, 2.0, 4.0]}, repeats=1)
+    assert report.rows[0].spread == 1.5
+
+
+def test_what_is_known_is_written_after_each_figure(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    report = Report({"cores": 2}, file=str(file))
+    report.measure("echo", "1 reader", {"ours": lambda: [1.0]})
+    assert '"echo"' in file.read_text()
+    assert '"file"' not in file.read_text()
