@@ -75,8 +75,7 @@ class RayGraph(RayActors):
 
     name = "Ray's compiled graph"
 
-    def start(self, n_readers: int) -> None:
-        super().start(n_readers)
+    def resume(self) -> None:
         from ray.dag import DAGContext, InputNode, MultiOutputNode
 
         # A look for an output that ends without one is never made up for: the graph hangs. They
@@ -87,6 +86,9 @@ class RayGraph(RayActors):
             graph = MultiOutputNode([actor.no_op.bind(given) for actor in self._actors])
         self._graph = graph.experimental_compile()
         self.finish(self.begin())
+
+    def rest(self) -> None:
+        self._graph.teardown()  # its actors spin as long as it is there
 
     def begin(self) -> Any:
         return self._graph.execute(None)

@@ -43,6 +43,12 @@ class System(ABC):
     def stop(self) -> None:
         """End the readers."""
 
+    def resume(self) -> None:
+        """Get ready to work; called in a child, before each work."""
+
+    def rest(self) -> None:
+        """Leave the cores to others; called in a child, after each work."""
+
     def echo(self, payload: Any, count: int) -> list[float]:
         """Seconds of each round trip of ``payload``."""
         samples = []
@@ -146,7 +152,10 @@ def obey_input(make: Callable[[str], System]) -> None:
                 answer: Any = []
             else:
                 given = [payload_for(request["payload"])] if request["payload"] else []
-                answer = getattr(running[name], work)(*given, *request["arguments"])
+                system = running[name]
+                system.resume()
+                answer = getattr(system, work)(*given, *request["arguments"])
+                system.rest()
             print(ANSWER + json.dumps(answer), flush=True)
     finally:
         for system in running.values():

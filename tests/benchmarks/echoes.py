@@ -16,8 +16,19 @@ class Echoes(System):
 
     def start(self, n_readers: int) -> None:
         self._n = n_readers
+        self._rests = True
+
+    def resume(self) -> None:
+        if not self._rests:
+            raise RuntimeError("it has not been let rest")
+        self._rests = False
+
+    def rest(self) -> None:
+        self._rests = True
 
     def send(self, command: str, payload: Any) -> None:  # noqa: ARG002 - one thing only
+        if self._rests:
+            raise RuntimeError("it rests")
         if self.name == "fails":
             raise LookupError("no such thing")
         if self.name == "hangs":

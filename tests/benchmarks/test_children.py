@@ -74,7 +74,7 @@ def test_what_a_peer_leaves_goes_with_it() -> None:
     child.close()  # once more is nothing
 
 
-def test_a_system_in_a_child_works_as_one_here() -> None:
+def test_a_system_in_a_child_works_as_one_here_and_rests_in_between() -> None:
     remote = echoes("echoes")
     with closing(remote.child):
         assert len(remote.ask("echo", "dict", 5)) == 5
