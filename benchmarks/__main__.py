@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -104,8 +105,9 @@ def main() -> None:
     for report in found.values():
         left_out |= report.get("left_out", {})
     verdicts = judge(TARGETS, reports)
+    cores = len(os.sched_getaffinity(0))
     today = datetime.now(UTC).date().isoformat()
-    told = page(today, machine(), verdicts, reports, left_out, [section(reports)])
+    told = page(today, machine(), verdicts, reports, left_out, [section(reports, cores)])
     (out / "bench.md").write_text(told)
     met = sum(each.met for each in verdicts)
     measured = sum(each.measured for each in verdicts)

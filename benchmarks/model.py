@@ -11,6 +11,8 @@ ranks of a host meet, and what each reads of others, is by `device_comm.shm.layo
     to a root       one meeting for each chunk, the root reads (n - 1) S
     from a root     one meeting for each chunk, a rank reads S
 
+Where ranks share cores, a meeting takes a turn of each of them.
+
 Seconds and bytes everywhere.
 """
 
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING
 from device_comm.shm.layout import GroupLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,21 @@ def fit(measured: Iterable[Measured], alpha: float | None = None) -> Level:
         return Level(alpha, (s1 - alpha * sm) / ss)
     determinant = mm * ss - sm * sm
     return Level((m1 * ss - s1 * sm) / determinant, (mm * s1 - sm * m1) / determinant)
+
+
+def turn(barriers: Mapping[int, float]) -> float:
+    """Seconds of each rank's turn in a meeting, where ranks share cores; as `fit`.
+
+    Args:
+        barriers: seconds by the number of ranks.
+    """
+    shares = [n / seconds for n, seconds in barriers.items()]
+    return sum(shares) / sum(share * share for share in shares)
+
+
+def taking_turns(turn: float, n: int, size: int) -> float:
+    """Seconds of an all-reduce of ``n`` ranks that share cores; its bytes hardly count."""
+    return meetings(n, size) * n * turn
 
 
 def error(level: Level, measured: Measured) -> float:

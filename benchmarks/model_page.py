@@ -6,7 +6,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from benchmarks.harness import UNITS
-from benchmarks.model import Level, Measured, all_reduce, error, fit, reduce_and_broadcast, ring
+from benchmarks.model import (
+    Level,
+    Measured,
+    all_reduce,
+    error,
+    fit,
+    reduce_and_broadcast,
+    ring,
+    taking_turns,
+    turn,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,6 +29,8 @@ CACHED = {"1KiB": KIB, "128KiB": 128 * KIB}
 LARGEST = {"64MiB": 64 * MIB}
 PREDICTED = {"64B": 64, "16KiB": 16 * KIB, "1MiB": MIB, "16MiB": 16 * MIB}
 """Sizes that the fit has not seen."""
+SHARED_BYTES = 16 * KIB
+"""What `benchmarks.growth` reduces."""
 CACHE_BYTES = 8 * MIB
 """Up to this size the ranks' tensors are taken to stay in a shared cache."""
 
@@ -47,8 +59,8 @@ have, and send all of it: a reduce-scatter within the host, as many rings betwee
 ranks, and an all-gather share that out among them (the last column, with slots of 128 KiB)."""
 
 
-def section(reports: Mapping[str, Sequence[Row]]) -> str:
-    """The section; empty if the run lacks what it is fitted to."""
+def section(reports: Mapping[str, Sequence[Row]], cores: int) -> str:
+    """The section of a run on so many cores; empty if the run lacks what it is fitted to."""
     found = {
         row.params.split()[1]: row.median / UNITS[row.unit]
         for row in reports.get("collectives", ())
@@ -67,6 +79,7 @@ def section(reports: Mapping[str, Sequence[Row]]) -> str:
             f"alpha {cache.alpha * 1e6:.2f} µs, beta {cache.beta * 1e12:.0f} ps through the shared "
             f"cache and {memory.beta * 1e12:.0f} ps through memory.",
             _checked(found, cache, memory),
+            *_sharing_cores(reports.get("growth", ()), cores),
             elsewhere(cache, memory),
             CHANGES,
         )
@@ -86,6 +99,31 @@ def _checked(found: Mapping[str, float], cache: Level, memory: Level) -> str:
     return "\n".join(
         ("| two ranks |  | measured | model | off by |", "| --- | --- | --- | --- | --- |", *lines)
     )
+
+
+def _sharing_cores(rows: Sequence[Row], cores: int) -> tuple[str, ...]:
+    """How ranks that share cores come out; nothing if none were measured."""
+    barriers, reduced = (
+        {
+            int(row.params): row.median / UNITS[row.unit]
+            for row in rows
+            if (row.work, row.system) == (f"{verb} of n ranks", "ours") and int(row.params) > cores
+        }
+        for verb in ("barrier", "all_reduce")
+    )
+    if not barriers or not reduced:
+        return ()
+    each = turn(barriers)
+    lines = ["| ranks that share cores | measured | model | off by |", "| --- | --- | --- | --- |"]
+    for n, seconds in reduced.items():
+        said = taking_turns(each, n, SHARED_BYTES)
+        off = f"{round(100 * (said / seconds - 1)):+d} %"
+        lines.append(f"| {n} | {_time(seconds)} | {_time(said)} | {off} |")
+    told = (
+        f"Of ranks that share cores, one's turn in a meeting takes {each * 1e6:.2g} µs, by their "
+        "barriers; all-reduces of 16 KiB are predicted:"
+    )
+    return told, "\n".join(lines)
 
 
 def elsewhere(cache: Level, memory: Level) -> str:

@@ -43,10 +43,10 @@ class System(ABC):
     def stop(self) -> None:
         """End the readers."""
 
-    def resume(self) -> None:
+    def resume(self) -> None:  # noqa: B027 - most need not
         """Get ready to work; called in a child, before each work."""
 
-    def rest(self) -> None:
+    def rest(self) -> None:  # noqa: B027
         """Leave the cores to others; called in a child, after each work."""
 
     def echo(self, payload: Any, count: int) -> list[float]:

@@ -26,9 +26,9 @@ class RankProcesses:
 
     def __init__(self, n: int, serve: Callable[..., None], *arguments: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        # Each rank runs the main module anew: by then, what that imports is there.
-        main = sys.modules["__main__"].__spec__
-        context.set_forkserver_preload(["torch", serve.__module__, *([main.name] if main else [])])
+        # Each rank runs the main module anew: what that imports is there by then.
+        imported = [name for name in sys.modules if name.startswith("benchmarks.")]
+        context.set_forkserver_preload(["torch", *imported])
         self._pipes, self._lifelines, self._processes = [], [], []
         for rank in range(n):
             ours, theirs = context.Pipe()

@@ -16,6 +16,8 @@ from benchmarks.model import (
     read,
     reduce_and_broadcast,
     ring,
+    taking_turns,
+    turn,
 )
 from benchmarks.model_page import section
 
@@ -62,6 +64,12 @@ def test_the_error_is_a_share_of_what_was_measured() -> None:
     assert error(LEVEL, Measured(65_536, 2 * 66.536e-6)) == pytest.approx(-0.5)
 
 
+def test_ranks_that_share_cores_take_turns() -> None:
+    assert turn({4: 8e-6, 16: 32e-6}) == pytest.approx(2e-6)
+    # of 8 ranks 16 KiB are shared out: two meetings
+    assert taking_turns(2e-6, 8, 16 * KIB) == pytest.approx(32e-6)
+
+
 def rows(**microseconds: float) -> dict[str, list[Row]]:
     return {
         "collectives": [
@@ -74,7 +82,7 @@ def rows(**microseconds: float) -> dict[str, list[Row]]:
 def test_the_section_says_what_was_fitted_and_what_was_predicted() -> None:
     # 1 µs and 1 ns through the cache, 2 ns through memory
     seen = {"1KiB": 2.024, "128KiB": 132.072, "64MiB": 513 + 134_217.728, "16KiB": 34.768}
-    lines = section(rows(**seen)).splitlines()
+    lines = section(rows(**seen), 2).splitlines()
     assert (
         "alpha 1.00 µs, beta 1000 ps through the shared cache and 2000 ps through memory." in lines
     )
@@ -85,5 +93,19 @@ def test_the_section_says_what_was_fitted_and_what_was_predicted() -> None:
     assert "| 1KiB | 10.2 µs | 24.6 µs | 974 µs | 910 µs |" in lines
 
 
+def test_ranks_that_share_cores_are_in_the_section() -> None:
+    reports = rows(**{"1KiB": 2.024, "128KiB": 132.072, "64MiB": 134_730.728})
+    reports["growth"] = [
+        Row(f"{verb} of n ranks", n, "ours", median, median, 0.0, "us")
+        for verb, n, median in (
+            *(("barrier", "2", 900.0), ("barrier", "4", 8.0), ("barrier", "8", 16.0)),
+            *(("all_reduce", "2", 900.0), ("all_reduce", "8", 40.0)),
+        )
+    ]
+    lines = section(reports, 2).splitlines()
+    assert "| 8 | 40 µs | 32 µs | -20 % |" in lines
+    assert not any(line.startswith("| 2 |") for line in lines)
+
+
 def test_without_its_figures_there_is_no_section() -> None:
-    assert section({}) == section(rows(**{"1KiB": 2.0})) == ""
+    assert section({}, 2) == section(rows(**{"1KiB": 2.0}), 2) == ""
