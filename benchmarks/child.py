@@ -32,13 +32,15 @@ class PeerError(RuntimeError):
 class Child:
     """A program that reads a JSON request a line, and answers each with a line of samples.
 
+    Attributes:
+        answer_seconds: how long it may take for an answer.
+
     Args:
         name: for errors.
         command: the program.
         environment: what it has besides this process's variables.
         stopped: stop its processes between two requests: some spin while they are idle, and the
             others would miss the core.
-        answer_seconds: how long it may take for an answer.
     """
 
     def __init__(
@@ -48,11 +50,10 @@ class Child:
         environment: dict[str, str],
         *,
         stopped: bool = False,
-        answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         self.name = name
         self._stopped = stopped
-        self._answer_seconds = answer_seconds
+        self.answer_seconds = ANSWER_SECONDS
         self._said = b""
         self._folder = Path(tempfile.mkdtemp(prefix="peer-"))
         with self._complaints.open("wb") as complaints:
@@ -105,7 +106,7 @@ class Child:
         Raises:
             PeerError: it has ended, or says nothing in time.
         """
-        deadline = time.monotonic() + self._answer_seconds
+        deadline = time.monotonic() + self.answer_seconds
         while True:
             line = self._line(deadline)
             if line.startswith(ANSWER):
@@ -120,7 +121,7 @@ class Child:
             patience = max(deadline - time.monotonic(), 0)
             if not select.select([self._process.stdout], [], [], patience)[0]:
                 os.killpg(self._process.pid, signal.SIGKILL)  # or it answers the next request late
-                raise PeerError(f"{self.name} said nothing for {self._answer_seconds:g} s")
+                raise PeerError(f"{self.name} said nothing for {self.answer_seconds:g} s")
             more = os.read(self._process.stdout.fileno(), 1 << 16)
             if not more:
                 raise self._ended()

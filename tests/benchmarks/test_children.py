@@ -45,9 +45,9 @@ def runs(pid: int) -> bool:
     return False
 
 
-def echoes(name: str, answer_seconds: float = 120.0) -> Remote:
+def echoes(name: str) -> Remote:
     command = [sys.executable, "-m", "tests.benchmarks.echoes"]
-    remote = Remote(name, Child(name, command, {}, answer_seconds=answer_seconds), 2)
+    remote = Remote(name, Child(name, command, {}), 2)
     remote.wait_started()
     return remote
 
@@ -90,9 +90,10 @@ def test_why_a_peer_has_ended_is_told_at_every_question() -> None:
 
 
 def test_a_peer_that_hangs_is_ended() -> None:
-    remote = echoes("hangs", 5.0)
+    remote = echoes("hangs")
+    remote.child.answer_seconds = 2.0
     with closing(remote.child):
-        with pytest.raises(PeerError, match="hangs said nothing for 5 s"):
+        with pytest.raises(PeerError, match="hangs said nothing for 2 s"):
             remote.ask("echo", "dict", 5)
         until(lambda: _ended(remote))
 
