@@ -44,11 +44,11 @@ def run(name: str, options: argparse.Namespace) -> str:
     One whose time is up is interrupted; what it has measured by then is there.
     """
     file = Path(options.out, f"{name}.json")
-    file.unlink(missing_ok=True)
+    drawing = file.with_suffix(".svg")
+    for old in (file, drawing):
+        old.unlink(missing_ok=True)
     command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(file)]
-    command += (
-        ["--plot", str(file.with_suffix(".svg"))] if name in ("collectives", "growth") else []
-    )
+    command += ["--plot", str(drawing)] if name in ("collectives", "growth") else []
     command += ["--peers", options.peers] if options.peers else []
     command += ["--quick"] if options.quick else []
     with subprocess.Popen(command) as benchmark:
@@ -107,7 +107,8 @@ def main() -> None:
     verdicts = judge(TARGETS, reports)
     cores = len(os.sched_getaffinity(0))
     today = datetime.now(UTC).date().isoformat()
-    told = page(today, machine(), verdicts, reports, left_out, [section(reports, cores)])
+    drawn = [name for name in DRAWN if (out / f"{name}.svg").exists()]
+    told = page(today, machine(), verdicts, reports, left_out, [section(reports, cores)], drawn)
     (out / "bench.md").write_text(told)
     met = sum(each.met for each in verdicts)
     measured = sum(each.measured for each in verdicts)

@@ -131,17 +131,30 @@ def draw(rows: Sequence[Row], path: str) -> None:
         figsize=(5.5 * len(groups), 3.2 * len(works)),
         squeeze=False,
     )
+    for axis in axes.flat:
+        axis.axis("off")
+    named = {}
     for (work, ranks), panel in lines.items():
         axis = axes[works.index(work), groups.index(ranks)]
+        axis.axis("on")
         for name, points in sorted(panel.items()):
             system, dtype = name.rsplit(" ", 1)
             style = {"marker": "o", "markersize": 3, "linestyle": "-" if dtype == "fp32" else ":"}
-            axis.loglog(*zip(*points, strict=True), color=COLOURS[system], label=name, **style)
-        axis.set(title=f"{work}, {ranks}", xlabel="bytes", ylabel="us")
+            style |= {"linewidth": 2.5, "zorder": 3} if system == "ours" else {"linewidth": 1}
+            (named[name],) = axis.loglog(*zip(*points, strict=True), color=COLOURS[system], **style)
+        axis.set(title=f"{work}, {ranks}", ylabel="µs")
+        shown = {size: name for name, size in SIZES.items() if size in axis_sizes(panel)}
+        axis.set_xticks(list(shown), list(shown.values()), fontsize=7)
+        axis.minorticks_off()
         axis.grid(visible=True, alpha=0.3)
-        axis.legend(fontsize=7)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.6 / figure.get_figheight()))
+    figure.legend(named.values(), named, ncols=5, fontsize=8, loc="upper center")
     figure.savefig(path)
+
+
+def axis_sizes(panel: Mapping[str, Sequence[tuple[int, float]]]) -> set[int]:
+    """The sizes of a panel."""
+    return {size for points in panel.values() for size, _ in points}
 
 
 def all_works(n: int, options: argparse.Namespace) -> list[tuple[str, str, int]]:

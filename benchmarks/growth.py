@@ -153,7 +153,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
                 if row.system == system
             ]
             axis.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=system)
-        axis.set(title=work, xlabel="n", ylabel=shown[0].unit)
+        axis.set(title=work, xlabel="n", ylabel=shown[0].unit.replace("us", "µs"))
         axis.grid(visible=True, alpha=0.3)
         axis.legend(fontsize=7)
     figure.tight_layout()

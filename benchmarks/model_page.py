@@ -17,6 +17,7 @@ from benchmarks.model import (
     taking_turns,
     turn,
 )
+from benchmarks.page import duration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -92,10 +93,10 @@ def _checked(found: Mapping[str, float], cache: Level, memory: Level) -> str:
         if name in found:
             level = cache if size <= CACHE_BYTES else memory
             measured = Measured(size, found[name])
-            said = _time(all_reduce(level, 2, size))
+            said = duration(all_reduce(level, 2, size))
             off = f"{round(100 * error(level, measured)):+d} %"
             use = "predicted" if name in PREDICTED else "fitted"
-            lines.append(f"| {name} | {use} | {_time(measured.seconds)} | {said} | {off} |")
+            lines.append(f"| {name} | {use} | {duration(measured.seconds)} | {said} | {off} |")
     return "\n".join(
         ("| two ranks |  | measured | model | off by |", "| --- | --- | --- | --- | --- |", *lines)
     )
@@ -118,7 +119,7 @@ def _sharing_cores(rows: Sequence[Row], cores: int) -> tuple[str, ...]:
     for n, seconds in reduced.items():
         said = taking_turns(each, n, SHARED_BYTES)
         off = f"{round(100 * (said / seconds - 1)):+d} %"
-        lines.append(f"| {n} | {_time(seconds)} | {_time(said)} | {off} |")
+        lines.append(f"| {n} | {duration(seconds)} | {duration(said)} | {off} |")
     told = (
         f"Of ranks that share cores, one's turn in a meeting takes {each * 1e6:.2g} µs, by their "
         "barriers; all-reduces of 16 KiB are predicted:"
@@ -141,7 +142,7 @@ def elsewhere(cache: Level, memory: Level) -> str:
             reduce_and_broadcast(one, RANKS, size) + between,
             shared_out(one, size) + between,
         )
-        lines.append(f"| {name} | {' | '.join(_time(each) for each in times)} |")
+        lines.append(f"| {name} | {' | '.join(duration(each) for each in times)} |")
     head = (
         "",
         f"{RANKS} cores",
@@ -156,7 +157,3 @@ def shared_out(level: Level, size: int) -> float:
     """Seconds of a reduce-scatter and an all-gather of a host's ranks, with slots of 128 KiB."""
     steps = max(-(-size // (128 * KIB)), 1) + 1
     return steps * level.meeting(RANKS) + level.reading(2 * (RANKS - 1) / RANKS * size, RANKS)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from benchmarks.harness import UNITS
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from benchmarks.harness import Row
     from benchmarks.targets import Verdict
@@ -24,8 +26,9 @@ def page(
     reports: Mapping[str, Sequence[Row]],
     left_out: Mapping[str, str],
     sections: Sequence[str] = (),
+    drawn: Collection[str] = (),
 ) -> str:
-    """The whole page; with ``sections`` after the figures."""
+    """The whole page; ``sections`` come after the figures, the reports in ``drawn`` have an SVG."""
     told = ", ".join(f"{name} {value}" for name, value in machine.items())
     met = sum(verdict.met for verdict in verdicts)
     measured = sum(verdict.measured for verdict in verdicts)
@@ -40,7 +43,8 @@ def page(
         ),
     ]
     for name, rows in reports.items():
-        parts += [f"## {name}", f"`python -m benchmarks.{name}`"]
+        drawing = f", [drawn]({name}.svg)" if name in drawn else ""
+        parts += [f"## {name}", f"`python -m benchmarks.{name}`{drawing}"]
         for work in dict.fromkeys(row.work for row in rows):
             parts.append(_work(work, [row for row in rows if row.work == work]))
     parts += [section for section in sections if section]
@@ -80,8 +84,17 @@ def figure(row: Row | None) -> str:
     """A median with its unit and spread; nothing for no row."""
     if row is None:
         return ""
-    unit = "µs" if row.unit == "us" else row.unit
-    return f"{row.median:.3g} {unit} ±{50 * row.spread:.0f} %"
+    timed = row.unit in ("us", "ms", "s")
+    told = duration(row.median / UNITS[row.unit]) if timed else f"{row.median:.3g} {row.unit}"
+    return f"{told} ±{50 * row.spread:.0f} %"
+
+
+def duration(seconds: float) -> str:
+    """Three digits, and the unit that suits them."""
+    for unit, name in ((1e-6, "µs"), (1e-3, "ms")):
+        if seconds < 999.5 * unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds:.3g} s"
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

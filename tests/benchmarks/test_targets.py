@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.harness import Row
-from benchmarks.page import page
+from benchmarks.page import duration, page
 from benchmarks.targets import TARGETS, Figure, Target, judge
 
 
@@ -64,6 +64,18 @@ def test_the_page_tells_targets_and_figures() -> None:
     assert "| of another run |  |  |  |  | ≤ 20 | not measured |" in lines
     assert "| 1 reader | 20 µs ±5 % | 30 µs ±5 % | 90 µs ±5 % |" in lines
     assert "- SGLang: no folder" in lines
+
+
+def test_times_have_the_unit_that_suits_them() -> None:
+    seconds = (4.2e-7, 1e-6, 0.0009994, 0.0009996, 0.15, 0.9996, 61.23)
+    told = [duration(each) for each in seconds]
+    assert told == ["0.42 µs", "1 µs", "999 µs", "1 ms", "150 ms", "1 s", "61.2 s"]
+
+
+def test_a_report_that_is_drawn_names_its_drawing() -> None:
+    told = page("2026-11-23", {}, [], REPORTS, {}, ["## More\n\nof it"], ["queue"])
+    assert "`python -m benchmarks.queue`, [drawn](queue.svg)" in told
+    assert told.endswith("\n## More\n\nof it\n")
 
 
 def test_each_target_is_named_once() -> None:
