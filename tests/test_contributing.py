@@ -7,18 +7,18 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from tests.packages import ROOT, kept_files
+from tests.packages import kept_files
+from tests.pages.blocks import block_of, read
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+TEXT = read("CONTRIBUTING.md")
 
 
 def test_its_test_runs_on_four_ranks(tmp_path: Path, store_path: str) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
     file = tmp_path / "test_sum.py"
-    file.write_text(code)
+    file.write_text(block_of("CONTRIBUTING.md", "def test_a_sum("))
     spec = importlib.util.spec_from_file_location("contributed_sum", file)
     assert spec is not None and spec.loader is not None
     module = sys.modules["contributed_sum"] = importlib.util.module_from_spec(spec)

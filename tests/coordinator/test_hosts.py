@@ -23,6 +23,7 @@ from shm_broadcast import (
 )
 from tests.coordinator.hosts import NAMES, beside, failure_of, groups_over, move_to, note, since
 from tests.netns import Host, two_hosts, unavailable
+from tests.pages.blocks import block_of, without_numbers
 from tests.patience import all_here, quickest, until
 from tests.ranks import run_ranks
 
@@ -66,6 +67,17 @@ def warm_up(tp: GroupCoordinator) -> None:
 
 def status_of(tp: GroupCoordinator, rank: int) -> MemberStatus:
     return tp.status()[rank]
+
+
+def assert_documented(said: str) -> None:
+    """It is said like this in docs/hosts.md, where long lines are broken.
+
+    Whatever is said may tell of silence as well: the machine stalls.
+    """
+    documented = block_of("docs/hosts.md", "tp all_reduce: lost rank").replace("\n  ", " ")
+    said = without_numbers(said)
+    heard = re.sub(r", not heard of for 0 s| \(host-b \(ranks 0, 0\).*", "", said)
+    assert {said, heard} & {*without_numbers(documented).splitlines()}
 
 
 # --- a member is killed ------------------------------------------------------------------
@@ -113,6 +125,8 @@ def seconds_until_named(
         assert "last seen in tp all_reduce #50" in str(error)
         assert isinstance(later, GroupAbortedError)
         assert later.failure.culprit == victim
+        if verb == "all_reduce" and n == 4 and there.endswith("host-b"):
+            assert_documented(str(error))
     return max(seconds for _, _, seconds in filter(None, results))
 
 
@@ -288,6 +302,7 @@ def test_a_deadline_lists_who_is_behind_and_nobody_else(tmp_path: Path) -> None:
     assert "waiting for rank 3 (pid" in str(error)
     # Its last step may end a little after rank 0 has begun the next.
     assert re.search(r"on host-b\), last seen in tp all_reduce #50, [12]\.\d s ago", str(error))
+    assert_documented(str(error))
 
 
 def one_differs(rank: int, n: int, folder: str, hosts: Hosts) -> tuple[CoordinatorError, float]:
@@ -430,3 +445,4 @@ def test_a_stopped_host_is_named_and_not_given_up_at_once(tmp_path: Path) -> Non
     with two_hosts("IPv4") as hosts:
         said, *_ = run_ranks(4, host_is_stopped, str(tmp_path), hosts)
     assert "host-b (ranks 2, 3) not heard of for 2." in said
+    assert_documented(said)

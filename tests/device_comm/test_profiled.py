@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from shm_broadcast import Board, BoardHandle
 from tests.device_comm.shm_ranks import make_comm
+from tests.pages.blocks import block_of
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def profiled(rank: int, n: int, board: BoardHandle, path: str, native: bool) -> 
 
 
 def assert_ranges(native: bool, path: Path) -> None:
+    documented = {*block_of("docs/debugging.md", "group-coordinator all_reduce tp").splitlines()}
     with Board.create(N, None) as board:
         for rank, ranges in enumerate(run_ranks(N, profiled, board.handle(), str(path), native)):
             assert ranges == {
@@ -52,6 +54,7 @@ def assert_ranges(native: bool, path: Path) -> None:
                 f"group-coordinator {('send', 'recv')[rank]} tp 4096 B": 1,
                 "group-coordinator barrier tp 0 B": 1,
             }
+            assert documented <= ranges.keys()
             past = board.past(rank)
             assert len(past) == 3 * 6
             assert {each.outcome for each in past} == {"done"}

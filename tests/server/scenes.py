@@ -9,13 +9,11 @@ The ranks are killed at the end.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +23,7 @@ from coordinator import host_store
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import CoordinatorError
+from tests.pages.blocks import without_numbers
 from tests.patience import until
 from tests.ranks import run_ranks
 from tests.server.workers import Worker
@@ -34,11 +33,11 @@ from tests.shm_broadcast.remote_peers import get, put
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from coordinator import GroupCoordinator
 
 ENTRY = [sys.executable, "-c", "import sys; from server.cli import main; sys.exit(main())"]
-DOCUMENTED = Path(__file__).parents[2] / "docs" / "debugging.md"
 
 
 def linger() -> None:
@@ -165,28 +164,25 @@ def shown(*words: object, check: bool = True) -> str:
     return done.stdout
 
 
-def told(pid: int, *wanted: str) -> str:
-    """What `explain` prints, once it holds all that is wanted."""
+def told(pid: int, *wanted: str, like: str = "") -> str:
+    """What `explain` prints, once it holds all that is wanted.
+
+    Args:
+        pid: of the program.
+        wanted: parts of it.
+        like: a block of the documentation: what is said of the program are its first sentences,
+            and no others, but for numbers.
+    """
+    sentences = without_numbers(like).strip().split("\n\n")[0]
     latest = [""]
 
     def look() -> bool:
         latest[0] = shown("explain", pid)
-        return all(each in latest[0] for each in wanted)
+        parts = without_numbers(latest[0]).strip().split("\n\n")
+        return all(each in latest[0] for each in wanted) and (not like or parts[1] == sentences)
 
     try:
         until(look)
     except AssertionError:
-        raise AssertionError(f"{wanted} is not in:\n{latest[0]}") from None
+        raise AssertionError(f"{wanted} is not in, or not like {like}:\n{latest[0]}") from None
     return latest[0]
-
-
-def assert_documented(text: str) -> None:
-    """Every sentence that `explain` has printed stands in the documentation, but for numbers."""
-    known = _without_numbers(DOCUMENTED.read_text())
-    sentences = text.split("\n\n")[1]
-    missing = [line for line in sentences.splitlines() if _without_numbers(line) not in known]
-    assert missing == []
-
-
-def _without_numbers(text: str) -> str:
-    return re.sub(r"\d+(\.\d+)?", "0", text)

@@ -17,6 +17,7 @@ import pytest
 
 from server.cli import main
 from server.commands.demo import read_lines
+from tests.pages.blocks import block_of, without_numbers
 from tests.patience import STALL_SECONDS
 from tests.server.tiny_bert import SENTENCES, make_model
 
@@ -80,6 +81,11 @@ def test_text_for_people() -> None:
     match = re.search(r"^max_abs_diff=(\S+)$", done.stdout, re.MULTILINE)
     assert match is not None
     assert float(match[1]) <= 1e-5
+    documented = block_of("README.md", "max_abs_diff=").replace("  ...\n", "")
+    said, wanted = (
+        without_numbers(each).replace("threads", "thread") for each in (done.stdout, documented)
+    )
+    assert [line for line in wanted.splitlines() if line not in said] == []
 
 
 def test_a_wrong_answer_ends_with_status_1(

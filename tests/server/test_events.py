@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import pytest
 from server.errors import WorkerLostError
 from server.pool import WorkerPool
 from shm_broadcast import Board, MessageQueue, PeerLostError
+from tests.pages.blocks import block_of, without_numbers
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.workers import Restored, Worker
 
@@ -32,6 +34,13 @@ def events(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[dict[str, A
     return found
 
 
+def assert_documented(message: str) -> None:
+    """It is said like this in docs/debugging.md; three dots stand for anything."""
+    lines = block_of("docs/debugging.md", "the pool has started: 2 workers").splitlines()
+    known = [re.escape(without_numbers(line)).replace(r"\.\.\.", ".*") for line in lines]
+    assert any(re.fullmatch(each, without_numbers(message)) for each in known), message
+
+
 def test_a_pool_starts_and_loses_a_worker(
     events: Callable[[str], list[dict[str, Any]]],
 ) -> None:
@@ -43,6 +52,8 @@ def test_a_pool_starts_and_loses_a_worker(
         until(lambda: events("was lost"))
         (lost,) = events(f"rank 1 (pid {pid}) was lost: ")
         assert (lost["rank"], lost["generation"]) == (1, 1)
+        assert_documented(started["message"])
+        assert_documented(lost["message"])
 
 
 def test_a_pool_is_restarted(events: Callable[[str], list[dict[str, Any]]]) -> None:
@@ -65,6 +76,7 @@ def test_a_group_is_aborted_once(events: Callable[[str], list[dict[str, Any]]]) 
     (aborted,) = events("was aborted")
     assert "ValueError: no" in aborted["message"]
     assert (aborted["rank"], aborted["group"]) == (7, "tp")
+    assert_documented(aborted["message"])
 
 
 def test_a_reader_of_a_queue_is_lost(events: Callable[[str], list[dict[str, Any]]]) -> None:
@@ -83,3 +95,4 @@ def test_a_reader_of_a_queue_is_lost(events: Callable[[str], list[dict[str, Any]
             queue.enqueue(bytes(1 << 20), PATIENCE_SECONDS)
     (lost,) = events("a reader of a queue was lost")
     assert (lost["rank"], lost["group"]) == (7, "tp")
+    assert_documented(lost["message"])

@@ -8,25 +8,18 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from benchmarks.http_served import Served
+from tests.pages.blocks import ROOT, block_of, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
 SHOWN_AT = "127.0.0.1:8000"
-
-
-def block(text: str) -> str:
-    """The one code block that contains ``text``."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (found,) = [code for code in re.findall(r"```\w*\n(.*?)```", readme, re.S) if text in code]
-    return str(found)
 
 
 def output(*command: str) -> str:
@@ -46,7 +39,7 @@ def output(*command: str) -> str:
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     """What the first line of the block starts."""
-    command, _, _ = block("group-coordinator serve").partition("\n")
+    command, _, _ = block_of("README.md", "group-coordinator serve").partition("\n")
     options = shlex.split(command)
     assert options[:2] == [".venv/bin/group-coordinator", "serve"]
     at = options.index("--http")
@@ -62,13 +55,13 @@ def at_its_port(code: str, served: Served) -> str:
 
 
 def test_the_curl_line(served: Served) -> None:
-    _, _, curl = block("group-coordinator serve").partition("\n")
+    _, _, curl = block_of("README.md", "group-coordinator serve").partition("\n")
     answer = json.loads(output("bash", "-c", at_its_port(curl, served)))
     assert [len(entry["embedding"]) for entry in answer["data"]] == [384, 384]
 
 
 def test_the_official_client(served: Served) -> None:
-    code = block("from openai import")
+    code = block_of("README.md", "from openai import")
     (expected,) = re.findall(r"# (\[.*\])", code)
     assert output(sys.executable, "-c", at_its_port(code, served)).strip() == expected
 
@@ -78,7 +71,7 @@ def test_the_pool(beside: str, tmp_path: Path) -> None:
     if beside:
         (tmp_path / beside).write_text("raise RuntimeError('a module of the user')\n")
     script = tmp_path / "readme.py"
-    script.write_text(block("with WorkerPool("))
+    script.write_text(block_of("README.md", "with WorkerPool("))
     first, second, third = output(sys.executable, str(script)).splitlines()
     assert first == "tensor([30., 30., 30.])"
     assert second == "[tensor([30.]), tensor([30., 30.])]"
@@ -87,16 +80,16 @@ def test_the_pool(beside: str, tmp_path: Path) -> None:
 
 def test_groups_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "readme.py"
-    script.write_text(block("with coordinator.init(tp=2)"))
+    script.write_text(block_of("README.md", "with coordinator.init(tp=2)"))
     options = ("--standalone", "--nproc-per-node", "2")
-    assert " ".join(options) in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert " ".join(options) in read("README.md")
     shown = output(sys.executable, "-m", "torch.distributed.run", *options, str(script))
     assert shown.count("tensor([1., 1., 1., 1.])") == 2
 
 
 def test_the_queue(tmp_path: Path) -> None:
     script = tmp_path / "readme.py"
-    script.write_text(block("MessageQueue(n_reader=2"))
+    script.write_text(block_of("README.md", "MessageQueue(n_reader=2"))
     message = {"step": 1, "tokens": [1, 2, 3]}
     found = sorted(output(sys.executable, str(script)).splitlines())
     assert found == [f"{rank} {message}" for rank in (0, 1)]

@@ -23,6 +23,7 @@ from shm_broadcast.onlooker.chrome import chrome_trace
 from shm_broadcast.onlooker.flight import flight_dumps
 from shm_broadcast.onlooker.pasts import MemberPast
 from shm_broadcast.onlooker.programs import MemberSeen
+from tests.pages.blocks import block_of
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.scenes import ENTRY, playing, shown, told
 from tests.server.workers import Worker
@@ -119,6 +120,13 @@ def test_a_worker_that_was_killed_in_an_all_reduce(tmp_path: Path) -> None:
     (last,) = (each for each in mine if each["name"] == "all_reduce, under way")
     assert last["args"]["number"] == 4
     assert last["args"]["outcome"] == "its process ended in it"
+    done = next(each for each in mine if each["name"] == "all_reduce")
+    lines = block_of("docs/debugging.md", '"args": {"group": "tp"').splitlines()
+    for documented, found in zip(map(json.loads, lines), (done, last), strict=True):
+        assert documented.keys() == found.keys()
+        same = {name: found["args"][name] for name in ("group", "bytes", "dtype", "outcome")}
+        assert documented["args"].keys() == found["args"].keys()
+        assert documented["args"].items() >= same.items()
 
 
 def analysed(pid: int, folder: Path) -> str:
@@ -144,9 +152,9 @@ def test_torch_names_the_rank_that_stays_away(tmp_path: Path) -> None:
         "rank_1",
         "rank_2",
     ]
-    assert "Not all ranks joining collective, sequence number: 2" in said
-    assert "collective: gloo:all_reduce" in said
-    assert "missing ranks: {1}" in said
+    _, _, documented = block_of("docs/debugging.md", "fr_trace").partition("fr_trace dumps\n")
+    assert "missing ranks: {1}" in documented
+    assert [line for line in documented.splitlines() if line not in said] == []
 
 
 def test_torch_names_the_rank_in_another_collective(tmp_path: Path) -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tests.pages.blocks import block_of
 from tests.server.test_readme import output
 
-PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_the_files(tmp_path: Path) -> None:
-    files = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
-    assert [name for name, _ in files] == ["mlp.py", "stages.py", "failing.py"]
-    for name, code in files:
+    files = {
+        "mlp.py": block_of("docs/tutorial.md", "# mlp.py\n"),
+        "stages.py": block_of("docs/tutorial.md", "# stages.py\n"),
+        "failing.py": block_of("docs/tutorial.md", "# failing.py\n"),
+    }
+    for name, code in files.items():
         (tmp_path / name).write_text(code)
         expected = re.findall(r"print\(.*\)  # (.*)", code)
         assert expected
