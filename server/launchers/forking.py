@@ -88,11 +88,14 @@ def main() -> None:
 def _load(boot: ModuleType, modules: list[str]) -> str:
     """Import what workers need. Returns why workers cannot be forked then, or ``""``."""
     boot.ignore_shown_warnings()
+    gc.disable()  # what is imported stays: looking for garbage takes a tenth of the time
     try:
         for needed in modules:
             importlib.import_module(needed)
     except Exception as error:  # noqa: BLE001 - a worker that is spawned reports it
         return f"importing what workers need failed: {type(error).__name__}: {error}"
+    finally:
+        gc.enable()
     if platform.machine() not in _CLONE:
         return f"the number of clone(2) on {platform.machine()} is not known"
     threads = _threads()
