@@ -11,6 +11,7 @@ error is one line on stderr.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
@@ -60,6 +61,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (default: the process's arguments); return the exit status."""
+    alone = argv is None
+    if alone:
+        gc.disable()
     parser = _Parser(prog="group-coordinator")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -74,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.add_arguments(parsers[chosen])
     args = parser.parse_args(words)
     module = cast("Command", _load(COMMANDS[args.command][0]))
+    if alone:
+        gc.freeze()  # what torch brings along stays: collections pass it by, the last one too
+        gc.enable()
     try:
         plan = module.prepare(args)
     except (ValueError, OSError, ImportError, CoordinatorError) as exc:

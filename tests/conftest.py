@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import signal
 from typing import TYPE_CHECKING
@@ -35,6 +36,13 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Others spin for the cores that the processes under test need: ten times as slow on two.
     torch.set_num_threads(1)
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect no garbage before, and later none among what was imported: it stays."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

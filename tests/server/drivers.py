@@ -68,6 +68,7 @@ def use(pool: WorkerPool) -> None:
 
 
 def main(what: str, argument: str = "", start: str = "fork") -> None:
+    gc.freeze()  # what was imported stays: the last collection passes it by
     if what == "wait":
         try:
             config = PoolConfig(fork=start == "fork")

@@ -63,3 +63,13 @@ def test_the_version_is_said_without_torch_and_stands_in_one_place() -> None:
     assert facts_here({})["group-coordinator"] == built
     for package in ("coordinator", "device_comm", "group_coordinator", "server", "shm_broadcast"):
         assert importlib.import_module(package).__version__ == built
+
+
+def test_what_a_command_has_loaded_is_no_garbage_to_look_for_and_the_rest_is() -> None:
+    code = """
+import gc
+from server.cli import main
+main()
+assert gc.isenabled() and gc.get_freeze_count() > 1000
+"""
+    python("-c", code, "status")

@@ -112,6 +112,7 @@ def test_what_is_the_drivers_is_the_next_workers(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
         os.umask(mask)
     assert (there["folder"], there["path"]) == (str(tmp_path), sys.path)
+    assert there["collects"]
     variables = inherited["variables"]
     assert variables["OMP_NUM_THREADS"] == "3"
     assert (variables["A_WORD"], variables["PYTEST_CURRENT_TEST"]) == ("said", "another")

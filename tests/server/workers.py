@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import os
 import random
@@ -88,6 +89,7 @@ class Worker:
             "folder": str(Path.cwd()),
             "device": self.context.device,
             "threads": torch.get_num_threads(),
+            "collects": gc.isenabled(),
             "waiting": (os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT")),
             "fds": len(list(Path("/proc/self/fd").iterdir())),
             "session": os.getsid(0),

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 
 from shm_broadcast import atomics
 from shm_broadcast.ring import reader as ring_reader
 from shm_broadcast.ring import writer as ring_writer
-
-gc.freeze()  # what torch brought along need not be searched each time a test collects garbage
 
 
 @pytest.fixture(params=["native", "twin"])
