@@ -86,7 +86,7 @@ class Report:
             unit: of the figures.
             repeats: how often.
             warm_up: whether to do it once more before.
-            seconds: a system that has taken as long has no further repeats, but one.
+            seconds: who has taken so long has no further repeat; each has one.
         """
         samples: dict[str, list[Sequence[float]]] = {name: [] for name in systems}
         spent = dict.fromkeys(systems, 0.0)
