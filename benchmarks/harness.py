@@ -145,7 +145,7 @@ class Report:
             print(f"left out: {system}: {reason}")
         self.file = options.json
         self.save()
-        if options.plot:
+        if options.plot and self.rows:
             (draw or plot)(self.rows, options.plot)
 
 

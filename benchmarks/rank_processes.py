@@ -36,7 +36,7 @@ class RankProcesses:
             watched, lifeline = context.Pipe(duplex=False)
             self._lifelines.append(lifeline)  # closed with this process, however it ends
             process = context.Process(
-                target=tied, args=(serve, watched, rank, *arguments, theirs), daemon=True
+                target=tied, args=(watched, serve, rank, *arguments, theirs), daemon=True
             )
             process.start()
             watched.close()

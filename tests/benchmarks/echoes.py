@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.queue_base import System, obey_input
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 
 class Echoes(System):
@@ -40,6 +44,12 @@ class Echoes(System):
 
     def stop(self) -> None:
         """Nothing runs."""
+
+
+def serve(rank: int, requests: Connection) -> None:
+    """A rank that answers with its number and its pid."""
+    while requests.recv() is not None:
+        requests.send((rank, os.getpid()))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,17 @@ print(*(each.pid for each in multiprocessing.active_children()), flush=True)
 time.sleep(3600)
 """
 
+RANKS = """
+import time
+from benchmarks.rank_processes import RankProcesses
+from tests.benchmarks.echoes import serve
+with RankProcesses(2, serve) as ranks:
+    (first, one), (second, other) = ranks.ask_all("who")
+    assert (first, second) == (0, 1)
+    print(one, other, flush=True)
+    time.sleep(3600)
+"""
+
 LEAVING = """
 import json, os, subprocess, sys, tempfile
 other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
@@ -75,8 +86,9 @@ def test_whatever_kills_the_benchmark_its_peer_goes_too(idle: str) -> None:
     until(lambda: not Path(folder).exists())
 
 
-def test_whatever_kills_the_benchmark_its_readers_go_too() -> None:
-    command = [sys.executable, "-c", READERS]
+@pytest.mark.parametrize("program", [READERS, RANKS], ids=["readers", "ranks"])
+def test_whatever_kills_the_benchmark_its_own_processes_go_too(program: str) -> None:
+    command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as benchmark:
         assert benchmark.stdout is not None
         pids = [int(pid) for pid in benchmark.stdout.readline().split()]
