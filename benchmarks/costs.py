@@ -97,7 +97,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     report = Report(machine(), file=options.json)
-    repeats, count = (1, 100) if options.quick else (5, 500)
+    repeats, count = (1, 100) if options.quick else (5, 1000)
     queues(report, options, repeats, count)
     calls(report, options, repeats, count)
     report.finish(options)

@@ -86,7 +86,7 @@ class Report:
             unit: of the figures.
             repeats: how often.
             warm_up: whether to do it once more before.
-            seconds: who has taken so long has no further repeat; each has one.
+            seconds: a system that has taken as long has no further repeats, but one.
         """
         samples: dict[str, list[Sequence[float]]] = {name: [] for name in systems}
         spent = dict.fromkeys(systems, 0.0)
@@ -145,7 +145,7 @@ class Report:
             print(f"left out: {system}: {reason}")
         self.file = options.json
         self.save()
-        if options.plot and self.rows:
+        if options.plot:
             (draw or plot)(self.rows, options.plot)
 
 

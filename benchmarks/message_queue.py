@@ -120,7 +120,7 @@ def run(report: Report, options: argparse.Namespace, n_readers: int) -> None:
         if n_readers == 1:
             idle = 0.5 if quick else 5.0
             measure("wake", "dict", idle, 1, label="after idling", warm_up=False)
-            idle, label = (1.0 if quick else 5.0), "share of a core"
+            idle, label = (1.0 if quick else 10.0), "share of a core"
             measure("idle_cpu", None, idle, label=label, unit="%", repeats=2, warm_up=False)
     finally:
         for system in running:

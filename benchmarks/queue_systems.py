@@ -14,7 +14,6 @@ import torch.distributed as dist
 import zmq
 
 from benchmarks.queue_base import BUSY_WORKS, WORKS, System, serve
-from benchmarks.rank_processes import tied
 from shm_broadcast import Board, BoardHandle, MessageQueue, QueueHandle
 
 READERS = mp.get_context("forkserver")
@@ -43,13 +42,9 @@ class Spawned(System):
     """A system whose readers are spawned processes."""
 
     def start_readers(self, target: Any, arguments: list[tuple[Any, ...]]) -> None:
-        self._processes, self._lifelines = [], []
-        for each in arguments:
-            watched, lifeline = READERS.Pipe(duplex=False)
-            self._lifelines.append(lifeline)  # closed with this process, however it ends
-            self._processes.append(READERS.Process(target=tied, args=(watched, target, *each)))
-            self._processes[-1].start()
-            watched.close()
+        self._processes = [READERS.Process(target=target, args=each) for each in arguments]
+        for process in self._processes:
+            process.start()
 
     def stop(self) -> None:
         self.send("stop", None)

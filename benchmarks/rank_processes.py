@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 
-def tied(lifeline: Connection, serve: Callable[..., None], *arguments: Any) -> None:
-    """Serve, and be killed when the other end of ``lifeline`` is closed, whatever closes it."""
+def _be(serve: Callable[..., None], lifeline: Connection, *arguments: Any) -> None:
     # Some peers' ranks spin without end for one that is gone, and run no Python meanwhile.
     end_with(lifeline.fileno(), os.getpid())
     serve(*arguments)
@@ -36,7 +35,7 @@ class RankProcesses:
             watched, lifeline = context.Pipe(duplex=False)
             self._lifelines.append(lifeline)  # closed with this process, however it ends
             process = context.Process(
-                target=tied, args=(watched, serve, rank, *arguments, theirs), daemon=True
+                target=_be, args=(serve, watched, rank, *arguments, theirs), daemon=True
             )
             process.start()
             watched.close()

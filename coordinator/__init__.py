@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from coordinator.group import GroupCoordinator
     from coordinator.groups import ParallelGroups, init
     from coordinator.rank_grid import RankGrid
-    from coordinator.setup.bootstrap import Launch, connect_store, host_store
+    from coordinator.setup.bootstrap import connect_store, host_store
+    from coordinator.setup.launcher import Launch
     from coordinator.stateless import StatelessGroupCoordinator, StatelessProcessGroup
     from device_comm import ReduceOp, Work
     from shm_broadcast import __version__
@@ -36,7 +37,8 @@ _HOMES: Final = {
     "coordinator.group": ("GroupCoordinator",),
     "coordinator.groups": ("ParallelGroups", "init"),
     "coordinator.rank_grid": ("RankGrid",),
-    "coordinator.setup.bootstrap": ("Launch", "connect_store", "host_store"),
+    "coordinator.setup.bootstrap": ("connect_store", "host_store"),
+    "coordinator.setup.launcher": ("Launch",),
     "coordinator.stateless": ("StatelessGroupCoordinator", "StatelessProcessGroup"),
     "device_comm": ("ReduceOp", "Work"),
     "shm_broadcast": ("__version__",),

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Self
 
 from coordinator.graph_capture import GraphCaptureContext, capture_on_side_stream
 from coordinator.rank_grid import RankGrid
-from coordinator.setup.bootstrap import DEFAULT_TIMEOUT, Launch
+from coordinator.setup.bootstrap import DEFAULT_TIMEOUT
+from coordinator.setup.launcher import Launch
 from coordinator.setup.settings import OPERATION_TIMEOUT
 from coordinator.setup.topology import Topology
 from coordinator.stores.secret import launcher_secret

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from coordinator.group import GroupCoordinator, own_group
 from coordinator.setup.addresses import own_address
-from coordinator.setup.bootstrap import DEFAULT_TIMEOUT, Launch
+from coordinator.setup.bootstrap import DEFAULT_TIMEOUT
 from coordinator.setup.exchange import Exchange
+from coordinator.setup.launcher import Launch
 from coordinator.setup.link import alone, connect
 from coordinator.setup.settings import Settings
 from coordinator.setup.topology import Topology

@@ -11,7 +11,10 @@ from array import array
 from typing import Final
 
 from device_comm.call_number import call_number
-from device_comm.shm.signature import VERBS
+from shm_broadcast.layout import DID_NAMES
+
+VERBS: Final = DID_NAMES[1 : DID_NAMES.index("send")]
+"""The collectives. The place in this tuple is a collective's code in all that ranks compare."""
 
 _CODES: Final = {verb: code for code, verb in enumerate(VERBS)}
 _ITEM: Final = "I"

@@ -13,12 +13,8 @@ must do so on every rank.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
-__all__ = ["call_number", "in_call", "naming_call", "set_call_number"]
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+__all__ = ["call_number", "naming_call", "set_call_number"]
 
 _BITS = (1 << 32) - 1
 
@@ -39,25 +35,6 @@ except ImportError:
     def set_call_number(number: int, /) -> None:
         """Set the number of the call that this thread is in; 0: none."""
         _current.number = number & _BITS
-
-
-class _InCall:
-    __slots__ = ("_before", "_number")
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __enter__(self) -> None:
-        self._before = call_number()
-        set_call_number(self._number)
-
-    def __exit__(self, *_: object) -> None:
-        set_call_number(self._before)
-
-
-def in_call(number: int) -> AbstractContextManager[None]:
-    """A context in which this thread is in call ``number``; restores the one before."""
-    return _InCall(number)
 
 
 def naming_call(what: str, number: int) -> str:

@@ -94,11 +94,11 @@ class Watch(Protocol):
     def ring(self, member: int) -> None:
         """Wake ``member`` if it sleeps in `wait`."""
 
-    def suspect(self, members: Iterable[int]) -> float:
+    def suspect(self, members: Iterable[int]) -> Callable[[], bool]:
         """Note that a connection with one of ``members`` broke.
 
         Returns:
-            How many seconds it takes at most until `wait` for them raises, if one has gone.
+            A function that returns whether by now `wait` for them has raised, if one has gone.
         """
 
 
@@ -187,6 +187,6 @@ class LoneWatch:
         """Wake this process's waiting thread."""
         self._bell.set()
 
-    def suspect(self, members: Iterable[int]) -> float:  # noqa: ARG002 - nobody is seen
-        """0: other processes are not seen, so `wait` never raises because of them."""
-        return 0.0
+    def suspect(self, members: Iterable[int]) -> Callable[[], bool]:  # noqa: ARG002
+        """True at once: other processes are not seen, so `wait` never raises because of them."""
+        return lambda: True

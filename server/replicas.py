@@ -18,13 +18,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-import torch
-
 from coordinator.rank_grid import RankGrid
 from shm_broadcast import CoordinatorError
 
 from .driver.cores import worker_threads
-from .driver.devices import assign
+from .driver.devices import assign, count_gpus
 from .pool import WorkerPool
 from .pool_config import PoolConfig
 
@@ -93,7 +91,7 @@ class Replicas:
         if dp < 1:
             raise ValueError(f"dp must be 1 or more; got {dp}")
         settings = config or PoolConfig()
-        n, gpus = tp * pp, torch.cuda.device_count()
+        n, gpus = tp * pp, count_gpus(device)
         devices = assign(device, dp * n, gpus, share_gpu)
         threads = settings.threads or worker_threads(dp * n)
 

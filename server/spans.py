@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 try:
-    from opentelemetry import trace
+    from opentelemetry import context, trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError:
     INSTALLED = False
@@ -37,7 +37,10 @@ _EXPORTERS = "opentelemetry_traces_exporter"
 
 def carried() -> Carrier | None:
     """The context of the present span; ``None`` if there is none."""
-    if not INSTALLED or not trace.get_current_span().get_span_context().is_valid:
+    # A context with nothing in it, which is the rule, is told sooner than one without a span.
+    if not INSTALLED or not context.get_current():
+        return None
+    if not trace.get_current_span().get_span_context().is_valid:
         return None
     carrier: Carrier = {}
     _propagator.inject(carrier)
@@ -50,8 +53,8 @@ def begin_request(name: str, headers: Mapping[str, str]) -> Span | None:
     """
     if not INSTALLED:
         return None
-    context = _propagator.extract(headers)
-    return _tracer.start_span(name, context, kind=trace.SpanKind.SERVER)
+    parent = _propagator.extract(headers)
+    return _tracer.start_span(name, parent, kind=trace.SpanKind.SERVER)
 
 
 def within(span: Span | None) -> AbstractContextManager[Any]:
@@ -94,8 +97,8 @@ def of_call(method: str, carrier: Carrier, rank: int, generation: int) -> Iterat
         yield
         return
     about = {"group_coordinator.rank": rank, "group_coordinator.generation": generation}
-    context = _propagator.extract(carrier)
-    with _tracer.start_as_current_span(method, context, attributes=about):
+    parent = _propagator.extract(carrier)
+    with _tracer.start_as_current_span(method, parent, attributes=about):
         yield
 
 

@@ -25,7 +25,7 @@ from msgspec.structs import astuple, replace
 import coordinator
 from coordinator.begun_in_call import forget_groups, take_begun
 from coordinator.stores.authenticated import guest_store
-from device_comm.call_number import in_call
+from device_comm.call_number import set_call_number
 from shm_broadcast import (
     DRIVER_RANK,
     NEVER,
@@ -41,10 +41,10 @@ from shm_broadcast.board.stacks import writes_stacks_to
 
 from .control.cancelled_calls import CancelledCalls
 from .control.channel import Channel, ChannelClosedError
-from .control.meeting import take_seat
 from .control.output import label_output
 from .control.protocol import Call, Left, Ready, Reply, Resume, Start, WorkProgress
 from .control.reference import load
+from .control.seat import take_seat
 from .control.worker_failure import describe, is_consequence
 from .launchers.boot import retitle
 from .running_streams import RunningStreams
@@ -285,12 +285,14 @@ class _Serving:
         wanted = call.reply_rank in (-1, self._rank)
         value: Any
         try:
-            with in_call(call.number):
-                value = self._value_of(call, wanted)
+            set_call_number(call.number)
+            value = self._value_of(call, wanted)
         except BaseException as error:  # noqa: BLE001 - all that a method raises goes to the caller
             self._board.ended(entry, error)
             self._fail(error)
             return
+        finally:
+            set_call_number(0)
         self._board.ended(entry)
         begun = take_begun()
         try:

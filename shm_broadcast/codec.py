@@ -6,19 +6,17 @@ about twice as fast. Nothing that comes from a client is ever unpickled.
 
 Contiguous memory of `OUT_OF_BAND_BYTES` and more is not copied into the main part: it travels as a
 buffer of its own (pickle protocol 5, PEP 574). numpy's arrays support that; torch's tensors do not,
-so there is a reducer for them here. A tensor is sent by value: of a view only the elements it
-shows, in contiguous order; tensors that shared a storage no longer do; a tensor on another device
-is copied to the host, and at the receiver to the device of the same name.
+so `tensor_pickling` has a reducer for them. It loads torch, and is itself loaded by the first
+tensor: a process that sends and gets none does without.
 """
 
 from __future__ import annotations
 
 import copyreg
 import pickle
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import msgspec
-import torch
 
 from shm_broadcast.errors import MessageDecodeError
 
@@ -40,18 +38,6 @@ UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 PICKLE: Final = 1
 MSGPACK: Final = 2
 
-
-_NUMPY_KNOWS: Final = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.complex128,
-}
-"""For each item size in bytes a dtype that numpy has too; it has no bfloat16, for one."""
-
-_NUMPY_DIMS: Final = 64
-"""The most dimensions that numpy has."""
 
 Encoded: TypeAlias = "tuple[Sequence[Buffer], Sequence[memoryview]]"
 """The main part in pieces (contiguous, of any shape), and the out-of-band buffers (flat bytes).
@@ -155,60 +141,19 @@ class _Sink(list[bytes]):
     write = list.append
 
 
-def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
-    if not plain:
-        reduced: tuple[Any, ...] = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
-        return reduced
-    device = None if tensor.is_cpu else str(tensor.device)
-    return _rebuild_tensor, (
-        _values(tensor),
-        tensor.dtype,
-        tuple(tensor.shape),
-        device,
-        tensor.requires_grad,
-    )
-
-
-def _values(tensor: torch.Tensor) -> pickle.PickleBuffer | bytes:
-    if tensor.numel() == 0:
-        return b""
-    values = tensor.detach() if tensor.requires_grad else tensor
-    if not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_conj() or tensor.is_neg():
-        values = values.resolve_conj().resolve_neg().cpu().contiguous()
-    if values.dim() > _NUMPY_DIMS:
-        values = values.view(-1)
-    array = values.view(_NUMPY_KNOWS[values.itemsize]).numpy()
-    return pickle.PickleBuffer(cast("Buffer", array))
-
-
-def _reduce_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
-    return torch.nn.Parameter, (parameter.detach(), parameter.requires_grad)
-
-
-def _rebuild_tensor(
-    memory: Buffer,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    device: str | None,
-    requires_grad: bool,
-) -> torch.Tensor:
-    values = memoryview(memory)
-    if values.nbytes:
-        writable = bytearray(memory) if values.readonly else memory
-        tensor = torch.frombuffer(writable, dtype=dtype).view(shape)
-    else:
-        tensor = torch.empty(0, dtype=torch.uint8).view(dtype).view(shape)
-    if device is not None:
-        tensor = tensor.to(device)
-    return tensor.requires_grad_() if requires_grad else tensor
-
-
 class _Reducers(dict[type, Any]):
-    """Our reducers, then copyreg's: a pickler with its own dispatch table ignores copyreg's."""
+    """copyreg's reducers, which a pickler with its own dispatch table ignores; of torch's types,
+    those of `tensor_pickling`.
+    """
 
     def __missing__(self, kind: type) -> Any:
+        if kind.__module__.partition(".")[0] == "torch":
+            from shm_broadcast.tensor_pickling import REDUCERS  # noqa: PLC0415
+
+            if kind in REDUCERS:
+                self.update(REDUCERS)
+                return REDUCERS[kind]
         return copyreg.dispatch_table[kind]
 
 
-_REDUCERS: Final = _Reducers({torch.Tensor: _reduce_tensor, torch.nn.Parameter: _reduce_parameter})
+_REDUCERS: Final = _Reducers()

@@ -15,15 +15,15 @@ from __future__ import annotations
 import os
 import time
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from shm_broadcast.deadline import Deadline
 from shm_broadcast.layout import DOORBELL_SLEEPERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shm_broadcast.atomics import WordsLike
-    from shm_broadcast.deadline import Deadline
 
 SLICE_SECONDS: Final = 0.04
 """How long a waiter sleeps at most before it looks again: its condition, abort, lost peers."""
@@ -41,6 +41,39 @@ A sleep and a wake cost 35 µs, in a virtual machine up to 100. Two peers that b
 both at every message, so each waits so long that it sleeps again. Spinning for about twice that
 time ends this.
 """
+
+
+LEAST_SPIN_SECONDS: Final = 20e-6
+"""How long to spin even if it is of no use to the waiter: who spins gives its core up in between.
+
+A process that was woken may run on the core of the one that woke it, which waits for its answer. To
+go to sleep takes 100 µs if the code is not in the caches; until then the answer would wait, too.
+"""
+
+LOOKOUT_SHARE: Final = 0.05
+"""Who waits regularly spins before the expected moment for this share of the wait, and after it.
+
+That is also the share of a core that it costs."""
+
+_ENOUGH_ALIKE: Final = 3
+"""So many waits must have been alike."""
+
+_SHORTEST_RHYTHM: Final = 0.001
+_LONGEST_RHYTHM: Final = 0.1
+"""Shorter and longer waits, in seconds, are not looked out for: a timer is not precise enough, and
+what happens seldom need not happen fast."""
+
+
+class Lookout(NamedTuple):
+    """When to be awake, because what is waited for is expected then.
+
+    Attributes:
+        at: from when on, in seconds of ``time.monotonic()``.
+        seconds: for how long.
+    """
+
+    at: float
+    seconds: float
 
 
 class Doorbell:
@@ -65,6 +98,7 @@ class Doorbell:
         *,
         slice_seconds: float | None = None,
         spin_seconds: float = DEFAULT_SPIN_SECONDS,
+        lookout: Lookout | None = None,
         between_slices: Callable[[], None],
     ) -> bool:
         """Wait until ``ready()``; False if the deadline passes first.
@@ -75,12 +109,19 @@ class Doorbell:
             slice_seconds: how long to sleep at most before ``ready`` is called again; None:
                 `SLICE_SECONDS`, later `LONG_SLICE_SECONDS`.
             spin_seconds: how long to spin before the first sleep, and again after each ring.
+            lookout: when to spin once more, other threads of this process running meanwhile.
             between_slices: called before every sleep; what it raises ends the wait.
         """
         while not _spin(ready, deadline.remaining(spin_seconds)):
-            ended = self._sleep(ready, deadline, slice_seconds, between_slices)
-            if ended is not None:
+            early = lookout is not None and lookout.at < deadline.at
+            until = Deadline(lookout.at, None) if lookout is not None and early else deadline
+            ended = self._sleep(ready, until, slice_seconds, between_slices)
+            if ended is not None and not (early and ended is False):
                 return ended
+            if ended is False and lookout is not None:
+                if _look_out(ready, deadline.remaining(lookout.seconds)):
+                    return True
+                lookout = None
         return True
 
     def _sleep(
@@ -119,22 +160,55 @@ class Doorbell:
 
 
 class AdaptiveSpin:
-    """How long to spin before sleeping, learnt from the last waits.
+    """How long to spin before sleeping, and when to spin again, learnt from the last waits.
 
     A wait that ended within twice the full window restores it; each longer one halves it, down to
-    0, so that a process that waits long every time does not burn its core.
+    `LEAST_SPIN_SECONDS`, so that a process that waits long every time does not burn its core.
+
+    Waits that all take about as long, as between the steps of a model, are expected to do so again:
+    to be awake by then spares the wake-up, and the time for which caches are cold after it.
     """
 
     def __init__(self, window_seconds: float = DEFAULT_SPIN_SECONDS) -> None:
         self._largest = int(window_seconds * 1e9)
+        self._least = int(min(LEAST_SPIN_SECONDS, window_seconds) * 1e9)
         self.window_ns = self._largest
+        self._usual_ns = 0
+        self._alike = 0
 
     def observe(self, waited_ns: int) -> None:
         """Learn from a wait that has ended."""
         if waited_ns <= 2 * self._largest:
             self.window_ns = self._largest
         else:
-            self.window_ns //= 2
+            self.window_ns = max(self.window_ns // 2, self._least)
+        off = waited_ns - self._usual_ns
+        if abs(off) <= self._usual_ns * LOOKOUT_SHARE:
+            self._usual_ns += off // 4
+            self._alike = min(self._alike + 1, 2 * _ENOUGH_ALIKE)
+        else:
+            self._alike -= 2  # one that differs does not make the others irregular
+            if self._alike <= 0:
+                self._usual_ns, self._alike = waited_ns, 0
+
+    def lookout(self, since_ns: int) -> Lookout | None:
+        """When to be awake in a wait that began at ``since_ns``; None if waits are not regular."""
+        usual = self._usual_ns * 1e-9
+        if self._alike < _ENOUGH_ALIKE or not _SHORTEST_RHYTHM <= usual <= _LONGEST_RHYTHM:
+            return None
+        lead = usual * LOOKOUT_SHARE
+        return Lookout(since_ns * 1e-9 + usual - lead, 2 * lead)
+
+
+def _look_out(ready: Callable[[], bool], seconds: float) -> bool:
+    """As `_spin`, for longer: without the GIL between two looks."""
+    until = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() >= until:
+            return False
+        os.sched_yield()
+        time.sleep(0)
+    return True
 
 
 def _spin(ready: Callable[[], bool], seconds: float) -> bool:

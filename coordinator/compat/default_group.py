@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore
 
 from coordinator.setup import torch_groups
-from coordinator.setup.bootstrap import Launch
+from coordinator.setup.launcher import Launch
 from coordinator.setup.topology import Topology
 from coordinator.stores.secret import launcher_secret
 

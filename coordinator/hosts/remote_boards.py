@@ -39,7 +39,8 @@ SUSPECT_SECONDS: Final = 1.0
 """The same, after a connection with the host broke."""
 
 _HEARD_WITHIN: Final = 1.7
-"""Seconds until a member's end on another host is heard of, after a connection with it broke."""
+"""When the store answers so many seconds after a connection broke, it tells of a member's end on
+another host, or that host has been silent for `SUSPECT_SECONDS`."""
 
 _SUSPECTED_FOR: Final = 5.0
 """How long the shorter limit holds after a connection broke, in seconds."""
@@ -250,23 +251,30 @@ class RemoteBoards:
         beat = host.beats.get(member)
         if (beat is not None and beat.state in ("lost", "closed")) or self._has_died(member):
             return True
-        suspected = self._clock() < host.suspected_at + _SUSPECTED_FOR
+        suspected = self._answered_at < host.suspected_at + _SUSPECTED_FOR
         limit = SUSPECT_SECONDS if suspected else SILENCE_SECONDS
         if self._answered_at - host.heard_at > limit:
             self._tell_lost(host)
             return True
         return member == self._keeper and self._store_is_silent()
 
-    def suspect(self, members: Iterable[int]) -> float:
+    def suspect(self, members: Iterable[int]) -> Callable[[], bool]:
         """A connection with one of ``members`` broke: shorten the limit for their hosts.
 
         Returns:
-            The seconds within which it will be known which of them has gone, if one has.
+            A function that returns whether by now it is known which of them has gone, if one has.
+            It counts by the store's answers: a machine that stalls this process stalls them, too.
         """
+        since = self._clock()
         for member in members:
             if member in self._host_of:
-                self._host_of[member].suspected_at = self._clock()
-        return _HEARD_WITHIN
+                self._host_of[member].suspected_at = since
+
+        def known() -> bool:
+            latest = SILENCE_SECONDS if not self._ended else _HEARD_WITHIN
+            return self._answered_at - since >= _HEARD_WITHIN or self._clock() - since >= latest
+
+        return known
 
     def blame(self, member: int) -> None:
         """Count ``member`` as dead: the group was aborted with it as the culprit."""

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import os
 import socket
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -28,84 +27,17 @@ from torch.distributed import Store, TCPStore
 from coordinator.setup.addresses import own_address, resolve
 from coordinator.setup.exchange import Exchange
 from coordinator.stores.asked_store import AskedStore
-from coordinator.stores.secret import checked_secret, launcher_secret
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupTimeoutError, MemberStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from coordinator.setup.launcher import Launch
 
 DEFAULT_TIMEOUT = 60.0
 """Default seconds for all ranks to meet and to set their groups up."""
 
 _STORE_TIMEOUT = timedelta(seconds=300)
 _BACKLOG = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """This process's rank in the job, and where the ranks meet.
-
-    Attributes:
-        rank: this process's global rank.
-        world_size: the number of processes.
-        local_rank: this process's number on its node; chooses its GPU.
-        master_addr: host name or address of the node that hosts the store.
-        master_port: the store's port; 0 is for a world of one.
-        hosted: whether the launcher hosts the store; otherwise rank 0 does.
-        attempt: how often the launcher has restarted the ranks.
-        interface: network interface for gloo's sockets; ``""``: the one on the route to the store.
-        secret: the launcher's secret, which all ranks have and nobody else; None: there is none.
-
-    Raises:
-        ValueError: a value is out of range.
-        SecretError: the secret is too short.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0
-    hosted: bool = False
-    attempt: int = 0
-    interface: str = ""
-    secret: bytes | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} is not in a world of {self.world_size}")
-        if self.local_rank < 0:
-            raise ValueError(f"local_rank must be 0 or more; got {self.local_rank}")
-        if not 0 <= self.master_port < 1 << 16:
-            raise ValueError(f"master_port must be below 65536; got {self.master_port}")
-        if self.secret is not None:
-            checked_secret(self.secret, "the secret")
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch:
-        """Read the environment variables that torchrun sets.
-
-        Without ``RANK`` the process is a world of one.
-
-        Raises:
-            ValueError: a variable is missing or is not a number.
-            SecretError: the file that `SECRET_FILE` names holds no secret, or others can read it.
-        """
-        if "RANK" not in environ:
-            return cls(secret=launcher_secret(environ=environ))
-        return cls(
-            rank=_number(environ, "RANK"),
-            world_size=_number(environ, "WORLD_SIZE"),
-            local_rank=_number(environ, "LOCAL_RANK", environ["RANK"]),
-            master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=_number(environ, "MASTER_PORT"),
-            hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
-            interface=environ.get("GLOO_SOCKET_IFNAME", ""),
-            secret=launcher_secret(environ=environ),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,13 +243,3 @@ def _shared_store(address: str, port: int, in_use: OSError) -> TCPStore:
         )
     except RuntimeError:
         raise in_use from None
-
-
-def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
-    value = environ.get(name, default)
-    if value is None:
-        raise ValueError(f"the environment has RANK but not {name}")
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"{name} must be a number; the environment has {value!r}") from None

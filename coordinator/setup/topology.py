@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.group import GroupCoordinator
 from coordinator.hosts.nodes import find_nodes, known_nodes, lone_node
-from coordinator.setup.bootstrap import DEFAULT_TIMEOUT, Launch, meet
+from coordinator.setup.bootstrap import DEFAULT_TIMEOUT, meet
 from coordinator.setup.link import alone, connect
 from coordinator.setup.settings import OPERATION_TIMEOUT, Settings
 from coordinator.setup.torch_groups import SocketChoice
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from coordinator.hosts.nodes import Nodes
     from coordinator.setup.exchange import Exchange
+    from coordinator.setup.launcher import Launch
     from shm_broadcast import Board
 
 

@@ -23,6 +23,7 @@ import msgspec
 import torch
 
 from device_comm.backend import Backend, Capabilities, Identity
+from device_comm.begun import VERBS
 from device_comm.reduce_op import ReduceOp
 from device_comm.shm import layout
 from device_comm.shm.caches import share_a_cache
@@ -36,7 +37,6 @@ from device_comm.shm.pipes.peer_pipes import PeerPipes
 from device_comm.shm.pipes.pipe import PythonMover
 from device_comm.shm.pipes.transfers import ReceiveTask, SendTask
 from device_comm.shm.results import Results
-from device_comm.shm.signature import VERBS
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.extension import COST, extension_of
 from shm_broadcast.progress import Progress

@@ -24,6 +24,7 @@ from typing import Final
 
 import torch
 
+from device_comm.begun import VERBS
 from device_comm.call_number import naming_call
 from device_comm.reduce_op import ReduceOp
 from shm_broadcast.layout import DTYPE_NAMES
@@ -33,21 +34,6 @@ COMPARED: Final = 48
 CALL: Final = 52
 SHAPE_DIMS: Final = 5
 NO_OP: Final = 255
-
-VERBS: Final = (
-    "barrier",
-    "all_reduce",
-    "all_gather",
-    "all_gatherv",
-    "reduce_scatter",
-    "reduce_scatterv",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-)
-"""By code: the place in this tuple."""
 
 _ROOTED = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
 DTYPE_CODES: Final = {getattr(torch, name): code for code, name in enumerate(DTYPE_NAMES) if code}

@@ -15,12 +15,13 @@ Facts about gloo that shape this file (torch 2.11 to 2.13):
 from __future__ import annotations
 
 import contextlib
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
-from shm_broadcast.deadline import Deadline
+from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS
 from shm_broadcast.errors import (
     CoordinatorError,
@@ -53,6 +54,9 @@ _NEVER_SENT = 1
 
 _ON_ITS_WAY = 0.3
 """Seconds that the last bytes of a peer that has died may take to be taken in here."""
+
+_CAUSE_SECONDS = 2.0
+"""How long to look for the cause of a broken connection, even if the deadline passes meanwhile."""
 
 _ALL_SENT = 2.0
 """The same for a peer that has left in good order: a busy machine keeps threads waiting so long."""
@@ -95,13 +99,17 @@ class Boundary:
         so nobody is blamed for the connection before the watch had the time to tell.
         """
         said = str(error).partition("\n")[0]
+        late = deadline.expired
         until = deadline
-        if not deadline.expired:
-            until = Deadline.after(self.watch.suspect(peers))
         try:
+            if not late:
+                known = self.watch.suspect(peers)
+                latest = Deadline(max(deadline.at, time.monotonic() + _CAUSE_SECONDS), None)
+                self.watch.wait(lambda: known() or latest.expired, NEVER, operation, lambda: peers)
+                until = Deadline.after(0.0)
             self.watch.wait(bool, until, operation, lambda: peers)
         except GroupTimeoutError as nobody:
-            if until is deadline:
+            if late:
                 return nobody
             if "timed out" in said.lower():
                 return GroupTimeoutError(operation, None, nobody.waiting_for, said)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from device_comm.begun import counts_of
-from device_comm.shm.signature import VERBS
+from device_comm.begun import VERBS, counts_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

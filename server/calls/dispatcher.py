@@ -211,15 +211,19 @@ class Dispatcher:
             # awaited themselves or the window is over.
             oldest, rank = self._ledger.awaited
             if oldest != number:
-                deadline.check("call")  # `wait` below checks it as well
-                self._observe_wait(number, since)
+                if number:
+                    deadline.check("call")  # `wait` below checks it as well
+                    self._spin.observe(time.monotonic_ns() - since)
                 number, since = oldest, time.monotonic_ns()
             try:
                 if oldest and self._replies[rank].readable(self._spin.window_ns / 1e9):
                     self._take_reply(rank, self._replies[rank], deadline)
                     continue
                 self._board.wait(
-                    something, deadline, "call", tuple, spin=0, shown=self._awaited_rank
+                    *(something, deadline, "call", tuple),
+                    spin=0,
+                    shown=self._awaited_rank,
+                    lookout=self._spin.lookout(since) if oldest else None,
                 )
                 for each, queue in enumerate(self._replies):
                     if queue.readable():
@@ -227,16 +231,12 @@ class Dispatcher:
             except _ENDS as error:
                 self._end_with_reason(error)
                 return
-        self._observe_wait(number, since)
+        if number:
+            self._spin.observe(time.monotonic_ns() - since)
 
     def _awaited_rank(self) -> list[int]:
         number, rank = self._ledger.awaited
         return [rank] if number else []
-
-    def _observe_wait(self, number: int, since: int) -> None:
-        """Adapt the spin to the wait for call ``number``, which began at ``since`` (ns)."""
-        if number:
-            self._spin.observe(time.monotonic_ns() - since)
 
     def _take_reply(self, rank: int, queue: MessageQueue, deadline: Deadline) -> None:
         try:

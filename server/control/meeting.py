@@ -1,4 +1,4 @@
-"""The rendezvous store of a pool on one host: the driver keeps it, the workers ask it.
+"""The rendezvous store of a pool on one host: the driver keeps it, the workers ask it (`seat`).
 
 Each worker inherits one end of a socket pair (its seat), so nobody else can ask or answer: there is
 no address to connect to, and no file.
@@ -13,16 +13,13 @@ import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from coordinator.stores.asked_store import AskedStore
-from coordinator.stores.key_values import Answer, KeyValues, Question
+from coordinator.stores.key_values import KeyValues, Question
 from shm_broadcast import Deadline, GroupTimeoutError, MessageDecodeError
 
 from .channel import Channel, ChannelClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    from torch.distributed import Store
 
 _ANSWER_SECONDS = 1.0
 """How long to wait until a worker takes an answer.
@@ -105,25 +102,3 @@ class WorkerMeeting:
         except (ChannelClosedError, GroupTimeoutError, MessageDecodeError):
             return False
         return True
-
-
-def take_seat(seat: int, timeout: float | None) -> Store:
-    """In a worker: the store that all workers of the pool share.
-
-    Args:
-        seat: the inherited descriptor.
-        timeout: seconds to wait for each answer; None: for ever.
-    """
-    connection = socket.socket(fileno=seat)
-    connection.set_inheritable(False)
-    channel = Channel(connection, Answer)
-
-    def ask(question: Question, deadline: Deadline) -> Answer:
-        channel.send(question, deadline)
-        while True:
-            answer: Answer = channel.receive(deadline)
-            # Another number: the answer to a question whose asker was interrupted while waiting.
-            if answer.number == question.number:
-                return answer
-
-    return AskedStore(ask, timeout)

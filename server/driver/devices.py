@@ -1,17 +1,19 @@
 """Assigns a device to each worker, before any worker starts.
 
-The driver only counts the GPUs: it creates no CUDA context, so it takes none of their memory.
+The driver only counts the GPUs: it creates no CUDA context, so it takes none of their memory. Where
+only the CPU is asked for, it does not even load torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
+
+
+CPU: Final = "cpu"
 
 
 def assign(device: str | Sequence[str], ranks: int, gpus: int, share_gpu: bool) -> tuple[str, ...]:
@@ -31,6 +33,10 @@ def assign(device: str | Sequence[str], ranks: int, gpus: int, share_gpu: bool) 
         if len(device) != ranks:
             raise ValueError(f"device: {len(device)} devices for {ranks} ranks")
         return tuple(one for each in device for one in assign(each, 1, gpus, share_gpu))
+    if device == CPU and not share_gpu:
+        return (CPU,) * ranks
+    import torch  # noqa: PLC0415
+
     try:
         wanted = torch.device(device)
     except RuntimeError as error:
@@ -53,13 +59,23 @@ def assign(device: str | Sequence[str], ranks: int, gpus: int, share_gpu: bool) 
     return tuple(f"cuda:{first + rank % usable}" for rank in range(ranks))
 
 
+def count_gpus(device: str | Sequence[str]) -> int:
+    """How many GPUs this host has; 0, without a look, if only the CPU is asked for."""
+    if all(each == CPU for each in ([device] if isinstance(device, str) else device)):
+        return 0
+    import torch  # noqa: PLC0415
+
+    return torch.cuda.device_count()
+
+
 def check_arguments(args: argparse.Namespace) -> None:
     """Check that ``args.dp * args.tp * args.pp`` workers can have the devices asked for.
 
     Raises:
         ValueError: they cannot; says why in one line.
     """
-    assign(args.device, args.dp * args.tp * args.pp, torch.cuda.device_count(), args.share_gpu)
+    n_workers = args.dp * args.tp * args.pp
+    assign(args.device, n_workers, count_gpus(args.device), args.share_gpu)
 
 
 def _count(gpus: int) -> str:

@@ -7,14 +7,12 @@ import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..control.reference import main_of, name_of
 from ..defaults import RESTARTS
 from ..hosts.place import Hosts, hosts_of
 from ..launchers.ray_actors import RayCluster
 from .cores import worker_threads
-from .devices import assign
+from .devices import assign, count_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -168,7 +166,7 @@ def _devices(
     device: str | Sequence[str], n_workers: int, share_gpu: bool, hosts: Hosts | None
 ) -> tuple[str, ...]:
     """Each rank's device; one that is given as text is the same on all hosts."""
-    gpus = torch.cuda.device_count()
+    gpus = count_gpus(device)
     if hosts is None or not isinstance(device, str):
         return assign(device, n_workers, gpus, share_gpu)
     nnodes = hosts.nnodes - (not hosts.head_works)

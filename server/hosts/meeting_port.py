@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from coordinator import Launch, connect_store
+from coordinator.setup.launcher import Launch
 from shm_broadcast import Deadline, GroupTimeoutError
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def find_port(hosts: Hosts, deadline: Deadline) -> int:
 
 def _visit(hosts: Hosts, deadline: Deadline) -> tuple[Store, str]:
     """The store, and keys in it that this pool alone has: the n-th on every host is the same."""
+    from coordinator import connect_store  # noqa: PLC0415 - loads torch
+
     launch = Launch.from_environment()
     store = connect_store(launch.master_addr, launch.master_port, deadline)
     place = f"group-coordinator/hosts/{launch.attempt}"

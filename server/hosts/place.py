@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
-from coordinator import Launch
+from coordinator.setup.launcher import Launch
 from coordinator.stores.secret import ADVICE, SECRET_FILE, SecretError, launcher_secret
 
 from ..defaults import HEAD_PORT, LAUNCHERS, SILENCE_SECONDS

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from shm_broadcast.board.history import PastOperation
     from shm_broadcast.board.totals import VerbTotal
     from shm_broadcast.deadline import Deadline
+    from shm_broadcast.doorbell import Lookout
     from shm_broadcast.errors import Failure, MemberStatus
 
 
@@ -331,11 +332,11 @@ class Board:
         report_failure(self._segment, self.n_members, member, kind, message, culprit)
         self.ring_all()
 
-    def suspect(self, members: Iterable[int]) -> float:
+    def suspect(self, members: Iterable[int]) -> Callable[[], bool]:
         """Note that a connection with one of ``members`` broke.
 
         Returns:
-            The seconds within which it will be known which of them has gone, if one has.
+            A function that returns whether by now it is known which of them has gone, if one has.
         """
         return self._members.elsewhere.suspect(members)
 
@@ -365,6 +366,7 @@ class Board:
         detail: Callable[[], str] = str,
         watch: Callable[[str], None] | None = None,
         shown: Callable[[], Iterable[int]] | None = None,
+        lookout: Lookout | None = None,
     ) -> None:
         """Wait until ``ready()``.
 
@@ -379,6 +381,7 @@ class Board:
             watch: called with ``operation`` before each sleep; what it raises ends the wait.
             shown: the members that it is said to wait for, to whoever looks on from outside; None:
                 ``peers``.
+            lookout: when to look without sleeping once more.
 
         Raises:
             GroupTimeoutError: the deadline passed; names ``peers()``.
@@ -413,7 +416,11 @@ class Board:
         doorbell = self._doorbells[self._require_member(operation)]
         try:
             in_time = doorbell.wait(
-                ready, deadline, slice_seconds=poll, spin_seconds=spin, between_slices=look
+                *(ready, deadline),
+                slice_seconds=poll,
+                spin_seconds=spin,
+                lookout=lookout,
+                between_slices=look,
             )
         finally:
             if entry and self._outward is not None:

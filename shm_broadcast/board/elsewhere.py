@@ -6,10 +6,11 @@ carries news to has `OneHost`.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from shm_broadcast.errors import MemberStatus
 
@@ -27,11 +28,11 @@ class Elsewhere(Protocol):
     def gone(self, member: int) -> bool:
         """Whether ``member`` has died or left, or its host has been silent for too long."""
 
-    def suspect(self, members: Iterable[int]) -> float:
+    def suspect(self, members: Iterable[int]) -> Callable[[], bool]:
         """A connection with one of ``members`` broke: believe sooner that a silent host is gone.
 
         Returns:
-            The seconds within which it will be known which of them has gone, if one has.
+            A function that returns whether by now it is known which of them has gone, if one has.
         """
 
     def blame(self, member: int) -> None:
@@ -54,9 +55,10 @@ class OneHost:
         """False: whether a member's process runs is looked up instead."""
         return False
 
-    def suspect(self, members: Iterable[int]) -> float:  # noqa: ARG002
-        """The seconds until the end of a process on this host is noticed."""
-        return _SEEN_WITHIN
+    def suspect(self, members: Iterable[int]) -> Callable[[], bool]:  # noqa: ARG002
+        """The end of a process on this host is noticed soon."""
+        until = time.monotonic() + _SEEN_WITHIN
+        return lambda: time.monotonic() >= until
 
     def blame(self, member: int) -> None:
         """Nothing to note: whether its process runs is looked up."""

@@ -97,11 +97,40 @@ static inline void gc_futex_wake_all(void *base, size_t offset) {
 /* A doorbell is two 32-bit words: the counter that a futex sleeps on, then the number of announced
  * sleepers. That number spares the system call while nobody sleeps. */
 
+static inline bool gc_has_sleepers(const void *base, size_t doorbell) {
+    return gc_load32(base, doorbell + DOORBELL_SLEEPERS) != 0;
+}
+
+static inline void gc_change(void *base, size_t doorbell) {
+    atomic_fetch_add_explicit(GC_AT32(base, doorbell), 1, memory_order_seq_cst);
+}
+
 /* Wakes the doorbell's sleepers. The caller has stored its change and then passed a full fence. */
 static inline void gc_ring_after_fence(void *base, size_t doorbell) {
-    if (gc_load32(base, doorbell + DOORBELL_SLEEPERS) == 0) return;
-    atomic_fetch_add_explicit(GC_AT32(base, doorbell), 1, memory_order_seq_cst);
+    if (!gc_has_sleepers(base, doorbell)) return;
+    gc_change(base, doorbell);
     gc_futex_wake_all(base, doorbell);
+}
+
+/* As gc_ring_after_fence, for several doorbells, two with each system call: a sleeper that is woken
+ * may get this very core when the call returns, and the others would be woken only when it has
+ * finished. FUTEX_WAKE_OP wakes the second word's sleepers unless its value is -1, which it has once
+ * in 2^32 rings; these sleepers then look again after their slice. */
+static inline void gc_ring_all_after_fence(void *base, const size_t *doorbells, size_t n) {
+    const int always = FUTEX_OP(FUTEX_OP_OR, 0, FUTEX_OP_CMP_NE, 0xfff);
+    const size_t *first = NULL;
+    for (const size_t *each = doorbells; each < doorbells + n; each++) {
+        if (!gc_has_sleepers(base, *each)) continue;
+        gc_change(base, *each);
+        if (first == NULL) {
+            first = each;
+            continue;
+        }
+        syscall(SYS_futex, GC_AT32(base, *first), FUTEX_WAKE_OP, INT_MAX, INT_MAX,
+                GC_AT32(base, *each), always);
+        first = NULL;
+    }
+    if (first != NULL) gc_futex_wake_all(base, *first);
 }
 
 #endif

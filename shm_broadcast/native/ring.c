@@ -46,8 +46,7 @@ void ring_pad(RingEnd *self, uint64_t position, uint64_t padding) {
 
 void ring_peers(RingEnd *self) {
     gc_fence(); /* one for all peers */
-    for (size_t peer = 0; peer < self->n_peers; peer++)
-        gc_ring_after_fence(self->board, self->peers[peer]);
+    gc_ring_all_after_fence(self->board, self->peers, self->n_peers);
 }
 
 static PyObject *try_write(PyObject *object, PyObject *const *args, Py_ssize_t n) {

@@ -5,7 +5,7 @@ How queues are made and joined stands in `shm_broadcast.queue.message_queue`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.queue.writer import QueueWriter
@@ -49,6 +49,8 @@ class QueueEnd:
         self._board = board
         self._ring = ring
         self._end = end
+        self._writer = end if isinstance(end, QueueWriter) else None
+        self._reader = None if isinstance(end, QueueWriter) else end
         self._owns_board = owns_board
 
     def export_handle(self) -> QueueHandle:
@@ -58,7 +60,7 @@ class QueueEnd:
     @property
     def is_writer(self) -> bool:
         """Whether this end writes."""
-        return isinstance(self._end, QueueWriter)
+        return self._writer is not None
 
     def wait_until_ready(self, timeout: float | Deadline | None = None) -> None:
         """At the writer: wait until all readers have joined. At a reader: until the writer has.
@@ -97,7 +99,7 @@ class QueueEnd:
             MessageTooLargeError: with readers on other hosts, more buffers than a header can list.
             TypeError: this end reads, or ``message`` cannot be encoded.
         """
-        self._writer("enqueue").enqueue(message, timeout)
+        (self._writer or self._refuse("enqueue")).enqueue(message, timeout)
 
     def enqueue_encoded(self, data: Buffer, timeout: float | Deadline | None = None) -> None:
         """Send bytes as they are, for readers that call `acquire_read`.
@@ -113,7 +115,7 @@ class QueueEnd:
         Raises:
             What `enqueue` raises.
         """
-        self._writer("enqueue").enqueue_encoded(data, timeout)
+        (self._writer or self._refuse("enqueue")).enqueue_encoded(data, timeout)
 
     def dequeue(
         self,
@@ -143,7 +145,7 @@ class QueueEnd:
             GroupClosedError: this end was shut down, or the writer was and all messages were read.
             TypeError: this end writes.
         """
-        return self._reader("dequeue").dequeue(timeout)
+        return (self._reader or self._refuse("dequeue")).dequeue(timeout)
 
     def acquire_read(
         self,
@@ -160,7 +162,7 @@ class QueueEnd:
         Raises:
             What `dequeue` raises, `MessageDecodeError` excepted.
         """
-        return self._reader("acquire_read").acquire_read(timeout)
+        return (self._reader or self._refuse("acquire_read")).acquire_read(timeout)
 
     def readable(self, within: float = 0.0) -> bool:
         """Whether a message, or a part of one, has arrived; cheap, to poll several queues.
@@ -171,7 +173,7 @@ class QueueEnd:
             within: seconds to spin until one arrives, without the GIL; not used by a reader on
                 another host than the writer.
         """
-        return self._reader("readable").readable(within)
+        return (self._reader or self._refuse("readable")).readable(within)
 
     def fileno(self) -> int:
         """At a reader on another host than the writer's: what `RemoteEnd.fileno` says.
@@ -179,11 +181,11 @@ class QueueEnd:
         Raises:
             ValueError: this end has no such descriptor.
         """
-        return self._reader("fileno").fileno()
+        return (self._reader or self._refuse("fileno")).fileno()
 
     def behind(self) -> dict[int, int]:
         """How many messages each reader on this host has not read, by member of the board."""
-        return self._writer("behind").behind()
+        return (self._writer or self._refuse("behind")).behind()
 
     def remove_reader(self, rank: int) -> None:
         """At the writer: go on without a reader that `enqueue` has named as lost or at fault.
@@ -198,7 +200,7 @@ class QueueEnd:
             ValueError: it is no reader of this queue, or not lost.
             TypeError: this end reads.
         """
-        self._writer("remove_reader").remove_reader(rank)
+        (self._writer or self._refuse("remove_reader")).remove_reader(rank)
 
     def broadcast_object(self, message: Any = None, timeout: float | Deadline | None = None) -> Any:
         """At the writer: `enqueue` and return ``message``. At a reader: `dequeue`."""
@@ -232,13 +234,7 @@ class QueueEnd:
         where = "from another host" if self._board is None else repr(self._board)
         return f"MessageQueue({'writer' if self.is_writer else 'reader'}, {where})"
 
-    def _writer(self, operation: str) -> QueueWriter:
-        if isinstance(self._end, QueueWriter):
-            return self._end
-        raise TypeError(f"{operation}: this end of the queue reads")
-
-    def _reader(self, operation: str) -> QueueReader:
-        # Not by QueueReader, which is abstract: that would take ten times as long.
-        if isinstance(self._end, QueueWriter):
-            raise TypeError(f"{operation}: this end of the queue writes")
-        return self._end
+    def _refuse(self, operation: str) -> NoReturn:
+        raise TypeError(
+            f"{operation}: this end of the queue {'writes' if self.is_writer else 'reads'}"
+        )

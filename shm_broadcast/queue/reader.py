@@ -197,6 +197,7 @@ class LocalReader(QueueReader):
             lambda: (self._writer,),
             spin=0,
             watch=self._watch,
+            lookout=self._spin.lookout(started),
         )
         self._spin.observe(time.monotonic_ns() - started)
         self._check(operation)

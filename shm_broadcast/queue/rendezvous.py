@@ -5,18 +5,18 @@ Which of them share the writer's memory, and the queue's handle.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from shm_broadcast.errors import ForeignMemoryError, SharedMemoryError
-from shm_broadcast.queue.torch_rendezvous import TorchObjectGroup
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch.distributed import ProcessGroup
 
+
+@runtime_checkable
 class ObjectGroup(Protocol):
     """A group that can exchange small objects, as vLLM's stateless process groups can.
 
@@ -33,9 +33,13 @@ class ObjectGroup(Protocol):
         """Return, on every rank, the list of all ranks' objects, in rank order."""
 
 
-def as_object_group(group: dist.ProcessGroup | ObjectGroup) -> ObjectGroup:
+def as_object_group(group: ProcessGroup | ObjectGroup) -> ObjectGroup:
     """``group`` itself, or an adapter if it is a torch process group."""
-    return TorchObjectGroup(group) if isinstance(group, dist.ProcessGroup) else group
+    if isinstance(group, ObjectGroup):
+        return group
+    from shm_broadcast.queue.torch_rendezvous import TorchObjectGroup  # noqa: PLC0415
+
+    return TorchObjectGroup(group)
 
 
 def ranks_beside(group: ObjectGroup, rank: int) -> tuple[int, ...]:

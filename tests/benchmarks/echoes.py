@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.queue_base import System, obey_input
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 
 class Echoes(System):
@@ -44,12 +40,6 @@ class Echoes(System):
 
     def stop(self) -> None:
         """Nothing runs."""
-
-
-def serve(rank: int, requests: Connection) -> None:
-    """A rank that answers with its number and its pid."""
-    while requests.recv() is not None:
-        requests.send((rank, os.getpid()))
 
 
 if __name__ == "__main__":

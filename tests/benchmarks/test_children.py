@@ -24,27 +24,6 @@ print(*child.ask("who"), flush=True)
 time.sleep(3600)
 """
 
-READERS = """
-import multiprocessing, time
-from benchmarks.futex import Futex
-queue = Futex()
-queue.start(2)
-queue.echo(None, 1)
-print(*(each.pid for each in multiprocessing.active_children()), flush=True)
-time.sleep(3600)
-"""
-
-RANKS = """
-import time
-from benchmarks.rank_processes import RankProcesses
-from tests.benchmarks.echoes import serve
-with RankProcesses(2, serve) as ranks:
-    (first, one), (second, other) = ranks.ask_all("who")
-    assert (first, second) == (0, 1)
-    print(one, other, flush=True)
-    time.sleep(3600)
-"""
-
 LEAVING = """
 import json, os, subprocess, sys, tempfile
 other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
@@ -84,17 +63,6 @@ def test_whatever_kills_the_benchmark_its_peer_goes_too(idle: str) -> None:
         benchmark.kill()
     until(lambda: not any(runs(int(pid)) for pid in pids))
     until(lambda: not Path(folder).exists())
-
-
-@pytest.mark.parametrize("program", [READERS, RANKS], ids=["readers", "ranks"])
-def test_whatever_kills_the_benchmark_its_own_processes_go_too(program: str) -> None:
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as benchmark:
-        assert benchmark.stdout is not None
-        pids = [int(pid) for pid in benchmark.stdout.readline().split()]
-        assert len(pids) == 2 and all(runs(pid) for pid in pids)
-        benchmark.kill()
-    until(lambda: not any(runs(pid) for pid in pids))
 
 
 def test_what_a_peer_leaves_goes_with_it() -> None:

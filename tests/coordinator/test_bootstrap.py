@@ -14,7 +14,8 @@ from torch.distributed import FileStore, HashStore
 
 import coordinator
 from coordinator.setup.addresses import own_address
-from coordinator.setup.bootstrap import Launch, connect_store, host_store, meet
+from coordinator.setup.bootstrap import connect_store, host_store, meet
+from coordinator.setup.launcher import Launch
 from shm_broadcast import GroupTimeoutError
 from tests.patience import STALL_SECONDS
 from tests.ranks import run_ranks

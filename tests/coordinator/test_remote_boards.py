@@ -144,6 +144,43 @@ def test_a_broken_connection_makes_silence_tell_sooner(elsewhere: Elsewhere) -> 
     assert not elsewhere.boards.gone(2)
 
 
+def test_whether_a_host_is_gone_is_known_when_the_store_has_answered(elsewhere: Elsewhere) -> None:
+    elsewhere.turn("b", "c")
+    known = elsewhere.boards.suspect([2])
+    elsewhere.now += 3
+    assert not known()  # this process was stalled, and has not looked since
+    elsewhere.turn("c")
+    assert known()
+    assert elsewhere.boards.gone(2)
+
+
+def test_a_host_that_is_heard_after_its_connection_broke_is_there(elsewhere: Elsewhere) -> None:
+    known = elsewhere.boards.suspect([2])
+    for _ in range(4):
+        elsewhere.now += 0.5
+        assert not known()
+        elsewhere.turn("b", "c")
+    assert known()
+    assert not elsewhere.boards.gone(2)
+
+
+def test_a_store_that_is_silent_is_not_waited_for(elsewhere: Elsewhere) -> None:
+    known = elsewhere.boards.suspect([2])
+    elsewhere.now += SILENCE - 0.1
+    assert not known()
+    elsewhere.now += 0.1
+    assert known()
+
+
+def test_a_store_that_has_ended_is_not_waited_for(elsewhere: Elsewhere) -> None:
+    elsewhere.boards.store_ended("its connection broke")
+    known = elsewhere.boards.suspect([2])
+    elsewhere.now += SUSPECT
+    assert not known()
+    elsewhere.now += SUSPECT
+    assert known()
+
+
 def test_a_process_that_was_stopped_itself_takes_nobody_for_silent(elsewhere: Elsewhere) -> None:
     elsewhere.turn("b", "c")
     elsewhere.now += 1000

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from device_comm import Backend, Capabilities, Communicator, Identity
+from device_comm.begun import VERBS
 from device_comm.operation import ALL_VERBS
-from device_comm.shm.signature import DTYPE_CODES, VERBS
+from device_comm.shm.signature import DTYPE_CODES
 from shm_broadcast import (
     Board,
     BoardHandle,

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device_comm import ReduceOp
+from device_comm.begun import VERBS
 from device_comm.shm import layout, signature
 from device_comm.shm.collectives import slot_plan
 from device_comm.shm.collectives.slot_plan import SlotPlan, SlotPlanner
@@ -39,7 +40,7 @@ def test_the_extension_was_built_and_agrees() -> None:
         board_layout.STATE_IDLE,
         board_layout.STATE_BUSY,
     )
-    for code, verb in enumerate(signature.VERBS):
+    for code, verb in enumerate(VERBS):
         assert getattr(native, f"VERB_{verb.upper()}") == code
     for dtype, code in signature.DTYPE_CODES.items():
         name = str(dtype).removeprefix("torch.").upper()

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from device_comm import _native
-from device_comm.call_number import in_call
 from device_comm.shm.layout import GroupLayout
 from device_comm.shm.pipes.peer_pipes import PeerPipes
 from device_comm.shm.pipes.pipe import (
@@ -24,6 +23,7 @@ from device_comm.shm.pipes.pipe import (
 from device_comm.shm.pipes.spills import AHEAD_BYTES, KEPT_BYTES, KEPT_ROOM, SpillPool
 from device_comm.shm.pipes.transfers import ReceiveTask, SendTask
 from shm_broadcast import Board, BoardHandle, DivergenceError, GroupClosedError, Segment
+from tests.calls import in_call
 from tests.device_comm.shm_ranks import make_comm
 from tests.ranks import run_ranks
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from device_comm import ReduceOp, _native
-from device_comm.begun import Begun
+from device_comm.begun import VERBS, Begun
 from device_comm.shm import layout
 from device_comm.shm.collectives.python_steps import PythonSteps
 from device_comm.shm.collectives.slot_plan import SlotPlanner
 from device_comm.shm.collectives.steps import Status, Steps
 from device_comm.shm.layout import GroupLayout
-from device_comm.shm.signature import DTYPE_CODES, VERBS, describe
+from device_comm.shm.signature import DTYPE_CODES, describe
 from shm_broadcast import Board, Segment
 from tests.device_comm.oracle import REDUCED, ops_for, reduced, same, values
 

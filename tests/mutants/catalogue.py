@@ -209,6 +209,13 @@ MUTANTS = (
         (f"{_HERE}/test_ring.py::test_a_respawned_reader_goes_on_where_the_dead_one_stopped",),
     ),
     Mutant(
+        "Q11 every reader that sleeps is woken",
+        "shm_broadcast/native/atomics.h",
+        "        first = NULL;\n",
+        "",
+        (f"{_HERE}/test_ring_sleep.py::test_a_message_wakes_all_readers_that_sleep",),
+    ),
+    Mutant(
         "Q11 an idle reader sleeps",
         "shm_broadcast/doorbell.py",
         "deadline.remaining(next(slices)))",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from device_comm.begun import Begun
-from device_comm.call_number import in_call
+from tests.calls import in_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,11 +12,13 @@ from shm_broadcast.atomics import PythonWords, WordsLike
 from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.doorbell import (
     DEFAULT_SPIN_SECONDS,
+    LEAST_SPIN_SECONDS,
     LONG_SLICE_SECONDS,
     SHORT_SLICES,
     SLICE_SECONDS,
     AdaptiveSpin,
     Doorbell,
+    Lookout,
 )
 from shm_broadcast.layout import DOORBELL_SLEEPERS
 
@@ -189,7 +191,7 @@ def test_the_spin_window_adapts() -> None:
     assert spin.window_ns == largest
     for _ in range(20):
         spin.observe(10**9)
-    assert spin.window_ns == 0
+    assert spin.window_ns == int(LEAST_SPIN_SECONDS * 1e9)
     spin.observe(largest)
     assert spin.window_ns == largest
     spin.observe(2 * largest + 1)
@@ -200,3 +202,88 @@ def test_no_window_stays_none() -> None:
     spin = AdaptiveSpin(0)
     spin.observe(0)
     assert spin.window_ns == 0
+
+
+MS = 1_000_000
+
+
+def learnt(*waits: float) -> AdaptiveSpin:
+    """A spin that has seen waits of so many milliseconds."""
+    spin = AdaptiveSpin()
+    for wait in waits:
+        spin.observe(int(wait * MS))
+    return spin
+
+
+@pytest.mark.parametrize(
+    ("waits", "usual"),
+    [
+        ((20, 20, 20, 20), 20),
+        ((20, 20.4, 20, 20), 20.05625),  # a quarter of each difference is learnt
+        ((20, 20, 20), None),  # too few
+        ((20, 22, 20, 22, 20), None),  # not alike
+        ((0.5,) * 9, None),  # too short
+        ((150,) * 9, None),  # too long
+        ((20, 20, 20, 20, 20, 50, 20), 20),  # one differs
+        ((20, 20, 20, 20, 50, 50), None),
+        ((20, 20, 20, 20, 50, 50, 50, 50, 50), 50),  # another rhythm
+    ],
+)
+def test_regular_waits_are_looked_out_for(waits: tuple[float, ...], usual: float | None) -> None:
+    lookout = learnt(*waits).lookout(since_ns=1000 * MS)
+    if usual is None:
+        assert lookout is None
+    else:
+        assert lookout is not None
+        assert lookout.at == pytest.approx(1 + usual * 0.95e-3)
+        assert lookout.seconds == pytest.approx(usual * 0.1e-3)
+
+
+def test_who_looks_out_needs_no_ring(doorbell: Doorbell, words: WordsLike) -> None:
+    """Nor does whoever rings pay for a system call: nobody counts as a sleeper."""
+    sleepers: list[int] = []
+
+    def come() -> None:
+        while words.load32(AT + DOORBELL_SLEEPERS) == 0:
+            time.sleep(0.001)
+        while words.load32(AT + DOORBELL_SLEEPERS) != 0:
+            time.sleep(0.001)
+        sleepers.append(words.load32(AT + DOORBELL_SLEEPERS))
+        there.set()
+
+    there = threading.Event()
+    thread = threading.Thread(target=come)
+    thread.start()
+    began = time.monotonic()
+    lookout = Lookout(began + 0.1, 60)
+    assert doorbell.wait(
+        there.is_set, NEVER, slice_seconds=60, lookout=lookout, between_slices=nothing
+    )
+    assert 0.1 <= time.monotonic() - began < 30
+    thread.join()
+    assert sleepers == [0]
+
+
+def test_who_has_looked_out_in_vain_sleeps_again(doorbell: Doorbell, words: WordsLike) -> None:
+    looks: list[float] = []
+    began = time.monotonic()
+    deadline = Deadline.after(0.3)
+    lookout = Lookout(began + 0.02, 0.01)
+    assert not doorbell.wait(
+        never,
+        deadline,
+        slice_seconds=60,
+        lookout=lookout,
+        between_slices=lambda: looks.append(time.monotonic()),
+    )
+    assert time.monotonic() - began >= 0.3
+    if not isinstance(words, PythonWords):  # which sleeps by polling
+        assert len(looks) <= 4  # before the lookout and at its begin, after it, at the deadline
+    assert words.load32(AT + DOORBELL_SLEEPERS) == 0
+
+
+def test_a_deadline_before_the_lookout_counts(doorbell: Doorbell) -> None:
+    began = time.monotonic()
+    lookout = Lookout(began + 60, 1)
+    assert not doorbell.wait(never, Deadline.after(0.02), lookout=lookout, between_slices=nothing)
+    assert time.monotonic() - began < 30

@@ -22,7 +22,8 @@ from coordinator.compat.same_node import in_the_same_node_as
 from coordinator.compat.vllm import model_groups
 from coordinator.compat.vllm.group import GroupCoordinator
 from coordinator.graph_capture import GraphCaptureContext, capture_on_side_stream
-from coordinator.setup.bootstrap import DEFAULT_TIMEOUT, Launch
+from coordinator.setup.bootstrap import DEFAULT_TIMEOUT
+from coordinator.setup.launcher import Launch
 from device_comm import Work
 from shm_broadcast import Deadline
 

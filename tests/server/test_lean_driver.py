@@ -1,0 +1,50 @@
+"""A driver that deals in plain values does without torch: a second and 150 MiB less."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROGRAM = """
+import sys
+
+from group_coordinator import WorkerPool
+
+
+class Doubler:
+    def __init__(self, context):
+        self.groups = context.groups
+
+    def double(self, number):
+        return 2 * number
+
+    def total(self, number):
+        import torch
+
+        return self.groups.tp.all_reduce(torch.tensor([number, -1.5]))
+
+
+if __name__ == "__main__":
+    with WorkerPool(Doubler, tp=2) as pool:
+        print(pool.collective_rpc("double", args=(21,)), "torch" in sys.modules)
+        total = pool.call("total", 4.0)
+        print(type(total).__module__, total.tolist(), "torch" in sys.modules)
+        print(pool.call("double", total).tolist())
+"""
+
+
+def test_torch_is_loaded_by_the_first_tensor(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, check=False, text=True, timeout=110
+    )
+    assert done.stdout.splitlines() == [
+        "[42, 42] False",
+        "torch [8.0, -3.0] True",
+        "[16.0, -6.0]",
+    ], done.stderr
