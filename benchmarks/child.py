@@ -24,6 +24,9 @@ ANSWER_SECONDS = 120.0
 END_SECONDS = 20.0
 """How long it may take to end."""
 
+TIDY_SECONDS = 3.0
+"""How long what it has started may take after that."""
+
 
 class PeerError(RuntimeError):
     """A peer has ended, or does not answer in time."""
@@ -133,6 +136,14 @@ class Child:
         said = self._complaints.read_text(errors="replace").strip().splitlines()
         return PeerError(f"{self.name} has ended: {said[-1][:200] if said else 'it said no why'}")
 
+    def _wait_for_others(self) -> None:
+        """Leave those that it has started time to tidy up, as multiprocessing's trackers do."""
+        deadline = time.monotonic() + TIDY_SECONDS
+        with suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.01)
+
     def close(self) -> None:
         """End its input, and with it the program; kill what does not end in time. Idempotent."""
         if self._keeper.poll() is not None:
@@ -148,5 +159,6 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._process.stdout.close()
+        self._wait_for_others()
         self._keeper.stdin.close()
         self._keeper.wait()

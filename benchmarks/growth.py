@@ -139,6 +139,11 @@ def calls(report: Report, quick: bool) -> None:
             measure(report, "each of n calls at once", f"{n}", {"ours": partial(all_at_once, n)})
 
 
+def number(row: Row) -> int:
+    """What a row's work grew to."""
+    return {**SIZES, **HUGE}.get(row.params) or int(row.params)
+
+
 def draw(rows: Sequence[Row], path: str) -> None:
     """A log-log panel for each work."""
     pyplot = drawing()
@@ -147,13 +152,12 @@ def draw(rows: Sequence[Row], path: str) -> None:
     for axis, work in zip(axes[:, 0], works, strict=True):
         shown = [row for row in rows if row.work == work]
         for system in dict.fromkeys(row.system for row in shown):
-            points = [
-                ({**SIZES, **HUGE}.get(row.params) or int(row.params), row.median)
-                for row in shown
-                if row.system == system
-            ]
+            points = [(number(row), row.median) for row in shown if row.system == system]
             axis.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=system)
         axis.set(title=work, xlabel="n", ylabel=shown[0].unit.replace("us", "µs"))
+        ticks = {point: row.params for row in shown if (point := number(row))}
+        axis.set_xticks(list(ticks), list(ticks.values()), fontsize=7)
+        axis.xaxis.minorticks_off()
         axis.grid(visible=True, alpha=0.3)
         axis.legend(fontsize=7)
     figure.tight_layout()

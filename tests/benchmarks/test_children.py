@@ -74,6 +74,18 @@ def test_what_a_peer_leaves_goes_with_it() -> None:
     child.close()  # once more is nothing
 
 
+def test_what_a_peer_has_shared_is_tidied_up_behind_it() -> None:
+    shares = (
+        "import sys; from multiprocessing.shared_memory import SharedMemory\n"
+        "shared = SharedMemory(create=True, size=64)\n"
+        "sys.stdin.readline(); print('samples', f'[\"{shared.name}\"]', flush=True)\n"
+    )
+    with closing(Child("a peer", [sys.executable, "-c", shares], {})) as child:
+        (name,) = child.ask("what")
+        assert Path("/dev/shm", name).exists()
+    assert not Path("/dev/shm", name).exists()
+
+
 def test_a_system_in_a_child_works_as_one_here_and_rests_in_between() -> None:
     remote = echoes("echoes")
     with closing(remote.child):
