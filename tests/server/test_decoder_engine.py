@@ -18,6 +18,7 @@ from server.errors import (
 )
 from server.workers.decoder import (
     Engine,
+    Generation,
     GenerationTimeoutError,
     PromptTooLongError,
     Sampling,
@@ -221,6 +222,22 @@ def test_an_error_of_the_engine_itself_hangs_nobody(pool: OneWorker, engine: Eng
     pool.before = lambda _: [][0]
     with pytest.raises(IndexError):
         list(engine.submit([5]))
+    with pytest.raises(IndexError):
+        engine.submit([5])
+
+
+def test_an_error_between_two_steps_hangs_nobody(
+    pool: OneWorker, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.may_go.clear()
+    first = engine.submit([5], ignore_ends=True, timeout=PATIENCE_SECONDS)
+    until(lambda: engine.running == 1)
+    monkeypatch.setattr(Generation, "row", lambda *_: [][0])
+    second = engine.submit([7], timeout=PATIENCE_SECONDS)
+    pool.may_go.set()
+    for each in (first, second):
+        with pytest.raises(IndexError):
+            list(each)
     with pytest.raises(IndexError):
         engine.submit([5])
 

@@ -162,7 +162,13 @@ class Engine:
         self.close()
 
     def _run(self, lane: _Lane) -> None:
-        """Make one step after another."""
+        """Make one step after another; an error in between is told to all who wait for answers."""
+        try:
+            self._make_steps(lane)
+        except Exception as error:  # noqa: BLE001 - readers get it
+            self._end(error)
+
+    def _make_steps(self, lane: _Lane) -> None:
         lost = 0
         while rows := self._next_step(lane):
             try:
