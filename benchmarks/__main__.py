@@ -48,7 +48,7 @@ def run(name: str, options: argparse.Namespace) -> str:
     for old in (file, drawing):
         old.unlink(missing_ok=True)
     command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(file)]
-    command += ["--plot", str(drawing)] if name in ("collectives", "growth") else []
+    command += ["--plot", str(drawing)] if name in DRAWN else []
     command += ["--peers", options.peers] if options.peers else []
     command += ["--quick"] if options.quick else []
     with subprocess.Popen(command) as benchmark:

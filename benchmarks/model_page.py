@@ -92,14 +92,19 @@ def _checked(found: Mapping[str, float], cache: Level, memory: Level) -> str:
     for name, size in {**CACHED, **LARGEST, **PREDICTED}.items():
         if name in found:
             level = cache if size <= CACHE_BYTES else memory
-            measured = Measured(size, found[name])
-            said = duration(all_reduce(level, 2, size))
-            off = f"{round(100 * error(level, measured)):+d} %"
             use = "predicted" if name in PREDICTED else "fitted"
-            lines.append(f"| {name} | {use} | {duration(measured.seconds)} | {said} | {off} |")
+            lines.append(
+                f"| {name} | {use} | {_compared(found[name], all_reduce(level, 2, size))} |"
+            )
     return "\n".join(
         ("| two ranks |  | measured | model | off by |", "| --- | --- | --- | --- | --- |", *lines)
     )
+
+
+def _compared(measured: float, said: float) -> str:
+    """Cells of a line: what was measured, what the model says, and by how much that is off."""
+    off = f"{round(100 * error(said, measured)):+d} %"
+    return f"{duration(measured)} | {duration(said)} | {off}"
 
 
 def _sharing_cores(rows: Sequence[Row], cores: int) -> tuple[str, ...]:
@@ -117,9 +122,7 @@ def _sharing_cores(rows: Sequence[Row], cores: int) -> tuple[str, ...]:
     each = turn(barriers)
     lines = ["| ranks that share cores | measured | model | off by |", "| --- | --- | --- | --- |"]
     for n, seconds in reduced.items():
-        said = taking_turns(each, n, SHARED_BYTES)
-        off = f"{round(100 * (said / seconds - 1)):+d} %"
-        lines.append(f"| {n} | {duration(seconds)} | {duration(said)} | {off} |")
+        lines.append(f"| {n} | {_compared(seconds, taking_turns(each, n, SHARED_BYTES))} |")
     told = (
         f"Of ranks that share cores, one's turn in a meeting takes {each * 1e6:.2g} µs, by their "
         "barriers; all-reduces of 16 KiB are predicted:"

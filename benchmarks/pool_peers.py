@@ -35,7 +35,7 @@ def executor(report: Report, options: argparse.Namespace) -> dict[str, Remote]:
     except PeerError as error:
         report.left_out[EXECUTOR] = str(error)
         return {}
-    return {EXECUTOR: each for each in started(report, [remote])}  # noqa: B035 - one at most
+    return dict(zip([EXECUTOR], started(report, [remote]), strict=False))
 
 
 def actors(report: Report, options: argparse.Namespace) -> dict[str, Remote]:

@@ -63,9 +63,6 @@ class WorkerPool:
     """Starts a worker on every rank of a grid, and calls their methods. Any thread may call.
 
     Rank layout: ``rank = (dp_rank * pp + pp_rank) * tp + tp_rank``.
-
-    Attributes:
-        n_workers: the number of ranks.
     """
 
     def __init__(
@@ -150,11 +147,15 @@ class WorkerPool:
             launcher,
             hosts,
         )
-        self.n_workers = self._plan.n_workers
         self._crew = Crew(self._plan)
         self._stream_numbers = itertools.count(1)
         self._owner = os.getpid()
         self._at_exit = weakref.finalize(self, _stop_at_exit, self._crew, self._owner)
+
+    @property
+    def n_workers(self) -> int:
+        """The number of ranks."""
+        return self._plan.n_workers
 
     @property
     def grid(self) -> RankGrid:

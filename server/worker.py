@@ -286,13 +286,14 @@ class _Serving:
         value: Any
         try:
             set_call_number(call.number)
-            value = self._value_of(call, wanted)
+            try:
+                value = self._value_of(call, wanted)
+            finally:
+                set_call_number(0)
         except BaseException as error:  # noqa: BLE001 - all that a method raises goes to the caller
             self._board.ended(entry, error)
             self._fail(error)
             return
-        finally:
-            set_call_number(0)
         self._board.ended(entry)
         begun = take_begun()
         try:

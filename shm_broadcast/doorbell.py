@@ -112,17 +112,20 @@ class Doorbell:
             lookout: when to spin once more, other threads of this process running meanwhile.
             between_slices: called before every sleep; what it raises ends the wait.
         """
-        while not _spin(ready, deadline.remaining(spin_seconds)):
-            early = lookout is not None and lookout.at < deadline.at
-            until = Deadline(lookout.at, None) if lookout is not None and early else deadline
-            ended = self._sleep(ready, until, slice_seconds, between_slices)
-            if ended is not None and not (early and ended is False):
-                return ended
-            if ended is False and lookout is not None:
-                if _look_out(ready, deadline.remaining(lookout.seconds)):
-                    return True
-                lookout = None
-        return True
+
+        def wait_until(end: Deadline) -> bool:
+            while not _spin(ready, end.remaining(spin_seconds)):
+                ended = self._sleep(ready, end, slice_seconds, between_slices)
+                if ended is not None:
+                    return ended
+            return True
+
+        if lookout is not None and lookout.at < deadline.at:
+            if wait_until(Deadline(lookout.at, None)):
+                return True
+            if _spin(ready, deadline.remaining(lookout.seconds), _yield_core_and_gil):
+                return True
+        return wait_until(deadline)
 
     def _sleep(
         self,
@@ -200,23 +203,19 @@ class AdaptiveSpin:
         return Lookout(since_ns * 1e-9 + usual - lead, 2 * lead)
 
 
-def _look_out(ready: Callable[[], bool], seconds: float) -> bool:
-    """As `_spin`, for longer: without the GIL between two looks."""
-    until = time.monotonic() + seconds
-    while not ready():
-        if time.monotonic() >= until:
-            return False
-        os.sched_yield()
-        time.sleep(0)
-    return True
+def _yield_core_and_gil() -> None:
+    os.sched_yield()
+    time.sleep(0)
 
 
-def _spin(ready: Callable[[], bool], seconds: float) -> bool:
+def _spin(
+    ready: Callable[[], bool], seconds: float, pause: Callable[[], None] = os.sched_yield
+) -> bool:
     if ready():
         return True
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        os.sched_yield()
+        pause()
         if ready():
             return True
     return False

@@ -15,7 +15,6 @@ Facts about gloo that shape this file (torch 2.11 to 2.13):
 from __future__ import annotations
 
 import contextlib
-import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -100,14 +99,13 @@ class Boundary:
         """
         said = str(error).partition("\n")[0]
         late = deadline.expired
-        until = deadline
         try:
             if not late:
                 known = self.watch.suspect(peers)
-                latest = Deadline(max(deadline.at, time.monotonic() + _CAUSE_SECONDS), None)
+                latest = max(deadline, Deadline.after(_CAUSE_SECONDS), key=lambda each: each.at)
                 self.watch.wait(lambda: known() or latest.expired, NEVER, operation, lambda: peers)
-                until = Deadline.after(0.0)
-            self.watch.wait(bool, until, operation, lambda: peers)
+            now = Deadline(0.0, deadline.timeout)
+            self.watch.wait(bool, now, operation, lambda: peers)
         except GroupTimeoutError as nobody:
             if late:
                 return nobody

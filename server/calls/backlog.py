@@ -100,13 +100,10 @@ class Backlog:
         self._sending = call.number = self.last
         self._under_way[call.number] = call
 
-    def sent(self, number: int) -> bool:
-        """Note that call ``number`` was sent, unless calls were taken back since; whether the first
-        queued call could be sent now.
-        """
+    def sent(self, number: int) -> None:
+        """Note that call ``number`` was sent; nothing if calls were taken back since."""
         if number == self._sending:
             self._sending = 0
-        return bool(self._queued) and self._has_room
 
     def unsent(self, call: PendingCall) -> None:
         """Note that ``call``, which began last, reached no worker: the next gets its number."""

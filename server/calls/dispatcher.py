@@ -211,9 +211,8 @@ class Dispatcher:
             # awaited themselves or the window is over.
             oldest, rank = self._ledger.awaited
             if oldest != number:
-                if number:
-                    deadline.check("call")  # `wait` below checks it as well
-                    self._spin.observe(time.monotonic_ns() - since)
+                deadline.check("call")  # `wait` below checks it as well
+                self._observe_wait(number, since)
                 number, since = oldest, time.monotonic_ns()
             try:
                 if oldest and self._replies[rank].readable(self._spin.window_ns / 1e9):
@@ -231,12 +230,16 @@ class Dispatcher:
             except _ENDS as error:
                 self._end_with_reason(error)
                 return
-        if number:
-            self._spin.observe(time.monotonic_ns() - since)
+        self._observe_wait(number, since)
 
     def _awaited_rank(self) -> list[int]:
         number, rank = self._ledger.awaited
         return [rank] if number else []
+
+    def _observe_wait(self, number: int, since: int) -> None:
+        """Learn from the wait for call ``number``, which began at ``since`` (ns)."""
+        if number:
+            self._spin.observe(time.monotonic_ns() - since)
 
     def _take_reply(self, rank: int, queue: MessageQueue, deadline: Deadline) -> None:
         try:

@@ -218,14 +218,13 @@ class Ledger:
             What broke the pool, or `PoolClosedError`.
         """
         with self._lock:
-            if self._end is not None:
-                self.check()
-            if self._open and generation == self.generation and self._calls.open:
-                self._calls.begin(call)
-                return True
-            self._calls.enqueue(call)
-            self._to_send.notify()
-            return False
+            self.check()
+            if self.over(generation) or not self._calls.open:
+                self._calls.enqueue(call)
+                self._to_send.notify()
+                return False
+            self._calls.begin(call)
+            return True
 
     def queue(self, call: PendingCall) -> None:
         """Queue a call for the thread that calls `next_to_send`; `tick` reports it if it is late.
@@ -266,7 +265,8 @@ class Ledger:
     def sent(self, number: int) -> None:
         """Note that call ``number`` was sent; another may be sent now."""
         with self._lock:
-            if self._calls.sent(number):
+            self._calls.sent(number)
+            if self._calls.sendable:
                 self._to_send.notify()
 
     def unsent(self, number: int, error: BaseException | None) -> None:
@@ -325,10 +325,8 @@ class Ledger:
             actions = [] if is_oldest else self._spoil_before(rank, reply.number)
             if call is not None:
                 call.answer(rank, reply.value, reply.begun)
-                if call.settled:
-                    actions += self._settle(call)
-        if actions:
-            _run(actions)
+                actions += self._settle(call)
+        _run(actions)
 
     def garbled(self, rank: int, error: BaseException, generation: int) -> None:
         """Take in a reply of ``rank`` that cannot be decoded, because of ``error``."""

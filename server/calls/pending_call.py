@@ -74,8 +74,8 @@ class PendingCall:
         begins: bool = False,
         retry: bool = False,
     ) -> None:
-        # `Deadline.after` raises ValueError for what is not a duration.
-        self.timeout = None if timeout is None else Deadline.after(timeout).timeout
+        deadline = Deadline.after(timeout)  # raises ValueError for what is not a duration
+        self.timeout = deadline.timeout
         self.since = time.monotonic()
         self.method = method
         self.args = tuple(args)

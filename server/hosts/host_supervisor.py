@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
@@ -65,6 +65,12 @@ _LINE_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
 
+class _HeadLost(NamedTuple):
+    """The last that a host hears: why nothing comes any more."""
+
+    why: str
+
+
 def serve_host(hosts: Hosts, timeout: float | None = 300.0) -> None:
     """Run this host's part of a pool whose driver is on another host, until the pool is shut down.
 
@@ -101,8 +107,7 @@ class HostSupervisor:
             OSError: its address cannot be resolved.
         """
         self._node = hosts.node_rank
-        self._inbox: deque[FromHead] = deque()
-        self._lost = ""
+        self._inbox: deque[FromHead | _HeadLost] = deque()
         self._spoken = threading.Event()
         self._boarding = threading.Lock()
         self._board: Board | None = None
@@ -129,15 +134,16 @@ class HostSupervisor:
             self._supervisor.step(self, _LOOK_SECONDS if self._workers else 1.0)
             self._tell_abort()
             while self._inbox:
-                message = self._inbox.popleft()
-                if isinstance(message, HostDismissed):
-                    return False
-                self._obey(message)
-            if self._lost:
-                _log.error("%s; the workers here end", self._lost)
-                if self._pool.stays:
-                    return True
-                raise HostError(self._node, self._lost)
+                match self._inbox.popleft():
+                    case HostDismissed():
+                        return False
+                    case _HeadLost(why):
+                        _log.error("%s; the workers here end", why)
+                        if self._pool.stays:
+                            return True
+                        raise HostError(self._node, why)
+                    case message:
+                        self._obey(message)
 
     def __enter__(self) -> HostSupervisor:
         """Give the supervisor itself."""
@@ -161,13 +167,14 @@ class HostSupervisor:
         if isinstance(message, MarkCall):
             self._mark(message)
             return
-        self._inbox.append(message)
-        self._spoken.set()
-        self._supervisor.wake()
+        self._put(message)
 
     def lose(self, why: str) -> None:
-        """Take in that the head is gone."""
-        self._lost = why
+        """Take in that the head is gone, behind what it said before."""
+        self._put(_HeadLost(why))
+
+    def _put(self, news: FromHead | _HeadLost) -> None:
+        self._inbox.append(news)
         self._spoken.set()
         self._supervisor.wake()
 
@@ -313,9 +320,9 @@ class HostSupervisor:
             if (now := time.monotonic()) - said >= _LINE_SECONDS:
                 said = now
                 _log.warning("waiting for the head, for %.0f s now: %s", now - began, trouble)
-        if self._lost:
-            raise HostError(self._node, self._lost)
         answer = self._inbox.popleft()
+        if isinstance(answer, _HeadLost):
+            raise HostError(self._node, answer.why)
         if isinstance(answer, HostRefused):
             raise HostError(self._node, f"the head has refused this host: {answer.reason}")
         if not isinstance(answer, HostAdmitted):

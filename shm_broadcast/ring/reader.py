@@ -107,9 +107,7 @@ class RingReader:
 
     def look(self, spin_ns: int) -> bool:
         """Whether an unread record is in the ring, or arrives within ``spin_ns``; drops the GIL."""
-        words = self._words
-        consumed = words.load64(self._line + layout.READER_CONSUMED)
-        return words.spin64(layout.RING_PUBLISHED, consumed, spin_ns)
+        return self._words.spin64(layout.RING_PUBLISHED, self._position(), spin_ns)
 
     @property
     def writer_closed(self) -> bool:

@@ -61,7 +61,7 @@ def test_a_fit_finds_what_the_figures_were_made_of() -> None:
 
 
 def test_the_error_is_a_share_of_what_was_measured() -> None:
-    assert error(LEVEL, Measured(65_536, 2 * 66.536e-6)) == pytest.approx(-0.5)
+    assert error(66.536e-6, 2 * 66.536e-6) == pytest.approx(-0.5)
 
 
 def test_ranks_that_share_cores_take_turns() -> None:

@@ -215,8 +215,8 @@ def test_a_lost_worker_is_replaced_and_no_accepted_request_is_lost() -> None:
         served.wait_until_ready()
         pids = served.worker_pids()
         expected = embed(served, "word").json()["data"]
-        answers, threads = in_threads(8, served, ["word " * 300] * 30)
-        wait_for(served, "items_waiting", 100)
+        answers, threads = in_threads(8, served, ["word " * 300] * 60)
+        wait_for(served, "items_waiting", 300)
         psutil.Process(pids[2]).kill()
         for thread in threads:
             thread.join(60)

@@ -1,0 +1,68 @@
+"""A host's part of a pool: what it heard last counts, also if the link ends right behind it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from server.errors import HostError
+from server.hosts import host_supervisor
+from server.hosts.host_supervisor import serve_host
+from server.hosts.link_messages import HostAdmitted, HostDismissed, HostRefused
+from server.hosts.place import Hosts
+from tests.patience import PATIENCE_SECONDS
+
+if TYPE_CHECKING:
+    from server.hosts.host_link import HeadHeeder
+
+SECRET: Final = b"known to both hosts"
+HERE = Hosts(nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=1, secret=SECRET)
+ADMITTED = HostAdmitted(2, (1,), 1, False, (), 1.0, 1.0, False)
+LOST: Final = "the head has ended, or closed the link"
+
+
+class BriefLink:
+    """Brings messages and its own end before the host's main thread looks at any of them."""
+
+    says: tuple[Any, ...] = ()
+
+    def __init__(self, *args: Any) -> None:
+        self._heeder: HeadHeeder = args[-1]
+
+    def begin(self) -> None:
+        for message in self.says:
+            self._heeder.hear(message)
+        self._heeder.lose(LOST)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> type[BriefLink]:
+    class Link(BriefLink):
+        pass
+
+    monkeypatch.setattr(host_supervisor, "HostLink", Link)
+    return Link
+
+
+def test_a_refusal_is_told_although_the_link_ended_behind_it(link: type[BriefLink]) -> None:
+    link.says = (HostRefused("--tp is 4 there"),)
+    with pytest.raises(HostError, match=r"refused this host: --tp is 4 there$"):
+        serve_host(HERE, PATIENCE_SECONDS)
+
+
+def test_a_dismissal_counts_although_the_link_ended_behind_it(link: type[BriefLink]) -> None:
+    link.says = (ADMITTED, HostDismissed())
+    serve_host(HERE, PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("says", [(), (ADMITTED,)], ids=["unheard", "admitted"])
+def test_the_end_of_a_link_that_said_no_more_is_an_error(
+    link: type[BriefLink], says: tuple[Any, ...]
+) -> None:
+    link.says = says
+    with pytest.raises(HostError, match=f"{LOST}$"):
+        serve_host(HERE, PATIENCE_SECONDS)
