@@ -69,18 +69,34 @@ DEVICE Shared<u64> word64(char *base, u64 offset) {
 
 DEVICE char *own_region(const Group &group) { return group.regions[group.rank]; }
 
+DEVICE Own<u32> own32(const Group &group, u64 offset) {
+    return Own<u32>(*reinterpret_cast<u32 *>(own_region(group) + offset));
+}
+
+DEVICE Own<u64> own64(const Group &group, u64 offset) {
+    return Own<u64>(*reinterpret_cast<u64 *>(own_region(group) + offset));
+}
+
 /* Whether nobody else is in the group: nothing is to be done, and there may be no region. */
 DEVICE bool is_idle(const Group &group) { return group.world_size < 2; }
 
-/* Taken by every block when it is done with a kernel; the last one counts the kernel. So all blocks
- * of a kernel find the same number in the epoch, without the host having to say it. */
+/* Called by every block when it is done with a kernel; the last one counts the kernel. So all blocks
+ * of a kernel find the same number in the epoch, without the host having to say it.
+ *
+ * A ticket orders a block's look at the epoch before the store of the last block, and no more: no
+ * peer and no host looks at either word, what peers read was released to them before, and the next
+ * kernel of this rank begins when this one has ended. So the order of one device will do; that of
+ * the system would make each block wait until its writes have come to all devices. A block that is
+ * alone has come to the sync with all its threads. */
 DEVICE void finish_epoch(const Group &group, u64 word, u64 epoch) {
     sync_block();
     if (thread() != 0) return;
-    Shared<u32> tickets = word32(own_region(group), word + REGION_TICKETS);
-    if (tickets.fetch_add(1, memory_order_acq_rel) + 1 < blocks()) return;
-    tickets.store(0, memory_order_relaxed);
-    word64(own_region(group), word).store(epoch, memory_order_relaxed);
+    if (blocks() > 1) {
+        Own<u32> tickets = own32(group, word + REGION_TICKETS);
+        if (tickets.fetch_add(1, memory_order_acq_rel) + 1 < blocks()) return;
+        tickets.store(0, memory_order_relaxed);
+    }
+    own64(group, word).store(epoch, memory_order_relaxed);
 }
 
 #endif

@@ -20,7 +20,7 @@ class Meeting {
   public:
     DEVICE explicit Meeting(const Group &group)
         : group_(group),
-          epoch_(word64(own_region(group), REGION_EPOCH).load(memory_order_relaxed) + 1),
+          epoch_(own64(group, REGION_EPOCH).load(memory_order_relaxed) + 1),
           begins_(!is_given_up(group, {group.rank, PHASE_START, epoch_})) {}
 
     /* Whether this thread may write into the staging. */

@@ -24,7 +24,7 @@ class Packets {
   public:
     DEVICE explicit Packets(const Group &group)
         : group_(group),
-          epoch_(word64(own_region(group), REGION_PACKET_EPOCH).load(memory_order_relaxed) + 1),
+          epoch_(own64(group, REGION_PACKET_EPOCH).load(memory_order_relaxed) + 1),
           /* 0 is what a region is filled with. */
           tag_(static_cast<u32>(epoch_) ? static_cast<u32>(epoch_) : 1u << 31) {}
 

@@ -16,7 +16,7 @@ struct Cause {
 };
 
 RARELY void give_up(const Group &group, ErrorCode code, u32 reporter, Cause cause) {
-    if (word32(own_region(group), REGION_CLAIMED).exchange(1, memory_order_relaxed)) return;
+    if (own32(group, REGION_CLAIMED).exchange(1, memory_order_relaxed)) return;
     if (code != ERROR_PEER) {
         u64 word = code | reporter << 8 | cause.culprit << 16;
         for (u32 r = 0; r < group.world_size; r++)

@@ -29,6 +29,10 @@ using cuda::memory_order_release;
 template <typename Word>
 using Shared = cuda::atomic_ref<Word, cuda::thread_scope_system>;
 
+/* A word that only the kernels of one rank access, all of which run on one device. */
+template <typename Word>
+using Own = cuda::atomic_ref<Word, cuda::thread_scope_device>;
+
 DEVICE u32 thread() { return threadIdx.x; }
 DEVICE u32 threads() { return blockDim.x; }
 DEVICE u32 block() { return blockIdx.x; }

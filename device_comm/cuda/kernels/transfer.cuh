@@ -97,13 +97,17 @@ class Line {
     u64 count_ = 0;  /* chunks that have gone through this end of the lane */
     Patience patience_;
 
-    DEVICE Shared<u64> word(u32 at, ChannelWord kind, u32 other) const {
+    DEVICE u64 place(ChannelWord kind, u32 other) const {
         u64 index = ((job_.channel_set * 4 + kind) * MAX_RANKS + other) * MAX_LANES + block();
-        return word64(job_.group.regions[at], REGION_CHANNELS + index * sizeof(u64));
+        return REGION_CHANNELS + index * sizeof(u64);
     }
 
-    DEVICE Shared<u64> own_count() const {
-        return word(job_.group.rank, puts_ ? WORD_PUT : WORD_TAKEN, peer_);
+    DEVICE Shared<u64> word(u32 at, ChannelWord kind, u32 other) const {
+        return word64(job_.group.regions[at], place(kind, other));
+    }
+
+    DEVICE Own<u64> own_count() const {
+        return own64(job_.group, place(puts_ ? WORD_PUT : WORD_TAKEN, peer_));
     }
 };
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.device_comm.cuda.compiled import compile_kernels
 from tests.device_comm.cuda.emulator import Emulation, build_library, why_not
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.device_comm.cuda.compiled import Compiled
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +27,11 @@ def emulation_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def emulation(emulation_library: Path) -> Emulation:
     return Emulation(emulation_library)
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """The kernels compiled for devices, once a session."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc")
+    return compile_kernels(tmp_path_factory.mktemp("compiled"))

@@ -32,6 +32,9 @@ using cuda::memory_order_release;
 template <typename Word>
 using Shared = cuda::atomic_ref<Word, cuda::thread_scope_system>;
 
+template <typename Word>
+using Own = cuda::atomic_ref<Word, cuda::thread_scope_device>;
+
 namespace emulation {
 
 struct Here {

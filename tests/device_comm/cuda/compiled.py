@@ -1,0 +1,73 @@
+"""The kernels compiled by nvcc for devices: what ptxas says of them, and their instructions."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from device_comm.cuda.device.kernel_source import kernel_source
+
+ARCHITECTURES = (80, 90, 100)
+_COMPILE_SECONDS = 400.0
+_DISASSEMBLE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """All kernels for all architectures.
+
+    Attributes:
+        said: what ptxas says of each.
+        ptx: by architecture and kernel, its text; functions that it calls are not in it.
+        sass: the same of machine code, with what it calls; empty without ``cuobjdump``.
+    """
+
+    said: str
+    ptx: dict[int, dict[str, str]]
+    sass: dict[int, dict[str, str]]
+
+
+def compile_kernels(folder: Path) -> Compiled:
+    """Compile in ``folder``."""
+    source, target = folder / "kernels.cu", folder / "kernels.fatbin"
+    source.write_text(kernel_source())
+    command = ["nvcc", "-std=c++17", "-fatbin", "-Werror", "all-warnings", "--ptxas-options=-v"]
+    command += [f"-gencode=arch=compute_{number},code=sm_{number}" for number in ARCHITECTURES]
+    command += ["--threads=0", "-o", str(target), str(source)]
+    # CuPy adds this one to our options, and nothing can be said against it.
+    command += ["-ftz=true", "--keep", f"--keep-dir={folder}"]
+    said = _run(command, _COMPILE_SECONDS).stderr
+    ptx = {
+        number: _pieces(text, r"^\.visible \.entry (\w+)\(")
+        for number in ARCHITECTURES
+        for text in [next(folder.glob(f"*compute_{number}.ptx")).read_text()]
+    }
+    return Compiled(said, ptx, _disassemble(target))
+
+
+def _disassemble(fatbin: Path) -> dict[int, dict[str, str]]:
+    beside = Path(shutil.which("nvcc") or "").resolve().parent
+    tool = shutil.which("cuobjdump", path=str(beside)) or shutil.which("cuobjdump")
+    if tool is None:
+        return {}
+    text = _run([tool, "-sass", str(fatbin)], _DISASSEMBLE_SECONDS).stdout
+    return {
+        int(number): _pieces(code, r"^\s*Function : (\w+)$")
+        for number, code in _pieces(text, r"^arch = sm_(\d+)$").items()
+    }
+
+
+def _pieces(text: str, title: str) -> dict[str, str]:
+    """What follows each title, by what its group has matched."""
+    _, *parts = re.split(title, text, flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _run(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, capture_output=True, check=False, text=True, timeout=seconds)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+    return done

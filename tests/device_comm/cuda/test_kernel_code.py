@@ -1,0 +1,86 @@
+"""The instructions of which the kernels consist: fences as wide as needed, memory in wide accesses.
+
+On threads of the host all of this would look the same.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from device_comm.cuda.launches.launch import KERNELS, TRANSFER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.device_comm.cuda.compiled import Compiled
+
+Code = dict[int, dict[str, str]]
+
+
+def sends_packets(kernel: str) -> bool:
+    return kernel.startswith("ipc_packets")
+
+
+def releases(kernel: str) -> int:
+    """How often it releases something to peers: in two meetings, with each chunk, or never."""
+    return 0 if sends_packets(kernel) else 1 if kernel == TRANSFER else 2
+
+
+def each(code: Code) -> Iterator[tuple[str, str]]:
+    for kernels in code.values():
+        assert set(kernels) == set(KERNELS)
+        yield from kernels.items()
+
+
+def count(pattern: str, text: str) -> int:
+    return len(re.findall(pattern, text))
+
+
+@pytest.fixture
+def sass(compiled: Compiled) -> Code:
+    if not compiled.sass:
+        pytest.skip("no cuobjdump")
+    return compiled.sass
+
+
+def test_the_tail_of_a_block_is_ordered_on_its_device_alone(compiled: Compiled) -> None:
+    for kernel, text in each(compiled.ptx):
+        tickets = re.findall(r"\batom\.\S+", text)
+        assert tickets == ["atom.add.acq_rel.gpu.u32"] * (kernel != TRANSFER), kernel
+        assert count(r"\b(fence|membar)\b", text) == 0, kernel
+
+
+def test_what_peers_look_at_is_stored_for_the_whole_system(compiled: Compiled) -> None:
+    for kernel, text in each(compiled.ptx):
+        assert count(r"\bst\.release\.sys\b", text) == releases(kernel), kernel
+        assert bool(count(r"\bld\.acquire\.sys\b", text)) == bool(releases(kernel)), kernel
+        # The number of the kernel, or of chunks; and the tickets, which begin again.
+        own = 1 if kernel == TRANSFER else 2
+        assert count(r"\bld\.relaxed\.gpu\b", text) == 1, kernel
+        assert re.findall(r"\bst\.\w+\.(?:gpu|cta)\b", text) == ["st.relaxed.gpu"] * own, kernel
+
+
+def test_memory_is_accessed_in_vectors(compiled: Compiled) -> None:
+    for kernel, text in each(compiled.ptx):
+        order = r"relaxed\.sys\.global\." if sends_packets(kernel) else r"(?:global\.)?"
+        for access in ("ld", "st"):
+            assert count(rf"\b{access}\.{order}v2\.[bu]64", text) > 0, (kernel, access)
+
+
+def test_machine_code_has_the_fences_that_are_meant(sass: Code) -> None:
+    for kernel, text in each(sass):
+        give_up = 1
+        assert count(r"\bMEMBAR\.\S*GPU", text) == (kernel != TRANSFER), kernel
+        assert count(r"\bMEMBAR\.\S*SYS", text) == releases(kernel) + give_up, kernel
+        assert count(r"\bMEMBAR\b", text) == (kernel != TRANSFER) + releases(kernel) + give_up
+
+
+def test_machine_code_has_vectors_and_no_local_memory(sass: Code) -> None:
+    for kernel, text in each(sass):
+        assert count(r"\b(LDL|STL)\b", text) == 0, kernel
+        order = r"\.STRONG\.SYS" if sends_packets(kernel) else r"(?!\.STRONG)"
+        for access in ("LDG?", "STG?"):
+            assert count(rf"\b{access}\.E\.128{order}", text) > 0, (kernel, access)
