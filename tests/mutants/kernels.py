@@ -55,7 +55,7 @@ KERNEL_MUTANTS = (
     Mutant(
         "K packets: all words are of the epoch",
         f"{_KERNELS}/packets.cuh",
-        "return pair.first.low >> 32 == tag_ && ",
+        "return packed.first.low >> 32 == tag_ && ",
         "return ",
         (
             f"{_CUDA}/test_kernel_packets.py::test_a_cell_counts_when_all_its_words_are_of_the_epoch",

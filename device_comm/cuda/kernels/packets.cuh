@@ -1,6 +1,9 @@
 /* All-reduce of little: every rank pushes its numbers into the region of every other, four bytes
  * with the epoch in each word of eight, and waits for words of this epoch. Nobody meets.
  *
+ * A cell becomes two vectors, which lie in planes: the first halves of all cells, then the second
+ * ones. So what the threads of a warp write at a time lies side by side, and fills whole sectors.
+ *
  * Guarantees
  *   1. A word is written and read as a whole, so its number is of the epoch that it says.
  *   2. Epochs alternate between two areas. A rank writes that of epoch e after it got the packets
@@ -17,8 +20,12 @@
 #include <numbers.cuh>
 #include <patience.cuh>
 
-constexpr u64 PACKED_CELL = 2 * CELL;
 constexpr u32 AT_A_TIME = 4; /* more take more registers than there are */
+
+/* A cell as it travels. */
+struct Packed {
+    Vector first, second;
+};
 
 class Packets {
   public:
@@ -29,27 +36,26 @@ class Packets {
           tag_(static_cast<u32>(epoch_) ? static_cast<u32>(epoch_) : 1u << 31) {}
 
     DEVICE void push(u32 to, u64 cell, Vector data) const {
-        store_relaxed(packed(to, group_.rank, cell), {tagged(data.low), tagged(data.high)});
+        store(to, group_.rank, cell, {tagged(data.low), tagged(data.high)});
     }
 
     /* Waits for a cell of some ranks, all of which are looked at at a time, and puts `mine` among
      * them; false: in vain. */
     DEVICE bool pull(u64 cell, u32 first, Vector mine, Vector (&data)[AT_A_TIME]) const {
         Patience patience;
-        Pair pairs[AT_A_TIME];
+        Packed cells[AT_A_TIME];
         for (;;) {
             UNROLL for (u32 k = 0; k < AT_A_TIME; k++)
-                if (is_peer(first + k))
-                    pairs[k] = load_relaxed(packed(group_.rank, first + k, cell));
+                if (is_peer(first + k)) cells[k] = load(first + k, cell);
             u32 missing = MAX_RANKS;
             UNROLL for (u32 k = 0; k < AT_A_TIME; k++)
-                if (is_peer(first + k) && !is_tagged(pairs[k])) missing = first + k;
+                if (is_peer(first + k) && !is_tagged(cells[k])) missing = first + k;
             if (missing == MAX_RANKS) break;
             if (!patience.lasts(group_, {missing, PHASE_PACKET, epoch_})) return false;
         }
         UNROLL for (u32 k = 0; k < AT_A_TIME; k++) {
-            data[k].low = is_peer(first + k) ? untagged(pairs[k].first) : mine.low;
-            data[k].high = is_peer(first + k) ? untagged(pairs[k].second) : mine.high;
+            data[k].low = is_peer(first + k) ? untagged(cells[k].first) : mine.low;
+            data[k].high = is_peer(first + k) ? untagged(cells[k].second) : mine.high;
         }
         return true;
     }
@@ -61,7 +67,7 @@ class Packets {
             u32 cells = static_cast<u32>(group_.packet_bytes / CELL);
             u64 cell = static_cast<u32>(epoch_ >> 1) % cells;
             if (cell * CELL < used_bytes) return;
-            store_relaxed(packed(group_.rank, r, cell), {});
+            store(group_.rank, r, cell, {});
         }
     }
 
@@ -76,10 +82,21 @@ class Packets {
         return rank < group_.world_size && rank != group_.rank;
     }
 
-    DEVICE char *packed(u32 at, u32 from, u64 cell) const {
+    /* Where the first half of a cell is; the second one is in the next plane. */
+    DEVICE char *place(u32 at, u32 from, u64 cell) const {
         u64 area = (epoch_ & 1) * group_.world_size + from;
-        return group_.regions[at] + group_.packets + area * 2 * group_.packet_bytes +
-               cell * PACKED_CELL;
+        return group_.regions[at] + group_.packets + area * 2 * group_.packet_bytes + cell * CELL;
+    }
+
+    DEVICE void store(u32 at, u32 from, u64 cell, Packed packed) const {
+        char *first = place(at, from, cell);
+        store_relaxed(first, packed.first);
+        store_relaxed(first + group_.packet_bytes, packed.second);
+    }
+
+    DEVICE Packed load(u32 from, u64 cell) const {
+        const char *first = place(group_.rank, from, cell);
+        return {load_relaxed(first), load_relaxed(first + group_.packet_bytes)};
     }
 
     DEVICE Vector tagged(u64 data) const {
@@ -91,9 +108,9 @@ class Packets {
         return static_cast<u32>(words.low) | words.high << 32;
     }
 
-    DEVICE bool is_tagged(Pair pair) const {
-        return pair.first.low >> 32 == tag_ && pair.first.high >> 32 == tag_ &&
-               pair.second.low >> 32 == tag_ && pair.second.high >> 32 == tag_;
+    DEVICE bool is_tagged(Packed packed) const {
+        return packed.first.low >> 32 == tag_ && packed.first.high >> 32 == tag_ &&
+               packed.second.low >> 32 == tag_ && packed.second.high >> 32 == tag_;
     }
 };
 

@@ -61,25 +61,17 @@ struct alignas(16) Vector {
     u64 low, high;
 };
 
-/* Two that lie side by side. Each half of them is one access: others see it whole, in no order. */
-struct Pair {
-    Vector first, second;
-};
-
-DEVICE void store_relaxed(char *to, Pair pair) {
-    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};\n\t"
-                 "st.relaxed.sys.global.v2.u64 [%0+16], {%3, %4};"
-                 :: "l"(to), "l"(pair.first.low), "l"(pair.first.high), "l"(pair.second.low),
-                    "l"(pair.second.high) : "memory");
+/* Others see each half of a vector whole; the halves in no order. */
+DEVICE void store_relaxed(char *to, Vector halves) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};"
+                 :: "l"(to), "l"(halves.low), "l"(halves.high) : "memory");
 }
 
-DEVICE Pair load_relaxed(const char *from) {
-    Pair pair;
-    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%4];\n\t"
-                 "ld.relaxed.sys.global.v2.u64 {%2, %3}, [%4+16];"
-                 : "=l"(pair.first.low), "=l"(pair.first.high), "=l"(pair.second.low),
-                   "=l"(pair.second.high) : "l"(from) : "memory");
-    return pair;
+DEVICE Vector load_relaxed(const char *from) {
+    Vector halves;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(halves.low), "=l"(halves.high) : "l"(from) : "memory");
+    return halves;
 }
 
 DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }

@@ -13,7 +13,7 @@ Region, one for each rank, zeroed before anybody else maps it
     256   | flags u64 [MAX_BLOCKS][MAX_RANKS]: rank r writes [*][r]  |
     4352  | words u64 [CHANNEL_SETS][4][MAX_RANKS][MAX_LANES]        |
     8448  | staging of even epochs, of odd epochs                    |  2 staging_bytes
-          | packets of even epochs, of odd epochs, from each rank    |  4 n packet_bytes
+          | packets [epoch % 2][from rank][half of a cell][cell]     |  4 n packet_bytes
           | slots [CHANNEL_SETS][from rank][lane][2]                 |  4 n lanes slot_bytes
 
 Control block, one for each rank, in pinned host memory that kernels see

@@ -88,6 +88,12 @@ class World:
         flags = [abi.REGION_FLAGS + (block * abi.MAX_RANKS + rank) * 8 for block in range(blocks)]
         return all(int(region[flag : flag + 8].view(torch.int64)) >= number for flag in flags)
 
+    def packets(self, at: int, source: int, epoch: int) -> Tensor:
+        """What ``source`` sends to ``at`` in an epoch: words, by half, cell, and place in it."""
+        size = 2 * self.layout.packet_bytes
+        begin = self.layout.packets + (epoch % 2 * self.layout.world_size + source) * size
+        return self.region(at)[begin : begin + size].view(torch.int64).view(2, -1, 2)
+
     def planner(self, rank: int) -> Planner:
         regions = tuple(self.region(r).data_ptr() for r in range(self.layout.world_size))
         group = abi.Group(

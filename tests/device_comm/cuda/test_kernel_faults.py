@@ -60,8 +60,7 @@ def has_come(rank: Rank, peer: int, kind: str) -> bool:
         return world.has_come(peer, blocks, rank.rank)
     if phase is Phase.PACKET:
         epoch = world.epoch(rank.rank, abi.REGION_PACKET_EPOCH) + 1
-        area = (epoch % 2 * rank.n + peer) * 2 * world.layout.packet_bytes + world.layout.packets
-        return bool(world.region(rank.rank)[area : area + 2 * SIZE].view(torch.int64).all())
+        return bool(world.packets(rank.rank, peer, epoch)[:, : SIZE // abi.ALIGN].all())
     return True
 
 

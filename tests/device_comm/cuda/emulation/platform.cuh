@@ -125,23 +125,17 @@ struct alignas(16) Vector {
     u64 low, high;
 };
 
-struct Pair {
-    Vector first, second;
-};
-
-inline void store_relaxed(char *to, Pair pair) {
-    const u64 words[] = {pair.first.low, pair.first.high, pair.second.low, pair.second.high};
-    for (u32 k = 0; k < 4; k++)
-        Shared<u64>(reinterpret_cast<u64 *>(to)[k]).store(words[k], memory_order_relaxed);
+inline void store_relaxed(char *to, Vector halves) {
+    auto *words = reinterpret_cast<u64 *>(to);
+    Shared<u64>(words[0]).store(halves.low, memory_order_relaxed);
+    Shared<u64>(words[1]).store(halves.high, memory_order_relaxed);
 }
 
 /* The other way round than they are stored: no order is promised. */
-inline Pair load_relaxed(const char *from) {
-    u64 words[4];
-    for (u32 k = 4; k-- > 0;)
-        words[k] = Shared<u64>(reinterpret_cast<u64 *>(const_cast<char *>(from))[k])
-                       .load(memory_order_relaxed);
-    return {{words[0], words[1]}, {words[2], words[3]}};
+inline Vector load_relaxed(const char *from) {
+    auto *words = reinterpret_cast<u64 *>(const_cast<char *>(from));
+    const u64 high = Shared<u64>(words[1]).load(memory_order_relaxed);
+    return {Shared<u64>(words[0]).load(memory_order_relaxed), high};
 }
 
 inline float float_of_bits(u32 bits) {
