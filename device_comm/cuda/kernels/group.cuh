@@ -7,7 +7,7 @@
 constexpr u32 MAX_RANKS = 8;
 constexpr u32 MAX_BLOCKS = 64;
 constexpr u32 MAX_THREADS = 512;
-constexpr u32 MAX_LANES = 8;
+constexpr u32 MAX_LANES = 32;
 constexpr u32 CHANNEL_SETS = 2;
 
 constexpr u64 REGION_ABORT = 0;
@@ -44,6 +44,7 @@ struct Group {
     u64 packets;
     u64 packet_bytes;
     u64 channels;
+    u64 channel_bytes;
     u64 slot_bytes;
     u32 rank, world_size, lanes, unused;
 };
@@ -57,7 +58,7 @@ struct Job {
     Span takes[MAX_RANKS];
 };
 
-static_assert(sizeof(Group) == 136 && sizeof(Job) == 424, "abi.py packs them without holes");
+static_assert(sizeof(Group) == 144 && sizeof(Job) == 432, "abi.py packs them without holes");
 
 DEVICE Shared<u32> word32(char *base, u64 offset) {
     return Shared<u32>(*reinterpret_cast<u32 *>(base + offset));

@@ -1,8 +1,9 @@
 /* Messages through channels: what a rank puts streams into slots of the other's region, from which
  * that one takes it.
  *
- * For each ordered pair of ranks there are lanes, each with two slots; chunk k of a message goes
- * through lane k % lanes, and block b serves lane b of all messages at once, whichever can get on.
+ * For each ordered pair of ranks there is a channel, whose memory its lanes share; each has two
+ * slots. Chunk k of a message goes through lane k % lanes, and block b serves lane b of all messages
+ * at once, whichever can get on.
  * Nobody else has to come, and what fits into the slots needs no taker.
  *
  * Guarantees. Chunks of a lane are counted, through all messages, at both ends.
@@ -69,9 +70,9 @@ class Line {
     DEVICE Copy chunk() const {
         const Group &group = job_.group;
         const u32 from = puts_ ? group.rank : peer_, to = puts_ ? peer_ : group.rank;
-        const u64 lane = (job_.channel_set * group.world_size + from) * group.lanes + block();
-        char *slot = group.regions[to] + group.channels +
-                     (lane * SLOTS + count_ % SLOTS) * group.slot_bytes;
+        const u64 channel = job_.channel_set * group.world_size + from;
+        char *slot = group.regions[to] + group.channels + channel * group.channel_bytes +
+                     (block() * SLOTS + count_ % SLOTS) * group.slot_bytes;
         const u64 size = least(left_, group.slot_bytes);
         return puts_ ? Copy{slot, next_, size} : Copy{next_, slot, size};
     }

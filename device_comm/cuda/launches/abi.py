@@ -12,9 +12,9 @@ Region, one for each rank, zeroed before anybody else maps it
     192   | epoch u64 | tickets u32: of kernels that send packets    |  a line
     256   | flags u64 [MAX_BLOCKS][MAX_RANKS]: rank r writes [*][r]  |
     4352  | words u64 [CHANNEL_SETS][4][MAX_RANKS][MAX_LANES]        |
-    8448  | staging of even epochs, of odd epochs                    |  2 staging_bytes
+    20736 | staging of even epochs, of odd epochs                    |  2 staging_bytes
           | packets [epoch % 2][from rank][half of a cell][cell]     |  4 n packet_bytes
-          | slots [CHANNEL_SETS][from rank][lane][2]                 |  4 n lanes slot_bytes
+          | channels [CHANNEL_SETS][from rank], of slots [lane][2]   |  2 n channel_bytes
 
 Control block, one for each rank, in pinned host memory that kernels see
 -------------------------------------------------------------------------
@@ -48,7 +48,8 @@ MIN_THREADS: Final = 2 * MAX_RANKS
 """The smallest number of threads in a block: one for each channel that it serves."""
 MAX_THREADS: Final = 512
 """The largest number of threads in a block."""
-MAX_LANES: Final = 8
+MAX_LANES: Final = 32
+"""The largest number of blocks that move one message."""
 ALIGN: Final = 16
 """Bytes of one memory access; everything in a region is aligned to it."""
 
@@ -72,7 +73,7 @@ CONTROL_ABORT: Final = 0
 CONTROL_RECORD: Final = 64
 CONTROL_BYTES: Final = 128
 
-_GROUP: Final = struct.Struct(f"<{MAX_RANKS}Q7QIIII")
+_GROUP: Final = struct.Struct(f"<{MAX_RANKS}Q8QIIII")
 _TASK: Final = struct.Struct(f"<3QII{2 * MAX_RANKS}Q{2 * MAX_RANKS}Q")
 _RECORD: Final = struct.Struct("<IIIIQ")
 GROUP_BYTES: Final = _GROUP.size
@@ -145,28 +146,25 @@ class RegionLayout:
         world_size: the number of ranks, 2 to `MAX_RANKS`.
         staging_bytes: bytes of each of the two staging buffers; larger tensors go in chunks.
         packet_bytes: bytes of the largest tensor that goes in packets.
-        slot_bytes: bytes of one slot; there are two for each pair of ranks, direction, lane, set.
-        lanes: how many blocks may move one message at the same time, up to `MAX_LANES`.
+        channel_bytes: bytes of each channel: there is one for each rank that sends, in each set.
+            This much of a message may be under way before any of it is taken.
     """
 
     world_size: int
     staging_bytes: int = 8 << 20
     packet_bytes: int = 64 << 10
-    slot_bytes: int = 64 << 10
-    lanes: int = MAX_LANES
+    channel_bytes: int = 1 << 20
 
     def __post_init__(self) -> None:
         if not 2 <= self.world_size <= MAX_RANKS:
             raise ValueError(f"world_size must be from 2 to {MAX_RANKS}, not {self.world_size}")
-        if not 1 <= self.lanes <= MAX_LANES:
-            raise ValueError(f"lanes must be from 1 to {MAX_LANES}, not {self.lanes}")
         least = self.world_size * ALIGN
         if self.staging_bytes < least or self.staging_bytes % ALIGN:
             raise ValueError(
                 f"staging_bytes must be a multiple of {ALIGN}, of {least} or more, "
                 f"not {self.staging_bytes}"
             )
-        for name in ("packet_bytes", "slot_bytes"):
+        for name in ("packet_bytes", "channel_bytes"):
             size = getattr(self, name)
             if size < ALIGN or size % ALIGN:
                 raise ValueError(f"{name} must be a multiple of {ALIGN}, not {size}")
@@ -183,8 +181,19 @@ class RegionLayout:
 
     @property
     def size(self) -> int:
-        """Bytes of a region: ``8448 + 2 staging_bytes + 4 n (packet_bytes + lanes slot_bytes)``."""
-        return self.channels + CHANNEL_SETS * self.world_size * self.lanes * 2 * self.slot_bytes
+        """Bytes of a region: ``20736 + 2 staging_bytes + n (4 packet_bytes + 2 channel_bytes)``."""
+        return self.channels + CHANNEL_SETS * self.world_size * self.channel_bytes
+
+    def slot_bytes(self, lanes: int) -> int:
+        """Bytes of each of the two slots of a lane, of ``lanes`` that share a channel.
+
+        Raises:
+            ValueError: a channel has no room for so many.
+        """
+        slot = self.channel_bytes // (2 * lanes) // ALIGN * ALIGN
+        if not slot:
+            raise ValueError(f"{lanes} lanes do not fit into channel_bytes={self.channel_bytes}")
+        return slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +224,8 @@ class Group:
         """The same group with another time limit."""
         return replace(self, timeout_ns=timeout_ns)
 
-    def pack(self) -> bytes:
-        """The first `GROUP_BYTES` of a job."""
+    def pack(self, lanes: int) -> bytes:
+        """The first `GROUP_BYTES` of a job, whose messages go through up to ``lanes`` lanes."""
         layout = self.layout
         return _GROUP.pack(
             *_filled(self.regions),
@@ -226,10 +235,11 @@ class Group:
             layout.packets,
             layout.packet_bytes,
             layout.channels,
-            layout.slot_bytes,
+            layout.channel_bytes,
+            layout.slot_bytes(lanes),
             self.rank,
             layout.world_size,
-            layout.lanes,
+            lanes,
             0,
         )
 

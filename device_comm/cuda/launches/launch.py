@@ -55,8 +55,12 @@ class Limits:
     Attributes:
         max_blocks: blocks of a grid at most, up to `abi.MAX_BLOCKS`. The blocks of all ranks that
             share a device must fit on it at once: otherwise waiting blocks could keep the blocks
-            that they wait for from running. Messages on side streams come on top, with up to
-            `abi.RegionLayout.lanes` blocks each.
+            that they wait for from running. ``all_to_all`` has up to `abi.MAX_LANES` of them.
+        lanes: blocks that move one message at most, up to `abi.MAX_LANES`; a message has one for
+            each slot that it fills. They come on top, for each message that is under way. Lanes
+            cost no memory, for they share a channel; but more of them have smaller slots, so that
+            they meet more often: in 16 lanes of the default channels, all threads of a block have
+            their part of a slot under way at once.
         threads: threads of a block, `abi.MIN_THREADS` to `abi.MAX_THREADS`.
         packets_up_to: the largest all-reduce by packets, in bytes.
         one_shot_up_to: the largest one in one shot, in bytes; larger ones use two shots.
@@ -66,6 +70,7 @@ class Limits:
     """
 
     max_blocks: int = 36
+    lanes: int = 16
     threads: int = abi.MAX_THREADS
     packets_up_to: int = 64 << 10
     one_shot_up_to: int = 512 << 10
@@ -73,6 +78,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name, fewest, most in (
             ("max_blocks", 1, abi.MAX_BLOCKS),
+            ("lanes", 1, abi.MAX_LANES),
             ("threads", abi.MIN_THREADS, abi.MAX_THREADS),
         ):
             if not fewest <= getattr(self, name) <= most:
@@ -82,10 +88,16 @@ class Limits:
 
     @classmethod
     def for_ranks(cls, world_size: int, *, ranks_on_device: int = 1) -> Self:
-        """Defaults; ``ranks_on_device`` is the largest number of ranks that share a device."""
+        """Defaults; ``ranks_on_device`` is the largest number of ranks that share a device.
+
+        If each rank of a device sends to all others and receives from all of them at once, that
+        takes fewer than 128 blocks, of which a multiprocessor holds two; but no message has fewer
+        than four lanes.
+        """
         one_shot = {2: 8 << 20, 3: 512 << 10, 4: 512 << 10}.get(world_size, 256 << 10)
-        blocks = max(36 // ranks_on_device, abi.MAX_LANES)
-        return cls(max_blocks=blocks, one_shot_up_to=one_shot)
+        blocks = max(36 // ranks_on_device, 8)
+        lanes = min(max(64 // (world_size * ranks_on_device), 4), 16)
+        return cls(max_blocks=blocks, lanes=lanes, one_shot_up_to=one_shot)
 
 
 class KernelLaunch(NamedTuple):

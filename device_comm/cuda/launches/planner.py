@@ -39,13 +39,15 @@ class Planner:
         """Plan for ``group``, whose timeout all launches have.
 
         Raises:
-            ValueError: ``limits`` allow fewer blocks than there are lanes.
+            ValueError: ``limits`` allow more lanes than a channel has room for.
         """
-        if group.layout.lanes > limits.max_blocks:
-            raise ValueError(
-                f"{group.layout.lanes} lanes do not fit into {limits.max_blocks} blocks"
-            )
-        self._group = group.pack()
+        lanes = {
+            abi.MESSAGES: limits.lanes,
+            abi.EXCHANGES: min(limits.max_blocks, abi.MAX_LANES),
+        }
+        self._lanes = lanes
+        self._slots = {which: group.layout.slot_bytes(lanes[which]) for which in lanes}
+        self._groups = {which: group.pack(lanes[which]) for which in lanes}
         self._limits = limits
         self._layout = group.layout
         self._n = group.layout.world_size
@@ -283,8 +285,7 @@ class Planner:
 
     def sends_ahead(self, size: int) -> bool:
         """Whether a send of ``size`` bytes into an empty channel ends before its receive begins."""
-        share = pieces.align(-(-size // self._lanes(size))) if size else 0
-        return share <= 2 * self._layout.slot_bytes
+        return size <= 2 * self._lanes[abi.MESSAGES] * self._slots[abi.MESSAGES]
 
     def _transfer(
         self, puts: Sequence[Span], takes: Sequence[Span], channel_set: int
@@ -293,15 +294,14 @@ class Planner:
         if longest == 0:
             return []
         job = KernelJob(puts, takes, channel_set=channel_set)
-        return [self._launch(TRANSFER, self._lanes(longest), job)]
-
-    def _lanes(self, size: int) -> int:
-        return min(-(-size // self._layout.slot_bytes), self._layout.lanes)
+        grid = min(-(-longest // self._slots[channel_set]), self._lanes[channel_set])
+        return [self._launch(TRANSFER, grid, job)]
 
     # --- common --------------------------------------------------------------------------
 
     def _launch(self, kernel: str, grid: int, job: KernelJob) -> KernelLaunch:
-        return KernelLaunch(kernel, grid, self._limits.threads, (job.pack(self._group),))
+        args = job.pack(self._groups[job.channel_set])
+        return KernelLaunch(kernel, grid, self._limits.threads, (args,))
 
     def _grid(self, size: int) -> int:
         blocks = -(-size // (abi.ALIGN * self._limits.threads))

@@ -30,7 +30,7 @@ SECONDS = 30.0
 
 def small_layout(n: int, **changes: int) -> abi.RegionLayout:
     """Of 1 KiB stagings, so that little data goes in many chunks."""
-    sizes = {"staging_bytes": 1024, "packet_bytes": 512, "slot_bytes": 64, "lanes": 2} | changes
+    sizes = {"staging_bytes": 1024, "packet_bytes": 512, "channel_bytes": 256} | changes
     return abi.RegionLayout(n, **sizes)
 
 

@@ -39,9 +39,7 @@ _BEGIN = mmap.PAGESIZE
 
 def small_layout(n: int) -> RegionLayout:
     """A region in which little data already goes in chunks."""
-    return RegionLayout(
-        n, staging_bytes=64 << 10, packet_bytes=1 << 10, slot_bytes=64 << 10, lanes=2
-    )
+    return RegionLayout(n, staging_bytes=64 << 10, packet_bytes=1 << 10, channel_bytes=256 << 10)
 
 
 class HostStream:

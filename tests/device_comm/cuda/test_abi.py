@@ -59,10 +59,18 @@ def test_kernels_say_the_same(emulation_library: Path) -> None:
 
 
 def test_a_region_is_as_long_as_its_formula_says() -> None:
-    layout = RegionLayout(3, staging_bytes=4096, packet_bytes=512, slot_bytes=256, lanes=2)
-    assert layout.packets == 8448 + 2 * 4096
+    layout = RegionLayout(3, staging_bytes=4096, packet_bytes=512, channel_bytes=1024)
+    assert layout.packets == 20736 + 2 * 4096
     assert layout.channels == layout.packets + 4 * 3 * 512
-    assert layout.size == 8448 + 2 * 4096 + 4 * 3 * (512 + 2 * 256)
+    assert layout.size == 20736 + 2 * 4096 + 3 * (4 * 512 + 2 * 1024)
+
+
+def test_lanes_share_a_channel() -> None:
+    layout = RegionLayout(2, channel_bytes=1024)
+    assert [layout.slot_bytes(lanes) for lanes in (1, 2, 3, 32)] == [512, 256, 160, 16]
+    with pytest.raises(ValueError, match="33 lanes do not fit into channel_bytes=1024"):
+        layout.slot_bytes(33)
+    assert RegionLayout(2).slot_bytes(abi.MAX_LANES) == 16 << 10
 
 
 @pytest.mark.parametrize(
@@ -70,12 +78,10 @@ def test_a_region_is_as_long_as_its_formula_says() -> None:
     [
         {"world_size": 1},
         {"world_size": 9},
-        {"world_size": 2, "lanes": 0},
-        {"world_size": 2, "lanes": 9},
         {"world_size": 8, "staging_bytes": 112},
         {"world_size": 2, "staging_bytes": 1000},
         {"world_size": 2, "packet_bytes": 0},
-        {"world_size": 2, "slot_bytes": 24},
+        {"world_size": 2, "channel_bytes": 24},
     ],
 )
 def test_layouts_that_cannot_be(wrong: dict[str, int]) -> None:
@@ -92,16 +98,16 @@ def test_groups_that_cannot_be() -> None:
 
 
 def test_a_job_as_it_lies_in_memory() -> None:
-    layout = RegionLayout(2, staging_bytes=64, packet_bytes=16, slot_bytes=32, lanes=3)
+    layout = RegionLayout(2, staging_bytes=64, packet_bytes=16, channel_bytes=208)
     group = abi.Group((0x1000, 0x2000), 0x3000, 1, layout, 5).with_timeout(7)
     job = KernelJob(
         (Span(1, 2),), (Span(3, 4), Span(5, 6)), 0x4000, 48, 16, ReduceOp.MAX, abi.EXCHANGES
     )
     expected = struct.pack("<8Q", 0x1000, 0x2000, *(0,) * 6)
-    expected += struct.pack("<7Q4I", 0x3000, 7, 64, 8576, 16, 8704, 32, 1, 2, 3, 0)
+    expected += struct.pack("<8Q4I", 0x3000, 7, 64, 20864, 16, 20992, 208, 32, 1, 2, 3, 0)
     expected += struct.pack("<QQQII", 0x4000, 48, 16, 3, 1)
     expected += struct.pack("<16Q", 1, 2, *(0,) * 14) + struct.pack("<16Q", 3, 4, 5, 6, *(0,) * 12)
-    assert job.pack(group.pack()) == expected
+    assert job.pack(group.pack(3)) == expected
     assert len(expected) == abi.JOB_BYTES
     assert abi.pack_sources((9, 8)) == struct.pack("<8Q", 9, 8, *(0,) * 6)
 

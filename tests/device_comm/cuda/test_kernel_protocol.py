@@ -12,7 +12,7 @@ import torch
 
 from device_comm import ReduceOp
 from device_comm.cuda.launches import abi
-from device_comm.cuda.launches.launch import Protocol
+from device_comm.cuda.launches.launch import Limits, Protocol
 from tests.device_comm.cuda.emulated_world import (
     NEAR_WRAP,
     Rank,
@@ -64,6 +64,35 @@ def test_sends_that_fit_into_a_channel_need_no_receive(emulation: Emulation) -> 
             assert torch.equal(output, moved(peer + turn, 256, torch.uint8))
 
     run_threads(World(small_layout(2)), emulation, body)
+
+
+def test_lanes_that_do_not_share_a_channel_evenly(emulation: Emulation) -> None:
+    """Three for messages and five for collectives, all at once; each has its own slots."""
+    limits = Limits(max_blocks=5, lanes=3, threads=16)
+    count = 1500
+
+    def body(rank: Rank) -> None:
+        me, peer = rank.rank, 1 - rank.rank
+        for turn in range(3):
+            mine, theirs = (moved(each + turn, count, torch.uint8) for each in (me, peer))
+            output, swapped = torch.zeros_like(theirs), torch.zeros(2 * count, dtype=torch.uint8)
+            parts = [[moved(7 * a + b, count, torch.uint8) for b in range(2)] for a in range(2)]
+            source, sizes = torch.cat(parts[me]), (count, count)
+            to, given = swapped.data_ptr(), source.data_ptr()
+            with ThreadPoolExecutor(2) as beside:
+                futures = [
+                    beside.submit(rank.run, rank.plan.send(mine.data_ptr(), count, peer)),
+                    beside.submit(rank.run, rank.plan.all_to_all(to, given, sizes, sizes)),
+                ]
+                rank.run(rank.plan.recv(output.data_ptr(), count, peer))
+                for future in futures:
+                    future.result()
+            assert torch.equal(output, theirs)
+            assert torch.equal(swapped, torch.cat([parts[a][me] for a in range(2)]))
+
+    layout = small_layout(2, channel_bytes=336)
+    assert (layout.slot_bytes(3), layout.slot_bytes(5)) == (48, 32)
+    run_threads(World(layout, limits=limits), emulation, body)
 
 
 def test_a_message_is_not_taken_for_a_part_of_a_collective(emulation: Emulation) -> None:

@@ -29,9 +29,11 @@ SUM = ReduceOp.SUM
 
 
 def planner(rank: int = 0, n: int = 4, limits: Limits | None = None) -> Planner:
-    layout = abi.RegionLayout(n, staging_bytes=64 * KIB, packet_bytes=8 * KIB, slot_bytes=4 * KIB)
+    sizes = {"staging_bytes": 64 * KIB, "packet_bytes": 8 * KIB, "channel_bytes": 64 * KIB}
+    layout = abi.RegionLayout(n, **sizes)
     group = abi.Group(tuple(range(1, n + 1)), 99, rank, layout, 10**9)
-    return Planner(group, limits or Limits(packets_up_to=8 * KIB, one_shot_up_to=128 * KIB))
+    usual = Limits(lanes=8, packets_up_to=8 * KIB, one_shot_up_to=128 * KIB)
+    return Planner(group, limits or usual)
 
 
 def fields(launch: KernelLaunch) -> tuple[int, ...]:
@@ -180,11 +182,15 @@ def test_what_is_empty_launches_nothing() -> None:
 
 
 def test_limits_that_cannot_be() -> None:
-    for name, wrong in (("max_blocks", 0), ("max_blocks", 65), ("threads", 15), ("threads", 1024)):
-        with pytest.raises(ValueError, match=f"{name} must be from"):
-            Limits(**{name: wrong})
-    with pytest.raises(ValueError, match="8 lanes do not fit into 4 blocks"):
-        planner(limits=Limits(max_blocks=4))
+    most = {"max_blocks": 64, "lanes": 32, "threads": 512}
+    for name, largest in most.items():
+        Limits(**{name: largest})
+        for wrong in (0, largest + 1):
+            with pytest.raises(ValueError, match=f"{name} must be from"):
+                Limits(**{name: wrong})
+    layout = abi.RegionLayout(2, channel_bytes=512)
+    with pytest.raises(ValueError, match="32 lanes do not fit into channel_bytes=512"):
+        Planner(abi.Group((0, 0), 0, 0, layout, 0), Limits())
 
 
 @pytest.mark.parametrize("n", range(2, abi.MAX_RANKS + 1))
@@ -194,6 +200,25 @@ def test_limits_for_ranks_that_share_a_device(n: int) -> None:
     layout = abi.RegionLayout(n)
     Planner(abi.Group((0,) * n, 0, 0, layout, 0), limits)  # does not refuse
     assert Limits.for_ranks(n).max_blocks == 36
+
+
+@pytest.mark.parametrize(
+    ("n", "shared", "lanes"),
+    [(2, 1, 16), (4, 1, 16), (5, 1, 12), (8, 1, 8), (2, 2, 16), (4, 2, 8), (4, 4, 4), (8, 8, 4)],
+)
+def test_lanes_of_messages_between_all_ranks(n: int, shared: int, lanes: int) -> None:
+    assert Limits.for_ranks(n, ranks_on_device=shared).lanes == lanes
+
+
+def test_a_collective_has_more_lanes_than_a_message() -> None:
+    layout = abi.RegionLayout(4, channel_bytes=64 * KIB)
+    group = abi.Group((0,) * 4, 0, 0, layout, 0)
+    plan = Planner(group, Limits(max_blocks=20, lanes=5))
+    sizes = (1 << 20,) * 4
+    assert [launch.grid for launch in plan.all_to_all(TO, FROM, sizes, sizes)] == [20]
+    assert [launch.grid for launch in plan.send(FROM, 1 << 20, 1)] == [5]
+    sizes = (layout.slot_bytes(20) + 1,) * 4
+    assert [launch.grid for launch in plan.all_to_all(TO, FROM, sizes, sizes)] == [2]
 
 
 def test_every_kernel_is_warmed_up_for_nobody() -> None:
