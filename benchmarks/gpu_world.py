@@ -300,7 +300,9 @@ def _add_others(rank: Rank, board: Board, folder: str, closing: ExitStack) -> No
     makers: dict[str, Callable[[], Backend]] = {
         "NCCL": connect,
         "torch's NCCL": lambda: TorchBackend(world, device, board, name="bench"),
-        "symmetric memory": lambda: SymmetricBackend(world, device, name="bench", watch=board),
+        "symmetric memory": lambda: SymmetricBackend(
+            world, SymmetricBackend.allocate(device), name="bench", watch=board
+        ),
     }
     for name, make in makers.items():
         try:

@@ -213,6 +213,16 @@ class Backend(ABC):
             GroupTimeoutError: some are still under way at the deadline.
         """
 
+    def check(self) -> None:
+        """Raise if the group is over, or an operation failed that the device did meanwhile.
+
+        Reads a few words, and never waits for the device.
+
+        Raises:
+            CoordinatorError: why.
+        """
+        self.watch.check(self.identity.operation("check"))
+
     def goes_ahead(self, peer: int, size: int) -> bool:  # noqa: ARG002 - some depend on them
         """Whether a send of ``size`` bytes to ``peer`` would be done before its recv is called."""
         return self.capabilities.sends_ahead or self.capabilities.stream_ordered

@@ -35,6 +35,7 @@ from device_comm.verbs.runner import Runner
 from device_comm.verbs.symmetric import SymmetricVerbs
 from device_comm.verbs.uneven import UnevenVerbs
 from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import CoordinatorError, GroupClosedError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -100,6 +101,24 @@ class Communicator(
             GroupTimeoutError: something has not arrived yet, and is still on its way.
         """
         self.backend.flush(Deadline.after(self.timeout if timeout is None else timeout))
+
+    def check(self) -> None:
+        """Raise if the group is over, or an operation failed that the device did meanwhile, such
+        as those of a replayed graph: its results must not be used. Collective: no.
+
+        Never waits for the device: call it when the results are there, before they are used. It
+        reads a few words.
+
+        Raises:
+            CoordinatorError: what has happened; the group is aborted with it.
+        """
+        if self.closed:
+            raise GroupClosedError(f"{self.name} check: this communicator was closed")
+        try:
+            self.backend.check()
+        except CoordinatorError as error:
+            self.backend.fail(error)
+            raise
 
     def close(self) -> None:
         """Free memory and connections; the second time does nothing. Collective: no.

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import ExitStack
 
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from coordinator.hosts.nodes import Nodes
@@ -92,10 +93,10 @@ def cuda_comm(
             raise NcclUnavailableError(f"{n} members share {_several(devices, 'device')}")
         return NcclLibrary.of_torch()
 
-    def find_switch() -> None:
+    def find_switch() -> Tensor:
         if len(nodes.all()) > 1 or devices < n:
             raise DeviceError("multimem", "the members are not on devices of their own on one host")
-        SymmetricBackend.check(device)
+        return SymmetricBackend.allocate(device)
 
     ipc = try_together(
         "ipc",
@@ -134,8 +135,8 @@ def cuda_comm(
     multimem = try_together(
         "multimem",
         find_switch,
-        lambda _: SymmetricBackend(
-            group(), device, name=name, timeout=timeout, watch=board, members=nodes.members
+        lambda shared: SymmetricBackend(
+            group(), shared, name=name, timeout=timeout, watch=board, members=nodes.members
         ),
         swap,
         closing,

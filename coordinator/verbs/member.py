@@ -162,6 +162,19 @@ class Member:
         """
         return explain(self._link)
 
+    def check(self) -> None:
+        """Raise if the group is over, or an operation failed that the device did meanwhile.
+
+        For replayed CUDA graphs, in which nothing can raise: their collectives end at once when
+        the group is over, with NaN for results. So call this in each step, after the device has
+        done it and before its results are used. It never waits for the device, and reads a few
+        words. Collective: no.
+
+        Raises:
+            CoordinatorError: what has happened; the group is aborted with it.
+        """
+        self._open_link().device.check()
+
     def abort(self, error: BaseException | str) -> None:
         """Make every waiting and every later call raise `GroupAbortedError`. Collective: no.
 

@@ -96,6 +96,11 @@ class SelectingBackend(Backend):
         for backend in self._backends:
             backend.flush(deadline)
 
+    def check(self) -> None:
+        """Check all backends."""
+        for backend in self._backends:
+            backend.check()
+
     def goes_ahead(self, peer: int, size: int) -> bool:
         """As the backend that is chosen for a send of ``size`` bytes."""
         return self._chosen("send", size).goes_ahead(peer, size)

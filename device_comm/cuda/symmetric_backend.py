@@ -7,6 +7,7 @@ share, and back.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -16,15 +17,17 @@ from device_comm.cuda.errors import DeviceError
 from device_comm.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from device_comm.operation import Operation
     from device_comm.watch import Watch
 
 _REDUCTIONS: Final = frozenset({(ReduceOp.SUM, torch.float32), (ReduceOp.SUM, torch.bfloat16)})
-_LIMIT: Final = 16 << 20
+LIMIT: Final = 16 << 20
+"""Bytes of the memory that devices share, if nothing else is said."""
 _ALIGN: Final = 16
 
 
@@ -40,24 +43,22 @@ class SymmetricBackend(Backend):
     def __init__(
         self,
         group: ProcessGroup,
-        device: torch.device,
+        shared: Tensor,
         *,
         name: str = "group",
         timeout: float | None = 60.0,
         watch: Watch | None = None,
         members: Sequence[int] | None = None,
-        limit: int = _LIMIT,
     ) -> None:
         """Share memory with the other ranks. Collective: yes, every member.
 
         Args:
             group: a torch process group of the ranks, with NCCL.
-            device: this rank's device, which `check` has accepted.
+            shared: this rank's, from `allocate`; as large on all ranks.
             name: the group's name, for errors and status.
             timeout: default seconds that a call may take; None: for ever.
             watch: the group's board; None: deadlines only.
             members: each rank's member number on the board; None: the rank itself.
-            limit: bytes of shared memory, and so of the largest tensor.
 
         Raises:
             DeviceError: torch cannot share memory between these devices.
@@ -66,7 +67,7 @@ class SymmetricBackend(Backend):
             Identity.of(
                 group.rank(),
                 group.size(),
-                device,
+                shared.device,
                 name=name,
                 timeout=timeout,
                 watch=watch,
@@ -79,36 +80,31 @@ class SymmetricBackend(Backend):
                 reductions=_REDUCTIONS,
             ),
         )
-        from torch.distributed import _symmetric_memory  # noqa: PLC0415 - not in every build
-
-        self.limit = limit
+        self.limit = shared.nbytes
         self._group = group.group_name
-        self._shared = _symmetric_memory.empty(limit, dtype=torch.uint8, device=device)
-        try:
-            handle = _symmetric_memory.rendezvous(self._shared, group)
-        except RuntimeError as error:
-            raise DeviceError("symmetric memory rendezvous", _first_line(error)) from error
+        self._shared = shared
+        with _set_up("symmetric memory rendezvous"):
+            from torch.distributed import _symmetric_memory  # noqa: PLC0415 - not in every build
+
+            handle = _symmetric_memory.rendezvous(shared, group)
         if not handle.multicast_ptr:
             raise DeviceError("symmetric memory rendezvous", "it has no multicast address")
 
     @staticmethod
-    def check(device: torch.device) -> None:
-        """Check that a device supports multicast. Collective: no.
+    def allocate(device: torch.device, limit: int = LIMIT) -> Tensor:
+        """Memory of ``limit`` bytes for a backend. Collective: no.
 
         Raises:
-            DeviceError: it does not, or torch cannot tell; says why.
+            DeviceError: the device does not support multicast, or torch cannot tell; says why.
         """
-        try:
+        with _set_up("symmetric memory"):
             from torch._C._autograd import DeviceType  # noqa: PLC0415
             from torch._C._distributed_c10d import _SymmetricMemory  # noqa: PLC0415
-        except ImportError as error:
-            raise DeviceError("symmetric memory", f"this torch has none: {error}") from error
-        try:
-            able = _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index or 0)
-        except RuntimeError as error:
-            raise DeviceError("symmetric memory", _first_line(error)) from error
-        if not able:
-            raise DeviceError("symmetric memory", f"{device} has no multicast")
+            from torch.distributed import _symmetric_memory  # noqa: PLC0415
+
+            if not _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index or 0):
+                raise DeviceError("symmetric memory", f"{device} has no multicast")
+            return _symmetric_memory.empty(limit, dtype=torch.uint8, device=device)
 
     def start(self, operation: Operation) -> None:
         """Copy the tensor into the shared memory, reduce in the switch, and copy the result out."""
@@ -124,5 +120,15 @@ class SymmetricBackend(Backend):
         operation.output.view(-1).copy_(shared[: source.numel()])
 
 
-def _first_line(error: RuntimeError) -> str:
-    return str(error).partition("\n")[0]
+@contextmanager
+def _set_up(step: str) -> Iterator[None]:
+    """Translate whatever torch says: its interface is private, and differs between versions. An
+    error that is not the project's would end this rank alone, and leave the others waiting.
+    """
+    try:
+        yield
+    except DeviceError:
+        raise
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        raise DeviceError(step, f"{type(error).__name__}: {said}") from error

@@ -46,6 +46,10 @@ class Wrapper(Backend):
         """As ``inner``."""
         self._inner.flush(deadline)
 
+    def check(self) -> None:
+        """As ``inner``."""
+        self._inner.check()
+
     def goes_ahead(self, peer: int, size: int) -> bool:
         """As ``inner``."""
         return self._inner.goes_ahead(peer, size)

@@ -49,6 +49,7 @@ FACE = {
 DEADLINE = Deadline.after(60)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "flush": (DEADLINE,),
+    "check": (),
     "goes_ahead": (1, 100),
     "empty": ((2,), torch.float32, torch.ones(3)),
     "explain": (),
@@ -75,6 +76,9 @@ class Told(Backend):
 
     def flush(self, deadline: Deadline) -> None:
         self.told.append(("flush", deadline))
+
+    def check(self) -> None:
+        self.told.append(("check",))
 
     def goes_ahead(self, peer: int, size: int) -> bool:
         self.told.append(("goes_ahead", peer, size))

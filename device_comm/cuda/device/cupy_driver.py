@@ -8,17 +8,20 @@ which would wait for all other streams.
 from __future__ import annotations
 
 import ctypes
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from device_comm.cuda.device.driver import Exported, HostBlock
 from device_comm.cuda.device.kernel_source import kernel_source
+from device_comm.cuda.device.streams import CudaMark, device_errors
 from device_comm.cuda.errors import DeviceError, NotShareableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
+    from types import TracebackType
+
+    from device_comm.cuda.device.driver import Launch
 
 _missing: str = ""
 try:
@@ -26,6 +29,7 @@ try:
 except ImportError as error:
     _missing = str(error)
 
+_BUFFER_ID = 7
 _IPC_CAPABLE = 10
 _RANGE_START = 11
 """Numbers of CUpointer_attribute in cuda.h."""
@@ -116,6 +120,10 @@ class CupyDriver:
             torch.empty(1, dtype=torch.uint8, device=self.device).data_ptr()
         )
 
+    def allocation(self, pointer: int) -> int:
+        """CUDA's buffer id."""
+        return self._attribute(_BUFFER_ID, pointer) or 0
+
     def export(self, pointer: int) -> Exported:
         """The handle of the allocation around ``pointer``."""
         reason = self.why_not_shareable(pointer)
@@ -127,7 +135,7 @@ class CupyDriver:
                 handle = bytes(cupy.cuda.runtime.ipcGetMemHandle(base))
         except DeviceError as error:
             raise NotShareableError(pointer, str(error)) from error
-        return Exported(handle, pointer - base)
+        return Exported(handle, pointer - base, self.allocation(pointer))
 
     def map(self, handle: bytes) -> int:
         """cudaIpcOpenMemHandle; enables access to the peer's device."""
@@ -191,28 +199,15 @@ class CupyDriver:
             except (cupy.cuda.compiler.CompileException, OSError, RuntimeError) as error:
                 raise DeviceError("compile kernels", str(error)) from error
 
-    def launch(
-        self, kernel: str, grid: int, block: int, args: Sequence[bytes], stream: int
-    ) -> None:
-        """cuLaunchKernel, which copies ``args``."""
-        holders = [ctypes.create_string_buffer(each, len(each)) for each in args]
-        addresses = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, holders))
-        with self._on(kernel):
-            cupy.cuda.driver.launchKernel(
-                self._functions[kernel],
-                grid, 1, 1,
-                block, 1, 1,
-                0,
-                stream,
-                ctypes.addressof(addresses),
-                0,
-            )  # fmt: skip
+    def prepare(self, kernel: str, grid: int, block: int, args: Sequence[bytes]) -> Launch:
+        """cuLaunchKernel."""
+        return _PreparedLaunch(self._functions[kernel], self._on(kernel), grid, block, args)
 
     # --- streams -------------------------------------------------------------------------
 
     def current_stream(self) -> int:
-        """torch's current stream."""
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
+        """torch's current stream, without making an object of it."""
+        return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     def is_capturing(self, stream: int) -> bool:
         """cudaStreamIsCapturing."""
@@ -231,24 +226,18 @@ class CupyDriver:
 
     def order(self, before: int, after: int) -> None:
         """As `Driver.order`, by an event."""
-        with _torch("cudaStreamWaitEvent"):
-            self._event(before).wait(self._external(after))
+        with device_errors("cudaStreamWaitEvent"):
+            self._external(after).wait_stream(self._external(before))
 
     def mark(self, stream: int) -> CudaMark:
         """As `Driver.mark`, by an event."""
-        with _torch("cudaEventRecord"):
-            return CudaMark(self._event(stream))
+        return CudaMark(self._external(stream))
 
     # --- common --------------------------------------------------------------------------
 
     def _external(self, stream: int) -> torch.cuda.Stream:
         # Not ExternalStream: given 0, the default stream, it makes a new stream.
         return torch.cuda.get_stream_from_external(stream, self.device)
-
-    def _event(self, stream: int) -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._external(stream))
-        return event
 
     def _copy(self, target: int, source: int, nbytes: int, kind: int) -> None:
         with self._on("cudaMemcpyAsync"):
@@ -263,38 +252,56 @@ class CupyDriver:
         )
         return None if status else value.value
 
-    @contextmanager
-    def _on(self, call: str) -> Iterator[None]:
-        """Make the device the current one; translate CuPy's errors to `DeviceError`."""
-        before = cupy.cuda.runtime.getDevice()
-        if before != self._index:
+    def _on(self, call: str) -> _OnDevice:
+        return _OnDevice(self._index, call)
+
+
+class _PreparedLaunch:
+    """A kernel with its arguments, which CUDA copies at each launch."""
+
+    __slots__ = ("_arguments", "_before_stream", "_holders", "_on_device", "_pointers")
+
+    def __init__(
+        self, function: int, on_device: _OnDevice, grid: int, block: int, args: Sequence[bytes]
+    ) -> None:
+        self._before_stream = (function, grid, 1, 1, block, 1, 1, 0)
+        self._on_device = on_device
+        self._holders = [ctypes.create_string_buffer(each, len(each)) for each in args]
+        self._pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, self._holders))
+        self._arguments = ctypes.addressof(self._pointers)
+
+    def __call__(self, stream: int) -> None:
+        with self._on_device:
+            cupy.cuda.driver.launchKernel(*self._before_stream, stream, self._arguments, 0)
+
+
+class _OnDevice:
+    """Makes a device the current one; translates CuPy's errors to `DeviceError`.
+
+    A class, since a generator would cost a microsecond of each launch. May be entered again, after
+    it was left.
+    """
+
+    __slots__ = ("_before", "_call", "_index")
+
+    def __init__(self, index: int, call: str) -> None:
+        self._index = index
+        self._call = call
+        self._before = index
+
+    def __enter__(self) -> None:
+        self._before = cupy.cuda.runtime.getDevice()
+        if self._before != self._index:
             cupy.cuda.runtime.setDevice(self._index)
-        try:
-            yield
-        except RuntimeError as error:  # CuPy's errors derive from it; an invalid capture is plain
-            raise DeviceError(call, str(error)) from error
-        finally:
-            if before != self._index:
-                cupy.cuda.runtime.setDevice(before)
 
-
-class CudaMark:
-    """A torch event. Its query leaves no CUDA error behind that a later torch call would raise."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        """Wrap ``event``, which is recorded."""
-        self._event = event
-
-    def passed(self) -> bool:
-        """Whether the device has reached the event."""
-        with _torch("cudaEventQuery"):
-            return bool(self._event.query())  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _torch(call: str) -> Iterator[None]:
-    """Translate torch's errors to `DeviceError`; they may be about an earlier kernel."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise DeviceError(call, str(error).partition("\n")[0]) from error
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._before != self._index:
+            cupy.cuda.runtime.setDevice(self._before)
+        # CuPy's errors derive from it; that of an invalid capture is plain.
+        if isinstance(error, RuntimeError):
+            raise DeviceError(self._call, str(error)) from error

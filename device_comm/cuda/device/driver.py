@@ -9,13 +9,17 @@ A driver is used by one thread, the communicator's; other threads only read the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import torch
+
+Launch: TypeAlias = Callable[[int], None]
+"""Launches a kernel on a stream; in a capture, adds it to the graph. Any number of times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +29,12 @@ class Exported:
     Attributes:
         handle: the handle of the whole allocation; the same for all addresses in it.
         offset: the address's offset from the allocation's start, in bytes.
+        allocation: the allocation's number; see `Driver.allocation`.
     """
 
     handle: bytes
     offset: int
+    allocation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ class Mark(Protocol):
     """A point in a stream's work: an event."""
 
     def passed(self) -> bool:
-        """Whether the device has reached it. Never blocks; must not be called in a capture."""
+        """Whether the device has reached it. Never blocks, and ends no capture of other threads."""
 
 
 class Driver(Protocol):
@@ -82,6 +88,11 @@ class Driver(Protocol):
     def why_pool_not_shareable(self) -> str:
         """Why no memory of torch's own allocator can be shared; ``""`` if it can."""
 
+    def allocation(self, pointer: int) -> int:
+        """The number of the allocation around an address, which no other one in this process has
+        or had, also at the same address; 0 if there is none.
+        """
+
     def export(self, pointer: int) -> Exported:
         """Name a device address to other processes; valid while its allocation lives.
 
@@ -113,17 +124,14 @@ class Driver(Protocol):
         for a peer might never end.
         """
 
-    def launch(
-        self, kernel: str, grid: int, block: int, args: Sequence[bytes], stream: int
-    ) -> None:
-        """Launch a kernel on a stream; in a capture, add it to the graph.
+    def prepare(self, kernel: str, grid: int, block: int, args: Sequence[bytes]) -> Launch:
+        """A launch that costs little to repeat, of a kernel that was loaded.
 
         Args:
             kernel: the kernel's name.
             grid: the number of blocks.
             block: the number of threads per block.
             args: the bytes of each parameter.
-            stream: the stream.
         """
 
     # --- streams -------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from device_comm.cuda.errors import DeviceError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
@@ -77,21 +79,41 @@ class _CudaStream:
         self.address = int(stream.cuda_stream)
 
     def mark(self) -> StreamMark:
-        return _CudaMark(self._stream)
+        return CudaMark(self._stream)
 
 
-class _CudaMark:
+class CudaMark:
+    """The end of the work that is on a stream now: torch's event, whose failing query leaves no
+    CUDA error behind that a later call would raise.
+
+    Methods raise `DeviceError`.
+    """
+
     def __init__(self, stream: torch.cuda.Stream) -> None:
+        """Record the event. Not in a capture of the stream."""
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(stream)
         self._device = stream.device
+        with device_errors("cudaEventRecord"):
+            self._event.record(stream)
 
     def passed(self) -> bool:
-        with _beside_captures():
+        """Whether the device has reached it. Allowed while other threads capture."""
+        with device_errors("cudaEventQuery"), _beside_captures():
             return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def follow(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        """Have the current stream wait for it."""
+        with device_errors("cudaStreamWaitEvent"):
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+@contextmanager
+def device_errors(call: str) -> Iterator[None]:
+    """Translate torch's errors to `DeviceError`; they may be about an earlier kernel."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceError(call, str(error).partition("\n")[0]) from error
 
 
 @contextmanager

@@ -124,7 +124,7 @@ def meet(
             driver.load(KERNELS)
             stream = driver.current_stream()
             for launch in warm_up(chosen):
-                driver.launch(*launch, stream)
+                driver.prepare(*launch)(stream)
             return b""
 
         agree(swap, take)

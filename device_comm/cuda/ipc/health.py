@@ -62,6 +62,7 @@ class Health:
             name: the group's name.
         """
         self._control = control
+        self._code = control[abi.CONTROL_RECORD : abi.CONTROL_RECORD + 4].cast("I")
         self._watch = watch
         self._members = members
         self._over = False
@@ -73,8 +74,13 @@ class Health:
         )
         self._thread.start()
 
+    @property
+    def failed(self) -> bool:
+        """Whether a kernel has recorded an error; costs one load."""
+        return self._code[0] != 0
+
     def check(self, operation: str, timeout: float | None) -> None:
-        """Raise the error that a kernel has recorded, if there is one; costs one load if not.
+        """Raise the error that a kernel has recorded, if there is one.
 
         Args:
             operation: the current operation's name, for errors.
@@ -86,8 +92,7 @@ class Health:
             GroupAbortedError: the group was aborted.
             TransportError: the kernels were stopped, and the board does not say why.
         """
-        if ErrorRecord.read(self._control).code is not ErrorCode.NONE:
-            # Read again: the kernel writes the code last, so now the other fields are complete.
+        if self.failed:  # the kernel writes the code last, so the other fields are complete
             raise self._explain(ErrorRecord.read(self._control), operation, timeout)
 
     def abort(self) -> None:
@@ -101,6 +106,7 @@ class Health:
             self._watch.ring(self._watch.member)
         self._thread.join(_JOIN)
         self._control = memoryview(bytearray(self._control))
+        self._code = self._control[abi.CONTROL_RECORD : abi.CONTROL_RECORD + 4].cast("I")
 
     def _explain(
         self, record: ErrorRecord, operation: str, timeout: float | None

@@ -5,7 +5,7 @@ through these regions; in graphs they read large inputs directly. Ranks may be p
 with a device each or several on one device. Reductions run in rank order, so results are bitwise
 equal on all ranks.
 
-Device memory per rank, with n ranks, by default: ``16 MiB + 2.25 n MiB``, and 1 MiB more once
+Device memory per rank, with n ranks, by default: ``16 MiB + 2.25 n MiB``, and 4 MiB more once
 graphs are captured.
 """
 
@@ -20,6 +20,7 @@ from device_comm.backend import Backend, Capabilities, Identity
 from device_comm.cuda.ipc.completion import POLL, StreamCompletion
 from device_comm.cuda.ipc.endpoint import PROBE_SECONDS, meet
 from device_comm.cuda.ipc.order import SideStreams, StreamOrder
+from device_comm.cuda.ipc.prepared import PreparedLaunches
 from device_comm.cuda.ipc.recipes import recipe
 from device_comm.cuda.ipc.registry import Registry
 from device_comm.cuda.launches.launch import kernels_reduce
@@ -36,11 +37,10 @@ if TYPE_CHECKING:
 
     from device_comm.choice import Explanation
     from device_comm.cuda.agree import Swap
-    from device_comm.cuda.device.driver import Driver, Mark
+    from device_comm.cuda.device.driver import Driver, Launch, Mark
     from device_comm.cuda.ipc.endpoint import Endpoint
-    from device_comm.cuda.ipc.order import StreamPlace
     from device_comm.cuda.launches.abi import RegionLayout
-    from device_comm.cuda.launches.launch import KernelLaunch, Limits, Protocol
+    from device_comm.cuda.launches.launch import Limits, Protocol
     from device_comm.operation import Operation
     from device_comm.watch import Watch
     from device_comm.work import Pending
@@ -100,6 +100,7 @@ class IpcBackend(Backend):
         self._order = StreamOrder(driver, name)
         self._messages = SideStreams(driver)
         self._planner = Planner(group, endpoint.limits)
+        self._prepared = PreparedLaunches(driver, self._planner, self.world_size)
         self._registry = Registry(driver, endpoint.mappings, group.rank, endpoint.swap)
         self._closing.callback(self._give_back)
 
@@ -177,8 +178,9 @@ class IpcBackend(Backend):
     def graph_capture(self) -> Iterator[None]:
         """A context in which CUDA graphs with collectives of this group may be captured.
 
-        Large captured collectives read their inputs directly, without a copy into the region: at
-        the end of the context all ranks swap the inputs' addresses. From then on, until `close`,
+        Large captured collectives read their inputs directly, without a copy into the region, the
+        first 32,768 of a context: at its end all ranks swap the inputs' addresses. From then on,
+        until `close`,
         graphs may be replayed, on all ranks in the same order, and on the stream that the group's
         other calls are on.
 
@@ -206,6 +208,12 @@ class IpcBackend(Backend):
         operation = self.identity.operation("flush")
         for mark in (*self._messages.marks(), *self._order.marks()):
             self._wait_for(mark, operation, deadline.timeout).wait(deadline)
+
+    def check(self) -> None:
+        """As `Backend.check`; kernels record here what they fail of, also those of graphs."""
+        super().check()
+        if self._health.failed:
+            self._health.check(self.identity.operation("check"), self.timeout)
 
     def discard(self) -> None:
         """Stop all waiting kernels of this rank."""
@@ -241,21 +249,17 @@ class IpcBackend(Backend):
 
     def _issue(self, operation: Operation, protocol: Protocol) -> None:
         """Launch on the current stream."""
-        launches, direct = recipe(operation, self.world_size, protocol)
         place = self._order.place()
-        table = 0
-        if place.captured and direct is not None:
-            what = f"{operation.verb} of {direct.nbytes} bytes of {direct.dtype}"
-            table = self._registry.reserve(what, direct.data_ptr())
-        self._put(launches(self._planner_for(operation), table), place)
+        for launch in self._launches(operation, protocol, captured=place.captured):
+            launch(place.stream)
 
     def _transfer(self, operation: Operation, protocol: Protocol) -> Pending | None:
         """Launch a message beside the current stream."""
         place = self._order.look()
-        message = recipe(operation, self.world_size, protocol)
-        launches = message.launches(self._planner_for(operation), 0)
+        launches = self._launches(operation, protocol, captured=place.captured)
         if place.captured:
-            self._put(launches, place)
+            for launch in launches:
+                launch(place.stream)
             return None
         way = (operation.verb, operation.peer)
         passage = self._messages.run(way, launches, place.stream, operation)
@@ -279,20 +283,27 @@ class IpcBackend(Backend):
 
         return StreamCompletion(mark, operation, self.peers, self._boundary, check)
 
-    def _put(self, launches: Sequence[KernelLaunch], place: StreamPlace) -> None:
-        for kernel, grid, block, args in launches:
-            self._driver.launch(kernel, grid, block, args, place.stream)
-
-    def _planner_for(self, operation: Operation) -> Planner:
-        """A planner whose kernels have the time limit of ``operation``."""
-        deadline = operation.deadline
-        if deadline.timeout == self.timeout:
-            return self._planner
-        group = self._endpoint.group.with_timeout(_nanoseconds(deadline))
-        return Planner(group, self._endpoint.limits)
+    def _launches(
+        self, operation: Operation, protocol: Protocol, *, captured: bool
+    ) -> Sequence[Launch]:
+        """The launches of an operation; its kernels have its time limit."""
+        usual = operation.timeout == self.timeout
+        if usual and not captured:
+            return self._prepared.launches(operation, protocol)
+        launches, direct = recipe(operation, self.world_size, protocol)
+        table = 0
+        if captured and direct is not None:
+            what = f"{operation.verb} of {direct.nbytes} bytes of {direct.dtype}"
+            table = self._registry.reserve(what, direct.data_ptr())
+        planner = self._planner
+        if not usual:
+            group = self._endpoint.group.with_timeout(_nanoseconds(operation.deadline))
+            planner = Planner(group, self._endpoint.limits)
+        return [self._driver.prepare(*each) for each in launches(planner, table)]
 
     def _check(self, operation: Operation) -> None:
-        self._health.check(operation.name, operation.deadline.timeout)
+        if self._health.failed:
+            self._health.check(operation.name, operation.deadline.timeout)
 
     def _give_back(self) -> None:
         marks = [*self._messages.marks(), *self._order.marks()]

@@ -8,6 +8,9 @@ Releasing
     in the group's `Departures`, and frees its own memory when all peers have set theirs or have
     died. No collective call is needed. If a peer stays, the memory is freed by the end of the
     process only.
+
+    Memory of torch's allocator, which captured graphs read, is torch's to free. Its owner finds out
+    later (`Mappings.gone`), and tells the peers, which unmap it.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class Shared(msgspec.Struct, frozen=True, array_like=True):
         pointer: the address in the owner's process.
         handle: the allocation's handle; see `Exported`.
         offset: the offset in the allocation; see `Exported`.
+        allocation: the allocation's number in the owner's process; see `Exported`.
     """
 
     pid: int
@@ -52,16 +56,34 @@ class Shared(msgspec.Struct, frozen=True, array_like=True):
     pointer: int
     handle: bytes
     offset: int
+    allocation: int
+
+
+class Gone(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank has freed of the memory that it had shared.
+
+    Attributes:
+        pid: the owner's process id.
+        start_time: the owner's start time.
+        allocations: their numbers; see `Exported`.
+    """
+
+    pid: int
+    start_time: int
+    allocations: list[int]
 
 
 class Mappings:
-    """One rank's mappings of its peers' memory. Each allocation is mapped once, until `close`."""
+    """One rank's mappings of its peers' memory. Each allocation is mapped once, until it is
+    forgotten or all are closed.
+    """
 
     def __init__(self, driver: Driver) -> None:
         """Begin without mappings."""
         self._driver = driver
         self._me = ProcessId.current()
-        self._bases: dict[tuple[int, int, bytes], int] = {}
+        self._bases: dict[tuple[int, int, int], int] = {}
+        self._given: dict[int, int] = {}
         self._reached = {driver.identity}
 
     def share(self, pointer: int) -> Shared:
@@ -71,6 +93,7 @@ class Mappings:
             NotShareableError: it cannot be shared; says why.
         """
         exported = self._driver.export(pointer)
+        self._given[exported.allocation] = pointer
         return Shared(
             self._me.pid,
             self._me.start_time,
@@ -78,7 +101,26 @@ class Mappings:
             pointer,
             exported.handle,
             exported.offset,
+            exported.allocation,
         )
+
+    def gone(self) -> Gone:
+        """What was freed, since it was asked last, of the memory that this rank had shared."""
+        allocations = [
+            allocation
+            for allocation, pointer in self._given.items()
+            if self._driver.allocation(pointer) != allocation
+        ]
+        for allocation in allocations:
+            del self._given[allocation]
+        return Gone(self._me.pid, self._me.start_time, allocations)
+
+    def forget(self, gone: Gone) -> None:
+        """Unmap what a peer has freed."""
+        for allocation in gone.allocations:
+            base = self._bases.pop((gone.pid, gone.start_time, allocation), None)
+            if base is not None:
+                self._driver.unmap(base)
 
     def address(self, shared: Shared) -> int:
         """The address of a peer's memory in this process; maps it if need be.
@@ -91,7 +133,7 @@ class Mappings:
                 self._driver.reach(shared.device)
                 self._reached.add(shared.device)
             return shared.pointer
-        key = (shared.pid, shared.start_time, shared.handle)
+        key = (shared.pid, shared.start_time, shared.allocation)
         base = self._bases.get(key)
         if base is None:
             base = self._bases[key] = self._driver.map(shared.handle)

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from device_comm.cuda.device.driver import Driver, Mark
-    from device_comm.cuda.launches.launch import KernelLaunch
+    from device_comm.cuda.device.driver import Driver, Launch, Mark
     from shm_broadcast.deadline import Deadline
 
 
@@ -92,13 +91,13 @@ class SideStreams:
         self._under_way: deque[tuple[Mark, object]] = deque()
 
     def run(
-        self, way: tuple[str, int], launches: Sequence[KernelLaunch], stream: int, keep: object
+        self, way: tuple[str, int], launches: Sequence[Launch], stream: int, keep: object
     ) -> Passage:
         """Launch on a side stream, after all work that is on ``stream`` now.
 
         Args:
             way: (direction, peer); launches with the same way run in order, on the same stream.
-            launches: the kernels to launch.
+            launches: what to launch.
             stream: the caller's stream.
             keep: an object to keep alive until the kernels are done.
         """
@@ -109,7 +108,7 @@ class SideStreams:
             side = self._streams[way] = driver.make_stream()
         driver.order(stream, side)
         for launch in launches:
-            driver.launch(*launch, side)
+            launch(side)
         mark = driver.mark(side)
         self._under_way.append((mark, keep))
         return Passage(driver, self._streams, way, mark)

@@ -62,7 +62,7 @@ def probe(
     driver.write(source, gives[group.rank].tobytes())
     stream = driver.make_stream()
     for launch in launches:
-        driver.launch(*launch, stream)
+        driver.prepare(*launch)(stream)
     _wait(driver, stream, health, seconds + _MARGIN)
     results = np.frombuffer(driver.read(reduced[0], size * (len(Protocol) + n)), np.float32)
     driver.free_stream(stream)

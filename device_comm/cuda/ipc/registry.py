@@ -11,18 +11,23 @@ buffers, as eager ones do; `Registry.reasons` says why. The same happens when ta
 ranks have captured different collectives, they raise `DivergenceError` at the end of the capture:
 their graphs must not be replayed.
 
+Before each capture the ranks tell each other what has been freed of the memory that they captured
+before, and unmap it: so graphs may be captured anew as often as one likes. Tables are not used
+again.
+
 Assumes: captured memory lives as long as the graphs; tables live as long as the group.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from device_comm.cuda.agree import agree
 from device_comm.cuda.errors import NotShareableError
-from device_comm.cuda.ipc.mappings import Shared  # noqa: TC001 - msgspec looks at it
+from device_comm.cuda.ipc.mappings import Gone, Shared  # noqa: TC001 - msgspec looks at them
 from device_comm.cuda.launches.abi import SOURCES_BYTES, pack_sources
 from shm_broadcast.errors import DivergenceError
 
@@ -31,10 +36,23 @@ if TYPE_CHECKING:
     from device_comm.cuda.device.driver import Driver
     from device_comm.cuda.ipc.mappings import Mappings
 
-ENTRIES = 16384
-"""The number of tables in one block of 1 MiB. A capture has at least half as many."""
+ENTRIES = 65536
+"""The number of tables in one block of 4 MiB. A capture has at least half as many."""
 
 _FAILED = "ended its capture by an error"
+_log = logging.getLogger(__name__)
+
+
+class _Beginning(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank says before a capture.
+
+    Attributes:
+        reason: why memory of torch's allocator cannot be shared; ``""`` if it can.
+        gone: what it has freed.
+    """
+
+    reason: str
+    gone: Gone
 
 
 class _Account(msgspec.Struct, frozen=True, array_like=True):
@@ -95,10 +113,14 @@ class Registry:
         if self._free < ENTRIES // 2:
             self._blocks.append(self._driver.allocate(ENTRIES * SOURCES_BYTES))
             self._free = ENTRIES
+        mine = _Beginning(self._driver.why_pool_not_shareable(), self._mappings.gone())
         said = [
-            each.decode() for each in self._swap(self._driver.why_pool_not_shareable().encode())
+            msgspec.msgpack.decode(each, type=_Beginning)
+            for each in self._swap(msgspec.msgpack.encode(mine))
         ]
-        refused = [f"rank {rank}: {reason}" for rank, reason in enumerate(said) if reason]
+        for each in said:
+            self._mappings.forget(each.gone)
+        refused = [f"rank {rank}: {each.reason}" for rank, each in enumerate(said) if each.reason]
         self._direct = not refused
         self._note(refused)
         self._open = True
@@ -118,7 +140,7 @@ class Registry:
         if self._direct:
             reason = self._driver.why_not_shareable(source)
             if not self._free:
-                reason = f"more than {ENTRIES} collectives captured at once"
+                reason = f"{len(self._reserved)} collectives were captured at once before"
         if reason or not self._direct:
             self._note([reason] if reason else [])
             self._events.append(f"{operation}, staged")
@@ -180,7 +202,10 @@ class Registry:
         return b""
 
     def _note(self, reasons: list[str]) -> None:
-        self.reasons += [reason for reason in reasons if reason not in self.reasons]
+        for reason in reasons:
+            if reason not in self.reasons:
+                self.reasons.append(reason)
+                _log.warning("captured collectives copy their inputs: %s", reason)
 
 
 def _compare(rank: int, ours: _Account, theirs: _Account) -> None:

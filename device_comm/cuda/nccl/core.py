@@ -172,6 +172,11 @@ class NcclCore(Backend):
         NcclArrival(mark, operation, self.peers, self._boundary).wait(deadline)
         self._raise_failure()
 
+    def check(self) -> None:
+        """As `Backend.check`; the guard notices what has failed."""
+        super().check()
+        self._raise_failure()
+
     def discard(self) -> None:
         """Abort the NCCL communicator, which is never used again."""
         self._guard.close(0.0)

@@ -13,6 +13,7 @@ CPU is. Others are threads that work off what they are given.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import queue
 import threading
@@ -32,6 +33,8 @@ from tests.device_comm.cuda.emulator import Emulation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from device_comm.cuda.device.driver import Launch
 
 _BEGIN = mmap.PAGESIZE
 """Where device memory begins in a segment."""
@@ -113,11 +116,18 @@ class HostDriver:
         self.orders: list[tuple[int, int]] = []
         self._emulation = None if library is None else Emulation(Path(library))
         self._allocations: dict[int, Segment] = {}
+        self._numbers: dict[int, int] = {}
+        self._counter = itertools.count(1)
         self._mapped: dict[int, tuple[Segment, memoryview]] = {}
         self._host: dict[int, Any] = {}
         self._streams: dict[int, HostStream] = {}
         self._current = 0
         self._capturing: dict[int, HostGraph] = {}
+
+    @property
+    def mapped(self) -> int:
+        """How many allocations of other processes are mapped."""
+        return len(self._mapped)
 
     @property
     def held(self) -> int:
@@ -129,9 +139,13 @@ class HostDriver:
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in memory of this driver, until the driver goes."""
-        count = torch.Size(shape).numel()
-        segment = self._allocations[self.allocate(max(count * dtype.itemsize, 1))]
-        memory = segment.memory[_BEGIN : _BEGIN + count * dtype.itemsize]
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        return self.view(self.allocate(max(nbytes, 1)), shape, dtype)
+
+    def view(self, pointer: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The beginning of an allocation as a tensor, which must go before it is freed."""
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        memory = self._allocations[pointer].memory[_BEGIN : _BEGIN + nbytes]
         return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
 
     @contextmanager
@@ -162,6 +176,7 @@ class HostDriver:
             raise DeviceError("allocate", str(error)) from error
         pointer = _address(segment.memory)
         self._allocations[pointer] = segment
+        self._numbers[pointer] = next(self._counter)
         return pointer
 
     def free(self, pointer: int) -> None:
@@ -179,12 +194,16 @@ class HostDriver:
     def why_pool_not_shareable(self) -> str:
         return self.pool_reason
 
+    def allocation(self, pointer: int) -> int:
+        base = self._find(pointer)
+        return self._numbers[base] if base else 0
+
     def export(self, pointer: int) -> Exported:
         base = self._find(pointer)
         if not base:
             raise NotShareableError(pointer, self.why_not_shareable(pointer))
         handle = self._allocations[base].handle()
-        return Exported(msgspec.msgpack.encode(handle), pointer - base)
+        return Exported(msgspec.msgpack.encode(handle), pointer - base, self.allocation(pointer))
 
     def map(self, handle: bytes) -> int:
         if self.refuse_to_map:
@@ -222,17 +241,19 @@ class HostDriver:
     def load(self, kernels: Iterable[str]) -> None:
         pass
 
-    def launch(
-        self, kernel: str, grid: int, block: int, args: Sequence[bytes], stream: int
-    ) -> None:
+    def prepare(self, kernel: str, grid: int, block: int, args: Sequence[bytes]) -> Launch:
         (job,) = args
-        self.launched.append(kernel)
-        if stream in self._capturing:
-            self._capturing[stream].launches.append((kernel, grid, block, job))
-        elif stream:
-            self._streams[stream].give(lambda: self._run(kernel, grid, block, job))
-        else:
-            self._run(kernel, grid, block, job)
+
+        def launch(stream: int) -> None:
+            self.launched.append(kernel)
+            if stream in self._capturing:
+                self._capturing[stream].launches.append((kernel, grid, block, job))
+            elif stream:
+                self._streams[stream].give(lambda: self._run(kernel, grid, block, job))
+            else:
+                self._run(kernel, grid, block, job)
+
+        return launch
 
     # --- streams -------------------------------------------------------------------------
 

@@ -87,14 +87,18 @@ def test_without_cupy_or_a_device_it_says_why(monkeypatch: pytest.MonkeyPatch) -
 def test_the_default_stream_is_marked_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch.cuda.ExternalStream(0)`` is a new stream (pytorch issue 182960)."""
     recorded: list[object] = []
-    monkeypatch.setattr(torch.cuda, "get_stream_from_external", lambda *given: given)
+
+    def external(stream: int, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(stream=stream, device=device)
+
+    monkeypatch.setattr(torch.cuda, "get_stream_from_external", external)
     monkeypatch.setattr(torch.cuda, "ExternalStream", None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=recorded.append))
     driver = object.__new__(cupy_driver.CupyDriver)
     driver.device = torch.device("cuda", 3)
     for stream in (0, 0x5000):
         driver.mark(stream)
-    assert recorded == [(0, driver.device), (0x5000, driver.device)]
+    assert recorded == [external(0, driver.device), external(0x5000, driver.device)]
 
 
 def test_an_invalid_capture_is_an_error_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

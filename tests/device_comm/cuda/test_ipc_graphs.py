@@ -10,9 +10,17 @@ import pytest
 import torch
 
 from device_comm.cuda.launches.abi import GROUP_BYTES
-from shm_broadcast import Board, BoardHandle, DivergenceError
+from shm_broadcast import (
+    Board,
+    BoardHandle,
+    DivergenceError,
+    GroupAbortedError,
+    GroupClosedError,
+    PeerLostError,
+)
 from tests.device_comm.cuda.host_driver import HostDriver, HostGraph
 from tests.device_comm.cuda.ipc_ranks import ipc_of, make_ipc
+from tests.device_comm.meeting import die, meet
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -103,6 +111,74 @@ def test_what_cannot_be_shared_is_staged_on_all_ranks(
             "expandable segments",
         )
     assert reasons == [("rank 0: expandable segments",)] * 2
+
+
+def capture_anew(rank: int, n: int, library: str, path: str, board: BoardHandle) -> list[int]:
+    driver = HostDriver(library)
+    mapped = []
+    with make_ipc(rank, n, library, path, board, driver) as comm:
+        for turn in range(5):
+            pointer = driver.allocate(4000)
+            x = driver.view(pointer, (1000,), torch.float32)
+            with comm.graph_capture(), driver.capture() as graph:
+                total = comm.all_reduce(x)
+            x.fill_(rank + turn)
+            graph.replay()
+            comm.flush()
+            assert total.unique().tolist() == [n * turn + n * (n - 1) / 2]
+            mapped.append(driver.mapped)
+            comm.barrier()
+            del x
+            driver.free(pointer)
+    return mapped
+
+
+def test_memory_of_graphs_that_are_gone_does_not_stay_mapped(
+    emulation_library: str, store_path: str
+) -> None:
+    with Board.create(3, None) as board:
+        mapped = run_ranks(3, capture_anew, str(emulation_library), store_path, board.handle())
+    assert mapped == [[4] * 5] * 3, "the regions of two peers, and what two have captured last"
+
+
+def decode(comm: Communicator, graph: HostGraph) -> None:
+    while True:
+        graph.replay()
+        comm.check()
+
+
+def replay_on(rank: int, n: int, library: str, path: str, board: BoardHandle) -> list[str]:
+    """As a decoding loop does, whose last rank dies."""
+    driver = HostDriver(library)
+    comm = make_ipc(rank, n, library, path, board, driver)
+    x = driver.tensor((5_000,), torch.float32)
+    with comm.graph_capture(), driver.capture() as graph:
+        comm.all_reduce(x)
+    for _ in range(3):
+        graph.replay()
+        comm.check()
+    meet(rank, n, path)
+    if rank == n - 1:
+        die(path)
+    with pytest.raises((PeerLostError, GroupAbortedError)) as first:
+        decode(comm, graph)
+    graph.replay()
+    with pytest.raises(GroupAbortedError) as later:
+        comm.check()
+    comm.close()
+    with pytest.raises(GroupClosedError):
+        comm.check()
+    return [str(first.value), str(later.value)]
+
+
+def test_who_checks_learns_that_replays_did_nothing(
+    emulation_library: str, store_path: str
+) -> None:
+    with Board.create(3, None) as board:
+        said = run_ranks(
+            3, replay_on, str(emulation_library), store_path, board.handle(), may_die={2}
+        )
+    assert all("rank 2" in text for texts in said[:2] for text in texts), said
 
 
 def differ(rank: int, n: int, library: str, path: str, board: BoardHandle, how: str) -> str:

@@ -153,6 +153,8 @@ def late(rank: int, n: int, board: BoardHandle, library: str, path: str) -> str:
         with suppress(GroupTimeoutError):  # the call itself, where its thread is the late one
             comm.all_reduce_(x, timeout=0.3)
         streams.synchronize()
+    with pytest.raises(GroupAbortedError):
+        comm.check()
     with pytest.raises(GroupAbortedError) as info:
         comm.barrier()
     return str(info.value)

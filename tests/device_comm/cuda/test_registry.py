@@ -83,7 +83,7 @@ def test_a_full_block_and_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     first, second = on_threads(2, body)
     assert first == second == [True] * 3 + [True] * 4 + [False] + [True] * 4
-    assert ranks[0].registry.reasons == ["more than 4 collectives captured at once"]
+    assert ranks[0].registry.reasons == ["4 collectives were captured at once before"]
 
 
 def test_captures_do_not_nest() -> None:

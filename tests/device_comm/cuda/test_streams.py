@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from device_comm.cuda.device import streams
+from device_comm.cuda.errors import DeviceError
 
 GLOBAL, RELAXED = 0, 2
 """Of CUstreamCaptureMode."""
@@ -37,9 +38,9 @@ def test_an_event_is_queried_in_a_mode_that_ends_no_capture(
     monkeypatch.setattr(streams, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     stream: Any = SimpleNamespace(cuda_stream=0, device=torch.device("cuda", 0))
-    mark = streams._CudaStream(stream).mark()
+    mark = streams.CudaMark(stream)
     if fails:
-        with pytest.raises(RuntimeError, match="illegal"):
+        with pytest.raises(DeviceError, match="cudaEventQuery: an illegal memory access"):
             mark.passed()
     else:
         assert mark.passed()
