@@ -87,7 +87,7 @@ def select(
     known = swap(msgspec.msgpack.encode(cache.load(key)))[0]
     table = msgspec.msgpack.decode(known, type=Table | None)
     if table is None:
-        mine = measure(candidates, key.as_dict(), sizes)
+        mine = measure(candidates, key.as_dict(), swap, sizes)
         table = msgspec.msgpack.decode(swap(msgspec.msgpack.encode(mine))[0], type=Table)
         if table == mine:
             cache.store(table, key)

@@ -7,11 +7,13 @@ The candidates, in order of preference if nothing was measured:
     nccl      NCCL on torch's current stream; each rank needs a device of its own
     multimem  torch's symmetric memory: all-reduce in the NVLink switch between the devices
     torch     the device's torch process group; only if ipc and nccl were refused
-    host      through CPU memory; only if ranks share devices and ipc was refused
+    host      through CPU memory; only if ranks share devices: without NVIDIA's MPS their kernels
+              take turns of some milliseconds there, whenever they meet
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from coordinator.setup.candidates import select, try_together
 from device_comm.choosing.cache import Key, TableCache, cache_folder
 from device_comm.choosing.selection import Candidate
 from device_comm.cuda.agree import swap_over
+from device_comm.cuda.device.kernel_source import kernel_source
 from device_comm.cuda.errors import DeviceError
 from device_comm.cuda.ipc.ipc_backend import IpcBackend
 from device_comm.cuda.ipc.ipc_way import ways
@@ -32,6 +35,7 @@ from device_comm.cuda.nccl.nccl_backend import NcclBackend
 from device_comm.cuda.symmetric_backend import SymmetricBackend
 from device_comm.torch_group.torch_backend import TorchBackend
 from device_comm.wrappers.host_staging import HostStaging
+from shm_broadcast import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,12 +150,11 @@ def cuda_comm(
         candidates[1:1] = ways(ipc.backend)
     if isinstance(multimem.backend, SymmetricBackend):
         candidates[-1] = replace(multimem, up_to=multimem.backend.limit)
-    if ipc.backend is None and nccl.backend is None:
-        if devices < n:
-            candidates.append(Candidate("host", HostStaging(over.backend, device)))
-        else:
-            backend = TorchBackend(group(), device, board, nodes.members, name, timeout)
-            candidates.append(Candidate("torch", backend))
+    if devices < n:
+        candidates.append(Candidate("host", HostStaging(over.backend, device)))
+    elif ipc.backend is None and nccl.backend is None:
+        backend = TorchBackend(group(), device, board, nodes.members, name, timeout)
+        candidates.append(Candidate("torch", backend))
     able = [each.name for each in candidates if each.backend is not None]
     cache = TableCache(cache_folder(os.environ))
     return select(candidates, _key(device, n, devices, nodes, able), cache, swap)
@@ -165,18 +168,26 @@ def _key(device: torch.device, n: int, devices: int, nodes: Nodes, able: list[st
     """What must be the same for a table of measured times to be used again."""
     places = f"{_several(devices, 'device')} of {_several(len(nodes.all()), 'host')}"
     libraries = f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {_nccl_version()}"
+    kernels = hashlib.sha256(kernel_source().encode()).hexdigest()[:12]
     return Key(
+        version=f"{__version__}, kernels {kernels}",
         device=torch.cuda.get_device_name(device),
         driver=_driver_version(),
         libraries=libraries,
         world_size=n,
-        topology=f"{_several(n, 'rank')} on {places}",
+        topology=f"{_several(n, 'rank')} on {places}{', MPS' if _mps_runs() else ''}",
         candidates=" ".join(able),
     )
 
 
 def _nccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def _mps_runs() -> bool:
+    """Whether the processes of a device run side by side on it."""
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return Path(folder, "control").exists()
 
 
 def _driver_version() -> str:

@@ -30,6 +30,7 @@ class Key:
     """The machine and the group for which a table was measured.
 
     Attributes:
+        version: this project's, and that of its kernels.
         device: the device's name.
         driver: the device driver's version.
         libraries: the versions of the libraries that move data.
@@ -38,6 +39,7 @@ class Key:
         candidates: the names of the candidates that were measured.
     """
 
+    version: str
     device: str
     driver: str
     libraries: str

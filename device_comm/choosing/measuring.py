@@ -1,25 +1,27 @@
-"""Measures the candidates on the ranks that will use them.
+"""Measures the candidates on the ranks that will use them, in the way in which they will be used.
 
-Every rank makes the same calls in the same order; rank 0's times count. Calls are timed in a row,
-as a model makes them: some to warm up, then several with one wait for the device at the end.
+What can be captured into a CUDA graph is timed there, in bfloat16; the rest, and messages, which go
+beside the current stream, as eager calls. Every rank makes the same calls in the same order; rank
+0's times count.
 """
 
 from __future__ import annotations
 
+import struct
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from device_comm.choosing.selection import Measured, Table
+from device_comm.choosing.stopwatch import SECONDS, GraphStopwatch, HostStopwatch
 from device_comm.communicator import Communicator
-from device_comm.cuda.device.streams import CudaStreams
-from shm_broadcast.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from device_comm.choosing.selection import Candidate
+    from device_comm.cuda.agree import Swap
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
@@ -37,15 +39,20 @@ SIZES: Final[dict[str, tuple[int, ...]]] = {
 }
 """The sizes that are measured, in bytes of the whole tensor, by verb."""
 
+_DTYPE: Final = torch.bfloat16
 _WARM_UP: Final = 3
-_CALLS: Final = 10
-_SECONDS: Final = 60.0
-"""The time limit of each wait."""
+_CALLS: Final = 20
+_REPEATS: Final = 5
+_SERIES: Final = 0.02
+"""Seconds of a series of calls, above which there are fewer in it: ranks that take turns on a
+device need milliseconds for each."""
+_FEWEST: Final = 2
 
 
 def measure(
     candidates: Sequence[Candidate],
     key: Mapping[str, str],
+    swap: Swap,
     sizes: Mapping[str, Sequence[int]] = SIZES,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Table:
@@ -54,6 +61,7 @@ def measure(
     Args:
         candidates: the same on all ranks.
         key: the machine and the group, for the table.
+        swap: gives this rank's bytes to all ranks, and returns all ranks' bytes, by rank.
         sizes: the sizes to measure, in bytes of the whole tensor, by verb.
         clock: returns a time in seconds.
 
@@ -64,62 +72,52 @@ def measure(
     """
     comms = {each.name: Communicator(each.backend) for each in candidates if each.backend}
     meeting = next(comm for comm in comms.values() if "barrier" in comm.capabilities.verbs)
+
+    def seconds(comm: Communicator, verb: str, size: int) -> float:
+        call, eager = _call(comm, verb, size), HostStopwatch(comm, meeting, clock)
+        calls, repeats = _effort(_of_rank_0(swap, eager.time(call, _WARM_UP, 1)))
+        captured = _is_captured(comm, verb)
+        return (GraphStopwatch(comm) if captured else eager).time(call, calls, repeats)
+
     verbs: dict[str, list[Measured]] = {}
     for verb, sizes_of_verb in sizes.items():
         for size in sizes_of_verb:
             able = [each for each in candidates if not each.objection(verb, size)]
             if len(able) < 2:
                 continue
-            seconds = {
-                each.name: _time(comms[each.name], meeting, verb, size, clock) for each in able
-            }
-            verbs.setdefault(verb, []).append(Measured(size, seconds))
+            found = {each.name: seconds(comms[each.name], verb, size) for each in able}
+            verbs.setdefault(verb, []).append(Measured(size, found))
     return Table(dict(key), verbs)
 
 
-def _time(
-    comm: Communicator,
-    meeting: Communicator,
-    verb: str,
-    size: int,
-    clock: Callable[[], float],
-) -> float:
-    call = _call(comm, verb, size)
-    for _ in range(_WARM_UP):
-        call()
-    _settle(comm)
-    meeting.barrier(timeout=_SECONDS)
-    began = clock()
-    for _ in range(_CALLS):
-        call()
-    _settle(comm)
-    return max(clock() - began, 1e-9) / _CALLS
+def _of_rank_0(swap: Swap, seconds: float) -> float:
+    return float(struct.unpack("<d", swap(struct.pack("<d", seconds))[0])[0])
 
 
-def _settle(comm: Communicator) -> None:
-    """Wait until the device has finished all operations."""
-    comm.flush(_SECONDS)
-    if comm.device.type == "cuda":
-        mark = CudaStreams(comm.device).current().mark()
-        deadline = Deadline.after(_SECONDS)
-        comm.watch.wait(
-            mark.passed, deadline, f"{comm.name} measure", lambda: comm.peers, poll=0.0001
-        )
+def _effort(seconds: float) -> tuple[int, int]:
+    """How many calls to make in a series, and how many series, of calls that take so long."""
+    calls = max(min(int(_SERIES / seconds), _CALLS), _FEWEST)
+    return calls, _REPEATS if calls == _CALLS else _FEWEST
+
+
+def _is_captured(comm: Communicator, verb: str) -> bool:
+    """Whether a model would have it in a CUDA graph."""
+    return comm.device.type == "cuda" and comm.capabilities.stream_ordered and verb != "send"
 
 
 def _call(comm: Communicator, verb: str, size: int) -> Callable[[], Any]:
     """A function that carries out ``verb`` once, on tensors of about ``size`` bytes as a whole."""
     n, rank = comm.world_size, comm.rank
-    count = max(size // 4 // n * n, n)
-    whole = torch.zeros(count, device=comm.device)
-    other = torch.zeros(count, device=comm.device)
-    part = torch.zeros(count // n, device=comm.device)
+    count = max(size // _DTYPE.itemsize // n * n, n)
+    whole = torch.zeros(count, dtype=_DTYPE, device=comm.device)
+    other = torch.zeros_like(whole)
+    part = torch.zeros(count // n, dtype=_DTYPE, device=comm.device)
     root = rank == 0
 
     def shift() -> None:
         sent = comm.isend(whole, (rank + 1) % n)
-        comm.irecv(out=other, src=(rank - 1) % n).wait(_SECONDS)
-        sent.wait(_SECONDS)
+        comm.irecv(out=other, src=(rank - 1) % n).wait(SECONDS)
+        sent.wait(SECONDS)
 
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: comm.all_reduce(whole, out=other),

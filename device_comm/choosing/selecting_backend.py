@@ -2,7 +2,8 @@
 
 The choice depends only on the verb and the bytes of the whole tensor, which are the same on all
 ranks, so all ranks choose the same; see `device_comm.choosing.selection`. For an all-to-all, where
-the ranks' sizes may differ, one backend is chosen for all sizes.
+the ranks' sizes may differ, one backend is chosen for all sizes. In the capture of a CUDA graph the
+choice is among those that can be captured: what one rank captures, the others have to capture, too.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+import torch
+
 from device_comm.backend import Backend, Capabilities
 from device_comm.choice import Explanation
 from device_comm.choosing.selection import size_of
 from device_comm.operation import REDUCTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    import torch
     from torch import Tensor
 
     from device_comm.choosing.selection import Selection
@@ -35,12 +37,17 @@ class SelectingBackend(Backend):
     bits. For one size all ranks use the same backend.
     """
 
-    def __init__(self, selection: Selection) -> None:
+    def __init__(
+        self,
+        selection: Selection,
+        capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
+    ) -> None:
         """Choose by ``selection``, the same on all ranks. Collective: no.
 
         Args:
             selection: at least one candidate is not refused. All backends are of the same ranks, in
                 the same order, on the same device and the same board.
+            capturing: whether the current stream is being captured into a CUDA graph.
 
         Raises:
             ValueError: every candidate was refused, or the backends are of different groups.
@@ -73,6 +80,7 @@ class SelectingBackend(Backend):
         for backend in self._backends:
             self._closing.callback(backend.close)
         self.selection = selection
+        self._capturing = capturing
 
     def explain(self) -> Explanation:
         """Which backend carries out each verb and size, and why. Collective: no."""
@@ -126,10 +134,13 @@ class SelectingBackend(Backend):
         self, verb: str, size: int, reduction: tuple[ReduceOp, torch.dtype] | None = None
     ) -> Backend:
         """The backend for ``verb`` on a tensor of ``size`` bytes."""
+        selection = self.selection
+        if selection.captured is not selection and self._capturing():
+            selection = selection.captured
         if reduction is None:
-            chosen = self.selection.candidate(verb, size)
+            chosen = selection.candidate(verb, size)
         else:
-            chosen = self.selection.reducer(verb, size, *reduction)
+            chosen = selection.reducer(verb, size, *reduction)
         if chosen.backend is None:
             raise NotImplementedError(f"{self.name} {verb}: {chosen.name} was refused")
         return chosen.backend

@@ -115,7 +115,15 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class Selection:
-    """Which candidate carries out which verb and size. The same on all ranks."""
+    """Which candidate carries out which verb and size. The same on all ranks.
+
+    Attributes:
+        candidates: in order of preference.
+        table: the times that decide; None: the order does.
+        verbs: those that a candidate offers.
+        captured: what is chosen in the capture of a CUDA graph: among the candidates that queue
+            their work on the current stream. This selection itself, if that are all or none.
+    """
 
     def __init__(self, candidates: Sequence[Candidate], table: Table | None = None) -> None:
         """Choose among ``candidates`` by ``table``; None: the first that offers the verb."""
@@ -131,6 +139,9 @@ class Selection:
         }
         general = [each for each in candidates if not _is_special(each)]
         self._general = self if len(general) == len(candidates) else Selection(general, table)
+        queueing = [each for each in candidates if each.backend is None or _queues(each.backend)]
+        mixed = len(queueing) < len(candidates) and any(each.backend for each in queueing)
+        self.captured = Selection(queueing, table) if mixed else self
 
     def candidate(self, verb: str, size: int) -> Candidate:
         """The candidate for ``verb`` on a tensor of ``size`` bytes; one of them must offer it."""
@@ -217,6 +228,10 @@ class Selection:
 
 def _is_special(candidate: Candidate) -> bool:
     return candidate.backend is not None and candidate.backend.capabilities.reductions is not None
+
+
+def _queues(backend: Backend) -> bool:
+    return backend.capabilities.stream_ordered
 
 
 def _sound(rows: Sequence[Measured]) -> bool:

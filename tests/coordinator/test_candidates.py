@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 if TYPE_CHECKING:
     from device_comm import Backend
 
-KEY = Key("none", "none", "none", 2, "2 ranks", "a b")
+KEY = Key("none", "none", "none", "none", 2, "2 ranks", "a b")
 
 
 class RefusalError(CoordinatorError):

@@ -27,8 +27,9 @@ class Named(Backend):
         name: str,
         verbs: frozenset[str] = ALL_VERBS,
         reductions: frozenset[tuple[ReduceOp, torch.dtype]] | None = None,
+        stream_ordered: bool = False,
     ) -> None:
-        has = Capabilities(name, verbs, reductions=reductions)
+        has = Capabilities(name, verbs, stream_ordered=stream_ordered, reductions=reductions)
         super().__init__(Identity.of(0, 2), has)
 
     def start(self, operation: Operation) -> None:
@@ -116,6 +117,28 @@ def test_reductions_that_the_quickest_lacks_go_to_another() -> None:
     assert reducer(ReduceOp.MAX, torch.float32) == "nccl"
     assert reducer(ReduceOp.SUM, torch.int64) == "nccl"
     assert selection.candidate("all_gather", 9).name == "nccl"
+
+
+def queueing(name: str, verbs: frozenset[str] = ALL_VERBS) -> Candidate:
+    return Candidate(name, Named(name, verbs, stream_ordered=True))
+
+
+def test_what_is_captured_goes_to_what_can_be() -> None:
+    rows = times(host=[1, 1], ipc=[2, 9], nccl=[3, 3])
+    candidates = [queueing("ipc"), queueing("nccl"), Candidate("host", Named("host"))]
+    selection = Selection(candidates, Table({}, rows))
+    assert [selection.candidate("all_reduce", KIB << s).name for s in (0, 4)] == ["host"] * 2
+    captured = [selection.captured.candidate("all_reduce", KIB << s).name for s in (0, 4)]
+    assert captured == ["ipc", "nccl"]
+    reduced = selection.captured.reducer("all_reduce", KIB, ReduceOp.MAX, torch.int64)
+    assert reduced.name == "ipc"
+
+
+def test_where_all_can_be_captured_or_none_the_choice_is_the_same() -> None:
+    all_of_them = Selection([queueing("ipc"), Candidate("gone", None, "why"), queueing("nccl")])
+    none = Selection([Candidate("host", Named("host"))])
+    assert all_of_them.captured is all_of_them
+    assert none.captured is none
 
 
 def test_choices_say_why() -> None:
@@ -212,6 +235,10 @@ class Timed(Named):
             self._clock[0] += self._cost(operation.source.nbytes)
 
 
+def alone(payload: bytes) -> list[bytes]:
+    return [payload]
+
+
 def test_what_is_measured_decides() -> None:
     """D7, from times to choices: a latency of 1 and 100 B/s, against 9 and 1000 B/s."""
     clock = [0.0]
@@ -221,7 +248,7 @@ def test_what_is_measured_decides() -> None:
         Candidate("gone", None, "not here"),
     ]
     sizes = {"all_reduce": (128, 512, 2048, 8192)}
-    table = measure(candidates, {"machine": "this"}, sizes, lambda: clock[0])
+    table = measure(candidates, {"machine": "this"}, alone, sizes, lambda: clock[0])
     assert table.key == {"machine": "this"}
     assert table.verbs["all_reduce"][0].seconds == pytest.approx({"near": 2.28, "far": 9.128})
     selection = Selection(candidates, table)
@@ -231,4 +258,4 @@ def test_what_is_measured_decides() -> None:
         "near",
         "far",
     ]
-    assert measure(candidates[:1], {}, sizes, lambda: clock[0]).verbs == {}
+    assert measure(candidates[:1], {}, alone, sizes, lambda: clock[0]).verbs == {}

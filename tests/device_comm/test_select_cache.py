@@ -11,7 +11,15 @@ import pytest
 from device_comm.choosing.cache import Key, TableCache, cache_folder
 from device_comm.choosing.selection import Measured, Table
 
-KEY = Key("NVIDIA H100", "580.1", "torch 2.11, nccl 2.28.9", 2, "2 ranks on 1 device", "ipc, nccl")
+KEY = Key(
+    "0.1.0, kernels abc",
+    "NVIDIA H100",
+    "580.1",
+    "torch 2.11, nccl 2.28.9",
+    2,
+    "2 ranks on 1 device",
+    "ipc, nccl",
+)
 TABLE = Table(KEY.as_dict(), {"all_reduce": [Measured(1024, {"ipc": 4e-6, "nccl": 9e-6})]})
 
 
@@ -36,6 +44,7 @@ def test_a_table_is_found_again(cache: TableCache) -> None:
 @pytest.mark.parametrize(
     "other",
     [
+        {"version": "0.1.0, kernels abd"},
         {"device": "NVIDIA H200"},
         {"driver": "581"},
         {"libraries": "torch 2.13"},

@@ -5,10 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from device_comm import Communicator, LoopbackBackend, ReduceOp, TorchBackend
+from device_comm import (
+    Backend,
+    Capabilities,
+    Communicator,
+    Identity,
+    LoopbackBackend,
+    Operation,
+    ReduceOp,
+    TorchBackend,
+)
 from device_comm.choosing.measuring import measure
 from device_comm.choosing.selecting_backend import SelectingBackend
 from device_comm.choosing.selection import Candidate, Measured, Selection, Table
+from device_comm.cuda.agree import swap_over
 from shm_broadcast import Board, BoardHandle, GroupAbortedError, GroupClosedError
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
@@ -87,11 +97,40 @@ def test_both_are_used_and_end_together(store_path: str) -> None:
     assert found == [["shm", "gloo", "shm", "gloo"]] * 2
 
 
+def test_during_a_capture_another_backend_may_do_it() -> None:
+    ipc, host = Noting("ipc", stream_ordered=True), Noting("host", stream_ordered=False)
+    rows = [Measured(32, {"ipc": 2.0, "host": 1.0})]
+    table = Table({}, {"all_reduce": rows, "send": rows})
+    capturing = [False]
+    backend = SelectingBackend(
+        Selection([Candidate("ipc", ipc), Candidate("host", host)], table), lambda: capturing[0]
+    )
+    x = torch.ones(3)
+    for capturing[0] in (False, True, False):
+        backend.start(Operation("all_reduce", x, x))
+        backend.start(Operation("send", x, peer=1))
+    assert [each.verb for each in ipc.started] == ["all_reduce", "send"]
+    assert len(host.started) == 4
+
+
+class Noting(Backend):
+    """Keeps what it is told to start."""
+
+    def __init__(self, name: str, *, stream_ordered: bool) -> None:
+        super().__init__(Identity.of(0, 2), Capabilities(name, stream_ordered=stream_ordered))
+        self.started: list[Operation] = []
+
+    def start(self, operation: Operation) -> None:
+        self.started.append(operation)
+
+
 def measured(rank: int, n: int, path: str, handle: BoardHandle) -> dict[str, list[int]]:
     comm, _ = make(rank, n, path, handle, None)
     with comm:
         sizes = {"all_reduce": (64, 4096), "send": (64,), "barrier": (0,), "gather": (64,)}
-        found = measure(selection_of(comm).candidates, {}, sizes)
+        shm = selection_of(comm).candidates[0].backend
+        assert shm is not None
+        found = measure(selection_of(comm).candidates, {}, swap_over(Communicator(shm)), sizes)
         assert found.sound()
         assert all(
             set(row.seconds) == {"shm", "gloo"} for rows in found.verbs.values() for row in rows
