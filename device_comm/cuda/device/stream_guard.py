@@ -1,6 +1,7 @@
 """A watchdog for operations on a stream, after whose launch the host goes on without waiting.
 
-Each communicator has one thread that watches the operations which the device has not finished. When
+Each communicator has one thread that watches the operations which the device has not finished, and
+the one that is being launched, as that may block. When
 an operation's deadline passes, a peer is lost, or the group is aborted, it tells the communicator,
 which ends the work on the device: threads that synchronise with the device go on, and the
 communicator's next call raises.
@@ -32,21 +33,27 @@ _REPLAY_TICK = 0.1
 """Seconds between two looks at the group, on behalf of graphs that may be replaying."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Issued:
-    """One operation on a stream.
+    """One operation that is being put, or was put, on a stream.
 
     Attributes:
-        mark: the point in the stream right after it.
         operation: its name, for errors.
         deadline: when it must be done.
         peers: the member numbers of the ranks that it needs.
+        mark: the point in the stream right after it; None while it is being put there.
+        over: whether it needs no watching any more.
     """
 
-    mark: StreamMark
     operation: str
     deadline: Deadline
     peers: Sequence[int]
+    mark: StreamMark | None = None
+    over: bool = False
+
+    def done(self) -> bool:
+        """Whether the device has done it, or it is over. Never blocks."""
+        return self.over or (self.mark is not None and self.mark.passed())
 
 
 class StreamGuard:
@@ -57,6 +64,7 @@ class StreamGuard:
         name: str,
         boundary: Boundary,
         peers: Sequence[int],
+        check: Callable[[], None],
         failed: Callable[[CoordinatorError], None],
     ) -> None:
         """Start no thread yet.
@@ -65,11 +73,13 @@ class StreamGuard:
             name: the thread's name, also for replays in errors.
             boundary: waits while watching the group.
             peers: the member numbers of the ranks that a replayed graph needs.
+            check: called now and then; raises if operations under way have failed.
             failed: called once, in the thread, with the error; the guard ends afterwards.
         """
         self._name = name
         self._boundary = boundary
         self._peers = peers
+        self._check = check
         self._failed = failed
         self._changed = threading.Condition()
         self._oldest: Issued | None = None
@@ -79,7 +89,7 @@ class StreamGuard:
         self._thread: threading.Thread | None = None
 
     def follow(self, issued: Issued) -> None:
-        """Watch one more operation; call it in the order of the stream."""
+        """Watch one more operation, which is put on the stream next."""
         with self._changed:
             if self._oldest is None:
                 self._oldest = issued
@@ -140,10 +150,11 @@ class StreamGuard:
         Raises:
             CoordinatorError: its deadline passed, a peer is lost, or the group was aborted.
         """
+        self._check()
         tick = Deadline.after(issued.deadline.remaining(at_most=_TICK))
         try:
             self._boundary.wait(
-                lambda: self._over or issued.mark.passed(),
+                lambda: self._over or issued.done(),
                 tick,
                 issued.operation,
                 issued.peers,
@@ -158,6 +169,7 @@ class StreamGuard:
         return True
 
     def _look_at_replays(self) -> bool:
+        self._check()
         try:
             self._boundary.wait(
                 lambda: self._over or self._oldest is not None,

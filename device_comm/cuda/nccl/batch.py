@@ -38,8 +38,8 @@ class MessageBatch:
     mark: StreamMark | None = None
     error: CoordinatorError | None = None
 
-    def enqueue(self, nccl: NcclLibrary, comm: int, stream: int) -> bool:
-        """Issue them to NCCL as a group; whether NCCL goes on with it in the background."""
+    def enqueue(self, nccl: NcclLibrary, comm: int, stream: int) -> None:
+        """Issue them to NCCL as a group."""
         nccl.group_start()
         try:
             for each in self.messages:
@@ -47,5 +47,4 @@ class MessageBatch:
                 move, cargo = (nccl.send, each.source) if sends else (nccl.recv, each.output)
                 move(cargo.data_ptr(), cargo.nbytes, BYTE, each.peer, comm, stream)
         finally:
-            busy = nccl.group_end()
-        return busy
+            nccl.group_end()

@@ -1,8 +1,7 @@
 """The base of the NCCL backend: set-up, issuing operations, watching them, and closing.
 
-The communicator is non-blocking: its set-up has a deadline, and a `StreamGuard` ends operations
-that do not end by themselves. The price is that NCCL hands each eager call to a thread of its own,
-which costs some microseconds; captured calls do not.
+A `StreamGuard` ends calls and operations that do not end by themselves, by aborting the
+communicator.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from device_comm.backend import Backend, Capabilities, Identity
 from device_comm.cuda.device.stream_guard import Issued, StreamGuard
 from device_comm.cuda.device.streams import CudaStreams
 from device_comm.cuda.nccl.batch import HOLD_SECONDS, MessageBatch
+from device_comm.cuda.nccl.forming import NcclForming
 from device_comm.cuda.nccl.library import NcclError, NcclLibrary, Result
 from device_comm.cuda.nccl.pending import POLL, NcclArrival, NcclPassage, Underway
-from device_comm.cuda.nccl.shared_handle import NcclHandle
 from device_comm.torch_group.helper_threads import HelperThreads
 from device_comm.torch_group.pending import Boundary
 from shm_broadcast.deadline import Deadline
@@ -29,17 +28,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from device_comm.cuda.device.streams import Stream, StreamMark, Streams
+    from device_comm.cuda.nccl.shared_handle import NcclHandle
     from device_comm.operation import Operation
     from device_comm.watch import Watch
     from device_comm.work import Pending
 
     Share = Callable[[bytes | None], bytes]
-    Enqueue = Callable[[NcclLibrary, int, int], bool]
-    """Issues operations, given (library, communicator, stream); whether NCCL goes on with them in
-    the background."""
+    Enqueue = Callable[[NcclLibrary, int, int], None]
+    """Issues operations, given (library, communicator, stream)."""
 
 _FINISH = 5.0
 """How long `close` waits for issued operations to end."""
+
+_CAUSE = 2.0
+"""How long to look for the cause of an error in the background."""
 
 _USAGE = frozenset({Result.INVALID_ARGUMENT, Result.INVALID_USAGE})
 """Results that are this rank's own fault, so that no peer is to blame."""
@@ -50,41 +52,27 @@ class NcclCore(Backend):
 
     def __init__(
         self,
+        identity: Identity,
         handle: NcclHandle,
-        library: NcclLibrary,
         streams: Streams,
         *,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        name: str,
-        timeout: float | None,
-        watch: Watch | None,
-        members: Sequence[int] | None,
+        detects_loss: bool,
     ) -> None:
         """Use `create`."""
         super().__init__(
-            Identity.of(
-                rank,
-                world_size,
-                device,
-                name=name,
-                timeout=timeout,
-                watch=watch,
-                members=members,
-            ),
-            Capabilities("nccl", stream_ordered=True, detects_loss=watch is not None),
+            identity, Capabilities("nccl", stream_ordered=True, detects_loss=detects_loss)
         )
-        self.library = library
         self._handle = handle
         self._streams = streams
         self._boundary = Boundary(self.watch)
-        self._guard = StreamGuard(f"{name}-nccl", self._boundary, self.peers, self._fail_later)
-        self._helpers = HelperThreads(f"{name}-nccl-helper")
+        self._guard = StreamGuard(
+            f"{self.name}-nccl", self._boundary, self.peers, self._look, self._fail_later
+        )
+        self._helpers = HelperThreads(f"{self.name}-nccl-helper")
         self._order = threading.RLock()
         self._held: MessageBatch | None = None
         self._failure: CoordinatorError | None = None
-        self._token = torch.zeros(1, dtype=torch.uint8, device=device)
+        self._token = torch.zeros(1, dtype=torch.uint8, device=self.device)
         self._closing.callback(self._give_back)
 
     @classmethod
@@ -129,35 +117,14 @@ class NcclCore(Backend):
         if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         streams = streams or CudaStreams(device)
-        unique_id = share(library.unique_id() if rank == 0 else None)
-        with streams.device():
-            handle = NcclHandle(library, library.begin_init(world_size, unique_id, rank))
-        comm = cls(
-            handle,
-            library,
-            streams,
-            rank=rank,
-            world_size=world_size,
-            device=device,
-            name=name,
-            timeout=timeout,
-            watch=watch,
-            members=members,
+        identity = Identity.of(
+            rank, world_size, device, name=name, timeout=timeout, watch=watch, members=members
         )
-        operation = f"{name} nccl set-up"
-        entry = comm.watch.stamp(operation)
-        try:
-            comm._settle(
-                operation, Deadline.after(timeout if set_up is None else set_up), comm.peers
-            )
-        except CoordinatorError as error:
-            comm.watch.ended(entry, error)
-            handle.abort()
-            raise
-        finally:
-            comm.watch.ended(entry)
-            comm.watch.idle()
-        return comm
+        unique_id = share(library.unique_id() if rank == 0 else None)
+        deadline = Deadline.after(timeout if set_up is None else set_up)
+        with streams.device():
+            handle = _formed(library, identity, unique_id, deadline)
+        return cls(identity, handle, streams, detects_loss=watch is not None)
 
     def flush(self, deadline: Deadline) -> None:
         """Wait until the device has finished all operations of this backend.
@@ -191,7 +158,9 @@ class NcclCore(Backend):
         if over:
             self._handle.abort()
         else:
-            self._handle.finish(Deadline.after(_FINISH))
+            finished = threading.Event()
+            self._helpers.start(self._handle.finish, finished.set)
+            finished.wait(_FINISH)
 
     # --- issuing -------------------------------------------------------------------------
 
@@ -264,33 +233,24 @@ class NcclCore(Backend):
         captured: bool,
     ) -> StreamMark | None:
         self._raise_failure()
+        issued = Issued(operation, deadline, peers)
+        self._guard.follow(issued)
         try:
-            busy = self._handle.issue(lambda nccl, comm: enqueue(nccl, comm, stream.address))
+            self._handle.issue(lambda nccl, comm: enqueue(nccl, comm, stream.address))
+            if not captured:
+                issued.mark = stream.mark()
         except NcclError as error:
-            raise self._translate(error, operation, peers, deadline) from error
+            if self._failure is not None:  # it returned since the guard has ended it
+                raise self._failure from error
+            raise _translate(error, self._boundary, operation, peers, deadline) from error
         except GroupClosedError:
             self._raise_failure()
             raise
-        if busy:
-            self._settle(operation, deadline, peers)
+        finally:
+            issued.over = issued.mark is None
         if captured:
             self._guard.follow_replays()
-            return None
-        mark = stream.mark()
-        self._guard.follow(Issued(mark, operation, deadline, peers))
-        return mark
-
-    def _settle(self, operation: str, deadline: Deadline, peers: Sequence[int]) -> None:
-        """Wait until NCCL's background thread has issued the work; the device may still run it."""
-        try:
-            self._boundary.wait(
-                lambda: not self._handle.busy(), deadline, operation, peers, poll=POLL
-            )
-        except NcclError as error:
-            raise self._translate(error, operation, peers, deadline) from error
-        except GroupClosedError:
-            self._raise_failure()
-            raise
+        return issued.mark
 
     # --- what starting returns ------------------------------------------------------------
 
@@ -309,13 +269,13 @@ class NcclCore(Backend):
 
     # --- failing -------------------------------------------------------------------------
 
-    def _translate(
-        self, error: NcclError, operation: str, peers: Sequence[int], deadline: Deadline
-    ) -> CoordinatorError:
-        """The error to raise instead of ``error``: the cause, if another rank has failed."""
-        if error.result in _USAGE:
-            return NcclError(f"{operation}: {error.function}", error.result, error.detail)
-        return self._boundary.translate(error, operation, peers, deadline)
+    def _look(self) -> None:
+        """Raise if something has failed in the background; called by the guard."""
+        try:
+            self._handle.check()
+        except NcclError as error:
+            soon = Deadline.after(_CAUSE)
+            raise _translate(error, self._boundary, self.name, self.peers, soon) from error
 
     def _fail_later(self, error: CoordinatorError) -> None:
         """Abort the group because of an issued operation, and keep the error for the next call.
@@ -329,3 +289,42 @@ class NcclCore(Backend):
         if self._failure is not None:
             self.watch.check(self.name)
             raise self._failure
+
+
+def _formed(
+    library: NcclLibrary, identity: Identity, unique_id: bytes, deadline: Deadline
+) -> NcclHandle:
+    """A communicator on the current device. Collective: yes, every member."""
+    operation, watch, peers = identity.operation("nccl set-up"), identity.watch, identity.peers
+    boundary = Boundary(watch)
+
+    def settle(settled: Callable[[], bool]) -> None:
+        boundary.wait(settled, deadline, operation, peers, poll=POLL)
+
+    forming = NcclForming(library, identity.world_size, unique_id, identity.rank)
+    entry = watch.stamp(operation)
+    try:
+        handle = forming.finish(settle)
+    except CoordinatorError as error:
+        watch.ended(entry, error)
+        forming.abort()
+        if isinstance(error, NcclError):
+            raise _translate(error, boundary, operation, peers, deadline) from error
+        raise
+    finally:
+        watch.idle()
+    watch.ended(entry)
+    return handle
+
+
+def _translate(
+    error: NcclError,
+    boundary: Boundary,
+    operation: str,
+    peers: Sequence[int],
+    deadline: Deadline,
+) -> CoordinatorError:
+    """The error to raise instead of ``error``: the cause, if another rank has failed."""
+    if error.result in _USAGE:
+        return NcclError(f"{operation}: {error.function}", error.result, error.detail)
+    return boundary.translate(error, operation, peers, deadline)

@@ -1,8 +1,9 @@
 """Calls NCCL by ctypes: the library that torch has loaded, never a second copy.
 
 The names, argument orders and enumeration values are those of NCCL's C interface, the same from
-2.14 to 2.30. Nothing here waits: a call that NCCL goes on with in the background returns True, and
-`async_result` tells when it has ended.
+2.18 to 2.30. Communicators are made in the background: `async_result` tells when that has ended. A
+blocking communicator, which `begin_split` makes, has taken a call over when that returns; until
+then NCCL may wait for peers, and only `abort` makes it return.
 
 The configuration has the layout of NCCL 2.14, the first with one: later libraries look at its
 ``size`` and ``version`` and use defaults for newer fields.
@@ -20,12 +21,12 @@ import torch
 from shm_broadcast.errors import CoordinatorError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 UNIQUE_ID_BYTES: Final = 128
 _CONFIG_MAGIC: Final = 0xCAFEBEEF
 _CONFIG_VERSION: Final = 2 * 10000 + 14 * 100
-_OLDEST: Final = (2, 14, 0)
+_OLDEST: Final = (2, 18, 1)
 _MAPS = Path("/proc/self/maps")
 
 
@@ -109,6 +110,9 @@ _SIGNATURES: Final[dict[str, tuple[type, ...]]] = {
     "ncclCommInitRankConfig": (
         ctypes.POINTER(_POINTER), _INT, _UniqueId, _INT, ctypes.POINTER(_Config),
     ),
+    "ncclCommSplit": (
+        _POINTER, _INT, _INT, ctypes.POINTER(_POINTER), ctypes.POINTER(_Config),
+    ),
     "ncclCommGetAsyncError": (_POINTER, ctypes.POINTER(_INT)),
     "ncclCommFinalize": (_POINTER,),
     "ncclCommDestroy": (_POINTER,),
@@ -137,8 +141,7 @@ def loaded_library(maps: Iterable[str]) -> str | None:
 class NcclLibrary:
     """A loaded libnccl. Addresses, communicators and streams are ints; counts are in elements.
 
-    Operations return True if NCCL goes on with them in the background, as non-blocking
-    communicators do. All methods raise `NcclError`.
+    All methods raise `NcclError`.
 
     Attributes:
         path: the library's file.
@@ -169,7 +172,7 @@ class NcclLibrary:
         self.version = (code.value // 10000, code.value // 100 % 100, code.value % 100)
         if self.version < _OLDEST:
             raise NcclUnavailableError(
-                f"{path} is older than NCCL 2.14: its version is {code.value}"
+                f"{path} is older than NCCL 2.18: its version is {code.value}"
             )
 
     @classmethod
@@ -196,7 +199,7 @@ class NcclLibrary:
     def begin_init(self, world_size: int, unique_id: bytes, rank: int) -> int:
         """Begin to make a non-blocking communicator on the current CUDA device; returns it at once.
 
-        It can be used when `async_result` is no longer ``IN_PROGRESS``.
+        It can be split when `async_result` is no longer ``IN_PROGRESS``.
 
         Raises:
             NcclError: NCCL refuses.
@@ -204,8 +207,7 @@ class NcclLibrary:
         """
         if len(unique_id) != UNIQUE_ID_BYTES:
             raise ValueError(f"a unique id has {UNIQUE_ID_BYTES} bytes; got {len(unique_id)}")
-        config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0)
-        comm = _POINTER()
+        config, comm = _configuration(blocking=False), _POINTER()
         self._call(
             "ncclCommInitRankConfig",
             ctypes.byref(comm),
@@ -217,6 +219,27 @@ class NcclLibrary:
         if comm.value is None:
             raise NcclError("ncclCommInitRankConfig", Result.INTERNAL_ERROR, "made nothing")
         return comm.value
+
+    def begin_split(self, comm: int, rank: int) -> Callable[[], int]:
+        """Begin to make a blocking communicator of all ranks of a non-blocking one.
+
+        Args:
+            comm: the non-blocking one.
+            rank: this process's rank in both.
+
+        Returns:
+            A function that returns the new one when `async_result` of ``comm`` is no longer
+            ``IN_PROGRESS``.
+        """
+        config, made = _configuration(blocking=True), _POINTER()
+        self._call("ncclCommSplit", comm, 0, rank, ctypes.byref(made), ctypes.byref(config))
+
+        def result() -> int:
+            if made.value is None:
+                raise NcclError("ncclCommSplit", Result.INTERNAL_ERROR, "made nothing")
+            return made.value
+
+        return result
 
     def async_result(self, comm: int) -> int:
         """The state of the communicator's background work: a `Result`."""
@@ -230,9 +253,9 @@ class NcclLibrary:
         words = [each.decode(errors="replace").strip() for each in said if each]
         return NcclError(function, result, "; ".join(filter(None, words)))
 
-    def finalize(self, comm: int) -> bool:
-        """Begin to complete all issued operations."""
-        return self._call("ncclCommFinalize", comm)
+    def finalize(self, comm: int) -> None:
+        """Complete all issued operations; of a non-blocking communicator, begin to."""
+        self._call("ncclCommFinalize", comm)
 
     def destroy(self, comm: int) -> None:
         """Free a communicator that was finalized."""
@@ -246,17 +269,17 @@ class NcclLibrary:
         """Begin a group: collect this thread's following calls."""
         self._call("ncclGroupStart")
 
-    def group_end(self) -> bool:
+    def group_end(self) -> None:
         """Issue the group's calls as one."""
-        return self._call("ncclGroupEnd")
+        self._call("ncclGroupEnd")
 
     # --- operations ----------------------------------------------------------------------
 
     def all_reduce(
         self, source: int, output: int, count: int, dtype: int, op: int, comm: int, stream: int
-    ) -> bool:
+    ) -> None:
         """Reduce ``count`` elements of all ranks; in place if both addresses are equal."""
-        return self._call("ncclAllReduce", source, output, count, dtype, op, comm, stream)
+        self._call("ncclAllReduce", source, output, count, dtype, op, comm, stream)
 
     def reduce(
         self,
@@ -268,40 +291,41 @@ class NcclLibrary:
         root: int,
         comm: int,
         stream: int,
-    ) -> bool:
+    ) -> None:
         """Reduce ``count`` elements into the root's ``output``, which is 0 on other ranks."""
-        return self._call("ncclReduce", source, output, count, dtype, op, root, comm, stream)
+        self._call("ncclReduce", source, output, count, dtype, op, root, comm, stream)
 
     def reduce_scatter(
         self, source: int, output: int, count: int, dtype: int, op: int, comm: int, stream: int
-    ) -> bool:
+    ) -> None:
         """Reduce; rank r gets ``count`` elements of the result, from element ``r * count`` on."""
-        return self._call("ncclReduceScatter", source, output, count, dtype, op, comm, stream)
+        self._call("ncclReduceScatter", source, output, count, dtype, op, comm, stream)
 
     def all_gather(
         self, source: int, output: int, count: int, dtype: int, comm: int, stream: int
-    ) -> bool:
+    ) -> None:
         """Concatenate ``count`` elements of each rank, in rank order, in ``output``."""
-        return self._call("ncclAllGather", source, output, count, dtype, comm, stream)
+        self._call("ncclAllGather", source, output, count, dtype, comm, stream)
 
     def broadcast(
         self, source: int, output: int, count: int, dtype: int, root: int, comm: int, stream: int
-    ) -> bool:
+    ) -> None:
         """Copy the root's ``source`` to every rank's ``output``."""
-        return self._call("ncclBroadcast", source, output, count, dtype, root, comm, stream)
+        self._call("ncclBroadcast", source, output, count, dtype, root, comm, stream)
 
-    def send(self, source: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> bool:
+    def send(self, source: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> None:
         """Send ``count`` elements to ``peer``."""
-        return self._call("ncclSend", source, count, dtype, peer, comm, stream)
+        self._call("ncclSend", source, count, dtype, peer, comm, stream)
 
-    def recv(self, output: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> bool:
+    def recv(self, output: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> None:
         """Receive ``count`` elements from ``peer``."""
-        return self._call("ncclRecv", output, count, dtype, peer, comm, stream)
+        self._call("ncclRecv", output, count, dtype, peer, comm, stream)
 
-    def _call(self, name: str, *arguments: object) -> bool:
+    def _call(self, name: str, *arguments: object) -> None:
         result = self._functions[name](*arguments)
-        if result == Result.SUCCESS:
-            return False
-        if result == Result.IN_PROGRESS:
-            return True
-        raise self.error(name, result)
+        if result not in (Result.SUCCESS, Result.IN_PROGRESS):
+            raise self.error(name, result)
+
+
+def _configuration(*, blocking: bool) -> _Config:
+    return _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, blocking)

@@ -72,15 +72,17 @@ class NcclBackend(NcclCore):
             in_place = output.numel() == given.numel()
             taken = given if in_place else torch.empty_like(output, dtype=wire.wider)
 
-        def enqueue(nccl: NcclLibrary, comm: int, stream: int) -> bool:
+        def enqueue(nccl: NcclLibrary, comm: int, stream: int) -> None:
             there, numbers = (given.data_ptr(), taken.data_ptr()), (wire.dtype, wire.op)
-            if operation.verb == "reduce_scatter":
-                count = output.numel() * wire.width
-                return nccl.reduce_scatter(*there, count, *numbers, comm, stream)
             count = source.numel() * wire.width
-            if operation.verb == "reduce":
-                return nccl.reduce(*there, count, *numbers, root, comm, stream)
-            return nccl.all_reduce(*there, count, *numbers, comm, stream)
+            match operation.verb:
+                case "reduce_scatter":
+                    share = output.numel() * wire.width
+                    nccl.reduce_scatter(*there, share, *numbers, comm, stream)
+                case "reduce":
+                    nccl.reduce(*there, count, *numbers, root, comm, stream)
+                case _:
+                    nccl.all_reduce(*there, count, *numbers, comm, stream)
 
         self._issue(operation, enqueue)
         if taken is not output:
@@ -136,7 +138,7 @@ class NcclBackend(NcclCore):
         if mine is not None and kept is not None:
             kept.copy_(mine)
 
-        def enqueue(nccl: NcclLibrary, comm: int, stream: int) -> bool:
+        def enqueue(nccl: NcclLibrary, comm: int, stream: int) -> None:
             nccl.group_start()
             try:
                 for peer, (give, take) in enumerate(zip(gives, takes, strict=True)):
@@ -147,8 +149,7 @@ class NcclBackend(NcclCore):
                     if take is not None and take.numel():
                         nccl.recv(take.data_ptr(), take.numel(), BYTE, peer, comm, stream)
             finally:
-                busy = nccl.group_end()
-            return busy
+                nccl.group_end()
 
         self._issue(operation, enqueue)
 

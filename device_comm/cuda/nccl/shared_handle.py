@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING
 
 from device_comm.cuda.nccl.library import NcclError, Result
@@ -13,16 +12,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from device_comm.cuda.nccl.library import NcclLibrary
-    from shm_broadcast.deadline import Deadline
 
 _STUCK = 1.0
 """Seconds after which `NcclHandle.abort` no longer waits for a call to return."""
 
-_NAP = 0.001
-
 
 class NcclHandle:
-    """A non-blocking communicator. It is freed exactly once, and never used afterwards."""
+    """A blocking communicator. It is freed exactly once, and never used afterwards."""
 
     def __init__(self, library: NcclLibrary, comm: int) -> None:
         """Own ``comm``."""
@@ -30,29 +26,34 @@ class NcclHandle:
         self._comm: int | None = comm
         self._lock = threading.Lock()
 
-    def issue(self, enqueue: Callable[[NcclLibrary, int], bool]) -> bool:
-        """Run ``enqueue(library, comm)``; whether NCCL goes on with it in the background.
+    def issue(self, enqueue: Callable[[NcclLibrary, int], None]) -> None:
+        """Run ``enqueue(library, comm)``, in which NCCL may wait for peers until `abort`.
 
         Raises:
-            NcclError: NCCL refused.
-            GroupClosedError: the communicator was finished or aborted.
+            NcclError: NCCL refused, or the communicator was aborted meanwhile.
+            GroupClosedError: the communicator was finished or aborted before.
         """
         with self._lock:
-            return enqueue(self._library, self._live())
+            if self._comm is None:
+                raise GroupClosedError("this communicator of NCCL has been ended")
+            enqueue(self._library, self._comm)
 
-    def busy(self) -> bool:
-        """Whether NCCL still works in the background, on issued operations or on the set-up.
+    def check(self) -> None:
+        """Look for errors of what NCCL does in the background; not while a call is under way.
 
         Raises:
-            NcclError: the background work failed.
-            GroupClosedError: the communicator was finished or aborted.
+            NcclError: something has failed there, such as a connection.
         """
-        with self._lock:
-            comm = self._live()
-            result = self._library.async_result(comm)
-            if result in (Result.SUCCESS, Result.IN_PROGRESS):
-                return result == Result.IN_PROGRESS
-            raise self._library.error("background work", result, comm)
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._comm is None:
+                return
+            result = self._library.async_result(self._comm)
+            if result not in (Result.SUCCESS, Result.IN_PROGRESS):
+                raise self._library.error("background work", result, self._comm)
+        finally:
+            self._lock.release()
 
     def abort(self) -> None:
         """End the communicator and its operations, also on the device; idempotent.
@@ -69,29 +70,17 @@ class NcclHandle:
         if comm is not None:
             self._library.abort(comm)
 
-    def finish(self, deadline: Deadline) -> None:
-        """Complete all issued operations and free the communicator; abort it if that takes longer
-        than the deadline. Idempotent.
+    def finish(self) -> None:
+        """Complete all issued operations and free the communicator; idempotent.
+
+        Takes as long as the peers need for their part.
         """
-        try:
-            busy = self.issue(lambda library, comm: library.finalize(comm))
-            while busy and not deadline.expired:
-                time.sleep(_NAP)
-                busy = self.busy()
-            if busy:
-                self.abort()
-                return
-        except NcclError:
-            self.abort()
-            return
-        except GroupClosedError:
-            return
         with self._lock:
             comm, self._comm = self._comm, None
-        if comm is not None:
+        if comm is None:
+            return
+        try:
+            self._library.finalize(comm)
             self._library.destroy(comm)
-
-    def _live(self) -> int:
-        if self._comm is None:
-            raise GroupClosedError("this communicator of NCCL has been ended")
-        return self._comm
+        except NcclError:
+            self._library.abort(comm)

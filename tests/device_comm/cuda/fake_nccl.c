@@ -1,9 +1,9 @@
 // A libnccl for tests: the entry points that are bound, over a file that all ranks map.
 //
 // Addresses are the host's. Each process has one stream, a thread that carries out what was
-// issued in order; fakeMark and fakePassed look at it. As in NCCL, calls on a communicator only
-// begin something: nothing is carried out before ncclCommGetAsyncError was asked often enough.
-// Stricter than NCCL: ranks that issue different collectives get an error, and so does a receive
+// issued in order; fakeMark and fakePassed look at it. A communicator is made non-blocking, and
+// only split: nothing of it is done before ncclCommGetAsyncError was asked often enough. What is
+// split from it is blocking, and does the rest. Stricter than NCCL: ranks that issue different collectives get an error, and so does a receive
 // of another size than its send.
 
 #include <fcntl.h>
@@ -19,7 +19,7 @@
 #include <unistd.h>
 
 enum { MAX_RANKS = 8, CHUNK = 1 << 16, MAX_OPS = 64, POLLS = 2, NAME = 128 };
-enum { SUCCESS = 0, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
+enum { SUCCESS = 0, INTERNAL_ERROR = 3, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
 enum { ALL_REDUCE = 1, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, SEND, RECV };
 
 typedef struct { char internal[NAME]; } ncclUniqueId;
@@ -52,7 +52,8 @@ typedef struct {
 } Job;
 
 typedef struct Comm {
-    int size, rank, polls, finalized;
+    int size, rank, polls, finalized, blocking;
+    struct Comm **split;
     char path[NAME];
     Shared *shared;
     uint64_t step;
@@ -77,7 +78,7 @@ static int running;
 static _Thread_local int depth;
 static _Thread_local Comm *grouped;
 static int refuse_init;
-static _Atomic int fail_next;
+static _Atomic int fail_next, stall_next;
 
 static void nap(void) {
     struct timespec time = {0, 20000};
@@ -270,6 +271,8 @@ uint64_t fakeMark(void) { return issued; }
 int fakePassed(uint64_t mark) { return carried_out >= mark; }
 void fakeRefuseInit(int result) { refuse_init = result; }
 void fakeFailNext(int result) { fail_next = result; }
+void fakeStallNext(void) { stall_next = 1; }
+void fakeFailBehind(Comm *comm, int result) { comm->error = result; }
 
 // --- the interface ----------------------------------------------------------------------
 
@@ -341,16 +344,33 @@ static void launch(Comm *comm) {
     pthread_mutex_unlock(&lock);
 }
 
+int ncclCommSplit(Comm *comm, int color, int key, Comm **made, ncclConfig *config) {
+    if (config->magic != 0xcafebeef || config->size < sizeof(ncclConfig)) return INVALID_ARGUMENT;
+    if (!comm->ready || comm->blocking || config->blocking != 1) return INVALID_USAGE;
+    if (color != 0 || key != comm->rank) return INVALID_ARGUMENT;
+    comm->split = made;
+    comm->polls = POLLS;
+    return IN_PROGRESS;
+}
+
+static void split(Comm *comm) {
+    Comm *child = calloc(1, sizeof *child);
+    child->size = comm->size, child->rank = comm->rank, child->shared = comm->shared;
+    child->ready = child->blocking = 1;
+    *comm->split = child;
+}
+
 int ncclCommGetAsyncError(Comm *comm, int *error) {
-    if (comm->polls && --comm->polls == 0) launch(comm);
-    int busy = comm->polls || !comm->ready || (comm->finalized && comm->pending);
-    *error = comm->error ? comm->error : busy ? IN_PROGRESS : SUCCESS;
+    if (comm->polls && --comm->polls == 0) split(comm);
+    *error = comm->error ? comm->error : comm->polls || !comm->ready ? IN_PROGRESS : SUCCESS;
     return SUCCESS;
 }
 
 int ncclCommFinalize(Comm *comm) {
     comm->finalized = 1;
-    return IN_PROGRESS;
+    if (!comm->blocking) return IN_PROGRESS;
+    while (comm->pending && !comm->aborted) nap();
+    return SUCCESS;
 }
 
 int ncclCommDestroy(Comm *comm) { return comm->finalized && !comm->pending ? SUCCESS : INVALID_USAGE; }
@@ -368,16 +388,20 @@ int ncclGroupStart(void) {
 int ncclGroupEnd(void) {
     if (depth == 0) return INVALID_USAGE;
     if (--depth || !grouped) return SUCCESS;
-    grouped->polls = POLLS;
+    launch(grouped);
     grouped = NULL;
-    return IN_PROGRESS;
+    return SUCCESS;
 }
 
 static int begin(Comm *comm, int kind, const void *source, void *output, size_t count, int dtype,
                  int op, int root, void *stream) {
     int failure = atomic_exchange(&fail_next, 0);
     if (failure) return failure;
-    if (!comm->ready || comm->polls || stream != (void *)42) return INVALID_USAGE;
+    if (atomic_exchange(&stall_next, 0)) {  // as for a peer to connect with
+        while (!comm->aborted) nap();
+        return INTERNAL_ERROR;
+    }
+    if (!comm->blocking || stream != (void *)42) return INVALID_USAGE;
     if (dtype < 0 || dtype > 9 || op < 0 || op > 4 || comm->n_jobs == MAX_OPS) return INVALID_ARGUMENT;
     if (root < 0 || root >= comm->size) return INVALID_ARGUMENT;
     Job *job = &comm->jobs[comm->n_jobs++];
@@ -389,8 +413,8 @@ static int begin(Comm *comm, int kind, const void *source, void *output, size_t 
         grouped = comm;
         return SUCCESS;
     }
-    comm->polls = POLLS;
-    return IN_PROGRESS;
+    launch(comm);
+    return SUCCESS;
 }
 
 int ncclAllReduce(const void *source, void *output, size_t count, int dtype, int op, Comm *comm, void *stream) {

@@ -226,6 +226,69 @@ def test_an_error_of_a_call_ends_the_group(
     assert f"rank 1 reported: {error.__name__}" in other[1]
 
 
+def stuck(rank: int, n: int, board: BoardHandle, library: str, path: str, ends: str) -> str:
+    """NCCL does not return from rank 0's call, since a peer has yet to connect with it."""
+    mine = Board.attach(board, rank)
+    comm, streams = make_nccl(rank, n, mine, library, path, patient=False)
+    x = torch.ones(3)
+    meet(rank, n, path)
+    if rank == 1:
+        if ends == "abort":
+            until(lambda: mine.member_status(0).operation == "tp all_reduce")
+            comm.abort("enough")
+        else:
+            comm.watch.stamp("thinking")
+            wait_for_abort(mine)
+        return ""
+    streams.fake.fakeStallNext()
+    with pytest.raises(CoordinatorError) as info:
+        comm.all_reduce_(x, timeout=0.3 if ends == "deadline" else 60)
+    with pytest.raises(GroupAbortedError):
+        comm.barrier()
+    return f"{type(info.value).__name__}: {info.value}"
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ("deadline", "GroupTimeoutError: tp all_reduce: timed out after 0.3 s, waiting for rank 1"),
+        ("abort", "GroupAbortedError: group tp all_reduce: .*rank 1 reported: .*enough"),
+    ],
+)
+def test_a_call_from_which_nccl_does_not_return_is_ended(
+    library: str, store_path: str, ends: str, said: str
+) -> None:
+    with Board.create(2, None) as board:
+        text = run_ranks(2, stuck, board.handle(), library, store_path, ends)[0]
+    assert re.match(said, text), text
+
+
+def fails_behind(rank: int, n: int, board: BoardHandle, library: str, path: str) -> str:
+    comm, streams = make_nccl(rank, n, board, library, path, patient=False)
+    meet(rank, n, path)
+    if rank == 1:
+        wait_for_abort(comm.watch)
+        with pytest.raises(GroupAbortedError) as aborted:
+            comm.check()
+        return str(aborted.value)
+    x = torch.ones(3)
+    comm.all_reduce_(x)
+    at = ctypes.c_void_p(nccl_of(comm)._handle._comm)
+    streams.fake.fakeFailBehind(at, Result.REMOTE_ERROR)
+    wait_for_abort(comm.watch)
+    with pytest.raises(CoordinatorError) as failed:
+        comm.check()
+    return str(failed.value)
+
+
+def test_what_fails_in_the_background_ends_the_group(library: str, store_path: str) -> None:
+    with Board.create(2, None) as board:
+        texts = run_ranks(2, fails_behind, board.handle(), library, store_path)
+    for text in texts:
+        assert "rank 0 reported: TransportError" in text
+        assert "background work: REMOTE_ERROR: fake error; last words" in text
+
+
 class Overslept(HostMark):
     """The rank's own thread is stalled until the device has passed; others look on."""
 
@@ -266,9 +329,9 @@ def ended_meanwhile(rank: int, n: int, board: BoardHandle, library: str, path: s
     handle = nccl_of(comm)._handle
     issue = handle.issue
 
-    def issue_late(enqueue: Callable[[NcclLibrary, int], bool]) -> bool:
+    def issue_late(enqueue: Callable[[NcclLibrary, int], None]) -> None:
         until(lambda: handle._comm is None)
-        return issue(enqueue)
+        issue(enqueue)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handle, "issue", issue_late)
