@@ -57,7 +57,7 @@ typedef struct Comm {
     char path[NAME];
     Shared *shared;
     uint64_t step;
-    _Atomic int error, ready, aborted, pending;
+    _Atomic int error, behind, ready, aborted, pending;
     Job jobs[MAX_OPS];
     int n_jobs;
 } Comm;
@@ -272,7 +272,7 @@ int fakePassed(uint64_t mark) { return carried_out >= mark; }
 void fakeRefuseInit(int result) { refuse_init = result; }
 void fakeFailNext(int result) { fail_next = result; }
 void fakeStallNext(void) { stall_next = 1; }
-void fakeFailBehind(Comm *comm, int result) { comm->error = result; }
+void fakeFailBehind(Comm *comm, int result) { comm->behind = result; }
 
 // --- the interface ----------------------------------------------------------------------
 
@@ -362,6 +362,7 @@ static void split(Comm *comm) {
 
 int ncclCommGetAsyncError(Comm *comm, int *error) {
     if (comm->polls && --comm->polls == 0) split(comm);
+    if (comm->behind) return *error = comm->behind, SUCCESS;
     *error = comm->error ? comm->error : comm->polls || !comm->ready ? IN_PROGRESS : SUCCESS;
     return SUCCESS;
 }
