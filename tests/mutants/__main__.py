@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from tests.mutants.catalogue import MUTANTS, Mutant
@@ -42,12 +43,19 @@ def judge(mutant: Mutant) -> str:
         text = source.read_text()
         if text.count(mutant.old) != 1:
             return "does not apply"
-        if run(tree, mutant) != "passed":
+        if not passes_unbroken(mutant.tests):
             return "fails unbroken"
         source.write_text(text.replace(mutant.old, mutant.new))
         if mutant.file.endswith((".c", ".h")) and not build(tree):
             return "does not build"
-        return "SURVIVED" if run(tree, mutant) == "passed" else "caught"
+        return "SURVIVED" if run(tree, mutant.tests) == "passed" else "caught"
+
+
+@cache
+def passes_unbroken(tests: tuple[str, ...]) -> bool:
+    with tempfile.TemporaryDirectory(prefix="unbroken-") as folder:
+        copy_to(Path(folder))
+        return run(Path(folder), tests) == "passed"
 
 
 def copy_to(tree: Path) -> None:
@@ -66,10 +74,10 @@ def build(tree: Path) -> bool:
     return not run_in(tree, [*command, "-q", "build_ext", "--inplace", "--force"]).returncode
 
 
-def run(tree: Path, mutant: Mutant) -> str:
+def run(tree: Path, tests: tuple[str, ...]) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     try:
-        ended = run_in(tree, [*command, *mutant.tests]).returncode
+        ended = run_in(tree, [*command, *tests]).returncode
     except subprocess.TimeoutExpired:
         return "hung"
     return {0: "passed", 1: "failed"}.get(ended, "broken")

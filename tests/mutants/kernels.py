@@ -1,4 +1,4 @@
-"""One break for each promise of the CUDA kernels; these run on threads of the host in tests."""
+"""Breaks of each promise of the CUDA kernels; these run on threads of the host in tests."""
 
 from __future__ import annotations
 
@@ -6,60 +6,231 @@ from tests.mutants.catalogue import Mutant
 
 _KERNELS = "device_comm/cuda/kernels"
 _CUDA = "tests/device_comm/cuda"
+_RACES = (f"{_CUDA}/test_kernel_races.py::test_there_are_no_races",)
+_RESULTS = (f"{_CUDA}/test_kernels.py::test_all_reduce",)
+_EDGES = (f"{_CUDA}/test_kernel_edges.py::test_nothing_is_written_beside_a_result",)
+_EPOCHS = (f"{_CUDA}/test_kernel_meetings.py::test_an_epoch_ends_with_the_last_block",)
+_AHEAD = (f"{_CUDA}/test_kernel_meetings.py::test_who_is_ahead_has_come",)
+_TABLES = (
+    f"{_CUDA}/test_kernel_meetings.py::test_a_kernel_ends_when_nobody_reads_its_source_any_more",
+)
+_MESSAGES = (f"{_CUDA}/test_kernel_protocol.py::test_messages_of_all_sizes_between_all_ranks",)
+_WORDS = (
+    f"{_CUDA}/test_kernel_packets.py::test_a_cell_counts_when_all_its_words_are_of_the_epoch",
+)
+_WIPES = (f"{_CUDA}/test_kernel_packets.py::test_no_packet_lives_to_see_its_epoch_again",)
+_FAULTS = f"{_CUDA}/test_kernel_faults.py"
+_MISSING = (f"{_FAULTS}::test_a_rank_that_does_not_come_is_named",)
+_LATE = (f"{_FAULTS}::test_a_rank_that_comes_late_gets_what_was_meant_for_it_or_learns_why_not",)
+_ABORTS = (f"{_FAULTS}::test_the_host_aborts_all_ranks",)
 
-KERNEL_MUTANTS = (
+MEETINGS = (
     Mutant(
         "K meetings: all of the block have come before it reads",
         f"{_KERNELS}/meeting.cuh",
         "return all_of_block(met);",
         "return met;",
-        (f"{_CUDA}/test_kernel_races.py::test_there_are_no_races",),
+        _RACES,
     ),
     Mutant(
         "K meetings: stagings alternate",
         f"{_KERNELS}/meeting.cuh",
         "(epoch_ & 1) * group_",
         "0 * group_",
-        (f"{_CUDA}/test_kernel_races.py::test_there_are_no_races",),
+        _RACES,
     ),
     Mutant(
         "K meetings: none begins in a group that gave up",
         f"{_KERNELS}/meeting.cuh",
         "begins_(!is_given_up(group, {group.rank, PHASE_START, epoch_}))",
         "begins_(true)",
-        (
-            f"{_CUDA}/test_kernel_faults.py::test_a_rank_that_comes_late_gets_what_was_meant_for_it_or_learns_why_not",
-        ),
+        _LATE,
     ),
+    Mutant(
+        "K meetings: who has come to the start is not at the end",
+        f"{_KERNELS}/meeting.cuh",
+        "u64 number = 2 * epoch_ + phase;",
+        "u64 number = 2 * epoch_;",
+        (f"{_FAULTS}::test_a_rank_that_stops_midway_is_named",),
+    ),
+    Mutant(
+        "K meetings: who is ahead has come",
+        f"{_KERNELS}/meeting.cuh",
+        "theirs.load(memory_order_acquire) >= number",
+        "theirs.load(memory_order_acquire) == number",
+        _AHEAD,
+    ),
+    Mutant(
+        "K meetings: each block meets its own",
+        f"{_KERNELS}/meeting.cuh",
+        "REGION_FLAGS + (block() * MAX_RANKS + from)",
+        "REGION_FLAGS + (0 * MAX_RANKS + from)",
+        _EPOCHS,
+    ),
+    Mutant(
+        "K epochs: an epoch ends with the last block",
+        f"{_KERNELS}/group.cuh",
+        "        tickets.store(0, memory_order_relaxed);\n",
+        "",
+        _EPOCHS,
+    ),
+    Mutant(
+        "K epochs: no block but the last ends an epoch",
+        f"{_KERNELS}/group.cuh",
+        "if (tickets.fetch_add(1, memory_order_acq_rel) + 1 < blocks()) return;",
+        "tickets.fetch_add(1, memory_order_acq_rel);",
+        _EPOCHS,
+    ),
+    Mutant(
+        "K tables: nobody reads a reduced source when the kernel has ended",
+        f"{_KERNELS}/staged.cuh",
+        "nullptr);\n        if (job.table) meeting.meet(PHASE_END);",
+        "nullptr);",
+        _TABLES,
+    ),
+    Mutant(
+        "K tables: nobody reads a moved source when the kernel has ended",
+        f"{_KERNELS}/staged.cuh",
+        "        });\n        if (job.table) meeting.meet(PHASE_END);",
+        "        });",
+        _TABLES,
+    ),
+    Mutant(
+        "K tables: each rank has its own entry",
+        f"{_KERNELS}/staged.cuh",
+        "job.table[rank]",
+        "job.table[0]",
+        _TABLES,
+    ),
+)
+
+RESULTS = (
+    Mutant(
+        "K sums: the ranks' numbers in their order",
+        f"{_KERNELS}/numbers.cuh",
+        "if (r < ranks) total.add(op, cells[r]);",
+        "if (r < ranks) total.add(op, cells[ranks - r]);",
+        _RESULTS,
+    ),
+    Mutant(
+        "K sums: all ranks from the same first one",
+        f"{_KERNELS}/staged.cuh",
+        "source(job, meeting, r < n ? r : 0)",
+        "source(job, meeting, r < n ? rank_after(job.group, r) : 0)",
+        _RESULTS,
+    ),
+    Mutant(
+        "K sums: what is not a number stays so",
+        f"{_KERNELS}/numbers.cuh",
+        "is_less(b, a) || b != b ? b : a",
+        "is_less(b, a) ? b : a",
+        _RESULTS,
+    ),
+    Mutant(
+        "K sums: packets of all ranks count",
+        f"{_KERNELS}/packets.cuh",
+        "if (first + k < group.world_size) total.add(job.op, cells[k]);",
+        "if (first + k + 1 < group.world_size) total.add(job.op, cells[k]);",
+        _RESULTS,
+    ),
+    Mutant(
+        "K bounds: the last cell of a copy",
+        f"{_KERNELS}/cells.cuh",
+        "copy_cell(c.to + i * CELL, c.from + i * CELL, least(c.size - i * CELL, CELL));",
+        "copy_cell(c.to + i * CELL, c.from + i * CELL, CELL);",
+        _EDGES,
+    ),
+    Mutant(
+        "K bounds: the last cell of several copies",
+        f"{_KERNELS}/cells.cuh",
+        "copy_cell(c.to + at, c.from + at, least(c.size - at, CELL));",
+        "copy_cell(c.to + at, c.from + at, CELL);",
+        _EDGES,
+    ),
+    Mutant(
+        "K bounds: the last cell of a reduction",
+        f"{_KERNELS}/numbers.cuh",
+        "        if (at < size)\n            *reinterpret_cast<Bits *>(to + at)",
+        "        *reinterpret_cast<Bits *>(to + at)",
+        _EDGES,
+    ),
+    Mutant(
+        "K bounds: the last chunk of a message",
+        f"{_KERNELS}/transfer.cuh",
+        "least(left_, group.slot_bytes)",
+        "group.slot_bytes",
+        _EDGES,
+    ),
+)
+
+CHANNELS = (
     Mutant(
         "K channels: filled with release",
         f"{_KERNELS}/transfer.cuh",
         ".store(count_, memory_order_release)",
         ".store(count_, memory_order_relaxed)",
-        (f"{_CUDA}/test_kernel_races.py::test_there_are_no_races",),
+        _RACES,
     ),
     Mutant(
         "K channels: loaded with acquire",
         f"{_KERNELS}/transfer.cuh",
         "theirs.load(memory_order_acquire)",
         "theirs.load(memory_order_relaxed)",
-        (f"{_CUDA}/test_kernel_races.py::test_there_are_no_races",),
+        _RACES,
     ),
     Mutant(
         "K channels: no slot is overwritten",
         f"{_KERNELS}/transfer.cuh",
         "(puts_ ? SLOTS : 0) > count_",
         "(puts_ ? SLOTS + 1 : 0) > count_",
-        (f"{_CUDA}/test_kernel_races.py::test_there_are_no_races",),
+        _RACES,
     ),
+    Mutant(
+        "K channels: a slot is given up when all threads are done with it",
+        f"{_KERNELS}/transfer.cuh",
+        "        sync_block();\n        if (ready) line.advance();",
+        "        if (ready) line.advance();",
+        _RACES,
+    ),
+    Mutant(
+        "K channels: the slots of a lane alternate",
+        f"{_KERNELS}/transfer.cuh",
+        "(block() * SLOTS + count_ % SLOTS)",
+        "(block() * SLOTS)",
+        _RACES,
+    ),
+    Mutant(
+        "K channels: each lane has its own slots",
+        f"{_KERNELS}/transfer.cuh",
+        "(block() * SLOTS + count_ % SLOTS)",
+        "(count_ % SLOTS)",
+        _MESSAGES,
+    ),
+    Mutant(
+        "K channels: collectives use no slots of messages",
+        f"{_KERNELS}/transfer.cuh",
+        "job_.channel_set * group.world_size + from;",
+        "from;",
+        (
+            f"{_CUDA}/test_kernel_protocol.py::test_a_message_is_not_taken_for_a_part_of_a_collective",
+        ),
+    ),
+)
+
+PACKETS = (
     Mutant(
         "K packets: all words are of the epoch",
         f"{_KERNELS}/packets.cuh",
         "return packed.first.low >> 32 == tag_ && ",
         "return ",
-        (
-            f"{_CUDA}/test_kernel_packets.py::test_a_cell_counts_when_all_its_words_are_of_the_epoch",
-        ),
+        _WORDS,
+    ),
+    Mutant(
+        "K packets: the cells of all ranks have come",
+        f"{_KERNELS}/packets.cuh",
+        "if (is_peer(first + k) && !is_tagged(cells[k])) missing = first + k;",
+        "if (k == 0 && is_peer(first) && !is_tagged(cells[0])) missing = first;",
+        _WORDS,
     ),
     Mutant(
         "K packets: areas alternate",
@@ -67,6 +238,13 @@ KERNEL_MUTANTS = (
         "u64 area = (epoch_ & 1) *",
         "u64 area = 0 *",
         (f"{_CUDA}/test_kernel_packets.py::test_a_peer_may_be_one_epoch_ahead",),
+    ),
+    Mutant(
+        "K packets: halves lie in planes",
+        f"{_KERNELS}/packets.cuh",
+        "cell * CELL;\n    }\n\n    DEVICE void store",
+        "cell * 2 * CELL;\n    }\n\n    DEVICE void store",
+        (f"{_CUDA}/test_kernel_packets.py::test_halves_of_all_cells_lie_side_by_side",),
     ),
     Mutant(
         "K packets: no epoch is 0",
@@ -80,20 +258,67 @@ KERNEL_MUTANTS = (
         f"{_KERNELS}/packets.cuh",
         "packets.wipe(from.size);",
         "",
-        (f"{_CUDA}/test_kernel_packets.py::test_no_packet_lives_to_see_its_epoch_again",),
+        _WIPES,
     ),
     Mutant(
-        "K epochs: an epoch ends with the last block",
-        f"{_KERNELS}/group.cuh",
-        "    tickets.store(0, memory_order_relaxed);\n",
-        "",
-        (f"{_CUDA}/test_kernel_protocol.py::test_an_epoch_ends_with_the_last_block",),
+        "K packets: both halves of a cell are wiped",
+        f"{_KERNELS}/packets.cuh",
+        "            store(group_.rank, r, cell, {});",
+        "            store_relaxed(place(group_.rank, r, cell), {});",
+        _WIPES,
     ),
     Mutant(
-        "K tables: nobody reads a source when the kernel has ended",
-        f"{_KERNELS}/staged.cuh",
-        "        reduce_cells<Number>(job, meeting, job.takes[0], nullptr);\n        if (job.table) meeting.meet(PHASE_END);",  # noqa: E501
-        "        reduce_cells<Number>(job, meeting, job.takes[0], nullptr);",
-        (f"{_CUDA}/test_kernel_protocol.py::test_sources_read_where_they_are",),
+        "K packets: no cell that is used is wiped",
+        f"{_KERNELS}/packets.cuh",
+        "            if (cell * CELL < used_bytes) return;\n",
+        "            (void)used_bytes;\n",
+        _WIPES,
     ),
 )
+
+FAULTS = (
+    Mutant(
+        "K aborts: who gives up tells everybody",
+        f"{_KERNELS}/patience.cuh",
+        "r < group.world_size; r++)\n            word64",
+        "r < 1; r++)\n            word64",
+        _LATE,
+    ),
+    Mutant(
+        "K aborts: the error record is written once",
+        f"{_KERNELS}/patience.cuh",
+        "if (own32(group, REGION_CLAIMED).exchange(1, memory_order_relaxed)) return;",
+        "own32(group, REGION_CLAIMED).exchange(1, memory_order_relaxed);",
+        (f"{_FAULTS}::test_a_group_that_gave_up_ends_all_that_waits",),
+    ),
+    Mutant(
+        "K aborts: who waits sees that another one gave up",
+        f"{_KERNELS}/patience.cuh",
+        "        if (is_given_up(group, cause)) return false;\n        u64 now",
+        "        u64 now",
+        _MISSING,
+    ),
+    Mutant(
+        "K timeouts: a limit of 0 is none",
+        f"{_KERNELS}/patience.cuh",
+        "group.timeout_ns == 0 || now - began_",
+        "now - began_",
+        _ABORTS,
+    ),
+    Mutant(
+        "K timeouts: the limit is in nanoseconds",
+        f"{_KERNELS}/patience.cuh",
+        "now - began_ < group.timeout_ns",
+        "now - began_ < 100 * group.timeout_ns",
+        _MISSING,
+    ),
+    Mutant(
+        "K timeouts: the culprit is the one that is waited for",
+        f"{_KERNELS}/meeting.cuh",
+        "await(r, number, {r, phase, epoch_})",
+        "await(r, number, {group_.rank, phase, epoch_})",
+        _MISSING,
+    ),
+)
+
+KERNEL_MUTANTS = (*MEETINGS, *RESULTS, *CHANNELS, *PACKETS, *FAULTS)

@@ -1,4 +1,4 @@
-"""When ranks may go on: channels, sources in tables, epochs, and the use of stagings again."""
+"""What ranks do for each other: channels, sources in tables, epochs, stagings used again."""
 
 from __future__ import annotations
 
@@ -170,30 +170,6 @@ def test_every_launch_counts_once(emulation: Emulation, start: int) -> None:
     for rank in range(2):
         assert world.epoch(rank) == start + 6
         assert world.epoch(rank, abi.REGION_PACKET_EPOCH) == start + 6
-
-
-def test_an_epoch_ends_with_the_last_block(emulation: Emulation) -> None:
-    """Of two, the first one is done long before the other; in the second epoch as in the first."""
-    world = World(small_layout(2))
-    rank, buffer = Rank(world, 0, emulation), torch.zeros(400, dtype=torch.uint8)
-    for epoch in (NEAR_WRAP + 1, NEAR_WRAP + 2):
-        launches = rank.plan.broadcast(buffer.data_ptr(), buffer.nbytes, 1)
-        assert [launch.grid for launch in launches] == [2]
-        with ThreadPoolExecutor(1) as beside:
-            come(world, epoch, block=0)
-            done = beside.submit(rank.run, launches)
-            with pytest.raises(TimeoutError):
-                done.result(0.05)
-            assert world.epoch(0) == epoch - 1
-            come(world, epoch, block=1)
-            done.result()
-        assert world.epoch(0) == epoch
-
-
-def come(world: World, epoch: int, block: int) -> None:
-    """Let a block of rank 1 come to the start of a kernel, as rank 0 sees it."""
-    flag = abi.REGION_FLAGS + (block * abi.MAX_RANKS + 1) * 8
-    world.region(0)[flag : flag + 8].view(torch.int64).fill_(2 * epoch)
 
 
 def test_ranks_that_are_late_or_ahead(emulation: Emulation) -> None:
