@@ -12,10 +12,10 @@ import torch
 
 from device_comm import ReduceOp
 from device_comm.cuda.launches.launch import Protocol
-from tests.device_comm.cuda.emulated_world import small_layout
+from tests.device_comm.cuda.emulated_world import moved, small_layout
 from tests.device_comm.cuda.emulator import KERNELS, build, why_not
 from tests.device_comm.cuda.recording import Recording
-from tests.device_comm.oracle import reduced, values
+from tests.device_comm.oracle import reduced
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +39,7 @@ def record(n: int, turns: int, *, timeout: float = 30.0) -> Recording:
     """All kinds of collectives one after the other, and messages beside them."""
     recording = Recording(small_layout(n, staging_bytes=512, packet_bytes=320), timeout=timeout)
     for turn in range(turns):
-        parts = [values(rank, (COUNT,), torch.float32, turn) for rank in range(n)]
+        parts = [moved(rank + n * turn, COUNT, torch.float32) for rank in range(n)]
         sources = [recording.put(part) for part in parts]
         table = recording.table(sources)
         for rank in range(n):
