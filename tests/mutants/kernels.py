@@ -21,6 +21,7 @@ _WORDS = (
     f"{_CUDA}/test_kernel_packets.py::test_a_cell_counts_when_all_its_words_are_of_the_epoch",
 )
 _WIPES = (f"{_CUDA}/test_kernel_packets.py::test_no_packet_lives_to_see_its_epoch_again",)
+_NORMS = (f"{_CUDA}/test_kernel_norm.py::test_sums_are_added_to_the_residual_and_normed",)
 _FAULTS = f"{_CUDA}/test_kernel_faults.py"
 _MISSING = (f"{_FAULTS}::test_a_rank_that_does_not_come_is_named",)
 _LATE = (f"{_FAULTS}::test_a_rank_that_comes_late_gets_what_was_meant_for_it_or_learns_why_not",)
@@ -278,6 +279,37 @@ PACKETS = (
     ),
 )
 
+NORMS = (
+    Mutant(
+        "K norms: all threads have squared their numbers",
+        f"{_KERNELS}/norm.cuh",
+        "if (!all_of_block(whole)) break;",
+        "if (!whole) break;",
+        _RACES,
+    ),
+    Mutant(
+        "K norms: all partial sums are there",
+        f"{_KERNELS}/norm.cuh",
+        "    sync_block();\n    const u32 count",
+        "    const u32 count",
+        _RACES,
+    ),
+    Mutant(
+        "K norms: each row has the same weights",
+        f"{_KERNELS}/norm.cuh",
+        "weight.address + (at - begin * CELL)",
+        "weight.address + at",
+        _NORMS,
+    ),
+    Mutant(
+        "K norms: the residual is added",
+        f"{_KERNELS}/norm.cuh",
+        "total.add(OP_SUM, load_cell<Number>(residual + at, CELL));",
+        "total.add(OP_SUM, mine);",
+        _NORMS,
+    ),
+)
+
 FAULTS = (
     Mutant(
         "K aborts: who gives up tells everybody",
@@ -323,4 +355,4 @@ FAULTS = (
     ),
 )
 
-KERNEL_MUTANTS = (*MEETINGS, *RESULTS, *CHANNELS, *PACKETS, *FAULTS)
+KERNEL_MUTANTS = (*MEETINGS, *RESULTS, *CHANNELS, *PACKETS, *NORMS, *FAULTS)

@@ -1,4 +1,5 @@
 /* The kernels, by the names that device_comm/cuda/launches/launch.py knows. */
+#include <norm.cuh>
 #include <packets.cuh>
 #include <staged.cuh>
 #include <transfer.cuh>
@@ -18,3 +19,7 @@ KERNEL(ipc_all_reduce_bfloat16, Job, MAX_THREADS) { all_reduce<BFloat16>(job); }
 KERNEL(ipc_packets_float32, Job, MAX_THREADS) { all_reduce_packets<Float32>(job); }
 KERNEL(ipc_packets_float16, Job, MAX_THREADS) { all_reduce_packets<Float16>(job); }
 KERNEL(ipc_packets_bfloat16, Job, MAX_THREADS) { all_reduce_packets<BFloat16>(job); }
+
+KERNEL(ipc_packets_norm_float32, Job, MAX_THREADS) { all_reduce_norm<Float32>(job); }
+KERNEL(ipc_packets_norm_float16, Job, MAX_THREADS) { all_reduce_norm<Float16>(job); }
+KERNEL(ipc_packets_norm_bfloat16, Job, MAX_THREADS) { all_reduce_norm<BFloat16>(job); }

@@ -54,11 +54,13 @@ struct Job {
     const char *const *table;
     u64 offset, piece;
     u32 op, channel_set;
+    float epsilon;
+    u32 unused;
     Span puts[MAX_RANKS];
     Span takes[MAX_RANKS];
 };
 
-static_assert(sizeof(Group) == 144 && sizeof(Job) == 432, "abi.py packs them without holes");
+static_assert(sizeof(Group) == 144 && sizeof(Job) == 440, "abi.py packs them without holes");
 
 DEVICE Shared<u32> word32(char *base, u64 offset) {
     return Shared<u32>(*reinterpret_cast<u32 *>(base + offset));

@@ -42,6 +42,17 @@ class Total {
         }
     }
 
+    DEVICE void scale(float factor) {
+        UNROLL for (u32 k = 0; k < COUNT; k++) values_[k] = product_of(values_[k], factor);
+    }
+
+    /* `sum` and the squares of all numbers. */
+    DEVICE float add_squares(float sum) const {
+        UNROLL for (u32 k = 0; k < COUNT; k++)
+            sum = sum_of(sum, product_of(values_[k], values_[k]));
+        return sum;
+    }
+
     DEVICE Vector result(u32 op, u32 ranks) const {
         Vector cell = {0, 0};
         UNROLL for (u32 k = 0; k < COUNT; k++) {

@@ -114,6 +114,35 @@ class Packets {
     }
 };
 
+/* This thread's cells of `from`, up to `end`, to all others. */
+template <typename Number>
+DEVICE void push_cells(const Group &group, const Packets &packets, Span from, u64 end, Share share) {
+    for (u64 cell = share.first; cell < end; cell += share.step) {
+        u64 at = cell * CELL;
+        Vector mine = load_cell<Number>(from.address + at, least(from.size - at, CELL));
+        for (u32 r = 0; r < group.world_size; r++)
+            if (r != group.rank) packets.push(r, cell, mine);
+    }
+}
+
+/* The reduction of a cell of all ranks, of which this one's is `mine`; false: in vain. */
+template <typename Number>
+DEVICE bool pull_total(const Job &job, const Packets &packets, u64 cell, Vector mine,
+                       Total<Number> &total) {
+    const u32 ranks = job.group.world_size;
+    ROLLED for (u32 first = 0; first < ranks; first += AT_A_TIME) {
+        Vector cells[AT_A_TIME];
+        if (!packets.pull(cell, first, mine, cells)) return false;
+        if (first == 0)
+            total = Total<Number>(cells[0]);
+        else
+            total.add(job.op, cells[0]);
+        UNROLL for (u32 k = 1; k < AT_A_TIME; k++)
+            if (first + k < ranks) total.add(job.op, cells[k]);
+    }
+    return true;
+}
+
 /* takes[0] becomes the reduction of puts[0], and may be it. */
 template <typename Number>
 DEVICE void all_reduce_packets(const Job &job) {
@@ -122,30 +151,13 @@ DEVICE void all_reduce_packets(const Job &job) {
     Packets packets(group);
     const Span from = job.puts[0], to = job.takes[0];
     const Share share = share_of_grid();
-    for (u64 cell = share.first; cell * CELL < from.size; cell += share.step) {
-        u64 at = cell * CELL;
-        Vector mine = load_cell<Number>(from.address + at, least(from.size - at, CELL));
-        for (u32 r = 0; r < group.world_size; r++)
-            if (r != group.rank) packets.push(r, cell, mine);
-    }
+    push_cells<Number>(group, packets, from, (from.size + CELL - 1) / CELL, share);
     packets.wipe(from.size);
-    bool whole = true;
     for (u64 cell = share.first; cell * CELL < from.size; cell += share.step) {
         const u64 at = cell * CELL, size = least(from.size - at, CELL);
         const Vector mine = load_cell<Number>(from.address + at, size);
         Total<Number> total(mine);
-        ROLLED for (u32 first = 0; first < group.world_size; first += AT_A_TIME) {
-            Vector cells[AT_A_TIME];
-            whole = packets.pull(cell, first, mine, cells);
-            if (!whole) break;
-            if (first == 0)
-                total = Total<Number>(cells[0]);
-            else
-                total.add(job.op, cells[0]);
-            UNROLL for (u32 k = 1; k < AT_A_TIME; k++)
-                if (first + k < group.world_size) total.add(job.op, cells[k]);
-        }
-        if (!whole) break;
+        if (!pull_total(job, packets, cell, mine, total)) break;
         store_cell<Number>(to.address + at, total.result(job.op, group.world_size), size);
     }
     packets.finish();

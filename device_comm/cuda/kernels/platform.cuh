@@ -97,6 +97,12 @@ DEVICE float quotient_of(float a, float b) {
     return quotient;
 }
 
+DEVICE float root_of(float value) {
+    float root;
+    asm("sqrt.rn.f32 %0, %1;" : "=f"(root) : "f"(value));
+    return root;
+}
+
 DEVICE bool is_less(float a, float b) {
     u32 yes;
     asm("{.reg .pred less; setp.lt.f32 less, %1, %2; selp.u32 %0, 1, 0, less;}"

@@ -74,7 +74,7 @@ CONTROL_RECORD: Final = 64
 CONTROL_BYTES: Final = 128
 
 _GROUP: Final = struct.Struct(f"<{MAX_RANKS}Q8QIIII")
-_TASK: Final = struct.Struct(f"<3QII{2 * MAX_RANKS}Q{2 * MAX_RANKS}Q")
+_TASK: Final = struct.Struct(f"<3QIIfI{2 * MAX_RANKS}Q{2 * MAX_RANKS}Q")
 _RECORD: Final = struct.Struct("<IIIIQ")
 GROUP_BYTES: Final = _GROUP.size
 JOB_BYTES: Final = _GROUP.size + _TASK.size
@@ -259,6 +259,7 @@ class KernelJob(NamedTuple):
         piece: the distance between two ranks' parts in a staging buffer, in bytes.
         op: the reduction.
         channel_set: `MESSAGES` or `EXCHANGES`.
+        epsilon: what a norm adds to the mean of squares.
     """
 
     puts: Sequence[Span] = ()
@@ -268,6 +269,7 @@ class KernelJob(NamedTuple):
     piece: int = 0
     op: ReduceOp | int = 0
     channel_set: int = MESSAGES
+    epsilon: float = 0.0
 
     def pack(self, group: bytes) -> bytes:
         """The kernel's argument, `JOB_BYTES`; ``group`` is from `Group.pack`."""
@@ -278,6 +280,8 @@ class KernelJob(NamedTuple):
             self.piece,
             self.op,
             self.channel_set,
+            self.epsilon,
+            0,
             *(number for span in puts for number in span),
             *(number for span in takes for number in span),
         )

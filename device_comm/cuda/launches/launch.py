@@ -22,7 +22,7 @@ _OPERATIONS: Final = frozenset(
 )
 MOVE: Final = "ipc_move"
 TRANSFER: Final = "ipc_transfer"
-_REDUCING: Final = ("ipc_reduce", "ipc_all_reduce", "ipc_packets")
+_REDUCING: Final = ("ipc_reduce", "ipc_all_reduce", "ipc_packets", "ipc_packets_norm")
 KERNELS: Final = (
     MOVE,
     TRANSFER,

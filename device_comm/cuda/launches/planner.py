@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from device_comm.cuda.launches.norm import NormTask
     from device_comm.reduce_op import ReduceOp
 
 
@@ -87,10 +88,7 @@ class Planner:
         protocol = protocol or self.protocol(size)
         number = NUMBERS[dtype]
         if protocol is Protocol.PACKETS:
-            if size > self._layout.packet_bytes:
-                raise ValueError(
-                    f"{size} bytes do not go in packets; {self._layout.packet_bytes} do"
-                )
+            self._check_packets(size)
             job = KernelJob((Span(source, size),), (Span(output, size),), op=op)
             return [self._launch(f"ipc_packets_{number}", self._grid(size), job)]
         if protocol is Protocol.ONE_SHOT:
@@ -117,6 +115,21 @@ class Planner:
             )
             launches.append(self._launch(f"ipc_all_reduce_{number}", self._grid(share), job))
         return launches
+
+    def all_reduce_norm(self, task: NormTask) -> list[KernelLaunch]:
+        """Reduce, add the residual and norm, in one kernel with a block for each row.
+
+        Raises:
+            ValueError: there are more bytes than go in packets.
+        """
+        self._check_packets(task.size)
+        grid = max(min(task.rows, self._limits.max_blocks), 1)
+        return [self._launch(f"ipc_packets_norm_{NUMBERS[task.dtype]}", grid, task.job())]
+
+    def _check_packets(self, size: int) -> None:
+        most = self._layout.packet_bytes
+        if size > most:
+            raise ValueError(f"{size} bytes do not go in packets; {most} do")
 
     # --- other reductions ----------------------------------------------------------------
 

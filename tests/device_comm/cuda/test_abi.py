@@ -101,11 +101,11 @@ def test_a_job_as_it_lies_in_memory() -> None:
     layout = RegionLayout(2, staging_bytes=64, packet_bytes=16, channel_bytes=208)
     group = abi.Group((0x1000, 0x2000), 0x3000, 1, layout, 5).with_timeout(7)
     job = KernelJob(
-        (Span(1, 2),), (Span(3, 4), Span(5, 6)), 0x4000, 48, 16, ReduceOp.MAX, abi.EXCHANGES
+        (Span(1, 2),), (Span(3, 4), Span(5, 6)), 0x4000, 48, 16, ReduceOp.MAX, abi.EXCHANGES, 0.5
     )
     expected = struct.pack("<8Q", 0x1000, 0x2000, *(0,) * 6)
     expected += struct.pack("<8Q4I", 0x3000, 7, 64, 20864, 16, 20992, 208, 32, 1, 2, 3, 0)
-    expected += struct.pack("<QQQII", 0x4000, 48, 16, 3, 1)
+    expected += struct.pack("<QQQIIfI", 0x4000, 48, 16, 3, 1, 0.5, 0)
     expected += struct.pack("<16Q", 1, 2, *(0,) * 14) + struct.pack("<16Q", 3, 4, 5, 6, *(0,) * 12)
     assert job.pack(group.pack(3)) == expected
     assert len(expected) == abi.JOB_BYTES

@@ -13,6 +13,7 @@ from device_comm import ReduceOp
 from device_comm.cuda.launches import abi
 from device_comm.cuda.launches.abi import ErrorCode, Phase
 from device_comm.cuda.launches.launch import Protocol
+from device_comm.cuda.launches.norm import NormTask
 from tests.device_comm.cuda.emulated_world import (
     NEAR_WRAP,
     SECONDS,
@@ -41,12 +42,18 @@ def all_reduce(rank: Rank, buffer: int, protocol: Protocol) -> list[KernelLaunch
     return rank.plan.all_reduce(buffer, buffer, SIZE, torch.float32, op, protocol=protocol)
 
 
+def norm(rank: Rank, buffer: int) -> list[KernelLaunch]:
+    task = NormTask(buffer, buffer, buffer, buffer, buffer, 1, SIZE, torch.float32, 1.0)
+    return rank.plan.all_reduce_norm(task)
+
+
 KINDS: dict[str, tuple[Phase, Callable[[Rank, int], list[KernelLaunch]]]] = {
     "barrier": (Phase.START, lambda rank, _: rank.plan.barrier()),
     "broadcast": (Phase.START, lambda rank, buffer: rank.plan.broadcast(buffer, SIZE, 0)),
     "one-shot": (Phase.START, lambda rank, buffer: all_reduce(rank, buffer, Protocol.ONE_SHOT)),
     "two-shot": (Phase.START, lambda rank, buffer: all_reduce(rank, buffer, Protocol.TWO_SHOT)),
     "packets": (Phase.PACKET, lambda rank, buffer: all_reduce(rank, buffer, Protocol.PACKETS)),
+    "norm": (Phase.PACKET, norm),
     "send": (Phase.PUT, lambda rank, buffer: rank.plan.send(buffer, SIZE, MISSING)),
     "recv": (Phase.TAKE, lambda rank, buffer: rank.plan.recv(buffer, SIZE, MISSING)),
 }

@@ -12,6 +12,7 @@ import torch
 
 from device_comm import ReduceOp
 from device_comm.cuda.launches.launch import Protocol
+from device_comm.cuda.launches.norm import NormTask
 from tests.device_comm.cuda.emulated_world import moved, small_layout
 from tests.device_comm.cuda.emulator import KERNELS, build, why_not
 from tests.device_comm.cuda.recording import Recording
@@ -65,6 +66,11 @@ def record_collectives(
             launches = plan.all_reduce(*arguments, protocol=protocol, table=where)
             recording.launch(rank, launches)
             recording.expect(output, total)
+    ones, kept = recording.put(torch.ones(64)), recording.put(torch.zeros(64))
+    normed = recording.put(torch.zeros(64))
+    task = NormTask(sources[rank], ones, ones, normed, kept, 4, 64, torch.float32, 1.0)
+    recording.launch(rank, plan.all_reduce_norm(task))
+    recording.expect(kept, total[:64] + 1)
     row = recording.put(torch.zeros(n * COUNT))
     recording.launch(rank, plan.all_gather(row, sources[rank], (size,) * n))
     recording.expect(row, torch.cat(parts))

@@ -38,7 +38,7 @@ def planner(rank: int = 0, n: int = 4, limits: Limits | None = None) -> Planner:
 
 def fields(launch: KernelLaunch) -> tuple[int, ...]:
     """The job of a launch, without its group: table, offset, piece, op, set, puts, takes."""
-    return struct.unpack("<3QII32Q", launch.args[0][abi.GROUP_BYTES :])
+    return struct.unpack("<3QII8x32Q", launch.args[0][abi.GROUP_BYTES :])
 
 
 def puts(launch: KernelLaunch) -> list[tuple[int, int]]:

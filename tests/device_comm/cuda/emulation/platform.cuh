@@ -66,7 +66,7 @@ class Block {
 
     u32 threads() const { return threads_; }
     void *shared_memory() { return shared_; }
-    static constexpr std::size_t SHARED_BYTES = 1024;
+    static constexpr std::size_t SHARED_BYTES = 4096;
 
   private:
     u32 threads_;
@@ -153,6 +153,7 @@ inline u32 bits_of_float(float value) {
 inline float sum_of(float a, float b) { return a + b; }
 inline float product_of(float a, float b) { return a * b; }
 inline float quotient_of(float a, float b) { return a / b; }
+inline float root_of(float value) { return std::sqrt(value); }
 inline bool is_less(float a, float b) { return a < b; }
 
 inline float float_of_float16(u16 bits) {
