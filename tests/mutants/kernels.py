@@ -132,8 +132,8 @@ RESULTS = (
     Mutant(
         "K sums: packets of all ranks count",
         f"{_KERNELS}/packets.cuh",
-        "if (first + k < group.world_size) total.add(job.op, cells[k]);",
-        "if (first + k + 1 < group.world_size) total.add(job.op, cells[k]);",
+        "if (first + k < ranks) total.add(job.op, cells[k]);",
+        "if (first + k + 1 < ranks) total.add(job.op, cells[k]);",
         _RESULTS,
     ),
     Mutant(
