@@ -4,9 +4,9 @@
  *   takes[0] becomes its rows over the roots of their mean squares, times puts[2], which is one row.
  *
  * takes[1] may be puts[1], and takes[0] may be puts[0]. A row is whole cells, and of one block, whose
- * threads meet for the sum of its squares: each adds up its own, then in the order of threads, so
- * that all ranks get the same bits. What is normed is the residual as it was rounded and stored: so
- * both results are what two kernels would make. */
+ * threads meet for the sum of its squares. All ranks add them up in the same order, so they get the
+ * same bits. What is normed is the residual as it was rounded and stored: so both results are what
+ * two kernels would make. */
 #ifndef GC_NORM_CUH
 #define GC_NORM_CUH
 
