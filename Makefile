@@ -9,6 +9,15 @@ export HF_HUB_OFFLINE = 1
 GIVEN      := $(filter command,$(firstword $(origin PYTHON)))
 GPU_PYTHON := $(if $(GIVEN),$(PYTHON),$(BIN)/python)
 
+# What machines with a GPU lack that have torch, CuPy, NumPy and pytest, unpacked: for Python 3.12,
+# or another one. It is used where it lies and is for the Python there is.
+BUNDLE        := gpu-bundle
+BUNDLE_PYTHON := 3.12
+BUNDLED        = $(abspath $(wildcard $(BUNDLE)/$(shell $(GPU_PYTHON) -c \
+                   'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)/site))
+GPU_RUN        = $(if $(BUNDLED),PYTHONPATH=$(BUNDLED)) $(GPU_PYTHON)
+MINUTES       := 30
+
 TEST_FILES_AT_ONCE := 3
 
 # vLLM has an environment of its own: it wants other versions, and nothing else needs them.
@@ -19,7 +28,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 PEERS       := .bench-peers
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: setup demo chat hosts-demo test gpu-test ray-test vllm-setup vllm-test bench-peers bench docs mutants wheels check format clean
+.PHONY: setup demo chat hosts-demo test gpu-bundle gpu-ready gpu-test gpu-report ray-test vllm-setup vllm-test bench-peers bench docs mutants wheels check format clean
 
 setup: $(STAMP)
 
@@ -44,11 +53,28 @@ hosts-demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_FILES_AT_ONCE) --dist loadfile
 
+gpu-bundle: folder = $(BUNDLE)/$(BUNDLE_PYTHON)
+gpu-bundle: $(if $(GIVEN),,$(STAMP))
+	rm -rf $(folder)
+	$(GPU_PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps \
+	  --only-binary=:all: --implementation cp --python-version $(BUNDLE_PYTHON) \
+	  $(foreach glibc,28 27 17,--platform manylinux_2_$(glibc)_x86_64) --platform manylinux2014_x86_64 \
+	  -c constraints.txt --dest $(folder)/wheels msgspec pyzmq
+	for wheel in $(folder)/wheels/*; do $(GPU_PYTHON) -m zipfile -e $$wheel $(folder)/site; done
+	$(GPU_PYTHON) setup.py -q build_ext --build-lib $(folder)/built --build-temp $(folder)/objects
+	rm -r $(folder)/wheels $(folder)/objects
+
+gpu-ready: $(if $(GIVEN),,$(STAMP))
+	@$(GPU_RUN) -m benchmarks.gpu_world
+	$(if $(BUNDLED),cp -R $(BUNDLED)/../built/. .,$(if $(GIVEN),-$(PYTHON) setup.py -q build_ext --inplace))
+
 # All tests that need a CUDA device: make gpu-test, or make gpu-test PYTHON=python3
-gpu-test: $(if $(GIVEN),,$(STAMP))
-	@$(GPU_PYTHON) -m benchmarks.gpu_world
-	$(if $(GIVEN),-$(PYTHON) setup.py -q build_ext --inplace)
-	$(GPU_PYTHON) -m pytest -m gpu
+gpu-test: gpu-ready
+	$(GPU_RUN) -m pytest -m gpu
+
+# All checks and figures, the most telling first, in so many minutes; once more: what is not done yet.
+gpu-report: gpu-ready
+	$(GPU_RUN) -m benchmarks.gpu_report --minutes $(MINUTES)
 
 # Pools on a Ray cluster of two nodes, which are processes of this machine.
 ray-test: $(STAMP)
@@ -114,4 +140,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(PEERS) build dist *.egg-info */_native*.so
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS) $(BUNDLE) build dist *.egg-info */_native*.so

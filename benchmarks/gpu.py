@@ -17,15 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.gpu_world import (
-    WAYS,
-    Rank,
-    device_facts,
-    mps,
-    require_gpu,
-    run_side_by_side,
-    run_world,
-)
+from benchmarks.gpu_environment import run_side_by_side
+from benchmarks.gpu_world import WAYS, Rank, device_facts, mps, require_gpu, run_world
 from benchmarks.harness import Report, machine, parser, summarise
 from device_comm import Communicator
 from device_comm.choosing.selection import Candidate

@@ -16,14 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.gpu_world import (
-    WAYS,
-    Rank,
-    device_facts,
-    require_gpu,
-    run_side_by_side,
-    run_world,
-)
+from benchmarks.gpu_environment import run_side_by_side
+from benchmarks.gpu_world import WAYS, Rank, device_facts, require_gpu, run_world
 
 if TYPE_CHECKING:
     from torch import Tensor

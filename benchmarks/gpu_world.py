@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu_environment import CONNECTIONS, MPS_FOLDER
 from device_comm import Communicator, ShmBackend, TorchBackend
 from device_comm.cuda.agree import swap_over
 from device_comm.cuda.device.cupy_driver import CupyDriver
@@ -43,9 +44,6 @@ Body = Callable[..., Any]
 WAYS = ("streams", "processes")
 OTHERS = ("NCCL", "torch's NCCL", "symmetric memory")
 _SET_UP = 60.0
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-_SIDE_BY_SIDE = {_CONNECTIONS: "32", "CUDA_MODULE_LOADING": "EAGER"}
-"""As many streams as that without a queue shared; no kernel is loaded while others wait."""
 
 
 @dataclass
@@ -86,15 +84,6 @@ class Rank:
         """Wait on the host until every rank is here and its stream is idle."""
         self.stream.synchronize()
         self.swap(b"")
-
-
-def run_side_by_side() -> None:
-    """Let the kernels of ranks that are threads wait for each other. To be called first of all.
-
-    CUDA reads the environment when it starts. To load a kernel, it may wait for all that run.
-    """
-    for name, value in _SIDE_BY_SIDE.items():
-        os.environ.setdefault(name, value)
 
 
 def require_gpu() -> str:
@@ -351,8 +340,8 @@ def mps() -> Iterator[str]:
         yield "time-sliced: nvidia-cuda-mps-control is not installed"
         return
     with tempfile.TemporaryDirectory() as folder:
-        wanted = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        wanted[_CONNECTIONS] = "8"  # the server has about 120 for all clients
+        wanted = {MPS_FOLDER: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        wanted[CONNECTIONS] = "8"  # the server has about 120 for all clients
         before = {name: os.environ.get(name) for name in wanted}
         os.environ.update(wanted)
         try:

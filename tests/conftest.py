@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+
+from benchmarks.gpu_environment import keep_out_of_mps, run_side_by_side
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,15 +22,12 @@ def store_path(tmp_path: Path) -> str:
     return str(tmp_path / "store")
 
 
-# An example may come while the machine stalls.
-settings.register_profile(
-    "unhurried", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("unhurried")
-
-
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Have signals do what they do, also where a shell or nohup started the tests aside."""
+    if importlib.util.find_spec("hypothesis") is not None:
+        config.pluginmanager.import_plugin("tests.unhurried")
+    run_side_by_side()
+    keep_out_of_mps()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -37,6 +35,13 @@ def pytest_configure() -> None:
     # Others spin for the cores that the processes under test need: ten times as slow on two.
     torch.set_num_threads(1)
     gc.disable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m gpu``, import no file without such tests: it may want what is not installed."""
+    if config.option.markexpr != "gpu" or collection_path.suffix != ".py":
+        return None
+    return True if "pytest.mark.gpu\n" not in collection_path.read_text() else None
 
 
 def pytest_collection_finish() -> None:

@@ -7,7 +7,8 @@ Ranks are forked from a server process that has imported torch, pytest and this 
 already, so a rank costs milliseconds. What follows from it:
 
 - A rank sees the environment variables of the moment the first rank of the session was
-  started, not those that a test sets later.
+  started, not those that a test sets later. What torch or CUDA reads when it starts is given
+  as ``environment=``: then the ranks are fresh interpreters, which cost seconds.
 - The function travels as (module, file, name) and its module is loaded from its file in
   the rank: tests work under any pytest import mode. Arguments and results are pickled.
 - Warnings are errors in a rank, and torch uses one thread.
@@ -27,6 +28,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -37,8 +39,9 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-    from multiprocessing.context import ForkServerProcess
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from multiprocessing.context import ForkServerContext, SpawnContext
+    from multiprocessing.process import BaseProcess
 
 _DUMP_SIGNAL = signal.SIGUSR1
 """Has a rank write its stacks, then end: they are whole once it has."""
@@ -48,13 +51,14 @@ _GRACE = 10.0
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
-CONTEXT.set_forkserver_preload(
-    [
-        *("numpy", "torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"),
-        *("torch.testing", "pytest", "hypothesis"),
-        *("coordinator", "coordinator.layout", "coordinator.pipeline"),
-    ]
+PRELOADED = (
+    *("numpy", "torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"),
+    *("torch.testing", "pytest", "hypothesis"),
+    *("coordinator", "coordinator.layout", "coordinator.pipeline"),
 )
+"""What the fork server imports, as far as it is installed."""
+
+CONTEXT.set_forkserver_preload(list(PRELOADED))
 
 
 class RanksFailedError(AssertionError):
@@ -73,6 +77,7 @@ def run_ranks(
     *args: Any,
     timeout: float = 60.0,
     may_die: Collection[int] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Run ``fn(rank, n, *args)`` in n processes; return the results by rank.
 
@@ -84,16 +89,20 @@ def run_ranks(
             stacks dumped and is killed.
         may_die: ranks whose process may end without a result (killed by the test): their
             result is None then.
+        environment: variables that the ranks have before they import anything.
 
     Raises:
         RanksFailedError: a rank raised, died or did not end in time.
     """
     call = pickle.dumps((_Function.of(fn), pickle.dumps(args)))
     ranks: list[_Rank] = []
+    context = CONTEXT if environment is None else multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         try:
-            for rank in range(n):
-                ranks.append(_Rank.start(rank, n, call, Path(folder), timeout))  # noqa: PERF401
+            with _variables(environment or {}):
+                for rank in range(n):
+                    started = _Rank.start(context, rank, n, call, Path(folder), timeout)
+                    ranks.append(started)
             failures = _collect(ranks, time.monotonic() + timeout, may_die)
         finally:
             for each in ranks:
@@ -166,16 +175,24 @@ class _Rank:
     """One rank as its parent sees it."""
 
     rank: int
-    process: ForkServerProcess
+    process: BaseProcess
     connection: Connection
     stacks: Path
     result: Any = None
 
     @classmethod
-    def start(cls, rank: int, n: int, call: bytes, folder: Path, timeout: float) -> _Rank:
-        ours, theirs = CONTEXT.Pipe()
+    def start(
+        cls,
+        context: ForkServerContext | SpawnContext,
+        rank: int,
+        n: int,
+        call: bytes,
+        folder: Path,
+        timeout: float,
+    ) -> _Rank:
+        ours, theirs = context.Pipe()
         stacks = folder / f"stacks-{rank}"
-        process = CONTEXT.Process(
+        process = context.Process(
             target=_run_rank, args=(theirs, rank, n, call, str(stacks), timeout), daemon=True
         )
         process.start()
@@ -214,6 +231,21 @@ class _Rank:
             self.process.kill()
             self.process.join()
         self.process.close()
+
+
+@contextmanager
+def _variables(more: Mapping[str, str]) -> Iterator[None]:
+    """With these environment variables, and without them again."""
+    before = {name: os.environ.get(name) for name in more}
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _collect(ranks: Sequence[_Rank], end: float, may_die: Collection[int]) -> dict[int, str]:

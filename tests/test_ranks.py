@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from dataclasses import dataclass
@@ -11,7 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RanksFailedError, init_gloo, run_ranks
+from benchmarks.gpu_environment import MPS_FOLDER, SIDE_BY_SIDE
+from tests.ranks import PRELOADED, RanksFailedError, init_gloo, run_ranks
+
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass
@@ -87,3 +92,59 @@ def test_death_is_a_failure_unless_expected() -> None:
 def test_a_local_function_is_refused() -> None:
     with pytest.raises(ValueError, match="top level"):
         run_ranks(1, lambda *_: None)
+
+
+def begun_with(rank: int, n: int, name: str) -> str | None:
+    """A variable as it was when this process began: before it imported anything."""
+    began = Path("/proc/self/environ").read_bytes().decode().split("\0")
+    return dict(line.split("=", 1) for line in began if "=" in line).get(name)
+
+
+def test_variables_are_there_before_a_rank_imports_anything() -> None:
+    assert run_ranks(2, begun_with, "FOR_A_RANK", environment={"FOR_A_RANK": "x"}) == ["x", "x"]
+    assert "FOR_A_RANK" not in os.environ
+    assert run_ranks(1, begun_with, "FOR_A_RANK", environment={}) == [None]
+
+
+def test_ranks_begin_with_what_kernels_need_side_by_side() -> None:
+    for name in SIDE_BY_SIDE:
+        assert run_ranks(1, begun_with, name) == [os.environ[name]]
+    assert run_ranks(1, begun_with, MPS_FOLDER) == [os.devnull]
+
+
+COUNT_TOUCHES = """
+import importlib, sys, traceback
+import torch
+def touch(*args, **kwargs):
+    traceback.print_stack()
+    return 0
+for name in ("_lazy_init", "init", "is_available", "device_count", "get_device_properties"):
+    setattr(torch.cuda, name, touch)
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+"""
+
+
+def test_what_ranks_and_workers_are_forked_from_touches_no_cuda() -> None:
+    """A process that was forked from one that has cannot use it."""
+    preloaded = (*PRELOADED, "coordinator.groups", "server.worker")
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT_TOUCHES, *preloaded],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        text=True,
+        timeout=120,
+    )
+    assert "touch" not in done.stderr, done.stderr
+
+
+def use_cuda(rank: int, n: int) -> float:
+    assert not torch.cuda.is_initialized()
+    assert not torch.cuda._is_in_bad_fork()
+    return float(torch.ones(3, device="cuda").sum())
+
+
+@pytest.mark.gpu
+def test_a_forked_rank_can_use_cuda() -> None:
+    assert run_ranks(2, use_cuda) == [3.0, 3.0]

@@ -98,24 +98,30 @@ def _load(boot: ModuleType, modules: list[str]) -> str:
         gc.enable()
     if platform.machine() not in _CLONE:
         return f"the number of clone(2) on {platform.machine()} is not known"
-    threads = _threads()
+    threads, uses_cuda = _after_a_fork()
     if threads > 1:
         return f"importing what workers need has started threads: there are {threads}"
+    if uses_cuda:
+        return "importing what workers need has asked CUDA for its devices: no fork can use it then"
     gc.collect()
     gc.freeze()  # a collection in a worker would write into pages that all share
     return ""
 
 
-def _threads() -> int:
-    """How many threads there are after a fork: OpenBLAS ends its own for a fork, for one."""
+def _after_a_fork() -> tuple[int, bool]:
+    """How many threads there are after a fork, and whether CUDA was in use before it.
+
+    OpenBLAS ends its threads for a fork, for one. CUDA does not work in a child of who has used it,
+    if only to ask for the devices, and torch refuses to try.
+    """
     child = os.fork()
     if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
+        os._exit(sys.modules["torch"].cuda._is_in_bad_fork())
+    _, status = os.waitpid(child, 0)
     until = time.monotonic() + _THREAD_SECONDS
     while (threads := len([*_TASKS.iterdir()])) > 1 and time.monotonic() < until:
         time.sleep(0.001)
-    return threads
+    return threads, status != 0
 
 
 def _serve(

@@ -271,6 +271,13 @@ def at_start(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> Iterat
             "    sys.modules['coordinator.groups'] = None\n",
             "importing what workers need failed: ModuleNotFoundError",
         ),
+        (
+            "import sys\n"
+            "if 'forking.py' in ' '.join(sys.orig_argv):\n"
+            "    import torch\n"
+            "    torch.cuda._is_in_bad_fork = lambda: True\n",
+            "importing what workers need has asked CUDA for its devices",
+        ),
     ],
 )
 def test_workers_are_spawned_where_they_cannot_be_forked_and_the_log_says_why(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from benchmarks.gpu_pace import Pace
 from shm_broadcast import Board, BoardHandle, GroupAbortedError, GroupTimeoutError, PeerLostError
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
@@ -86,10 +87,8 @@ class Captured:
 
 
 def capture_and_replay(
-    rank: int, n: int, path: str, board: BoardHandle, turns: int, expandable: bool
+    rank: int, n: int, path: str, board: BoardHandle, turns: int
 ) -> tuple[str, ...]:
-    if expandable:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     with cuda_comm(rank, n, path, board, index=0) as comm:
         stream = new_stream()
         eager = torch.full((3000,), float(rank), device=comm.device)
@@ -114,16 +113,20 @@ def capture_and_replay(
 def test_replays_among_eager_calls(n: int, store_path: str) -> None:
     turns = 10_000 // (2 * len(SIZES))
     with Board.create(n, None) as board:
-        reasons = run_ranks(
-            n, capture_and_replay, store_path, board.handle(), turns, False, timeout=500
-        )
+        reasons = run_ranks(n, capture_and_replay, store_path, board.handle(), turns, timeout=500)
     assert reasons == [()] * n
 
 
 def test_expandable_segments_are_staged_and_said(store_path: str) -> None:
     with Board.create(2, None) as board:
         reasons = run_ranks(
-            2, capture_and_replay, store_path, board.handle(), 20, True, timeout=120
+            2,
+            capture_and_replay,
+            store_path,
+            board.handle(),
+            20,
+            timeout=120,
+            environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
         )
     assert all("expandable segments" in " ".join(each) for each in reasons)
 
@@ -131,7 +134,7 @@ def test_expandable_segments_are_staged_and_said(store_path: str) -> None:
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_replays_on_streams_of_one_process(n: int) -> None:
     """Ranks that truly run side by side: 10^5 captured collectives."""
-    turns, per_graph = 1000, 100
+    turns, per_graph = 4000, 25
     swaps, capturing = local_swaps(n, 200), threading.Lock()
     x = torch.zeros(n, 20_000, device="cuda:0")
     for warm in (x + 1, x.sum(0), torch.equal(x, x), x.fill_(0)):
@@ -150,8 +153,10 @@ def test_replays_on_streams_of_one_process(n: int) -> None:
             torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"),
         ):
             out = [comm.all_reduce(x[rank]) for _ in range(per_graph)]
+        pace = Pace(stream.synchronize, n)
         with torch.cuda.stream(stream):
             for _ in range(turns):
+                pace.launching(per_graph)
                 graph.replay()
             comm.flush(120)
         swaps[rank](b"done")
