@@ -4,13 +4,17 @@ Ours by each protocol, beside NCCL (ours and torch's) and torch's symmetric memo
 has a device of its own; eager and captured, 1 KiB to 64 MiB. Ranks are threads on a stream each
 (``streams``), and processes under MPS if that can be started (``processes``; the report says).
 
+With ``--seconds`` it measures as often as fits, and says what it has left out.
+
 Effective bandwidth counts what cannot be avoided: every rank's input read once and its output
 written once. With all ranks on one device, it is a share of the device's copy limit.
 """
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +22,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu_environment import run_side_by_side
-from benchmarks.gpu_world import WAYS, Rank, device_facts, mps, require_gpu, run_world
+from benchmarks.gpu_fit import TimeLeft, fits
+from benchmarks.gpu_world import (
+    WAYS,
+    WORLD_SECONDS,
+    Rank,
+    device_facts,
+    mps,
+    require_gpu,
+    run_world,
+)
 from benchmarks.harness import Report, machine, parser, summarise
 from device_comm import Communicator
 from device_comm.choosing.selection import Candidate
@@ -63,27 +76,50 @@ class Work:
         }.get(self.verb, lambda _: 0.0)
 
 
-def measure_all(rank: Rank, works: list[Work], repeats: int) -> tuple[Timed, dict[str, str]]:
+def measure_all(
+    rank: Rank, works: list[Work], repeats: int, seconds: float
+) -> tuple[Timed, dict[str, str]]:
     """The body of every rank: samples in seconds, by (mode, work, system); what was left out."""
     found: Timed = {}
-    for work in works:
-        for name, system in _systems(rank).items():
+    left_out = dict(rank.left_out)
+    systems = _systems(rank)
+    left = TimeLeft(seconds)
+    for place, work in enumerate(works):
+        share = left.part(len(works) - place) / (2 * len(systems))
+        label = _label(work)
+        if not rank.least(int(min(share, 1.0) * 1e9)):
+            left_out[label] = "no time was left"
+            continue
+        for name, system in systems.items():
             call = _bind(system, work)
             if call is None:
                 continue
-            label = _label(work)
             for _ in range(3):
                 call()
             rank.meet()
-            found["eager", label, name] = [_eager(rank, call) for _ in range(repeats)]
+            found["eager", label, name] = _repeat(rank, _eager, call, repeats, share)
             if work.verb == "barrier":
                 continue
             graph = rank.capture(call, CALLS)
             rank.meet()
-            found["captured", label, name] = [_replayed(rank, graph) for _ in range(repeats)]
+            found["captured", label, name] = _repeat(rank, _replayed, graph, repeats, share)
             rank.meet()
             del graph
-    return found, rank.left_out
+    return found, left_out
+
+
+def _repeat(
+    rank: Rank,
+    measure: Callable[[Rank, Any], list[float]],
+    what: Any,
+    repeats: int,
+    seconds: float,
+) -> list[list[float]]:
+    """Samples, as often as fits: on all ranks as often."""
+    began = time.monotonic()
+    samples = [measure(rank, what)]
+    count = rank.least(fits(repeats, 1, time.monotonic() - began, seconds))
+    return samples + [measure(rank, what) for _ in range(1, count)]
 
 
 def _systems(rank: Rank) -> dict[str, Candidate]:
@@ -182,6 +218,7 @@ def main() -> int:
     options = parser(__doc__ or "")
     options.add_argument("--ranks", default="2,4,8", help="how many, such as 2,4 (default 2,4,8)")
     options.add_argument("--ways", default=",".join(WAYS), help="streams, processes or both")
+    options.add_argument("--seconds", type=float, default=math.inf, help="for all of it")
     arguments = options.parse_args()
     run_side_by_side()
     missing = require_gpu()
@@ -192,17 +229,22 @@ def main() -> int:
     verbs = [verb for verb in (QUICK_VERBS if arguments.quick else VERBS) if arguments.only in verb]
     works = [Work(verb, size) for verb in verbs if verb != "barrier" for size in sizes]
     works += [Work("barrier", 0)] * ("barrier" in verbs)
-    report = Report({**machine(), **device_facts()})
+    left = TimeLeft(arguments.seconds)
+    report = Report({**machine(), **device_facts()}, file=arguments.json)
     limit = copy_limit()
     report.machine["copy_gb_per_s"] = round(limit / 1e9, 1)
     print(f"{report.machine['device']}: a copy moves {limit / 1e9:.0f} GB/s, read and written")
-    for n in map(int, arguments.ranks.split(",")):
-        for way in arguments.ways.split(","):
-            with mps() if way == "processes" else nullcontext("") as how:
-                found, left_out = run_world(way, n, measure_all, works, REPEATS)[0]
-            where = f"ranks as {way}" + (f" ({how})" if how else "")
-            report.left_out |= {f"{name}, {where}": why for name, why in left_out.items()}
-            add(report, works, found, where, n, limit)
+    worlds = [
+        (int(n), way) for n in arguments.ranks.split(",") for way in arguments.ways.split(",")
+    ]
+    for place, (n, way) in enumerate(worlds):
+        seconds = left.part(len(worlds) - place, WORLD_SECONDS)
+        with mps() if way == "processes" else nullcontext("") as how:
+            found, left_out = run_world(way, n, measure_all, works, REPEATS, seconds)[0]
+        where = f"ranks as {way}" + (f" ({how})" if how else "")
+        report.left_out |= {f"{name}, {n} {where}": why for name, why in left_out.items()}
+        add(report, works, found, where, n, limit)
+        report.save()
     report.finish(arguments)
     return 0
 

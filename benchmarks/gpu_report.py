@@ -1,12 +1,14 @@
 """All that has to be shown on a GPU, in one command and one report.
 
-    python -m benchmarks.gpu_report --out gpu-report [--only NAME,...] [--quick]
+    python -m benchmarks.gpu_report --minutes 30 [--out gpu-report] [--only NAME,...]
 
-Runs the steps one after the other, each within its own time, whatever becomes of the others:
-``make gpu-test``; replays and eager calls with ranks as processes and on streams; memcheck,
-initcheck and synccheck; the pool in float32 and float16, with steps in a graph; NCCL; figures;
-a profile of the hottest kernels. Writes ``OUT.json`` and ``OUT.md``. Ends with 1 if a step failed
-or ran out of time, with 2 if there is no GPU.
+Carries out the stages of `benchmarks.gpu_stages` one after the other, each within its own time and
+whatever becomes of the others, and writes ``OUT.json`` and ``OUT.md`` after each. What no longer
+fits into the minutes is skipped. Run once more, it keeps what has passed on this device, as
+``OUT.json`` says, and goes on with the rest; ``--again NAME,...`` repeats.
+
+Ends with 0 if all has passed or is left out for want of a tool, with 1 if not, with 2 if there is
+no GPU.
 """
 
 from __future__ import annotations
@@ -27,200 +29,241 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu_world import device_facts, require_gpu
+from benchmarks.gpu_environment import keep_out_of_mps, run_side_by_side
+from benchmarks.gpu_stages import stages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
+    from benchmarks.gpu_stages import Stage
+
+ROOT = Path(__file__).parents[1]
 TAIL = 4_000
-"""Characters of a step's output that the report keeps."""
+"""Characters of a stage's output that the report keeps."""
 
-_FEW = ["--ways", "streams", "--replays", "60", "--eager", "60"]
+WORK = 0.8
+"""The part of a stage's time that it may work: the rest is for its start and its end."""
 
+LOOK_SECONDS = 120.0
+"""How long it may take to find out what device there is: in a process of its own, which ends."""
 
-@dataclass(frozen=True)
-class Step:
-    """One command.
-
-    Attributes:
-        name: for ``--only`` and the report.
-        shows: what it proves.
-        command: its words; ``{json}`` stands for a file that it may write.
-        seconds: how long it may take.
-        tool: the program without which it is left out.
-    """
-
-    name: str
-    shows: str
-    command: tuple[str, ...]
-    seconds: float
-    tool: str = ""
+DONE = ("passed", "left out")
 
 
 @dataclass
 class Outcome:
-    """What became of a step.
+    """What became of a stage.
 
     Attributes:
-        state: ``"passed"``, ``"failed"``, ``"out of time"`` or ``"left out"``.
+        state: ``"passed"``, ``"failed"``, ``"out of time"``, ``"left out"`` or ``"skipped"``.
+        at: when it began.
         found: what it wrote as JSON.
-        tail: the end of its output.
+        tail: the end of its output, or why there is none.
     """
 
     name: str
     shows: str
-    command: str
+    command: list[str]
     state: str
+    at: str = ""
     seconds: float = 0.0
     found: object = None
     tail: str = field(default="", repr=False)
 
-
-def steps(python: str, quick: bool) -> list[Step]:
-    """All steps; with ``quick`` a tenth of the counts."""
-    part = 10 if quick else 1
-    run = (python, "-m")
-    soak = (*run, "benchmarks.gpu_soak", "--json", "{json}")
-    pool = (*run, "benchmarks.gpu_pool", "--json", "{json}")
-    nccl = "tests/device_comm/cuda/test_nccl_gpu.py"
-    figures = (*run, "benchmarks.gpu", "--json", "{json}", *(["--quick"] if quick else []))
-    found = [
-        Step(
-            "gpu-test", "all tests that need a GPU", ("make", "gpu-test", f"PYTHON={python}"), 590
-        ),
-        Step(
-            "processes",
-            "captured replays and eager calls, ranks as processes",
-            (*soak, *_counts("processes", 10_000 // part)),
-            300,
-        ),
-        Step(
-            "streams",
-            "captured replays and eager calls, ranks on streams of one process",
-            (*soak, *_counts("streams", 100_000 // part)),
-            300,
-        ),
-    ]
-    for tool in ("memcheck", "initcheck", "synccheck"):
-        checker = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
-        command = (*checker, *run, "benchmarks.gpu_soak", *_FEW)
-        found.append(Step(tool, f"compute-sanitizer {tool}", command, 300, "compute-sanitizer"))
-    for dtype in ("float32", "float16"):
-        shows = f"the pool at tp=2 in {dtype}, equal to the CPU, and steps in a graph"
-        found.append(Step(f"pool-{dtype}", shows, (*pool, "--dtype", dtype), 240))
-    profile = ("ncu", "--replay-mode", "app-range", "--profile-from-start", "off")
-    metrics = "gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed"
-    profiled = (*run, "benchmarks.gpu_soak", *_FEW, "--profile")
-    return [
-        *found,
-        Step("nccl", "NCCL alone: a graph, an abort, two ranks on a GPU",
-             (*run, "pytest", "-m", "gpu", "-s", nccl), 300),
-        Step("figures", "times and bandwidths", figures, 590),
-        Step("profile", "the replays under Nsight Compute",
-             (*profile, "--metrics", metrics, *profiled), 300, "ncu"),
-    ]  # fmt: skip
+    @classmethod
+    def of(cls, stage: Stage, state: str, tail: str = "") -> Outcome:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(stage.name, stage.shows, list(stage.command), state, at=now, tail=tail)
 
 
-def _counts(way: str, count: int) -> tuple[str, ...]:
-    return ("--ways", way, "--replays", str(count), "--eager", str(count))
-
-
-def carry_out(step: Step, environment: dict[str, str]) -> Outcome:
-    """Run one step to its end, or to the end of its time; nothing of it stays behind."""
-    if step.tool and shutil.which(step.tool) is None:
-        why = f"{step.tool} is not installed"
-        return Outcome(step.name, step.shows, shlex.join(step.command), "left out", tail=why)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "found.json")
-        command = [word.replace("{json}", str(file)) for word in step.command]
-        began = time.monotonic()
-        with Path(folder, "output").open("w+b") as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
-            try:
-                state = "passed" if process.wait(step.seconds) == 0 else "failed"
-            except subprocess.TimeoutExpired:
-                state = "out of time"
-            finally:
-                _end(process)
+def carry_out(stage: Stage, seconds: float) -> Outcome:
+    """Run one stage for ``seconds`` at most; nothing of it stays, if this is killed neither."""
+    if stage.tool and shutil.which(stage.tool) is None:
+        return Outcome.of(stage, "left out", f"{stage.tool} is not installed")
+    folder = Path(tempfile.mkdtemp(prefix="gpu-stage-"))
+    file = folder / "found.json"
+    words = {"{json}": str(file), "{seconds}": str(int(seconds * WORK))}
+    outcome = Outcome.of(stage, "failed")
+    began = time.monotonic()
+    with (folder / "output").open("w+b") as output:
+        process = subprocess.Popen(
+            [words.get(word, word) for word in stage.command],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **dict(stage.variables), "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+        keeper = subprocess.Popen(
+            [sys.executable, "-S", "-m", "benchmarks.keeper", str(process.pid), str(folder)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            if process.wait(seconds) == 0:
+                outcome.state = "passed"
+        except subprocess.TimeoutExpired:
+            outcome.state = "out of time"
+        finally:
+            _end(process)
+            outcome.seconds = time.monotonic() - began
             output.seek(0)
-            tail = output.read().decode(errors="replace")[-TAIL:]
-        seconds = time.monotonic() - began
-        found = json.loads(file.read_text()) if file.exists() and file.stat().st_size else None
-    return Outcome(step.name, step.shows, shlex.join(step.command), state, seconds, found, tail)
+            outcome.tail = output.read().decode(errors="replace")[-TAIL:]
+            outcome.found = _read(file)
+            keeper.communicate()  # its input ends, and so it removes the folder
+    return outcome
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End all processes of a step's session; it has been waited for, or is out of time."""
+    """End all processes of a stage's session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
+def _read(file: Path) -> object:
+    try:
+        return json.loads(file.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):  # not written, or not to the end
+        return None
+
+
+@dataclass
+class Report:
+    """What is known so far, in two files.
+
+    Attributes:
+        facts: of the machine.
+        out: the files' name, without a suffix.
+        outcomes: by the stage's name.
+    """
+
+    facts: dict[str, object]
+    out: Path
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def resume(self) -> None:
+        """Take over what was found out before, on the same device."""
+        before = _read(self.out.with_suffix(".json"))
+        if isinstance(before, dict) and before["facts"] == self.facts:
+            self.outcomes = {entry["name"]: Outcome(**entry) for entry in before["stages"]}
+
+    def has_passed(self, stage: Stage) -> bool:
+        """Whether this very command has."""
+        outcome = self.outcomes.get(stage.name)
+        return (
+            outcome is not None
+            and outcome.state == "passed"
+            and outcome.command == list(stage.command)
+        )
+
+    def add(self, outcome: Outcome) -> None:
+        """Write it down, at the end: whatever comes next, it is there."""
+        self.outcomes.pop(outcome.name, None)
+        self.outcomes[outcome.name] = outcome
+        entries = [asdict(each) for each in self.outcomes.values()]
+        whole = json.dumps({"facts": self.facts, "stages": entries}, indent=1) + "\n"
+        _replace(self.out.with_suffix(".json"), whole)
+        _replace(self.out.with_suffix(".md"), markdown(self.facts, [*self.outcomes.values()]))
+
+
+def _replace(path: Path, text: str) -> None:
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
 def markdown(facts: dict[str, object], outcomes: Sequence[Outcome]) -> str:
     """The report for people."""
     lines = ["# On a GPU", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
-    lines += ["| step | | seconds | shows |", "|---|---|---|---|"]
+    lines += ["| stage | | seconds | at | shows |", "|---|---|---|---|---|"]
     lines += [
-        f"| {each.name} | {each.state} | {each.seconds:.1f} | {each.shows} |" for each in outcomes
+        f"| {each.name} | {each.state} | {each.seconds:.1f} | {each.at} | {each.shows} |"
+        for each in outcomes
     ]
     for each in outcomes:
-        lines += ["", f"## {each.name}: {each.state}", "", f"`{each.command}`", ""]
+        lines += ["", f"## {each.name}: {each.state}", "", f"`{shlex.join(each.command)}`", ""]
         lines += ["```", each.tail.rstrip(), "```"]
     return "\n".join(lines) + "\n"
 
 
-def report(
-    chosen: Sequence[Step],
-    facts: dict[str, object],
-    out: Path,
+def report_on(
+    chosen: Sequence[Stage],
+    report: Report,
+    seconds: float,
     say: Callable[[str], None],
+    again: Collection[str] = (),
 ) -> int:
-    """Carry out ``chosen`` and write the report after each, so that none is lost."""
-    outcomes: list[Outcome] = []
-    for step in chosen:
-        say(f"{step.name}: {step.shows}, at most {step.seconds:.0f} s")
-        outcomes.append(carry_out(step, dict(os.environ)))
-        say(f"{step.name}: {outcomes[-1].state} after {outcomes[-1].seconds:.1f} s")
-        whole = {"facts": facts, "steps": [asdict(each) for each in outcomes]}
-        out.with_suffix(".json").write_text(json.dumps(whole, indent=1) + "\n")
-        out.with_suffix(".md").write_text(markdown(facts, outcomes))
-    return 0 if all(each.state in ("passed", "left out") for each in outcomes) else 1
+    """Carry out what has not passed yet, and ``again``, in order, in ``seconds`` altogether."""
+    end = time.monotonic() + seconds
+    for stage in chosen:
+        if report.has_passed(stage) and stage.name not in again:
+            say(f"{stage.name}: has passed at {report.outcomes[stage.name].at}")
+            continue
+        limit = min(stage.seconds, end - time.monotonic())
+        if limit < stage.least:
+            why = f"{max(limit, 0):.0f} s are left, and it takes {stage.least:.0f} at least"
+            report.add(Outcome.of(stage, "skipped", why))
+            say(f"{stage.name}: skipped: {why}")
+            continue
+        say(f"{stage.name}: {stage.shows}, at most {limit:.0f} s")
+        report.add(carry_out(stage, limit))
+        outcome = report.outcomes[stage.name]
+        say(f"{stage.name}: {outcome.state} after {outcome.seconds:.1f} s")
+    return 0 if all(report.outcomes[stage.name].state in DONE for stage in chosen) else 1
+
+
+def named(text: str, every: Sequence[Stage], options: argparse.ArgumentParser) -> set[str]:
+    """The names in a list with commas; ends the program if one is unknown."""
+    names = set(filter(None, text.split(",")))
+    unknown = names - {stage.name for stage in every}
+    if unknown:
+        options.error(f"no such stage: {', '.join(sorted(unknown))}")
+    return names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = argparse.ArgumentParser(prog="python -m benchmarks.gpu_report", description=__doc__)
+    options = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     options.add_argument("--out", type=Path, default=Path("gpu-report"), help="without a suffix")
-    options.add_argument("--only", default="", help="names of steps, with commas between them")
-    options.add_argument("--quick", action="store_true", help="a tenth of the counts")
-    options.add_argument("--list", action="store_true", help="name the steps, and end")
+    options.add_argument("--minutes", type=float, default=60.0, help="for all stages (default 60)")
+    options.add_argument("--only", default="", help="names of stages, with commas between them")
+    options.add_argument("--again", default="", help="stages to repeat though they have passed")
+    options.add_argument("--list", action="store_true", help="name the stages, and end")
     arguments = options.parse_args(argv)
-    every = steps(sys.executable, arguments.quick)
+    every = stages(sys.executable)
     if arguments.list:
-        for step in every:
-            print(f"{step.name:14} {step.seconds:5.0f} s  {step.shows}")
+        for stage in every:
+            print(f"{stage.name:16} {stage.seconds:5.0f} s  {stage.shows}")
         return 0
-    wanted = arguments.only.split(",") if arguments.only else [step.name for step in every]
-    unknown = set(wanted) - {step.name for step in every}
-    if unknown:
-        options.error(f"no such step: {', '.join(sorted(unknown))}")
-    missing = require_gpu()
-    if missing:
-        print(f"benchmarks.gpu_report: error: {missing}", file=sys.stderr)
+    wanted = named(arguments.only, every, options) or {stage.name for stage in every}
+    again = named(arguments.again, every, options)
+    run_side_by_side()
+    keep_out_of_mps()
+    asked = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_world", "--facts"],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=LOOK_SECONDS,
+    )
+    if asked.returncode:
+        print(f"benchmarks.gpu_report: error: {asked.stderr.strip()}", file=sys.stderr)
         return 2
-    facts = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **device_facts()}
-    chosen = [step for step in every if step.name in wanted]
+    report = Report(json.loads(asked.stdout), arguments.out)
+    report.resume()
+    chosen = [stage for stage in every if stage.name in wanted]
 
     def say(text: str) -> None:
         print(text, flush=True)
 
-    return report(chosen, facts, arguments.out, say)
+    return report_on(chosen, report, arguments.minutes * 60, say, again)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 As processes, ranks that share a device take turns on it, some milliseconds each, unless NVIDIA's
 MPS runs. As threads their kernels truly run side by side, which is what kernel timings need.
 
-    python -m benchmarks.gpu_world     say what is missing to run anything on a GPU, if it is
+    python -m benchmarks.gpu_world [--facts]    say what is missing to run anything on a GPU, if it
+                                                is; with --facts, print what the device is
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import multiprocessing
 import os
 import shutil
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
 Body = Callable[..., Any]
 WAYS = ("streams", "processes")
 OTHERS = ("NCCL", "torch's NCCL", "symmetric memory")
+WORLD_SECONDS = 8.0
+"""Seconds in which the ranks of a world come to be, and go, as a rule."""
 _SET_UP = 60.0
 
 
@@ -79,6 +84,11 @@ class Rank:
                 for _ in range(times):
                     call()
         return graph
+
+    def least(self, value: int) -> int:
+        """The least ``value`` of all ranks."""
+        rows = self.swap(value.to_bytes(8, "little"))
+        return min(int.from_bytes(row, "little") for row in rows)
 
     def meet(self) -> None:
         """Wait on the host until every rank is here and its stream is idle."""
@@ -372,10 +382,16 @@ def _device_works() -> bool:
 
 
 def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--facts", action="store_true", help="print what the device is")
+    arguments = options.parse_args()
     missing = require_gpu()
     if missing:
         print(missing, file=sys.stderr)
-    return 2 if missing else 0
+        return 2
+    if arguments.facts:
+        print(json.dumps(device_facts()))
+    return 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from benchmarks.gpu_fit import fits
 from benchmarks.gpu_pace import Pace
+from device_comm import ReduceOp
 from shm_broadcast import Board, BoardHandle, GroupAbortedError, GroupTimeoutError, PeerLostError
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
@@ -30,6 +32,9 @@ pytestmark = pytest.mark.gpu
 
 SIZES = [1, 1000, 40_001, 300_000, 3_000_000]
 """Numbers: in packets, in one shot, in two shots, and more than the staging holds."""
+
+PLAY_SECONDS = 60.0
+"""For all replays of a test, of which it does as many as fit."""
 
 SOME = [torch.float32, torch.bfloat16, torch.int64]
 
@@ -96,16 +101,23 @@ def capture_and_replay(
             graphs = [Captured(comm, numel, stream) for numel in SIZES[::2]]
         with comm.graph_capture():
             graphs += [Captured(comm, numel, stream) for numel in SIZES[1::2]]
-        for turn in range(turns):
-            for each in graphs:
-                each.give(turn)
-                each.graph.replay()
-            if turn % 10 == 0:
-                total = comm.all_reduce(eager)
+
+        def play(numbers: range) -> None:
+            for turn in numbers:
                 for each in graphs:
-                    each.check(turn)
-                assert total[0] == n * (n - 1) // 2
-        comm.flush()
+                    each.give(turn)
+                    each.graph.replay()
+                if turn % 10 == 0:
+                    total = comm.all_reduce(eager)
+                    for each in graphs:
+                        each.check(turn)
+                    assert total[0] == n * (n - 1) // 2
+            comm.flush()
+
+        began = time.monotonic()
+        play(range(20))
+        fitting = fits(turns, 20, time.monotonic() - began, PLAY_SECONDS)
+        play(range(20, int(comm.all_reduce(torch.tensor([fitting]).cuda(), op=ReduceOp.MIN))))
         return ipc_of(comm).reasons
 
 
