@@ -17,6 +17,7 @@ BUNDLED        = $(abspath $(wildcard $(BUNDLE)/$(shell $(GPU_PYTHON) -c \
                    'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)/site))
 GPU_RUN        = $(if $(BUNDLED),PYTHONPATH=$(BUNDLED)) $(GPU_PYTHON)
 MINUTES       := 30
+OPTIONS       :=
 
 TEST_FILES_AT_ONCE := 3
 
@@ -74,7 +75,7 @@ gpu-test: gpu-ready
 
 # All checks and figures, the most telling first, in so many minutes; once more: what is not done yet.
 gpu-report: gpu-ready
-	$(GPU_RUN) -m benchmarks.gpu_report --minutes $(MINUTES)
+	$(GPU_RUN) -m benchmarks.gpu_report --minutes $(MINUTES) $(OPTIONS)
 
 # Pools on a Ray cluster of two nodes, which are processes of this machine.
 ray-test: $(STAMP)
