@@ -66,8 +66,9 @@ gpu-bundle: $(if $(GIVEN),,$(STAMP))
 	rm -r $(folder)/wheels $(folder)/objects
 
 gpu-ready: $(if $(GIVEN),,$(STAMP))
+	$(if $(BUNDLED),cp -R $(BUNDLED)/../built/. .)
 	@$(GPU_RUN) -m benchmarks.gpu_world
-	$(if $(BUNDLED),cp -R $(BUNDLED)/../built/. .,$(if $(GIVEN),-$(PYTHON) setup.py -q build_ext --inplace))
+	$(if $(BUNDLED),,$(if $(GIVEN),-$(PYTHON) setup.py -q build_ext --inplace))
 
 # All tests that need a CUDA device: make gpu-test, or make gpu-test PYTHON=python3
 gpu-test: gpu-ready
