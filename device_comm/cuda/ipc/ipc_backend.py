@@ -258,6 +258,8 @@ class IpcBackend(Backend):
         place = self._order.look()
         launches = self._launches(operation, protocol, captured=place.captured)
         if place.captured:
+            message = operation.source if operation.verb == "send" else operation.output
+            self._registry.note_message(operation.verb, operation.peer, message.nbytes)
             for launch in launches:
                 launch(place.stream)
             return None

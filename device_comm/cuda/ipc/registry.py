@@ -8,8 +8,8 @@ that, so graphs may be replayed any number of times and in any order.
 
 If torch's memory cannot be shared, all ranks capture collectives that go through the staging
 buffers, as eager ones do; `Registry.reasons` says why. The same happens when tables run out. If
-ranks have captured different collectives, they raise `DivergenceError` at the end of the capture:
-their graphs must not be replayed.
+ranks have captured different collectives, or a message without its other end, they raise
+`DivergenceError` at the end of the capture: their graphs must not be replayed.
 
 Before each capture the ranks tell each other what has been freed of the memory that they captured
 before, and unmap it: so graphs may be captured anew as often as one likes. Tables are not used
@@ -62,11 +62,15 @@ class _Account(msgspec.Struct, frozen=True, array_like=True):
         problem: why its graphs cannot be used; ``""`` if they can.
         events: a description of each captured collective, in order; says if it was staged.
         memory: the captured input of each collective that has a table.
+        sent: the bytes of each captured send, in order, by the rank that it goes to.
+        received: those of each captured receive, by the rank that it comes from.
     """
 
     problem: str
-    events: list[str]
-    memory: list[Shared]
+    events: list[str] = []
+    memory: list[Shared] = []
+    sent: dict[int, list[int]] = {}
+    received: dict[int, list[int]] = {}
 
 
 class _Reserved(NamedTuple):
@@ -100,6 +104,8 @@ class Registry:
         self._direct = False
         self._events: list[str] = []
         self._reserved: list[_Reserved] = []
+        self._sent: dict[int, list[int]] = {}
+        self._received: dict[int, list[int]] = {}
         self.reasons: list[str] = []
 
     def begin(self) -> None:
@@ -125,6 +131,13 @@ class Registry:
         self._note(refused)
         self._open = True
         self._events, self._reserved = [], []
+        self._sent, self._received = {}, {}
+
+    def note_message(self, verb: str, peer: int, size: int) -> None:
+        """Note a captured ``send`` or ``recv`` of ``size`` bytes."""
+        if self._open:
+            messages = self._sent if verb == "send" else self._received
+            messages.setdefault(peer, []).append(size)
 
     def reserve(self, operation: str, source: int) -> int:
         """The address of a table for a collective that is being captured; 0: use the staging.
@@ -158,7 +171,8 @@ class Registry:
             failed: whether the capture has raised here, so that its graphs are not used.
 
         Raises:
-            DivergenceError: ranks captured different collectives, or the capture failed on one.
+            DivergenceError: ranks captured different collectives, or a message without its other
+                end, or the capture failed on one.
             IpcUnavailableError: a rank cannot map the captured memory.
         """
         self._open = False
@@ -171,6 +185,7 @@ class Registry:
             return
         for rank, other in enumerate(accounts):
             _compare(rank, account, other)
+            _compare_messages(self._rank, account, rank, other)
         agree(self._swap, lambda: self._fill(accounts))
 
     def close(self) -> None:
@@ -180,12 +195,12 @@ class Registry:
 
     def _account(self, failed: bool) -> _Account:
         if failed:
-            return _Account(_FAILED, [], [])
+            return _Account(_FAILED)
         try:
             memory = [self._mappings.share(each.source) for each in self._reserved]
         except NotShareableError as error:
-            return _Account(str(error), [], [])
-        return _Account("", self._events, memory)
+            return _Account(str(error))
+        return _Account("", self._events, memory, self._sent, self._received)
 
     def _fill(self, accounts: list[_Account]) -> bytes:
         rows = []
@@ -217,3 +232,13 @@ def _compare(rank: int, ours: _Account, theirs: _Account) -> None:
     pairs = zip([*ours.events, "nothing"], [*theirs.events, "nothing"], strict=False)
     here, there = next((a, b) for a, b in pairs if a != b)
     raise DivergenceError(rank, here, there)
+
+
+def _compare_messages(here: int, ours: _Account, there: int, theirs: _Account) -> None:
+    """Require that what either has captured to send, the other has captured to receive."""
+    sent, taken = ours.sent.get(there, []), theirs.received.get(here, [])
+    if sent != taken:
+        raise DivergenceError(there, f"sends of {sent} bytes", f"receives of {taken} bytes")
+    sent, taken = theirs.sent.get(here, []), ours.received.get(there, [])
+    if sent != taken:
+        raise DivergenceError(there, f"receives of {taken} bytes", f"sends of {sent} bytes")
