@@ -5,7 +5,7 @@ through these regions; in graphs they read large inputs directly. Ranks may be p
 with a device each or several on one device. Reductions run in rank order, so results are bitwise
 equal on all ranks.
 
-Device memory per rank, with n ranks, by default: ``16 MiB + 2.25 n MiB``, and 4 MiB more once
+Device memory per rank, with n ranks, by default: ``16 MiB + 3.25 n MiB``, and 4 MiB more once
 graphs are captured.
 """
 
@@ -58,7 +58,8 @@ class IpcBackend(Backend):
     - A kernel waits for a peer as long as the call's timeout. An error is raised by the next call,
       by `barrier` or by `flush`; results until then are undefined.
     - `isend` and `irecv` run on side streams, so the current stream does not wait for the peer. In
-      a capture they run on the captured stream.
+      a capture they run on the captured stream, and on channels of their own: a message that one
+      rank captures the other has to capture, too.
     - Calls may be captured in CUDA graphs: see `graph_capture`.
 
     Attributes:
@@ -187,7 +188,8 @@ class IpcBackend(Backend):
         Collective: yes, every member.
 
         Raises:
-            DivergenceError: ranks have captured different collectives; do not replay them.
+            DivergenceError: ranks have captured different collectives, or a message without its
+                other end; do not replay them.
             IpcUnavailableError: a rank cannot map the captured memory; do not replay the graphs.
         """
         self._registry.begin()
@@ -292,7 +294,7 @@ class IpcBackend(Backend):
         usual = operation.timeout == self.timeout
         if usual and not captured:
             return self._prepared.launches(operation, protocol)
-        launches, direct = recipe(operation, self.world_size, protocol)
+        launches, direct = recipe(operation, self.world_size, protocol, captured=captured)
         table = 0
         if captured and direct is not None:
             what = f"{operation.verb} of {direct.nbytes} bytes of {direct.dtype}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from device_comm.cuda.launches.abi import CAPTURED, MESSAGES
 from device_comm.cuda.launches.launch import Protocol
 
 if TYPE_CHECKING:
@@ -28,17 +29,21 @@ class Recipe(NamedTuple):
     direct: Tensor | None = None
 
 
-def recipe(operation: Operation, world_size: int, protocol: Protocol) -> Recipe:
+def recipe(
+    operation: Operation, world_size: int, protocol: Protocol, *, captured: bool = False
+) -> Recipe:
     """How to carry out an operation.
 
     Args:
         operation: the operation; if it reduces, there must be a kernel for its dtype.
         world_size: the number of ranks.
         protocol: the protocol of an all-reduce.
+        captured: whether it is part of a graph.
     """
     source, output = operation.source, operation.output
     given, taken, size = source.data_ptr(), output.data_ptr(), source.nbytes
     dtype, op, peer = source.dtype, operation.op, operation.peer
+    messages = CAPTURED if captured else MESSAGES
     match operation.verb:
         case "all_reduce":
             from_table = protocol is Protocol.TWO_SHOT or (
@@ -80,9 +85,9 @@ def recipe(operation: Operation, world_size: int, protocol: Protocol) -> Recipe:
         case "scatter":
             return Recipe(lambda plan, _: plan.scatter(taken, given, output.nbytes, peer))
         case "send":
-            return Recipe(lambda plan, _: plan.send(given, size, peer))
+            return Recipe(lambda plan, _: plan.send(given, size, peer, messages))
         case "recv":
-            return Recipe(lambda plan, _: plan.recv(taken, output.nbytes, peer))
+            return Recipe(lambda plan, _: plan.recv(taken, output.nbytes, peer, messages))
         case _:
             return Recipe(lambda plan, _: plan.barrier())
 

@@ -100,4 +100,13 @@ DEVICE void copy_all(u32 count, Share share, Get get) {
     }
 }
 
+/* Fills the results of an operation that was given up, in floats of any size with what is no number:
+ * whoever uses them all the same gets nothing that looks right. */
+RARELY void poison(const Job &job, Share share) {
+    ROLLED for (u32 r = 0; r < MAX_RANKS; r++)
+        ROLLED for (u64 cell = share.first; cell * CELL < job.takes[r].size; cell += share.step)
+            ROLLED for (u64 at = cell * CELL; at < least((cell + 1) * CELL, job.takes[r].size); at++)
+                job.takes[r].address[at] = static_cast<char>(0xff);
+}
+
 #endif

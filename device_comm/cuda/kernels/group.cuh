@@ -8,7 +8,7 @@ constexpr u32 MAX_RANKS = 8;
 constexpr u32 MAX_BLOCKS = 64;
 constexpr u32 MAX_THREADS = 512;
 constexpr u32 MAX_LANES = 32;
-constexpr u32 CHANNEL_SETS = 2;
+constexpr u32 CHANNEL_SETS = 3;
 
 constexpr u64 REGION_ABORT = 0;
 constexpr u64 REGION_CLAIMED = 64;

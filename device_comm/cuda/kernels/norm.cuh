@@ -66,7 +66,10 @@ DEVICE void all_reduce_norm(const Job &job) {
             squares = Total<Number>(sum).add_squares(squares);
         }
         sums.of_threads[thread()] = squares;
-        if (!all_of_block(whole)) break;
+        if (!all_of_block(whole)) {
+            poison(job, share_of_block());
+            break;
+        }
         const float mean = quotient_of(total_of_block(sums), row_numbers);
         const float factor = quotient_of(1, root_of(sum_of(mean, job.epsilon)));
         for (u64 cell = begin + thread(); cell < end; cell += threads()) {

@@ -157,7 +157,10 @@ DEVICE void all_reduce_packets(const Job &job) {
         const u64 at = cell * CELL, size = least(from.size - at, CELL);
         const Vector mine = load_cell<Number>(from.address + at, size);
         Total<Number> total(mine);
-        if (!pull_total(job, packets, cell, mine, total)) break;
+        if (!pull_total(job, packets, cell, mine, total)) {
+            poison(job, share);
+            break;
+        }
         store_cell<Number>(to.address + at, total.result(job.op, group.world_size), size);
     }
     packets.finish();

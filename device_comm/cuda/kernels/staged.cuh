@@ -71,13 +71,15 @@ DEVICE void move(const Job &job) {
     if (is_idle(job.group)) return;
     Meeting meeting(job.group);
     stage(job, meeting);
-    if (meeting.meet(PHASE_START)) {
+    bool whole = meeting.meet(PHASE_START);
+    if (whole) {
         copy_all(job.group.world_size, share_of_grid(), [&](u32 k) -> Copy {
             u32 r = rank_after(job.group, k + 1);
             return {job.takes[r].address, source(job, meeting, r), job.takes[r].size};
         });
-        if (job.table) meeting.meet(PHASE_END);
+        if (job.table) whole = meeting.meet(PHASE_END);
     }
+    if (!whole) poison(job, share_of_grid());
     meeting.finish();
 }
 
@@ -86,10 +88,12 @@ DEVICE void reduce(const Job &job) {
     if (is_idle(job.group)) return;
     Meeting meeting(job.group);
     stage(job, meeting);
-    if (meeting.meet(PHASE_START)) {
+    bool whole = meeting.meet(PHASE_START);
+    if (whole) {
         reduce_cells<Number>(job, meeting, job.takes[0], nullptr);
-        if (job.table) meeting.meet(PHASE_END);
+        if (job.table) whole = meeting.meet(PHASE_END);
     }
+    if (!whole) poison(job, share_of_grid());
     meeting.finish();
 }
 
@@ -101,16 +105,19 @@ DEVICE void all_reduce(const Job &job) {
     const u32 rank = job.group.rank;
     Meeting meeting(job.group);
     stage(job, meeting);
-    if (meeting.meet(PHASE_START)) {
+    bool whole = meeting.meet(PHASE_START);
+    if (whole) {
         char *shared = meeting.staging(rank) + rank * job.piece;
         reduce_cells<Number>(job, meeting, job.takes[rank], shared);
-        if (meeting.meet(PHASE_END))
+        whole = meeting.meet(PHASE_END);
+        if (whole)
             copy_all(job.group.world_size - 1, share_of_grid(), [&](u32 k) -> Copy {
                 u32 r = rank_after(job.group, k + 1);
                 const char *part = meeting.staging(r) + r * job.piece;
                 return {job.takes[r].address, part, job.takes[r].size};
             });
     }
+    if (!whole) poison(job, share_of_grid());
     meeting.finish();
 }
 

@@ -123,7 +123,8 @@ DEVICE void transfer(const Job &job) {
         bool ready = line.pending() && line.ready();
         bool failed = line.pending() && !ready && !line.waits_on();
         if (thread() < MAX_LINES) copies.of[thread()] = ready ? line.chunk() : Copy{};
-        if (any_of_block(failed) || !any_of_block(line.pending())) return;
+        if (any_of_block(failed)) return poison(job, share_of_block());
+        if (!any_of_block(line.pending())) return;
         ROLLED for (u32 index = 0; index < MAX_LINES; index++)
             copy(copies.of[index], share_of_block());
         sync_block();

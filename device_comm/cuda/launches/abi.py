@@ -12,9 +12,9 @@ Region, one for each rank, zeroed before anybody else maps it
     192   | epoch u64 | tickets u32: of kernels that send packets    |  a line
     256   | flags u64 [MAX_BLOCKS][MAX_RANKS]: rank r writes [*][r]  |
     4352  | words u64 [CHANNEL_SETS][4][MAX_RANKS][MAX_LANES]        |
-    20736 | staging of even epochs, of odd epochs                    |  2 staging_bytes
+    28928 | staging of even epochs, of odd epochs                    |  2 staging_bytes
           | packets [epoch % 2][from rank][half of a cell][cell]     |  4 n packet_bytes
-          | channels [CHANNEL_SETS][from rank], of slots [lane][2]   |  2 n channel_bytes
+          | channels [CHANNEL_SETS][from rank], of slots [lane][2]   |  3 n channel_bytes
 
 Control block, one for each rank, in pinned host memory that kernels see
 -------------------------------------------------------------------------
@@ -53,11 +53,13 @@ MAX_LANES: Final = 32
 ALIGN: Final = 16
 """Bytes of one memory access; everything in a region is aligned to it."""
 
-CHANNEL_SETS: Final = 2
+CHANNEL_SETS: Final = 3
 MESSAGES: Final = 0
 """The set of channels that ``send`` and ``recv`` use."""
 EXCHANGES: Final = 1
 """The set of channels that collectives use: in one set, their data could be taken for messages."""
+CAPTURED: Final = 2
+"""The set of ``send`` and ``recv`` in graphs, which may be replayed beside other messages."""
 
 REGION_ABORT: Final = 0
 REGION_CLAIMED: Final = 64
@@ -181,7 +183,7 @@ class RegionLayout:
 
     @property
     def size(self) -> int:
-        """Bytes of a region: ``20736 + 2 staging_bytes + n (4 packet_bytes + 2 channel_bytes)``."""
+        """Bytes of a region: ``28928 + 2 staging_bytes + n (4 packet_bytes + 3 channel_bytes)``."""
         return self.channels + CHANNEL_SETS * self.world_size * self.channel_bytes
 
     def slot_bytes(self, lanes: int) -> int:
@@ -258,7 +260,7 @@ class KernelJob(NamedTuple):
         offset: the offset of this rank's part in a source or staging buffer.
         piece: the distance between two ranks' parts in a staging buffer, in bytes.
         op: the reduction.
-        channel_set: `MESSAGES` or `EXCHANGES`.
+        channel_set: `MESSAGES`, `EXCHANGES` or `CAPTURED`.
         epsilon: what a norm adds to the mean of squares.
     """
 

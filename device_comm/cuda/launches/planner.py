@@ -45,6 +45,7 @@ class Planner:
         lanes = {
             abi.MESSAGES: limits.lanes,
             abi.EXCHANGES: min(limits.max_blocks, abi.MAX_LANES),
+            abi.CAPTURED: limits.lanes,
         }
         self._lanes = lanes
         self._slots = {which: group.layout.slot_bytes(lanes[which]) for which in lanes}
@@ -288,13 +289,17 @@ class Planner:
         takes = pieces.cut(output, output_sizes)
         return self._transfer(puts, takes, abi.EXCHANGES)
 
-    def send(self, source: int, size: int, peer: int) -> list[KernelLaunch]:
+    def send(
+        self, source: int, size: int, peer: int, channel_set: int = abi.MESSAGES
+    ) -> list[KernelLaunch]:
         """Send to ``peer``. Ends when all data is in the channel or received; see `sends_ahead`."""
-        return self._transfer(self._only(peer, Span(source, size)), (), abi.MESSAGES)
+        return self._transfer(self._only(peer, Span(source, size)), (), channel_set)
 
-    def recv(self, output: int, size: int, peer: int) -> list[KernelLaunch]:
-        """Receive the next message from ``peer``, which must have the same size."""
-        return self._transfer((), self._only(peer, Span(output, size)), abi.MESSAGES)
+    def recv(
+        self, output: int, size: int, peer: int, channel_set: int = abi.MESSAGES
+    ) -> list[KernelLaunch]:
+        """Receive the next message from ``peer``, which must have the same size and set."""
+        return self._transfer((), self._only(peer, Span(output, size)), channel_set)
 
     def sends_ahead(self, size: int) -> bool:
         """Whether a send of ``size`` bytes into an empty channel ends before its receive begins."""

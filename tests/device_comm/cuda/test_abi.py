@@ -60,9 +60,9 @@ def test_kernels_say_the_same(emulation_library: Path) -> None:
 
 def test_a_region_is_as_long_as_its_formula_says() -> None:
     layout = RegionLayout(3, staging_bytes=4096, packet_bytes=512, channel_bytes=1024)
-    assert layout.packets == 20736 + 2 * 4096
+    assert layout.packets == 28928 + 2 * 4096
     assert layout.channels == layout.packets + 4 * 3 * 512
-    assert layout.size == 20736 + 2 * 4096 + 3 * (4 * 512 + 2 * 1024)
+    assert layout.size == 28928 + 2 * 4096 + 3 * (4 * 512 + 3 * 1024)
 
 
 def test_lanes_share_a_channel() -> None:
@@ -104,7 +104,7 @@ def test_a_job_as_it_lies_in_memory() -> None:
         (Span(1, 2),), (Span(3, 4), Span(5, 6)), 0x4000, 48, 16, ReduceOp.MAX, abi.EXCHANGES, 0.5
     )
     expected = struct.pack("<8Q", 0x1000, 0x2000, *(0,) * 6)
-    expected += struct.pack("<8Q4I", 0x3000, 7, 64, 20864, 16, 20992, 208, 32, 1, 2, 3, 0)
+    expected += struct.pack("<8Q4I", 0x3000, 7, 64, 29056, 16, 29184, 208, 32, 1, 2, 3, 0)
     expected += struct.pack("<QQQIIfI", 0x4000, 48, 16, 3, 1, 0.5, 0)
     expected += struct.pack("<16Q", 1, 2, *(0,) * 14) + struct.pack("<16Q", 3, 4, 5, 6, *(0,) * 12)
     assert job.pack(group.pack(3)) == expected

@@ -141,6 +141,31 @@ def test_memory_of_graphs_that_are_gone_does_not_stay_mapped(
     assert mapped == [[4] * 5] * 3, "the regions of two peers, and what two have captured last"
 
 
+def message_beside(rank: int, n: int, library: str, path: str, board: BoardHandle) -> list[float]:
+    """A message is under way, and waits for its receiver, while a graph sends another one."""
+    driver = HostDriver(library)
+    with make_ipc(rank, n, library, path, board, driver) as comm:
+        captured = driver.tensor((100_000,), torch.float32)
+        with comm.graph_capture(), driver.capture() as graph:
+            comm.send(captured, 1) if rank == 0 else comm.recv(out=captured, src=0)
+        if rank == 0:
+            captured.fill_(3)
+            work = comm.isend(torch.full((200_000,), 7.0), 1)
+            graph.replay()
+            work.wait()
+            comm.flush()
+            return []
+        graph.replay()
+        other = comm.recv((200_000,), torch.float32, 0)
+        return [*captured.unique().tolist(), *other.unique().tolist()]
+
+
+def test_a_captured_message_goes_beside_others(emulation_library: str, store_path: str) -> None:
+    with Board.create(2, None) as board:
+        found = run_ranks(2, message_beside, str(emulation_library), store_path, board.handle())
+    assert found[1] == [3.0, 7.0]
+
+
 def decode(comm: Communicator, graph: HostGraph) -> None:
     while True:
         graph.replay()

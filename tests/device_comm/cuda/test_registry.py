@@ -119,6 +119,36 @@ def test_a_failed_capture_is_forgotten() -> None:
     assert on_threads(2, body) == [tuple(each.x.data_ptr() for each in ranks)] * 2
 
 
+@pytest.mark.parametrize(
+    ("of_rank_0", "of_rank_1", "said"),
+    [
+        ([("send", 4)], [], "sends of [4] bytes where this rank issued receives of [] bytes"),
+        ([("recv", 4)], [("send", 8)], "receives of [4] bytes where this rank issued sends of [8]"),
+        ([("send", 4), ("send", 8)], [("recv", 8), ("recv", 4)], "sends of [4, 8] bytes where"),
+    ],
+)
+def test_messages_without_their_other_ends_are_refused(
+    of_rank_0: list[tuple[str, int]], of_rank_1: list[tuple[str, int]], said: str
+) -> None:
+    ranks = two()
+
+    def body(rank: int) -> str:
+        registry = ranks[rank].registry
+        registry.begin()
+        for verb, size in (of_rank_0, of_rank_1)[rank]:
+            registry.note_message(verb, 1 - rank, size)
+        with pytest.raises(DivergenceError) as caught:
+            registry.finish()
+        registry.begin()
+        registry.note_message(("send", "recv")[rank], 1 - rank, 4)
+        registry.finish()
+        return str(caught.value)
+
+    first, second = on_threads(2, body)
+    assert first.startswith("rank 1 issued ")
+    assert second.startswith(f"rank 0 issued {said}")
+
+
 def test_memory_that_is_gone_at_the_end_of_the_capture() -> None:
     ranks = two()
 
