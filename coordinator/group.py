@@ -267,7 +267,8 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
         Capture on the context's stream: ``torch.cuda.graph(graph, stream=context.stream)``. At the
         end of the context, the members exchange the addresses of the memory that they have
         captured. After that the graphs can be replayed, until the group is closed: by all members
-        in the same order, and on a stream that is ordered with the group's other calls.
+        in the same order, and on a stream that is ordered with the group's other calls. Replays
+        raise nothing: `check` does.
 
         Collective: yes, every member.
 
@@ -275,7 +276,8 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
             graph_capture_context: the context of another group, to capture on the same stream.
 
         Raises:
-            DivergenceError: members have captured different collectives; do not replay them.
+            DivergenceError: members have captured different collectives, or a message whose other
+                end is not captured; do not replay them.
         """
         with ExitStack() as captures:
             context = captures.enter_context(

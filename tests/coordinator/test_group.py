@@ -268,6 +268,7 @@ def one_aborts(rank: int, n: int, path: str) -> float:
     init_gloo(rank, n, path)
     group = GroupCoordinator([[0, 1]], rank, "gloo", True, False, "tp")
     store = dist.FileStore(f"{path}-beside", n)
+    group.check()
     if rank == 1:
         until(lambda: "recv" in group.status()[0].operation)
         store.set("aborted", repr(time.monotonic()))
@@ -276,7 +277,11 @@ def one_aborts(rank: int, n: int, path: str) -> float:
         group.recv_object(1 - rank)
     ended = time.monotonic()
     assert caught.value.failure.rank == 1
+    with pytest.raises(GroupAbortedError, match=r"tp check.*KeyError: 'lost weights'"):
+        group.check()
     group.close()
+    with pytest.raises(GroupClosedError):
+        group.check()
     return ended - float(store.get("aborted"))
 
 
