@@ -87,14 +87,14 @@ MEETINGS = (
     Mutant(
         "K tables: nobody reads a reduced source when the kernel has ended",
         f"{_KERNELS}/staged.cuh",
-        "nullptr);\n        if (job.table) meeting.meet(PHASE_END);",
+        "nullptr);\n        if (job.table) whole = meeting.meet(PHASE_END);",
         "nullptr);",
         _TABLES,
     ),
     Mutant(
         "K tables: nobody reads a moved source when the kernel has ended",
         f"{_KERNELS}/staged.cuh",
-        "        });\n        if (job.table) meeting.meet(PHASE_END);",
+        "        });\n        if (job.table) whole = meeting.meet(PHASE_END);",
         "        });",
         _TABLES,
     ),
@@ -281,10 +281,24 @@ PACKETS = (
 
 NORMS = (
     Mutant(
+        "K faults: what is not reduced is no number",
+        f"{_KERNELS}/cells.cuh",
+        "job.takes[r].address[at] = static_cast<char>(0xff);",
+        ";",
+        (f"{_CUDA}/test_kernel_faults.py::test_a_rank_that_does_not_come_is_named",),
+    ),
+    Mutant(
+        "K faults: what was not received is no number",
+        f"{_KERNELS}/transfer.cuh",
+        "if (any_of_block(failed)) return poison(job, share_of_block());",
+        "if (any_of_block(failed)) return;",
+        (f"{_CUDA}/test_kernel_faults.py::test_a_rank_that_does_not_come_is_named",),
+    ),
+    Mutant(
         "K norms: all threads have squared their numbers",
         f"{_KERNELS}/norm.cuh",
-        "if (!all_of_block(whole)) break;",
-        "if (!whole) break;",
+        "if (!all_of_block(whole)) {",
+        "if (!whole) {",
         _RACES,
     ),
     Mutant(
