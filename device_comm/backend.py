@@ -223,6 +223,10 @@ class Backend(ABC):
         """
         self.watch.check(self.identity.operation("check"))
 
+    def norms(self, x: Tensor, weight: Tensor) -> bool:  # noqa: ARG002 - some depend on them
+        """Whether an all-reduce of ``x`` may have a `Norm` with this weight; alike on all ranks."""
+        return False
+
     def goes_ahead(self, peer: int, size: int) -> bool:  # noqa: ARG002 - some depend on them
         """Whether a send of ``size`` bytes to ``peer`` would be done before its recv is called."""
         return self.capabilities.sends_ahead or self.capabilities.stream_ordered

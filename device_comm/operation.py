@@ -23,6 +23,7 @@ Where an entry does not apply, the tensor is `NO_TENSOR`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -62,6 +63,24 @@ NO_TENSOR: Final = torch.empty(0)
 """The source of a rank that has no input, or the output of one that gets no result."""
 
 
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """What an all-reduce goes on with, if its backend `norms`: ``kept = residual + sum``, and
+    ``output = rms_norm(kept) * weight``. All are contiguous, of the source's dtype.
+
+    Attributes:
+        residual: of the source's shape; the same on all ranks.
+        weight: one row, the last dimension of the source; the same on all ranks.
+        kept: of the source's shape.
+        epsilon: what is added to the mean of a row's squares.
+    """
+
+    residual: Tensor
+    weight: Tensor
+    kept: Tensor
+    epsilon: float
+
+
 class Operation:
     """One rank's part in one operation of its group. It keeps its tensors alive.
 
@@ -83,6 +102,7 @@ class Operation:
             sequence ends the series. Any thread may call it.
         ended: of an operation in the background: to be told of its end by a backend that knows of
             it before somebody waits.
+        norm: what an all-reduce goes on with; None: its output is the sum.
     """
 
     __slots__ = (
@@ -90,6 +110,7 @@ class Operation:
         "ended",
         "following",
         "name",
+        "norm",
         "op",
         "output",
         "output_sizes",
@@ -114,6 +135,7 @@ class Operation:
         name: str = "",
         following: Callable[[], Sequence[Tensor]] | None = None,
         ended: Ended | None = None,
+        norm: Norm | None = None,
     ) -> None:
         """Make an operation. Communicators set ``name``, and ``timeout`` if the caller gave none.
 
@@ -132,6 +154,7 @@ class Operation:
         self.name = name
         self.following = following
         self.ended = ended
+        self.norm = norm
 
     @property
     def deadline(self) -> Deadline:

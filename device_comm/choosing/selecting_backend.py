@@ -17,6 +17,7 @@ from device_comm.backend import Backend, Capabilities
 from device_comm.choice import Explanation
 from device_comm.choosing.selection import size_of
 from device_comm.operation import REDUCTIONS
+from device_comm.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from device_comm.choosing.selection import Selection
     from device_comm.operation import Operation
-    from device_comm.reduce_op import ReduceOp
     from device_comm.work import Pending
     from shm_broadcast.deadline import Deadline
 
@@ -108,6 +108,11 @@ class SelectingBackend(Backend):
         """Check all backends."""
         for backend in self._backends:
             backend.check()
+
+    def norms(self, x: Tensor, weight: Tensor) -> bool:
+        """As the backend that is chosen for the sum of ``x``."""
+        chosen = self._chosen("all_reduce", x.nbytes, (ReduceOp.SUM, x.dtype))
+        return chosen.norms(x, weight)
 
     def goes_ahead(self, peer: int, size: int) -> bool:
         """As the backend that is chosen for a send of ``size`` bytes."""

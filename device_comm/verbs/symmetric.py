@@ -10,6 +10,7 @@ from device_comm.operation import Operation
 from device_comm.reduce_op import ReduceOp, check_reduction
 from device_comm.verbs.arrange import landing, landing_pieces, pieces_first, plain, resized
 from device_comm.verbs.checks import check_dim, check_out, check_tensor, equal_share
+from device_comm.verbs.reduce_norm import reduce_and_norm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,6 +123,43 @@ class SymmetricVerbs:
     ) -> Any:
         """`all_reduce` into ``x``. Collective: yes, every member. Returns ``x``."""
         return self.all_reduce(x, op=op, out=x, async_op=async_op, timeout=timeout)
+
+    def all_reduce_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        epsilon: float = 1e-6,
+        *,
+        timeout: Timeout = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Sum ``x`` over all ranks, add it to the residual, and norm the rows (RMSNorm).
+
+        One kernel where ``x`` is small enough and on GPUs of one host, elsewhere in steps, with
+        the same result up to rounding: in one kernel the new residual is rounded once. The same
+        on all ranks, if ``residual`` and ``weight`` are.
+
+        Collective: yes, every member.
+
+        Args:
+            x: (..., h) of floats, the same shape and dtype on all ranks.
+            residual: as ``x``.
+            weight: (h,), of the dtype of ``x``.
+            epsilon: what is added to the mean of a row's squares.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            ``(rms_norm(kept) * weight, kept)``, where ``kept = residual + sum``; new tensors.
+        """
+        return reduce_and_norm(
+            self.runner,
+            lambda rows: self.all_reduce(rows, timeout=timeout),
+            x,
+            residual,
+            weight,
+            epsilon,
+            timeout,
+        )
 
     @overload
     def all_gather(

@@ -46,6 +46,10 @@ class HostStaging(Wrapper):
         """As `Backend.empty`, on this rank's device."""
         return Backend.empty(self, shape, dtype, like)
 
+    def norms(self, x: Tensor, weight: Tensor) -> bool:  # noqa: ARG002 - none of them
+        """No: what is added and normed stays on the device."""
+        return False
+
     def explain(self) -> Explanation:
         """As `Backend.explain`, with what the CPU backend has refused. Collective: no."""
         return replace(Backend.explain(self), refused=self._inner.explain().refused)

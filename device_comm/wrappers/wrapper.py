@@ -50,6 +50,10 @@ class Wrapper(Backend):
         """As ``inner``."""
         self._inner.check()
 
+    def norms(self, x: Tensor, weight: Tensor) -> bool:
+        """As ``inner``."""
+        return self._inner.norms(x, weight)
+
     def goes_ahead(self, peer: int, size: int) -> bool:
         """As ``inner``."""
         return self._inner.goes_ahead(peer, size)

@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 
 
 class Layer(nn.Module):
-    """All three verbs, with what stands between them in a tensor-parallel layer."""
+    """All verbs that a graph keeps, with what stands between them in a tensor-parallel layer."""
 
     def __init__(self, group: GroupCoordinator) -> None:
         super().__init__()
@@ -22,7 +22,8 @@ class Layer(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        total = self.group.all_reduce(self.linear(x)).relu()
+        normed, kept = self.group.all_reduce_norm(self.linear(x), x, x[0])
+        total = self.group.all_reduce(normed + kept).relu()
         gathered = self.group.all_gather(total * 2, dim=-1)
         scattered = self.group.reduce_scatter(gathered.t() + 1, dim=0)
         largest = self.group.all_reduce(scattered, op=ReduceOp.MAX)
@@ -43,7 +44,7 @@ def compiled(rank: int, n: int, port: int) -> None:
         explained: Any = torch._dynamo.explain(layer)(torch.randn(3, 4))
         assert explained.graph_break_count == 0
         calls = [node.target for node in explained.graphs[0].graph.nodes]
-        assert sum("group_coordinator" in str(call) for call in calls) == 4
+        assert sum("group_coordinator" in str(call) for call in calls) == 5
         name = groups.tp.unique_name
         for op, arguments in (
             (compile_ops.all_reduce, (torch.randn(3, 4).t(), 0, name)),

@@ -50,6 +50,7 @@ DEADLINE = Deadline.after(60)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "flush": (DEADLINE,),
     "check": (),
+    "norms": (torch.ones(3), torch.ones(3)),
     "goes_ahead": (1, 100),
     "empty": ((2,), torch.float32, torch.ones(3)),
     "explain": (),
@@ -79,6 +80,10 @@ class Told(Backend):
 
     def check(self) -> None:
         self.told.append(("check",))
+
+    def norms(self, *given: torch.Tensor) -> bool:
+        self.told.append(("norms", *given))
+        return True
 
     def goes_ahead(self, peer: int, size: int) -> bool:
         self.told.append(("goes_ahead", peer, size))
@@ -152,7 +157,7 @@ WRAPPERS: dict[type[Backend], Callable[[Any], Backend]] = {
 LENT = {HostStaging, IpcWay}
 """These leave what they wrap to its maker to close."""
 
-OWN_EMPTY = {HostStaging}
+ANSWERED = {HostStaging: ("empty", "norms")}
 """Its device is not that of what it wraps."""
 
 
@@ -181,7 +186,7 @@ def test_every_method_reaches_what_is_wrapped(kind: type[Backend], method: str) 
     if method == "graph_capture":
         with answer:
             pass
-    kept = (method == "close" and kind in LENT) or (method == "empty" and kind in OWN_EMPTY)
+    kept = (method == "close" and kind in LENT) or method in ANSWERED.get(kind, ())
     assert inner.told == ([] if kept else [(method, *ARGUMENTS[method])])
     if method == "goes_ahead":
         assert answer is True

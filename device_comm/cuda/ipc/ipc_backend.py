@@ -23,9 +23,11 @@ from device_comm.cuda.ipc.order import SideStreams, StreamOrder
 from device_comm.cuda.ipc.prepared import PreparedLaunches
 from device_comm.cuda.ipc.recipes import recipe
 from device_comm.cuda.ipc.registry import Registry
+from device_comm.cuda.launches.abi import ALIGN
 from device_comm.cuda.launches.launch import kernels_reduce
 from device_comm.cuda.launches.planner import Planner
 from device_comm.operation import REDUCTIONS
+from device_comm.reduce_op import ReduceOp
 from device_comm.torch_group.pending import Boundary
 from device_comm.torch_group.reduce_here import reduce_here
 from device_comm.watch import LoneWatch
@@ -34,6 +36,8 @@ from shm_broadcast.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
 
     from device_comm.choice import Explanation
     from device_comm.cuda.agree import Swap
@@ -217,6 +221,11 @@ class IpcBackend(Backend):
         if self._health.failed:
             self._health.check(self.identity.operation("check"), self.timeout)
 
+    def norms(self, x: Tensor, weight: Tensor) -> bool:
+        """As `Backend.norms`: little that goes in packets, in rows of whole cells."""
+        fits = 0 < x.nbytes <= self.packet_bytes and weight.nbytes % ALIGN == 0
+        return fits and kernels_reduce(ReduceOp.SUM, x.dtype)
+
     def discard(self) -> None:
         """Stop all waiting kernels of this rank."""
         self._health.abort()
@@ -292,7 +301,7 @@ class IpcBackend(Backend):
     ) -> Sequence[Launch]:
         """The launches of an operation; its kernels have its time limit."""
         usual = operation.timeout == self.timeout
-        if usual and not captured:
+        if usual and not captured and operation.norm is None:
             return self._prepared.launches(operation, protocol)
         launches, direct = recipe(operation, self.world_size, protocol, captured=captured)
         table = 0

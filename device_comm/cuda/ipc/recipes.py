@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from device_comm.cuda.launches.abi import CAPTURED, MESSAGES
 from device_comm.cuda.launches.launch import Protocol
+from device_comm.cuda.launches.norm import NormTask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,6 +46,9 @@ def recipe(
     dtype, op, peer = source.dtype, operation.op, operation.peer
     messages = CAPTURED if captured else MESSAGES
     match operation.verb:
+        case "all_reduce" if (norm := operation.norm) is not None:
+            task = NormTask.of(source, norm.residual, norm.weight, output, norm.kept, norm.epsilon)
+            return Recipe(lambda plan, _: plan.all_reduce_norm(task))
         case "all_reduce":
             from_table = protocol is Protocol.TWO_SHOT or (
                 protocol is Protocol.ONE_SHOT and given != taken
