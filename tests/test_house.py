@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib.util
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -185,6 +186,19 @@ def test_what_programs_import_first_loads_no_torch() -> None:
     names = "Hosts, MessageQueue, PoolConfig, RayCluster, Replicas, WorkerLostError, WorkerPool"
     code = f"from group_coordinator import {names}; import sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_types_are_made_known_to_msgspec_where_they_are_imported() -> None:
+    """By a `Decoder` of the module: where two threads are the first to decode a type, msgspec
+    (0.22) crashes now and then, and ranks may be threads.
+    """
+    wrong = [
+        str(path.relative_to(ROOT))
+        for floor in FLOORS
+        for path in (ROOT / floor).rglob("*.py")
+        if re.search(r"msgpack\.decode\([^\n]*type=", path.read_text())
+    ]
+    assert wrong == []
 
 
 def test_model_libraries_are_imported_by_the_server_and_its_benchmarks_only() -> None:

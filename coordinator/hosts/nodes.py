@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from coordinator.setup.exchange import Exchange
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NAME_AND_ADDRESS = msgspec.msgpack.Decoder(tuple[str, str])
+_BOARD = msgspec.msgpack.Decoder(BoardHandle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ def _start_heartbeat(
     exchange: Exchange, board: Board, node_of: Sequence[int], address: str, undo: ExitStack
 ) -> None:
     told = exchange.all_gather("hosts", msgspec.msgpack.encode((socket.gethostname(), address)))
-    names = _named([msgspec.msgpack.decode(each, type=tuple[str, str]) for each in told], node_of)
+    names = _named([_NAME_AND_ADDRESS.decode(each) for each in told], node_of)
     heartbeat = Heartbeat(
         exchange.store,
         board,
@@ -185,7 +187,7 @@ def _make_board(group: Exchange, members: Exchange) -> Board:
 
 def _try_to_attach(offer: bytes, rank: int) -> Board | None:
     try:
-        return Board.attach(msgspec.msgpack.decode(offer, type=BoardHandle), rank)
+        return Board.attach(_BOARD.decode(offer), rank)
     except ForeignMemoryError:
         raise
     except SharedMemoryError:

@@ -99,6 +99,9 @@ class Beat(msgspec.Struct, array_like=True, frozen=True):
     failure: FailureBeat | None
 
 
+_DECODER = msgspec.msgpack.Decoder(Beat)
+
+
 def compose(board: Board, members: Iterable[int], number: int) -> bytes:
     """Encode the beat of this host.
 
@@ -118,7 +121,7 @@ def compose(board: Board, members: Iterable[int], number: int) -> bytes:
 def decode_beat(raw: bytes) -> Beat | None:
     """What `compose` has encoded; None if ``raw`` is not a beat."""
     try:
-        return msgspec.msgpack.decode(raw, type=Beat)
+        return _DECODER.decode(raw)
     except UNDECODABLE:
         return None
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from device_comm.cuda.agree import Swap
 
 T = TypeVar("T")
+_TABLE = msgspec.msgpack.Decoder(Table | None)
 
 
 def try_together(
@@ -85,10 +86,10 @@ def select(
     if sum(each.backend is not None for each in candidates) < 2:
         return SelectingBackend(Selection(candidates))
     known = swap(msgspec.msgpack.encode(cache.load(key)))[0]
-    table = msgspec.msgpack.decode(known, type=Table | None)
+    table = _TABLE.decode(known)
     if table is None:
         mine = measure(candidates, key.as_dict(), swap, sizes)
-        table = msgspec.msgpack.decode(swap(msgspec.msgpack.encode(mine))[0], type=Table)
+        table = _TABLE.decode(swap(msgspec.msgpack.encode(mine))[0])
         if table == mine:
             cache.store(table, key)
     return SelectingBackend(Selection(candidates, table))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shm_broadcast import Deadline
 
 _LOOPBACK = "127.0.0.1"
+_ADDRESS = msgspec.msgpack.Decoder(StoreAddress)
 
 
 def authenticated(
@@ -61,7 +62,7 @@ def authenticated(
         offer = msgspec.msgpack.encode(host.at)
     told = exchange.broadcast("address of the authenticated store", offer)
     try:
-        at = msgspec.msgpack.decode(told, type=StoreAddress)
+        at = _ADDRESS.decode(told)
         store = guest_store(at, exchange.rank, secret, exchange.deadline, closing)
     except (*UNDECODABLE, ValueError) as error:
         detail = f"what stands in the store is no address: {error}"

@@ -42,7 +42,8 @@ _LEFT: Final = b""
 _STAY_SECONDS: Final = 60.0
 """How long the host goes on, as a rule, for members that have not left: see `StoreHost.close`."""
 _LOOK_SECONDS: Final = 10.0
-_DECODER: Final = msgspec.msgpack.Decoder(Question)
+_QUESTION: Final = msgspec.msgpack.Decoder(Question)
+_ANSWER: Final = msgspec.msgpack.Decoder(Answer)
 
 
 class StoreAddress(msgspec.Struct, frozen=True):
@@ -126,7 +127,7 @@ class StoreHost(RemoteEnd):
             self._present.discard(int(frame.get("User-Id")))
             return
         try:
-            question = _DECODER.decode(frame.buffer)
+            question = _QUESTION.decode(frame.buffer)
         except UNDECODABLE:
             return
         answer = msgspec.msgpack.encode(self._values.answer(question))
@@ -206,7 +207,7 @@ class StoreGuest(RemoteEnd):
 
     def _decoded(self, frame: zmq.Frame) -> Answer:
         try:
-            return msgspec.msgpack.decode(frame.buffer, type=Answer)
+            return _ANSWER.decode(frame.buffer)
         except UNDECODABLE as error:
             raise PeerProtocolError(_OPERATION, _HOST, str(error)) from error
 

@@ -27,6 +27,9 @@ class _Outcome(msgspec.Struct, frozen=True, array_like=True):
     made: bytes
 
 
+_DECODER = msgspec.msgpack.Decoder(_Outcome)
+
+
 def swap_over(comm: Communicator, timeout: float | Deadline | None = None) -> Swap:
     """A `Swap` over a CPU communicator; ``timeout`` as for its calls. Collective: no."""
 
@@ -54,7 +57,7 @@ def agree(swap: Swap, attempt: Callable[[], bytes]) -> list[bytes]:
     except (CoordinatorError, ValueError) as error:
         failed, outcome = error, _Outcome(str(error), b"")
     answers = swap(msgspec.msgpack.encode(outcome))
-    outcomes = [msgspec.msgpack.decode(answer, type=_Outcome) for answer in answers]
+    outcomes = [_DECODER.decode(answer) for answer in answers]
     for rank, each in enumerate(outcomes):
         if each.reason:
             raise IpcUnavailableError(rank, each.reason) from failed

@@ -64,6 +64,9 @@ if native is not None:
     native.write_past_caches(not share_a_cache(os.sched_getaffinity(0)))
 
 
+_DECODER = msgspec.msgpack.Decoder(SegmentHandle)
+
+
 class ShmBackend(Backend):
     """One rank's end of a group on one host. One thread at a time. Use `create`.
 
@@ -151,7 +154,7 @@ class ShmBackend(Backend):
             group.write(segment.words)
             share(msgspec.msgpack.encode(segment.handle()))
         else:
-            handle = msgspec.msgpack.decode(share(None), type=SegmentHandle)
+            handle = _DECODER.decode(share(None))
             segment = Segment.attach(handle, lambda pid: board.runs(members[0], pid))
         backend = cls(
             board,

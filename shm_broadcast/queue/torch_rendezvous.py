@@ -87,6 +87,9 @@ class _Value(msgspec.Struct, frozen=True, array_like=True):
     error: tuple[str, str] | None = None
 
 
+_DECODER = msgspec.msgpack.Decoder(_Value)
+
+
 def encode(obj: Any) -> bytes:
     """``obj`` as msgpack; see `TorchObjectGroup` for the types.
 
@@ -116,7 +119,7 @@ def decode(data: bytes) -> Any:
         MessageDecodeError: ``data`` is not what `encode` makes.
     """
     try:
-        value = msgspec.msgpack.decode(data, type=_Value)
+        value = _DECODER.decode(data)
     except UNDECODABLE as error:
         raise MessageDecodeError(f"not what a rendezvous moves: {error}") from error
     if value.error is not None:

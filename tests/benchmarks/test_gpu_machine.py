@@ -20,7 +20,7 @@ N_TESTS = 31
 
 @pytest.fixture
 def lean(tmp_path: Path) -> dict[str, str]:
-    return os.environ | lean_variables(tmp_path, THERE)
+    return os.environ | {"PYTEST_ADDOPTS": ""} | lean_variables(tmp_path, THERE)
 
 
 def run(variables: dict[str, str], *words: str) -> str:

@@ -247,6 +247,7 @@ def collected(*command: str) -> set[str]:
     done = subprocess.run(
         [*command, "--collect-only", "-q"],
         cwd=ROOT,
+        env={**os.environ, "PYTEST_ADDOPTS": ""},
         capture_output=True,
         check=True,
         text=True,

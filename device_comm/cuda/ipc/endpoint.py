@@ -52,6 +52,9 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
     terms: str
 
 
+_DECODER = msgspec.msgpack.Decoder(_Offer)
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One rank's end of a group on its device.
@@ -110,7 +113,7 @@ def meet(
             return loan.offer(layout.size, f"{layout} {limits}")
 
         payloads = agree(swap, offer)
-        offers = [msgspec.msgpack.decode(each, type=_Offer) for each in payloads]
+        offers = [_DECODER.decode(each) for each in payloads]
         if limits is None:
             devices = [offer.region.device for offer in offers]
             crowd = max(devices.count(device) for device in devices)

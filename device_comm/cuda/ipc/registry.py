@@ -73,6 +73,10 @@ class _Account(msgspec.Struct, frozen=True, array_like=True):
     received: dict[int, list[int]] = {}
 
 
+_BEGINNING = msgspec.msgpack.Decoder(_Beginning)
+_ACCOUNT = msgspec.msgpack.Decoder(_Account)
+
+
 class _Reserved(NamedTuple):
     table: int
     source: int
@@ -120,10 +124,7 @@ class Registry:
             self._blocks.append(self._driver.allocate(ENTRIES * SOURCES_BYTES))
             self._free = ENTRIES
         mine = _Beginning(self._driver.why_pool_not_shareable(), self._mappings.gone())
-        said = [
-            msgspec.msgpack.decode(each, type=_Beginning)
-            for each in self._swap(msgspec.msgpack.encode(mine))
-        ]
+        said = [_BEGINNING.decode(each) for each in self._swap(msgspec.msgpack.encode(mine))]
         for each in said:
             self._mappings.forget(each.gone)
         refused = [f"rank {rank}: {each.reason}" for rank, each in enumerate(said) if each.reason]
@@ -177,10 +178,7 @@ class Registry:
         """
         self._open = False
         account = self._account(failed)
-        accounts = [
-            msgspec.msgpack.decode(each, type=_Account)
-            for each in self._swap(msgspec.msgpack.encode(account))
-        ]
+        accounts = [_ACCOUNT.decode(each) for each in self._swap(msgspec.msgpack.encode(account))]
         if failed:
             return
         for rank, other in enumerate(accounts):
