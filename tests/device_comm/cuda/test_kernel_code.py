@@ -1,4 +1,5 @@
-"""The instructions of which the kernels consist: fences as wide as needed, memory in wide accesses.
+"""The instructions of which the kernels consist: all in registers, fences as wide as needed, memory
+in wide accesses.
 
 On threads of the host all of this would look the same.
 """
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from device_comm.cuda.launches.launch import KERNELS, TRANSFER
+from tests.device_comm.cuda.compiled import ARCHITECTURES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from tests.device_comm.cuda.compiled import Compiled
 
 Code = dict[int, dict[str, str]]
+
+MAX_REGISTERS = 128
+"""With which a block of 512 threads fits on a multiprocessor."""
 
 
 def sends_packets(kernel: str) -> bool:
@@ -44,6 +49,26 @@ def sass(compiled: Compiled) -> Code:
     if not compiled.sass:
         pytest.skip("no cuobjdump")
     return compiled.sass
+
+
+def test_nvcc_compiles_them_with_all_they_have_in_registers(compiled: Compiled) -> None:
+    named = re.findall(r"Compiling entry function '(\w+)' for '(\w+)'", compiled.said)
+    expected = [(kernel, f"sm_{number}") for kernel in KERNELS for number in ARCHITECTURES]
+    assert sorted(named) == sorted(expected)
+    used = [int(count) for count in re.findall(r"Used (\d+) registers", compiled.said)]
+    assert len(used) == len(expected) and max(used) <= MAX_REGISTERS
+    kinds = "bytes stack frame", "bytes spill stores", "bytes spill loads"
+    for kind in kinds:
+        counts = re.findall(rf"(\d+) {kind}", compiled.said)
+        assert len(counts) >= len(expected) and set(counts) == {"0"}, kind
+
+
+def test_small_numbers_do_not_become_zeros(compiled: Compiled) -> None:
+    for kernels in compiled.ptx.values():
+        text = "".join(kernels.values())
+        assert "div.rn.f32" in text
+        flushing = set(re.findall(r"(\S+)\.ftz\b", text))
+        assert flushing <= {"setp.nan"}
 
 
 def test_the_tail_of_a_block_is_ordered_on_its_device_alone(compiled: Compiled) -> None:
