@@ -28,18 +28,18 @@ import tempfile
 import time
 import traceback
 import warnings
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from multiprocessing.context import ForkServerContext, SpawnContext
     from multiprocessing.process import BaseProcess
 
@@ -99,7 +99,9 @@ def run_ranks(
     context = CONTEXT if environment is None else multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         try:
-            with _variables(environment or {}):
+            with pytest.MonkeyPatch.context() as variables:
+                for name, value in (environment or {}).items():
+                    variables.setenv(name, value)
                 for rank in range(n):
                     started = _Rank.start(context, rank, n, call, Path(folder), timeout)
                     ranks.append(started)
@@ -231,21 +233,6 @@ class _Rank:
             self.process.kill()
             self.process.join()
         self.process.close()
-
-
-@contextmanager
-def _variables(more: Mapping[str, str]) -> Iterator[None]:
-    """With these environment variables, and without them again."""
-    before = {name: os.environ.get(name) for name in more}
-    os.environ.update(more)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _collect(ranks: Sequence[_Rank], end: float, may_die: Collection[int]) -> dict[int, str]:

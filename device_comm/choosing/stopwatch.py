@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -25,16 +25,6 @@ SECONDS: Final = 60.0
 _POLL: Final = 0.0001
 
 
-class Stopwatch(Protocol):
-    """Times calls."""
-
-    def time(self, call: Callable[[], Any], calls: int, repeats: int) -> float:
-        """The seconds of one call: of ``repeats`` series of ``calls``, the quickest counts.
-
-        Collective: yes, every member.
-        """
-
-
 class HostStopwatch:
     """Times calls in a row, as an eager model makes them, until the device has done the last."""
 
@@ -50,7 +40,10 @@ class HostStopwatch:
         self._clock = clock
 
     def time(self, call: Callable[[], Any], calls: int, repeats: int) -> float:
-        """As `Stopwatch.time`."""
+        """The seconds of one call: of ``repeats`` series of ``calls``, the quickest counts.
+
+        Collective: yes, every member.
+        """
         best = math.inf
         for _ in range(repeats):
             self._settle()
@@ -78,7 +71,7 @@ class GraphStopwatch:
         self._comm = comm
 
     def time(self, call: Callable[[], Any], calls: int, repeats: int) -> float:
-        """As `Stopwatch.time`."""
+        """As `HostStopwatch.time`."""
         device = self._comm.device
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))

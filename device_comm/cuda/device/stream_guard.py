@@ -1,10 +1,9 @@
 """A watchdog for operations on a stream, after whose launch the host goes on without waiting.
 
 Each communicator has one thread that watches the operations which the device has not finished, and
-the one that is being launched, as that may block. When
-an operation's deadline passes, a peer is lost, or the group is aborted, it tells the communicator,
-which ends the work on the device: threads that synchronise with the device go on, and the
-communicator's next call raises.
+the one that is being launched, as that may block. When an operation's deadline passes, a peer is
+lost, or the group is aborted, it tells the communicator, which ends the work on the device: threads
+that synchronise with the device go on, and the communicator's next call raises.
 
 It keeps only the oldest and the newest of the unfinished operations: they end in order. That costs
 one event per operation. Replays of a graph cannot be seen; once something was captured the thread

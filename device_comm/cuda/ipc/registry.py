@@ -154,7 +154,7 @@ class Registry:
         if self._direct:
             reason = self._driver.why_not_shareable(source)
             if not self._free:
-                reason = f"{len(self._reserved)} collectives were captured at once before"
+                reason = f"more than {len(self._reserved)} collectives captured at once"
         if reason or not self._direct:
             self._note([reason] if reason else [])
             self._events.append(f"{operation}, staged")

@@ -3,8 +3,8 @@
  *
  * For each ordered pair of ranks there is a channel, whose memory its lanes share; each has two
  * slots. Chunk k of a message goes through lane k % lanes, and block b serves lane b of all messages
- * at once, whichever can get on.
- * Nobody else has to come, and what fits into the slots needs no taker.
+ * at once, whichever can get on. Nobody else has to come, and what fits into the slots needs no
+ * taker.
  *
  * Guarantees. Chunks of a lane are counted, through all messages, at both ends.
  *   1. Chunk c is written into slot c % 2 when `drained`, in the putter's region, is c - 1 or more.

@@ -34,6 +34,7 @@ class NcclForming:
         self._library = library
         self._rank = rank
         self._first = library.begin_init(world_size, unique_id, rank)
+        self._begun = [self._first]
 
     def finish(self, settle: Settle) -> NcclHandle:
         """Make the communicator. Collective: yes, every member.
@@ -45,14 +46,16 @@ class NcclForming:
         settle(self._is_settled)
         made = self._library.begin_split(self._first, self._rank)
         settle(self._is_settled)
+        self._begun.append(made())
         self._library.finalize(self._first)
         settle(self._is_settled)
-        self._library.destroy(self._first)
-        return NcclHandle(self._library, made())
+        self._library.destroy(self._begun.pop(0))
+        return NcclHandle(self._library, self._begun.pop())
 
     def abort(self) -> None:
         """Give up what was begun."""
-        self._library.abort(self._first)
+        while self._begun:
+            self._library.abort(self._begun.pop())
 
     def _is_settled(self) -> bool:
         result = self._library.async_result(self._first)
