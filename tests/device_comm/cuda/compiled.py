@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 from device_comm.cuda.device.kernel_source import kernel_source
@@ -49,8 +50,7 @@ def compile_kernels(folder: Path) -> Compiled:
 
 
 def _disassemble(fatbin: Path) -> dict[int, dict[str, str]]:
-    beside = Path(shutil.which("nvcc") or "").resolve().parent
-    tool = shutil.which("cuobjdump", path=str(beside)) or shutil.which("cuobjdump")
+    tool = _disassembler()
     if tool is None:
         return {}
     text = _run([tool, "-sass", str(fatbin)], _DISASSEMBLE_SECONDS).stdout
@@ -58,6 +58,19 @@ def _disassemble(fatbin: Path) -> dict[int, dict[str, str]]:
         int(number): _pieces(code, r"^\s*Function : (\w+)$")
         for number, code in _pieces(text, r"^arch = sm_(\d+)$").items()
     }
+
+
+def _disassembler() -> str | None:
+    """The ``cuobjdump`` of `nvcc`'s toolkit, or of the path, or the one that pip installed."""
+    beside = Path(shutil.which("nvcc") or "").resolve().parent
+    found = shutil.which("cuobjdump", path=str(beside)) or shutil.which("cuobjdump")
+    if found is not None:
+        return found
+    try:
+        installed = files("nvidia-cuda-cuobjdump") or []
+    except PackageNotFoundError:
+        return None
+    return next((str(each.locate()) for each in installed if each.name == "cuobjdump"), None)
 
 
 def _pieces(text: str, title: str) -> dict[str, str]:
