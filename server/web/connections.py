@@ -10,7 +10,8 @@ a new one. So clients that hold connections and send no request cannot keep othe
 
 A client that has shut down its sending side still gets its answer. The server sees the same of one
 that has left; but the host of one that has left answers any byte with a reset. So the first byte of
-the answer, which is always the same, is sent at once, and the server looks for a reset.
+the answer, which is always the same, is sent at once, and the server looks for a reset until the
+answer is complete.
 """
 
 from __future__ import annotations
@@ -125,9 +126,10 @@ class TimedConnection(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more; whether to keep the connection open."""
         self._half_closed = self.cycle is not None and self._what_is_owed() in ("", "taking")
-        if self._half_closed and not self.cycle.response_started:
-            self.transport.write(_AHEAD)
-            self.cycle.transport = _Rest(self.transport, len(_AHEAD))  # type: ignore[assignment]
+        if self._half_closed:
+            if not self.cycle.response_started:
+                self.transport.write(_AHEAD)
+                self.cycle.transport = _Rest(self.transport, len(_AHEAD))  # type: ignore[assignment]
             self.loop.call_later(_LOOK_SECONDS, self._look_for_reset)
         return self._half_closed
 
@@ -214,7 +216,7 @@ class TimedConnection(H11Protocol):
         self._note("taking")
 
     def _look_for_reset(self) -> None:
-        if self.transport.is_closing() or self.cycle.response_started:
+        if self.transport.is_closing() or self.cycle.response_complete:
             return
         link: socket.socket = self.transport.get_extra_info("socket")
         if link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

@@ -1,8 +1,13 @@
-"""Server-sent events as the answer to a request."""
+"""Server-sent events as the answer to a request.
+
+That a client has left shows when something is sent to it. So in silence comments are sent, which
+clients skip; they also keep proxies from closing a connection on which nothing happens.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, Final
 
 from starlette.responses import Response, StreamingResponse
 
@@ -10,8 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from contextlib import AbstractContextManager
 
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import Message, Receive, Scope, Send
 
+SILENT_SECONDS: Final = 2.0
+"""How long nothing is sent before a comment is."""
+COMMENT: Final = b":\n\n"
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
@@ -30,11 +38,33 @@ class EventStream(StreamingResponse):
     ) -> None:
         super().__init__(events, headers=_HEADERS)
         self._meanwhile = meanwhile
+        self._sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
         with self._meanwhile:
             await super().__call__(scope, receive, send)
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the events, and comments in between."""
+
+        async def send_and_count(message: Message) -> None:
+            await send(message)
+            self._sent += 1
+
+        comments = asyncio.create_task(self._send_comments(send))
+        try:
+            await super().stream_response(send_and_count)
+        finally:
+            comments.cancel()
+
+    async def _send_comments(self, send: Send) -> None:
+        sent = 0
+        while True:
+            await asyncio.sleep(SILENT_SECONDS)
+            if sent == self._sent and sent > 0:
+                await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+            sent = self._sent
 
     @classmethod
     def head(cls) -> Response:

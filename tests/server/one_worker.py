@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ LOST = WorkerLostError(0, 1, "killed by SIGKILL")
 
 
 class OneWorker:
-    """Looks like a `WorkerPool`. A step waits until ``may_go`` is set, then calls ``before``."""
+    """Looks like a `WorkerPool`. A step waits while it is held, then calls ``before``."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.context: Any = FakeContext(alone(), torch.device("cpu"), lambda *_: None)
@@ -37,22 +38,40 @@ class OneWorker:
         self.steps: list[list[Row]] = []
         self.before: Callable[[int], None] = lambda _: None
         self.under_way = 0
-        self.may_go = threading.Event()
+        self._allowed = math.inf
+        self._changed = threading.Condition()
         self._one_at_a_time = threading.Lock()  # as a worker makes its calls
-        self.may_go.set()
 
     def call(self, method: str, *args: Any, **_options: Any) -> Any:
         if method == "step":
-            self.under_way += 1
-            assert self.may_go.wait(PATIENCE_SECONDS)
-            self.under_way -= 1
-            self.steps.append(*args)
-            self.before(len(self.steps))
+            with self._changed:
+                self.under_way += 1
+                assert self._changed.wait_for(self._may_go, PATIENCE_SECONDS)
+                self.under_way -= 1
+                self.steps.append(*args)
+                number = len(self.steps)
+            self.before(number)
         try:
             with self._one_at_a_time:
                 return getattr(self.worker, method)(*args)
         except Exception as error:
             raise WorkerError(0, method, type(error).__name__, str(error), "") from error
+
+    def hold(self, after: int = 0) -> None:
+        """Hold all steps that begin from now on, but for so many."""
+        self._allow(len(self.steps) + after)
+
+    def go(self) -> None:
+        """Hold no step any more."""
+        self._allow(math.inf)
+
+    def _allow(self, steps: float) -> None:
+        with self._changed:
+            self._allowed = steps
+            self._changed.notify_all()
+
+    def _may_go(self) -> bool:
+        return len(self.steps) < self._allowed
 
     def lose(self) -> None:
         """The worker is replaced by one that holds no sequence."""
@@ -65,4 +84,4 @@ class OneWorker:
         return {}
 
     def shutdown(self, _timeout: float) -> None:
-        self.may_go.set()
+        self.go()

@@ -61,6 +61,13 @@ class Site:
     def running(self) -> int:
         return 0 if self.service._engine is None else self.service._engine.running
 
+    @property
+    def unwanted(self) -> int:
+        """Answers under way that were cancelled."""
+        assert self.service._engine is not None
+        lanes = self.service._engine._lanes
+        return sum(each.cancelled for lane in lanes for each in lane.taken.values())
+
 
 @asynccontextmanager
 async def site(
@@ -81,7 +88,7 @@ async def site(
         await here.until(lambda: service.state != "starting")
         yield here
         await here.openai.close()
-    pool.may_go.set()
+    pool.go()
     await service.stop()
 
 
@@ -248,10 +255,10 @@ def test_chats_that_are_refused(llama: Path, tmp_path: Path) -> None:
 
 def test_too_many_are_told_to_come_again(llama: Path) -> None:
     async def test(here: Site) -> None:
-        here.pool.may_go.clear()
+        here.pool.hold()
         asked = [asyncio.create_task(here.complete("x", max_tokens=1)) for _ in range(20)]
         await here.until(lambda: sum(task.done() for task in asked) >= 20 - 8 - 3)
-        here.pool.may_go.set()
+        here.pool.go()
         found = await asyncio.gather(*asked, return_exceptions=True)
         refused = [each for each in found if isinstance(each, openai.RateLimitError)]
         assert 9 <= len(refused) < 20
@@ -263,7 +270,7 @@ def test_too_many_are_told_to_come_again(llama: Path) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_slot(llama: Path, stream: bool) -> None:
     async def test(here: Site) -> None:
-        here.pool.before = lambda _: here.pool.may_go.clear()  # one step at a time
+        here.pool.hold(after=2)
         asking = asyncio.create_task(here.complete("x", max_tokens=60, stream=stream))
         await here.until(lambda: here.running == 1)
         if stream:
@@ -271,12 +278,10 @@ def test_a_client_that_leaves_frees_its_slot(llama: Path, stream: bool) -> None:
             await leaving.close()
         else:
             asking.cancel()
-        while here.running:
-            here.pool.may_go.set()
-            await asyncio.sleep(0.005)
-        assert len(here.pool.steps) < 50
-        here.pool.before = lambda _: None
-        here.pool.may_go.set()
+        await here.until(lambda: here.unwanted == 1)
+        here.pool.go()
+        await here.until(lambda: here.running == 0)
+        assert len(here.pool.steps) <= 1 + 3  # the first one tried the workers
         assert (await here.complete("x", max_tokens=5)).usage.completion_tokens == 5
 
     with_site(llama, test)
@@ -315,7 +320,7 @@ def test_lost_workers_in_a_stream(llama: Path) -> None:
 
 def test_a_token_that_does_not_come(llama: Path) -> None:
     async def test(here: Site) -> None:
-        here.pool.may_go.clear()
+        here.pool.hold()
         here.service._request_timeout = 0.3
         with pytest.raises(openai.InternalServerError, match=r"no token within 0.3 s"):
             await here.complete("x")

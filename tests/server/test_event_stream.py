@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from starlette.requests import ClientDisconnect
 
-from server.web.event_stream import EventStream
+from server.web.event_stream import COMMENT, EventStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -23,10 +23,11 @@ HEADERS = {
 
 
 class Answer:
-    """A stream of two events, and what happens to it."""
+    """A stream of two events, and what happens to it. The second one comes when that was told."""
 
-    def __init__(self) -> None:
+    def __init__(self, awaited: object = b"one") -> None:
         self.told: list[Any] = []
+        self.awaited = awaited
         self.stream = EventStream(self.events(), self.meanwhile())
 
     @contextmanager
@@ -39,6 +40,8 @@ class Answer:
 
     async def events(self) -> AsyncIterator[bytes]:
         yield b"one"
+        while self.told[-1] != self.awaited:
+            await asyncio.sleep(0.001)
         yield b"two"
 
     async def send(self, message: Any) -> None:
@@ -70,6 +73,24 @@ def test_it_is_left_when_the_client_has_gone(last: int) -> None:
     with pytest.raises(ClientDisconnect):
         answer.run(send)
     assert (answer.told[0], answer.told[-1], len(answer.told)) == ("entered", "left", 2 + last)
+
+
+def test_comments_are_sent_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a client which has left is noticed; but none before the head, or after the end."""
+    monkeypatch.setattr("server.web.event_stream.SILENT_SECONDS", 0.01)
+    answer = Answer(awaited=COMMENT)
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            await asyncio.sleep(0.1)
+        await answer.send(message)
+
+    answer.run(send)
+    silence = answer.told.index(b"two") - 3
+    assert silence >= 1
+    assert answer.told == [
+        "entered", HEADERS, b"one", *[COMMENT] * silence, b"two", b"", "left"
+    ]  # fmt: skip
 
 
 def test_head_has_the_same_headers() -> None:
