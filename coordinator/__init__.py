@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from coordinator.compiling.norm_pass import all_reduce_norm_pass
     from coordinator.group import GroupCoordinator
     from coordinator.groups import ParallelGroups, init
     from coordinator.rank_grid import RankGrid
@@ -28,12 +29,14 @@ __all__ = [
     "StatelessProcessGroup",
     "Work",
     "__version__",
+    "all_reduce_norm_pass",
     "connect_store",
     "host_store",
     "init",
 ]
 
 _HOMES: Final = {
+    "coordinator.compiling.norm_pass": ("all_reduce_norm_pass",),
     "coordinator.group": ("GroupCoordinator",),
     "coordinator.groups": ("ParallelGroups", "init"),
     "coordinator.rank_grid": ("RankGrid",),

@@ -67,6 +67,8 @@ class Capabilities:
         sends_ahead: whether a send can be done before its recv is called: it copies the tensor,
             up to a limit.
         overlaps: whether operations that are started together take less time than in sequence.
+        normed: the dtypes whose sums can go on with a `device_comm.operation.Norm`, where
+            `Backend.norms` says so; alike on all ranks.
         reductions: the pairs of reduction and dtype that it supports; others raise
             `NotImplementedError`. None: all that `check_reduction` accepts.
     """
@@ -79,6 +81,7 @@ class Capabilities:
     detects_loss: bool = False
     sends_ahead: bool = False
     overlaps: bool = True
+    normed: frozenset[torch.dtype] = frozenset()
     reductions: frozenset[tuple[ReduceOp, torch.dtype]] | None = None
 
     def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from coordinator import begun_in_call as begun
-from coordinator import compile_ops
+from coordinator.compiling import compile_ops
 from coordinator.explain import explain
 from coordinator.messages.messenger import Messenger
 from shm_broadcast import GroupClosedError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from coordinator.compile_ops import OpsOfGraph
+from coordinator.compiling.compile_ops import OpsOfGraph
 from coordinator.verbs.member import Member
 from device_comm import Work
 from device_comm.verbs.all_to_all import AllToAllVerbs

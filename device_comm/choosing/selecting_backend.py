@@ -75,6 +75,13 @@ class SelectingBackend(Backend):
             detects_loss=all(each.detects_loss for each in has),
             sends_ahead=all(each.sends_ahead for each in has),
             overlaps=all(each.overlaps for each in has),
+            normed=frozenset[torch.dtype]().union(
+                *(
+                    each.backend.capabilities.normed
+                    for each in selection.chosen("all_reduce")
+                    if each.backend is not None
+                )
+            ),
         )
         super().__init__(first.identity, capabilities)
         for backend in self._backends:

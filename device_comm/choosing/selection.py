@@ -157,6 +157,13 @@ class Selection:
             return chosen
         return self._general.candidate(verb, size)
 
+    def chosen(self, verb: str) -> list[Candidate]:
+        """The candidates that carry out ``verb`` for some size, also in a capture."""
+        found = [chosen for _, chosen, _ in self._ranges.get(verb, ())]
+        if self.captured is not self:
+            found += self.captured.chosen(verb)
+        return list(dict.fromkeys(found))
+
     def choices(self) -> list[Choice]:
         """For every verb and range of sizes the chosen candidate, and why not the others."""
         found = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch.compiler import is_compiling
 from torch.nn.functional import rms_norm
 
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from device_comm.verbs.arguments import Timeout
-    from device_comm.verbs.runner import Runner
+    from device_comm.verbs.runner import Runner, Traced
 
 
 def reduce_and_norm(
     run: Runner,
+    traced: Traced | None,
     all_reduce: Callable[[Tensor], Tensor],
     x: Tensor,
     residual: Tensor,
@@ -32,14 +34,17 @@ def reduce_and_norm(
     """In one operation where the backend has it, else in steps; see
     `device_comm.verbs.symmetric.SymmetricVerbs.all_reduce_norm`.
     """
-    if is_compiling():  # the compiler fuses what it can
-        return _in_steps(all_reduce, x, residual, weight, epsilon)
+    if is_compiling():
+        learns = _learns(x, residual, weight)
+        if traced is None or learns or x.dtype not in run.backend.capabilities.normed:
+            return _in_steps(all_reduce, x, residual, weight, epsilon)
+        return traced.all_reduce_norm(x, residual, weight, epsilon)
     check_tensor("x", x, run.device)
     if not x.dtype.is_floating_point or x.dim() == 0:
         raise TypeError(f"x must be rows of floats, not {x.dim()} dimensions of {x.dtype}")
     _check_like("residual", residual, x, x.shape)
     _check_like("weight", weight, x, x.shape[-1:])
-    fit = all(is_plain(each) and not each.requires_grad for each in (x, residual, weight))
+    fit = all(map(is_plain, (x, residual, weight))) and not _learns(x, residual, weight)
     if fit and run.world_size > 1 and run.backend.norms(x, weight):
         output, kept = run.new(x.shape, x.dtype, x), run.new(x.shape, x.dtype, x)
         norm = Norm(residual, weight, kept, epsilon)
@@ -57,6 +62,11 @@ def _in_steps(
 ) -> tuple[Tensor, Tensor]:
     kept = residual + all_reduce(x)
     return rms_norm(kept, weight.shape, weight, epsilon), kept
+
+
+def _learns(*given: Tensor) -> bool:
+    """Whether autograd would have to know of what is done."""
+    return torch.is_grad_enabled() and any(each.requires_grad for each in given)
 
 
 def _check_like(label: str, given: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:

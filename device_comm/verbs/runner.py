@@ -32,6 +32,11 @@ class Traced(Protocol):
     def all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
         """As the verb."""
 
+    def all_reduce_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        """As the verb."""
+
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """As the verb."""
 

@@ -139,6 +139,11 @@ class SymmetricVerbs:
         the same result up to rounding: in one kernel the new residual is rounded once. The same
         on all ranks, if ``residual`` and ``weight`` are.
 
+        Under `torch.compile` it is one op of the graph if the group has such a kernel for the
+        dtype, and its size decides in each call; else it is taken apart when it is traced, so that
+        the compiler fuses what follows the sum. `coordinator.all_reduce_norm_pass` finds it in
+        models that write it out.
+
         Collective: yes, every member.
 
         Args:
@@ -153,6 +158,7 @@ class SymmetricVerbs:
         """
         return reduce_and_norm(
             self.runner,
+            self._traced if timeout is None else None,
             lambda rows: self.all_reduce(rows, timeout=timeout),
             x,
             residual,

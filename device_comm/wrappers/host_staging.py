@@ -38,7 +38,7 @@ class HostStaging(Wrapper):
         super().__init__(
             inner,
             replace(inner.identity, device=torch.device(device)),
-            replace(inner.capabilities, backend="host"),
+            replace(inner.capabilities, backend="host", normed=frozenset()),
             closes=False,
         )
 

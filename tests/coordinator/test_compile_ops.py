@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import coordinator
-from coordinator import GroupCoordinator, ReduceOp, compile_ops, host_store
+from coordinator import GroupCoordinator, ReduceOp, host_store
+from coordinator.compiling import compile_ops
 from tests.ranks import run_ranks
 
 
@@ -48,6 +49,7 @@ def compiled(rank: int, n: int, port: int) -> None:
         name = groups.tp.unique_name
         for op, arguments in (
             (compile_ops.all_reduce, (torch.randn(3, 4).t(), 0, name)),
+            (compile_ops.all_reduce_norm, (*torch.randn(3, 4, 3).mT[:2], torch.ones(4), 0.1, name)),
             (compile_ops.all_gather, (torch.randn(3, 4), -1, n, name)),
             (compile_ops.all_gather, (torch.randn(3, 4), 0, n, name)),
             (compile_ops.reduce_scatter, (torch.randn(4, 2 * n), 1, 0, n, name)),

@@ -113,11 +113,33 @@ def test_during_a_capture_another_backend_may_do_it() -> None:
     assert len(host.started) == 4
 
 
+def test_it_norms_what_a_backend_norms_that_is_chosen_for_some_sum() -> None:
+    ipc = Noting("ipc", stream_ordered=True, normed=torch.float16)
+    nccl = Noting("nccl", stream_ordered=True, normed=torch.float32)
+    host = Noting("host", stream_ordered=False, normed=torch.bfloat16)
+    candidates = [Candidate("nccl", nccl), Candidate("ipc", ipc), Candidate("host", host)]
+
+    def normed(*times: dict[str, float], verb: str = "all_reduce") -> frozenset[torch.dtype]:
+        rows = [Measured(64**turn, each) for turn, each in enumerate(times, 1)]
+        table = Table({}, {verb: rows})
+        return SelectingBackend(Selection(candidates, table)).capabilities.normed
+
+    small, large = {"nccl": 3.0, "ipc": 2.0, "host": 9.0}, {"nccl": 1.0, "ipc": 2.0, "host": 9.0}
+    assert normed(small, large) == {torch.float16, torch.float32}
+    assert normed(large) == normed(small, verb="broadcast") == {torch.float32}
+    # In the capture of a graph it is the one that can be captured.
+    assert normed({"nccl": 2.0, "ipc": 3.0, "host": 1.0}) == {torch.bfloat16, torch.float32}
+
+
 class Noting(Backend):
     """Keeps what it is told to start."""
 
-    def __init__(self, name: str, *, stream_ordered: bool) -> None:
-        super().__init__(Identity.of(0, 2), Capabilities(name, stream_ordered=stream_ordered))
+    def __init__(
+        self, name: str, *, stream_ordered: bool, normed: torch.dtype | None = None
+    ) -> None:
+        kinds = frozenset(() if normed is None else (normed,))
+        has = Capabilities(name, stream_ordered=stream_ordered, normed=kinds)
+        super().__init__(Identity.of(0, 2), has)
         self.started: list[Operation] = []
 
     def start(self, operation: Operation) -> None:

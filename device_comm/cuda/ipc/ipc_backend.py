@@ -24,10 +24,9 @@ from device_comm.cuda.ipc.prepared import PreparedLaunches
 from device_comm.cuda.ipc.recipes import recipe
 from device_comm.cuda.ipc.registry import Registry
 from device_comm.cuda.launches.abi import ALIGN
-from device_comm.cuda.launches.launch import kernels_reduce
+from device_comm.cuda.launches.launch import NUMBERS, kernels_reduce
 from device_comm.cuda.launches.planner import Planner
 from device_comm.operation import REDUCTIONS
-from device_comm.reduce_op import ReduceOp
 from device_comm.torch_group.pending import Boundary
 from device_comm.torch_group.reduce_here import reduce_here
 from device_comm.watch import LoneWatch
@@ -96,6 +95,7 @@ class IpcBackend(Backend):
                 stream_ordered=True,
                 detects_loss=not isinstance(watch, LoneWatch),
                 sends_ahead=True,
+                normed=frozenset(NUMBERS),
             ),
         )
         self._driver = driver
@@ -223,7 +223,7 @@ class IpcBackend(Backend):
     def norms(self, x: Tensor, weight: Tensor) -> bool:
         """As `Backend.norms`: little that goes in packets, in rows of whole cells."""
         fits = 0 < x.nbytes <= self.packet_bytes and weight.nbytes % ALIGN == 0
-        return fits and kernels_reduce(ReduceOp.SUM, x.dtype)
+        return fits and x.dtype in self.capabilities.normed
 
     def discard(self) -> None:
         """Stop all waiting kernels of this rank."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from device_comm.cuda.launches.abi import CAPTURED, MESSAGES
 from device_comm.cuda.launches.launch import Protocol
-from device_comm.cuda.launches.norm import NormTask
+from device_comm.span import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,8 +47,11 @@ def recipe(
     messages = CAPTURED if captured else MESSAGES
     match operation.verb:
         case "all_reduce" if (norm := operation.norm) is not None:
-            task = NormTask.of(source, norm.residual, norm.weight, output, norm.kept, norm.epsilon)
-            return Recipe(lambda plan, _: plan.all_reduce_norm(task))
+            given_rows = _span(source), _span(norm.residual), _span(norm.weight)
+            made_rows = _span(output), _span(norm.kept)
+            return Recipe(
+                lambda plan, _: plan.all_reduce_norm(given_rows, made_rows, dtype, norm.epsilon)
+            )
         case "all_reduce":
             from_table = protocol is Protocol.TWO_SHOT or (
                 protocol is Protocol.ONE_SHOT and given != taken
@@ -94,6 +97,10 @@ def recipe(
             return Recipe(lambda plan, _: plan.recv(taken, output.nbytes, peer, messages))
         case _:
             return Recipe(lambda plan, _: plan.barrier())
+
+
+def _span(x: Tensor) -> Span:
+    return Span(x.data_ptr(), x.nbytes)
 
 
 def _in_bytes(sizes: Sequence[int], like: Tensor) -> list[int]:

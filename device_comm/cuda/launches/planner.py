@@ -22,15 +22,13 @@ from typing import TYPE_CHECKING
 from device_comm.cuda.launches import abi, pieces
 from device_comm.cuda.launches.abi import KernelJob
 from device_comm.cuda.launches.launch import MOVE, NUMBERS, TRANSFER, KernelLaunch, Limits, Protocol
+from device_comm.reduce_op import ReduceOp
 from device_comm.span import NOTHING, Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
-
-    from device_comm.cuda.launches.norm import NormTask
-    from device_comm.reduce_op import ReduceOp
 
 
 class Planner:
@@ -117,15 +115,31 @@ class Planner:
             launches.append(self._launch(f"ipc_all_reduce_{number}", self._grid(share), job))
         return launches
 
-    def all_reduce_norm(self, task: NormTask) -> list[KernelLaunch]:
+    def all_reduce_norm(
+        self,
+        puts: tuple[Span, Span, Span],
+        takes: tuple[Span, Span],
+        dtype: torch.dtype,
+        epsilon: float,
+    ) -> list[KernelLaunch]:
         """Reduce, add the residual and norm, in one kernel with a block for each row.
+
+        Args:
+            puts: the rows to sum over the ranks, in rank order; the residual; the norm's weight,
+                one row, of whole `abi.ALIGN`.
+            takes: the normed rows, which may be those to sum; the new residual, which may be the
+                residual. It is rounded once, and normed as it was rounded.
+            dtype: a dtype of `NUMBERS`.
+            epsilon: what is added to the mean of a row's squares.
 
         Raises:
             ValueError: there are more bytes than go in packets.
         """
-        self._check_packets(task.size)
-        grid = max(min(task.rows, self._limits.max_blocks), 1)
-        return [self._launch(f"ipc_packets_norm_{NUMBERS[task.dtype]}", grid, task.job())]
+        source, _, weight = puts
+        self._check_packets(source.size)
+        grid = max(min(source.size // weight.size, self._limits.max_blocks), 1)
+        job = KernelJob(puts, takes, op=ReduceOp.SUM, epsilon=epsilon)
+        return [self._launch(f"ipc_packets_norm_{NUMBERS[dtype]}", grid, job)]
 
     def _check_packets(self, size: int) -> None:
         most = self._layout.packet_bytes

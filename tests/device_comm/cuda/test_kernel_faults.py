@@ -13,7 +13,7 @@ from device_comm import ReduceOp
 from device_comm.cuda.launches import abi
 from device_comm.cuda.launches.abi import ErrorCode, Phase
 from device_comm.cuda.launches.launch import Protocol
-from device_comm.cuda.launches.norm import NormTask
+from device_comm.span import Span
 from tests.device_comm.cuda.emulated_world import (
     NEAR_WRAP,
     SECONDS,
@@ -43,8 +43,8 @@ def all_reduce(rank: Rank, buffer: int, protocol: Protocol) -> list[KernelLaunch
 
 
 def norm(rank: Rank, buffer: int) -> list[KernelLaunch]:
-    task = NormTask(buffer, buffer, buffer, buffer, buffer, 1, SIZE, torch.float32, 1.0)
-    return rank.plan.all_reduce_norm(task)
+    row = Span(buffer, SIZE)
+    return rank.plan.all_reduce_norm((row, row, row), (row, row), torch.float32, 1.0)
 
 
 KINDS: dict[str, tuple[Phase, Callable[[Rank, int], list[KernelLaunch]]]] = {

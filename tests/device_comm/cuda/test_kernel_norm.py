@@ -11,8 +11,8 @@ import torch
 from device_comm import ReduceOp
 from device_comm.cuda.launches import abi
 from device_comm.cuda.launches.launch import Limits
-from device_comm.cuda.launches.norm import NormTask
 from device_comm.cuda.launches.planner import Planner
+from device_comm.span import Span
 from tests.device_comm.cuda.emulated_world import (
     Rank,
     World,
@@ -25,6 +25,7 @@ from tests.device_comm.cuda.emulated_world import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from device_comm.cuda.launches.launch import KernelLaunch
     from tests.device_comm.cuda.emulator import Emulation
 
 EPSILON = 1e-5
@@ -42,6 +43,14 @@ def normed(kept: Tensor, weight: Tensor) -> Tensor:
     wide = kept.double()
     mean = wide.square().mean(-1, keepdim=True)
     return wide * torch.rsqrt(mean + EPSILON) * weight.double()
+
+
+def launches(
+    plan: Planner, source: Tensor, residual: Tensor, weight: Tensor, output: Tensor, kept: Tensor
+) -> list[KernelLaunch]:
+    spans = [Span(each.data_ptr(), each.nbytes) for each in (source, residual, weight)]
+    takes = Span(output.data_ptr(), output.nbytes), Span(kept.data_ptr(), kept.nbytes)
+    return plan.all_reduce_norm((spans[0], spans[1], spans[2]), takes, source.dtype, EPSILON)
 
 
 def bits(*tensors: Tensor) -> bytes:
@@ -62,8 +71,7 @@ def test_sums_are_added_to_the_residual_and_normed(
             mine, given = at(parts[rank.rank], shift), at(residual, shift)
             output = mine if turn == 1 else at(torch.zeros_like(mine))
             kept = given if turn == 2 else at(torch.zeros_like(mine), shift)
-            task = NormTask.of(mine, given, weight, output, kept, EPSILON)
-            rank.run(rank.plan.all_reduce_norm(task))
+            rank.run(launches(rank.plan, mine, given, weight, output, kept))
             wide = [part.float() for part in (*parts, residual)]
             assert bits(kept) == bits(in_rank_order(wide, ReduceOp.SUM).to(dtype))
             torch.testing.assert_close(
@@ -82,8 +90,7 @@ def test_it_alternates_with_other_packets(emulation: Emulation) -> None:
             mine = torch.full((2, 8), float(rank.rank + turn))
             residual, weight = torch.ones(2, 8), torch.ones(8)
             output, kept = torch.zeros_like(mine), torch.zeros_like(mine)
-            task = NormTask.of(mine, residual, weight, output, kept, EPSILON)
-            rank.run(rank.plan.all_reduce_norm(task))
+            rank.run(launches(rank.plan, mine, residual, weight, output, kept))
             assert torch.equal(kept, torch.full_like(kept, 2.0 * turn + 2))
             torch.testing.assert_close(output, torch.ones_like(output))
             pointers = mine.data_ptr(), mine.data_ptr()
@@ -96,8 +103,7 @@ def test_it_alternates_with_other_packets(emulation: Emulation) -> None:
 def test_rows_of_zeros_are_normed_to_zeros(emulation: Emulation) -> None:
     def body(rank: Rank) -> None:
         zeros, weight, output = torch.zeros(1, 8), torch.ones(8), torch.ones(1, 8)
-        task = NormTask.of(zeros, zeros, weight, output, zeros, EPSILON)
-        rank.run(rank.plan.all_reduce_norm(task))
+        rank.run(launches(rank.plan, zeros, zeros, weight, output, zeros))
         assert torch.equal(output, zeros)
 
     run_threads(World(small_layout(2)), emulation, body)
@@ -111,13 +117,15 @@ def plan(packet_bytes: int = 4096) -> Planner:
     return Planner(abi.Group((1, 2), 3, 0, layout, 0), Limits(max_blocks=4))
 
 
-def task(rows: int, hidden: int = 64) -> NormTask:
-    return NormTask(1, 2, 3, 4, 5, rows, 2 * hidden, torch.float16, 0.5)
+def rows_in_half(count: int) -> list[KernelLaunch]:
+    rows = [Span(place, 128 * count) for place in (1, 2, 4, 5)]
+    puts = rows[0], rows[1], Span(3, 128)
+    return plan().all_reduce_norm(puts, (rows[2], rows[3]), torch.float16, 0.5)
 
 
 @pytest.mark.parametrize(("rows", "grid"), [(0, 1), (1, 1), (3, 3), (5, 4)])
 def test_each_row_has_a_block(rows: int, grid: int) -> None:
-    (launch,) = plan().all_reduce_norm(task(rows))
+    (launch,) = rows_in_half(rows)
     assert (launch.kernel, launch.grid) == ("ipc_packets_norm_float16", grid)
     size = rows * 128
     spans = (1, size, 2, size, 3, 128, *(0,) * 10, 4, size, 5, size, *(0,) * 12)
@@ -126,38 +134,6 @@ def test_each_row_has_a_block(rows: int, grid: int) -> None:
 
 
 def test_there_are_no_more_rows_than_go_in_packets() -> None:
-    assert plan().all_reduce_norm(task(32))
+    assert rows_in_half(32)
     with pytest.raises(ValueError, match="4224 bytes do not go in packets; 4096 do"):
-        plan().all_reduce_norm(task(33))
-
-
-@pytest.mark.parametrize(
-    ("changed", "to", "said"),
-    [
-        ("residual", torch.zeros(2, 8), r"residual is of torch.float32, not of torch.float16"),
-        ("residual", torch.zeros(1, 8).half(), r"residual is \(1, 8\), not \(2, 8\)"),
-        ("output", torch.zeros(8, 2).half().T, "output is not contiguous"),
-        ("kept", torch.zeros(16).half(), r"kept is \(16,\), not \(2, 8\)"),
-        ("weight", torch.zeros(2).half(), r"weight is \(2,\), not \(8,\)"),
-    ],
-)
-def test_tensors_that_do_not_fit_together(changed: str, to: Tensor, said: str) -> None:
-    tensors = {
-        name: torch.zeros(2, 8).half() for name in ("source", "residual", "output", "kept")
-    } | {"weight": torch.zeros(8).half()}
-    assert NormTask.of(**tensors, epsilon=0.0).rows == 2
-    with pytest.raises(ValueError, match=said):
-        NormTask.of(**tensors | {changed: to}, epsilon=0.0)
-
-
-def test_rows_that_no_kernel_norms() -> None:
-    def of(*shape: int, dtype: torch.dtype) -> NormTask:
-        rows, row = torch.zeros(shape, dtype=dtype), torch.zeros(shape[-1], dtype=dtype)
-        return NormTask.of(rows, rows, row, rows, rows, 0.0)
-
-    with pytest.raises(ValueError, match="no kernel norms"):
-        of(2, 8, dtype=torch.float64)
-    with pytest.raises(ValueError, match="rows of 24 bytes are not of whole 16 bytes"):
-        of(2, 12, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="rows of 0 bytes"):
-        of(2, 0, dtype=torch.bfloat16)
+        rows_in_half(33)

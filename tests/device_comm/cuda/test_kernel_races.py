@@ -12,7 +12,7 @@ import torch
 
 from device_comm import ReduceOp
 from device_comm.cuda.launches.launch import Protocol
-from device_comm.cuda.launches.norm import NormTask
+from device_comm.span import Span
 from tests.device_comm.cuda.emulated_world import moved, small_layout
 from tests.device_comm.cuda.emulator import KERNELS, build, why_not
 from tests.device_comm.cuda.recording import Recording
@@ -68,8 +68,9 @@ def record_collectives(
             recording.expect(output, total)
     ones, kept = recording.put(torch.ones(64)), recording.put(torch.zeros(64))
     normed = recording.put(torch.zeros(64))
-    task = NormTask(sources[rank], ones, ones, normed, kept, 4, 64, torch.float32, 1.0)
-    recording.launch(rank, plan.all_reduce_norm(task))
+    puts = Span(sources[rank], 256), Span(ones, 256), Span(ones, 64)
+    takes = Span(normed, 256), Span(kept, 256)
+    recording.launch(rank, plan.all_reduce_norm(puts, takes, torch.float32, 1.0))
     recording.expect(kept, total[:64] + 1)
     row = recording.put(torch.zeros(n * COUNT))
     recording.launch(rank, plan.all_gather(row, sources[rank], (size,) * n))

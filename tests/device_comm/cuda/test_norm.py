@@ -33,11 +33,11 @@ def in_double(n: int, epsilon: float, width: int = WIDTH) -> tuple[torch.Tensor,
     return kept / (mean + epsilon).sqrt() * rows_of(200, 1, width)[0].double(), kept
 
 
-def normed(comm: Communicator, width: int = WIDTH, **how: Any) -> None:
+def normed(comm: Communicator, width: int = WIDTH, *, learns: bool = False, **how: Any) -> None:
     x, residual, weight = (
         rows_of(comm.rank, width=width),
         rows_of(100, width=width),
-        rows_of(200, 1, width)[0],
+        rows_of(200, 1, width)[0].requires_grad_(learns),
     )
     before = [each.clone() for each in (x, residual, weight)]
     found = comm.all_reduce_norm(x, residual, weight, 0.01, **how)
@@ -60,9 +60,7 @@ def test_of_one_rank_nothing_is_summed() -> None:
     normed(Communicator(LoopbackBackend("cpu")))
 
 
-def over_ipc(
-    rank: int, n: int, library: str, path: str, board: BoardHandle
-) -> tuple[int, int, int, int]:
+def over_ipc(rank: int, n: int, library: str, path: str, board: BoardHandle) -> tuple[int, ...]:
     driver = HostDriver(library)
 
     def launches(call: Callable[[], object]) -> int:
@@ -75,6 +73,9 @@ def over_ipc(
         twice = launches(lambda: [normed(comm, timeout=15.0), normed(comm)])
         too_large = launches(lambda: normed(comm, width=64))
         odd = launches(lambda: normed(comm, width=7))
+        learning = launches(lambda: normed(comm, learns=True))
+        with torch.no_grad():
+            learnt = launches(lambda: normed(comm, learns=True))
         x, residual, weight = rows_of(rank), rows_of(100), rows_of(200, 1)[0]
         with comm.graph_capture(), driver.capture() as graph:
             output, kept = comm.all_reduce_norm(x, residual, weight, 0.01)
@@ -86,13 +87,13 @@ def over_ipc(
             expected = torch.nn.functional.rms_norm(kept, (WIDTH,), weight, 0.01)
             torch.testing.assert_close(output, expected)
         comm.flush()
-        return once, twice, too_large, odd
+        return once, twice, too_large, odd, learning, learnt
 
 
 def test_in_one_kernel_where_it_fits(emulation_library: str, store_path: str) -> None:
     with Board.create(2, None) as board:
         found = run_ranks(2, over_ipc, str(emulation_library), store_path, board.handle())
-    assert found == [(1, 2, 0, 0)] * 2
+    assert found == [(1, 2, 0, 0, 0, 1)] * 2
 
 
 @pytest.mark.parametrize(

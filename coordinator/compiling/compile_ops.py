@@ -48,6 +48,21 @@ def unregister(name: str) -> None:
     _groups.pop(name, None)
 
 
+def has_norms(name: str, dtype: torch.dtype) -> bool:
+    """Whether there is a group of that name, which sums and norms such tensors in one kernel."""
+    group = _groups.get(name)
+    return group is not None and dtype in group.device_communicator.backend.capabilities.normed
+
+
+def norms_by_group() -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """What `has_norms` says of all groups."""
+    kinds = {
+        name: group.device_communicator.backend.capabilities.normed
+        for name, group in _groups.items()
+    }
+    return tuple((name, tuple(sorted(map(str, kinds[name])))) for name in sorted(kinds))
+
+
 def find(name: str) -> Named:
     """The group of that unique name.
 
@@ -69,6 +84,23 @@ def all_reduce(x: Tensor, op: int, group: str) -> Tensor:
 @all_reduce.register_fake
 def _(x: Tensor, op: int, group: str) -> Tensor:
     return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("group_coordinator::all_reduce_norm", mutates_args=())
+def all_reduce_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, group: str
+) -> tuple[Tensor, Tensor]:
+    """`Communicator.all_reduce_norm` of the group of that name."""
+    comm = find(group).device_communicator
+    output, kept = comm.all_reduce_norm(x, residual, weight, epsilon)
+    return output.contiguous(), kept.contiguous()
+
+
+@all_reduce_norm.register_fake
+def _(
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, group: str
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
 @torch.library.custom_op("group_coordinator::all_gather", mutates_args=())
@@ -109,6 +141,13 @@ class OpsOfGraph:
     def all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
         """As `GroupCoordinator.all_reduce`."""
         return x if self._n == 1 else all_reduce(x, int(op), self._name)
+
+    def all_reduce_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `GroupCoordinator.all_reduce_norm`, where the group has a kernel for it."""
+        output, kept = all_reduce_norm(x, residual, weight, epsilon, self._name)
+        return output, kept
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """As `GroupCoordinator.all_gather`."""

@@ -1,0 +1,348 @@
+# ruff: noqa: ARG005 - all models get the same tensors
+"""What the compiler's pass makes one op of, and what it leaves as it is."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config
+from torch._inductor.decomposition import select_decomp_table
+from torch.nn.functional import rms_norm
+
+import coordinator
+from coordinator import ReduceOp, all_reduce_norm_pass, host_store
+from coordinator.compiling import compile_ops
+from tests.pages.blocks import block_of
+from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from torch.fx import Graph, GraphModule
+
+    Model = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+EPSILON = 1e-5
+WIDTH = 16
+NARROW = torch.bfloat16
+TOLERANCE = {torch.float32: 1e-5, NARROW: 2e-2}
+
+
+class FakeCommunicator:
+    """Of two equal ranks, with a kernel for some dtypes."""
+
+    def __init__(self, *normed: torch.dtype) -> None:
+        self.backend = SimpleNamespace(capabilities=SimpleNamespace(normed=frozenset(normed)))
+
+    def all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
+        return x * 2 if op is ReduceOp.SUM else x * 1
+
+    def all_reduce_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        kept = (residual.double() + 2 * x.double()).to(x.dtype)
+        return rms_norm(kept, weight.shape, weight, epsilon), kept
+
+
+class FakeGroup:
+    """What an op needs of a group."""
+
+    def __init__(self, name: str, *normed: torch.dtype) -> None:
+        self.name = name
+        self.device_communicator: Any = FakeCommunicator(*normed)
+        self.unique_name = compile_ops.register(self)
+
+    def all_reduce(self, x: Tensor, op: ReduceOp = ReduceOp.SUM) -> Tensor:
+        return compile_ops.all_reduce(x, int(op), self.unique_name)
+
+
+@pytest.fixture
+def able() -> Iterator[FakeGroup]:
+    group = FakeGroup("able", torch.float32, NARROW)
+    yield group
+    compile_ops.unregister(group.unique_name)
+
+
+@pytest.fixture
+def unable() -> Iterator[FakeGroup]:
+    group = FakeGroup("unable", torch.float16)
+    yield group
+    compile_ops.unregister(group.unique_name)
+
+
+def tensors(dtype: torch.dtype, rows: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.Generator().manual_seed(rows)
+    shapes = ((rows, WIDTH), (rows, WIDTH), (WIDTH,))
+    x, residual, weight = (torch.randn(shape, generator=seed).to(dtype) for shape in shapes)
+    return x, residual, weight
+
+
+def rewritten(model: Model, given: tuple[Tensor, ...], **how: Any) -> list[str]:
+    """The ops of this project in the graph of ``model`` after the pass, which computes the same."""
+    graphs: list[Graph] = []
+
+    def compiler(module: GraphModule, _: object) -> Callable[..., Any]:
+        all_reduce_norm_pass()(module.graph)
+        module.graph.lint()
+        module.recompile()
+        graphs.append(module.graph)
+        return module.forward
+
+    backend = aot_autograd(fw_compiler=compiler, decompositions=select_decomp_table())
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = torch.compile(model, fullgraph=True, backend=backend, **how)(*given)
+        for ours, theirs in zip(found, model(*given), strict=True):
+            tolerance = TOLERANCE.get(given[0].dtype, 1e-3)
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    return ops(graphs[-1])
+
+
+def ops(graph: Graph) -> list[str]:
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    return [name.split(".")[1] for name in names if name.startswith("group_coordinator")]
+
+
+# --- as models write it ------------------------------------------------------------------
+
+
+def by_function(kept: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(kept, weight.shape, weight, EPSILON)
+
+
+def rounded_first(kept: Tensor, weight: Tensor) -> Tensor:
+    wide = kept.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
+    return weight * wide.to(kept.dtype)
+
+
+def rounded_last(kept: Tensor, weight: Tensor) -> Tensor:
+    wide = kept.float()
+    scale = torch.rsqrt((wide * wide).mean(dim=-1, keepdim=True) + EPSILON)
+    return (scale * wide * weight.float()).to(kept.dtype)
+
+
+def weight_as_it_is(kept: Tensor, weight: Tensor) -> Tensor:
+    wide = kept.float()
+    return (weight * (wide * (wide.square().mean(1, True) + EPSILON).rsqrt())).type_as(kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
+@pytest.mark.parametrize("norm", [by_function, rounded_first, rounded_last, weight_as_it_is])
+def test_sums_that_are_normed_are_one_op(
+    able: FakeGroup, norm: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    def before(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        kept = residual + able.all_reduce(x.relu())
+        return norm(kept, weight), kept
+
+    def after(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        kept = able.all_reduce(x) + residual.relu()
+        return (norm(kept, weight) + 1,)
+
+    for model in (before, after):
+        assert rewritten(model, tensors(dtype)) == ["all_reduce_norm"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
+def test_what_is_added_in_float32(able: FakeGroup, dtype: torch.dtype) -> None:
+    def model(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        wide = able.all_reduce(x).float() + residual.float()
+        kept = wide.to(dtype)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
+        return wide.to(dtype) * weight, kept
+
+    assert rewritten(model, tensors(dtype)) == ["all_reduce_norm"]
+
+
+def test_layers_after_each_other(able: FakeGroup) -> None:
+    def model(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        for _ in range(3):
+            residual = residual + able.all_reduce(x)
+            x = rounded_first(residual, weight).relu()
+        return x, residual
+
+    assert rewritten(model, tensors(NARROW)) == ["all_reduce_norm"] * 3
+
+
+def test_any_number_of_rows(able: FakeGroup) -> None:
+    def model(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return (by_function(residual + able.all_reduce(x), weight),)
+
+    assert rewritten(model, tensors(NARROW, 5), dynamic=True) == ["all_reduce_norm"]
+
+
+# --- what does not fit -------------------------------------------------------------------
+
+
+def plain_norm(kept: Tensor) -> Tensor:
+    return rms_norm(kept, kept.shape[-1:], None, EPSILON)
+
+
+MISFITS: dict[str, Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, ...]]] = {
+    "the sum is used again": lambda tp, x, residual, weight: (
+        by_function(residual + (total := tp.all_reduce(x)), weight),
+        total * 3,
+    ),
+    "the sum is used again in float32": lambda tp, x, residual, weight: (
+        rounded_first((total := tp.all_reduce(x).float()) + residual.float(), weight).to(x.dtype),
+        total * 3,
+    ),
+    "another reduction": lambda tp, x, residual, weight: (
+        by_function(residual + tp.all_reduce(x, ReduceOp.MAX), weight),
+    ),
+    "a number for a residual": lambda tp, x, residual, weight: (
+        by_function(tp.all_reduce(x) + 1.0, weight),
+    ),
+    "a row for a residual": lambda tp, x, residual, weight: (
+        by_function(residual[:1] + tp.all_reduce(x), weight),
+    ),
+    "no weight": lambda tp, x, residual, weight: (plain_norm(residual + tp.all_reduce(x)),),
+    "a weight for each number": lambda tp, x, residual, weight: (
+        plain_norm(residual + tp.all_reduce(x)) * residual,
+    ),
+    "a weight that is computed after the sum": lambda tp, x, residual, weight: (
+        by_function(kept := residual + tp.all_reduce(x), kept[0].relu()),
+    ),
+    "a norm over all": lambda tp, x, residual, weight: (
+        (kept := residual + tp.all_reduce(x))
+        * torch.rsqrt(kept.float().pow(2).mean((0, 1), keepdim=True) + EPSILON).to(x.dtype)
+        * weight,
+    ),
+    "a norm over columns": lambda tp, x, residual, weight: (
+        (
+            (wide := (residual + tp.all_reduce(x)).float())
+            * torch.rsqrt(wide.pow(2).mean(0, keepdim=True) + EPSILON)
+        ).to(x.dtype)
+        * weight,
+    ),
+    "a cube": lambda tp, x, residual, weight: (
+        (
+            (wide := (residual + tp.all_reduce(x)).float())
+            * torch.rsqrt(wide.pow(3).mean(-1, keepdim=True).abs() + EPSILON)
+        ).to(x.dtype)
+        * weight,
+    ),
+    "a result in float32": lambda tp, x, residual, weight: (
+        (wide := (residual + tp.all_reduce(x)).to(torch.float64))
+        * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
+        * weight,
+    ),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
+def test_what_is_something_else_stays(able: FakeGroup, misfit: str, dtype: torch.dtype) -> None:
+    def model(*given: Tensor) -> tuple[Tensor, ...]:
+        return MISFITS[misfit](able, *given)
+
+    assert rewritten(model, tensors(dtype)) == ["all_reduce"]
+
+
+def test_narrow_numbers_that_are_normed_as_they_are_stay(able: FakeGroup) -> None:
+    def model(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        kept = residual + able.all_reduce(x)
+        scale = torch.rsqrt(kept.pow(2).mean(-1, keepdim=True) + EPSILON)
+        return (kept * scale * weight,)
+
+    assert rewritten(model, tensors(NARROW)) == ["all_reduce"]
+
+
+def test_a_weight_of_another_dtype_stays(able: FakeGroup) -> None:
+    def model(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return (rounded_last(residual + able.all_reduce(x), weight),)
+
+    x, residual, weight = tensors(NARROW)
+    assert rewritten(model, (x, residual, weight.float())) == ["all_reduce"]
+
+
+def test_other_groups_and_dtypes_stay(able: FakeGroup, unable: FakeGroup) -> None:
+    def model(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        for group in (unable, able):
+            residual = residual + group.all_reduce(x)
+            x = rounded_first(residual, weight)
+        return x, residual
+
+    assert rewritten(model, tensors(NARROW)) == ["all_reduce", "all_reduce_norm"]
+    assert rewritten(model, tensors(torch.float64)) == ["all_reduce", "all_reduce"]
+
+
+# --- the compiler ------------------------------------------------------------------------
+
+
+def test_a_torch_without_the_matcher_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "coordinator.compiling.norm_patterns", raising=False)
+    monkeypatch.setitem(sys.modules, "torch._inductor.pattern_matcher", None)
+    with pytest.raises(NotImplementedError, match=r"torch \S+ has no pattern matcher"):
+        all_reduce_norm_pass()
+
+
+def test_the_compilers_cache_knows_the_groups(able: FakeGroup) -> None:
+    made: Any = all_reduce_norm_pass()
+    before = made.uuid()
+    assert before == made.uuid()
+    able.device_communicator = FakeCommunicator(torch.float32)
+    assert made.uuid() != before
+
+
+class Written(torch.nn.Module):
+    """By the verb, and written out."""
+
+    def __init__(self, group: coordinator.GroupCoordinator) -> None:
+        super().__init__()
+        self.group = group
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 2, WIDTH))
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = self.group.all_reduce_norm(x, residual, self.weight, EPSILON)
+        residual = residual + self.group.all_reduce(x.relu())
+        return by_function(residual, self.weight), residual
+
+
+def compiled(rank: int, n: int, port: int, folder: str) -> list[str]:
+    """A model by the whole compiler, as if there were a kernel; the ops of its graph."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")  # its own
+    store = coordinator.connect_store("127.0.0.1", port)
+    shown: dict[str, Any] = {}
+    exec(block_of("docs/from-vllm.md", "all_reduce_norm_pass"), shown)
+    found: list[list[str]] = []
+    options = {
+        "compile_threads": 1,
+        "fx_graph_cache": False,
+        "post_grad_custom_post_pass": lambda graph: found.append(ops(graph)),
+    }
+    with (
+        coordinator.init(tp=n, rank=rank, store=store, timeout=240) as groups,
+        torch.no_grad(),
+        config.patch(options),
+    ):
+        backend = groups.tp.device_communicator.backend
+        backend.capabilities = replace(backend.capabilities, normed=frozenset({torch.float32}))
+        model = Written(groups.tp)
+        fast = shown["decoder"](model)
+        for turn in range(3):
+            x, residual, _ = tensors(torch.float32, 4)
+            given = x * (rank + turn), residual
+            for ours, theirs in zip(fast(*given), model(*given), strict=True):
+                torch.testing.assert_close(ours, theirs)
+        groups.tp.barrier()
+    (only,) = found
+    return only
+
+
+def test_a_compiled_model_computes_what_the_eager_one_does(tmp_path: Path) -> None:
+    store = host_store()
+    ranks = run_ranks(2, compiled, store.port, str(tmp_path), timeout=300)
+    assert ranks == [["all_reduce_norm"] * 2] * 2
