@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .driver.binding import check_bind
+
 MIB = 1 << 20
 
 
@@ -26,6 +28,11 @@ class PoolConfig:
         kill_seconds: how long workers have to end after SIGTERM, before SIGKILL.
         threads: CPU threads of each worker. ``None``: ``OMP_NUM_THREADS``, or an equal share of the
             cores that this process may use.
+        bind: which cores each worker is bound to. ``"none"``: to none. ``"auto"``: to cores of its
+            own, an equal share of those that this process may use, within a node (NUMA) unless that
+            would halve it. ``"numa"``: to all cores of a node; workers share nodes if there are
+            more of them. ``"0-3|4-7"`` or ``"node0|node1"``: to those of each worker, by rank.
+            Each host of a pool does so for its own workers.
         zero_copy: whether tensors and arrays of 1 MiB and more in results stay in shared memory,
             where the worker has put them. Do not write to them, and drop them soon: see
             `shm_broadcast.MessageQueue.dequeue`.
@@ -47,6 +54,7 @@ class PoolConfig:
     stack_seconds: float = 1.0
     kill_seconds: float = 1.0
     threads: int | None = None
+    bind: str = "none"
     zero_copy: bool = False
     fork: bool = True
     preload: tuple[str, ...] = ()
@@ -62,6 +70,7 @@ class PoolConfig:
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be 1 or more; got {count}")
+        check_bind(self.bind)
         if not self.call_seconds > 0:
             raise ValueError(f"call_seconds must be more than 0; got {self.call_seconds!r}")
         for name in ("settle_seconds", "leave_seconds", "stack_seconds", "kill_seconds"):

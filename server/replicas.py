@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from coordinator.rank_grid import RankGrid
 from shm_broadcast import CoordinatorError
 
+from .driver.binding import bound_here, written
 from .driver.cores import worker_threads
 from .driver.devices import assign, count_gpus
 from .pool import WorkerPool
@@ -81,7 +82,7 @@ class Replicas:
             max_restarts: restarts of a replica within ``window`` before it is given up.
             window: seconds.
             stuck_after: seconds after which a replica breaks if its oldest call is not answered.
-            config: further settings, for each replica.
+            config: further settings, for each replica; ``bind`` is of all ranks of all replicas.
 
         Raises:
             ValueError, TypeError: an argument is out of range, or cannot be sent to the workers.
@@ -93,7 +94,8 @@ class Replicas:
         settings = config or PoolConfig()
         n, gpus = tp * pp, count_gpus(device)
         devices = assign(device, dp * n, gpus, share_gpu)
-        threads = settings.threads or worker_threads(dp * n)
+        bound = bound_here(settings.bind, dp * n)
+        threads = settings.threads or worker_threads(dp * n, bound)
 
         def start(number: int) -> WorkerPool:
             first = number * n
@@ -111,7 +113,7 @@ class Replicas:
                 max_restarts=max_restarts,
                 window=window,
                 stuck_after=stuck_after,
-                config=replace(settings, threads=threads),
+                config=replace(settings, threads=threads, bind=written(bound[first : first + n])),
             )
 
         with ExitStack() as undo, ThreadPoolExecutor(dp, "start-replica") as starters:

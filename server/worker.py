@@ -38,6 +38,7 @@ from shm_broadcast import (
     PeerLostError,
 )
 from shm_broadcast.board.stacks import writes_stacks_to
+from shm_broadcast.machine.affinity import bind_process
 
 from .control.cancelled_calls import CancelledCalls
 from .control.channel import Channel, ChannelClosedError
@@ -180,6 +181,8 @@ class _Serving:
         deadline = Deadline.after(start.timeout)
         if start.spans is not None:
             record(start.spans, rank=start.rank)
+        if start.cores:
+            bind_process(start.cores)
         if handles.board is None or handles.cancelled is None:
             raise ValueError("this worker's host has not filled in what it shares with the worker")
         self._cancelled = closing.enter_context(CancelledCalls.attach(handles.cancelled))

@@ -26,7 +26,6 @@ from device_comm.backend import Backend, Capabilities, Identity
 from device_comm.begun import VERBS
 from device_comm.reduce_op import ReduceOp
 from device_comm.shm import layout
-from device_comm.shm.caches import share_a_cache
 from device_comm.shm.collectives.collective import Collective
 from device_comm.shm.collectives.direct import DirectCalls
 from device_comm.shm.collectives.planned import Plans
@@ -39,6 +38,7 @@ from device_comm.shm.pipes.transfers import ReceiveTask, SendTask
 from device_comm.shm.results import Results
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.extension import COST, extension_of
+from shm_broadcast.machine.caches import share_a_cache
 from shm_broadcast.progress import Progress
 from shm_broadcast.segment import Segment, SegmentHandle
 

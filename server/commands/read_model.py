@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..defaults import BATCH_TOKENS, CONTEXT, PACKAGED_DECODER, SLOTS
 from ..driver import devices
+from ..driver.binding import bound_here
 from ..driver.cores import worker_threads
 from ..pool_config import PoolConfig
 from ..workers.decoder import DecoderFolder, DecoderText, DecoderWorker, is_decoder, smollm2
@@ -33,6 +34,7 @@ class WorkerOptions:
     share_gpu: bool
     dtype: str
     threads: int
+    bind: str
 
     @classmethod
     def read(cls, args: argparse.Namespace, nnodes: int = 1) -> WorkerOptions:
@@ -58,7 +60,8 @@ class WorkerOptions:
             device=args.device,
             share_gpu=args.share_gpu,
             dtype=args.dtype,
-            threads=args.threads or worker_threads(shared),
+            threads=args.threads or worker_threads(shared, bound_here(args.bind, shared)),
+            bind=args.bind,
         )
 
     def pool_arguments(
@@ -82,7 +85,7 @@ class WorkerOptions:
             "device": self.device,
             "share_gpu": self.share_gpu,
             "start_timeout": timeout,
-            "config": PoolConfig(preload=(worker.__module__,), spans=spans),
+            "config": PoolConfig(preload=(worker.__module__,), spans=spans, bind=self.bind),
         }
 
 

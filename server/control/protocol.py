@@ -94,6 +94,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         address: the worker's host's address, if the driver is on another host; its host fills it
             in.
         spans: where it records its spans, see `spans.record`; ``None``: nowhere.
+        cores: those that it is to be bound to; ``()``: none. Its host fills it in.
     """
 
     generation: int
@@ -114,6 +115,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     store: StoreAddress | None = None
     address: str = ""
     spans: str | None = None
+    cores: tuple[int, ...] = ()
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True):

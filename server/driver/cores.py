@@ -11,8 +11,12 @@ import os
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
+from .binding import threads_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from .binding import Bound
 
 
 class _Mount(NamedTuple):
@@ -31,12 +35,21 @@ class _Mount(NamedTuple):
     point: PurePosixPath
 
 
-def worker_threads(n_workers: int, environment: Mapping[str, str] = os.environ) -> int:
-    """CPU threads for each of ``n_workers`` workers: ``OMP_NUM_THREADS``, or an equal share."""
+def worker_threads(
+    n_workers: int, bound: Bound = (), environment: Mapping[str, str] = os.environ
+) -> int:
+    """CPU threads for each of ``n_workers`` workers: ``OMP_NUM_THREADS``, or an equal share.
+
+    Args:
+        n_workers: of this host.
+        bound: the cores that they are bound to: no worker gets more threads than these keep busy.
+        environment: where the variable is.
+    """
     wanted = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if wanted.isdecimal() and int(wanted) > 0:
         return int(wanted)
-    return max(1, usable_cores() // n_workers)
+    share = max(1, usable_cores() // n_workers)
+    return min(share, threads_of(bound)) if bound else share
 
 
 def usable_cores(root: Path = Path("/")) -> int:

@@ -115,6 +115,7 @@ class Links:
             main=plan.main,
             timeout=plan.start_timeout,
             store=None if self._store is None else self._store.at,
+            cores=plan.cores_of(rank),
         )
 
     def join(self, replies: Mapping[int, QueueHandle], deadline: Deadline) -> None:

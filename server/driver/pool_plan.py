@@ -11,6 +11,7 @@ from ..control.reference import main_of, name_of
 from ..defaults import RESTARTS
 from ..hosts.place import Hosts, hosts_of
 from ..launchers.ray_actors import RayCluster
+from .binding import bound_here
 from .cores import worker_threads
 from .devices import assign, count_gpus
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ..pool_config import PoolConfig
+    from .binding import Bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class PoolPlan:
         on_progress: called with ``(rank, done, total, what)``.
         restart, max_restarts, window, stuck_after: as for `pool.WorkerPool`.
         config: the other settings.
+        bound: the cores that the workers on this host are bound to.
         hosts: the hosts of the pool; ``None``: this one only.
     """
 
@@ -51,6 +54,7 @@ class PoolPlan:
     window: float
     stuck_after: float | None
     config: PoolConfig
+    bound: Bound = ()
     hosts: Hosts | None = None
 
     @classmethod
@@ -93,6 +97,7 @@ class PoolPlan:
         found = _hosts(launcher, hosts, grid, device, start_timeout)
         try:
             devices = _devices(device, math.prod(grid), share_gpu, found)
+            bound = bound_here(config.bind, len(_ranks_of(0, math.prod(grid), found)))
         except ValueError:
             if found is not None and found.summoner is not None:
                 found.summoner.close()
@@ -110,6 +115,7 @@ class PoolPlan:
             window,
             stuck_after,
             config,
+            bound,
             found,
         )
 
@@ -120,14 +126,16 @@ class PoolPlan:
 
     def ranks_of(self, node: int) -> range:
         """The ranks of the workers on one host."""
-        if self.hosts is None:
-            return range(self.n_workers)
-        return self.hosts.ranks_of(node, self.n_workers)
+        return _ranks_of(node, self.n_workers, self.hosts)
+
+    def cores_of(self, rank: int) -> tuple[int, ...]:
+        """The cores that a worker on this host is bound to; ``()``: to none, or it is elsewhere."""
+        return self.bound[rank] if rank < len(self.bound) else ()
 
     @property
     def threads(self) -> int:
         """How many CPU threads each worker on this host may use."""
-        return self.config.threads or worker_threads(max(len(self.ranks_of(0)), 1))
+        return self.config.threads or worker_threads(max(len(self.ranks_of(0)), 1), self.bound)
 
     @property
     def output_rank(self) -> int:
@@ -141,6 +149,10 @@ class PoolPlan:
         By default one for each pipeline stage, so that all stages are busy, and one that waits.
         """
         return self.config.in_flight or self.pp + 1
+
+
+def _ranks_of(node: int, n_workers: int, hosts: Hosts | None) -> range:
+    return range(n_workers) if hosts is None else hosts.ranks_of(node, n_workers)
 
 
 def _hosts(

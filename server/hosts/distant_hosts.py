@@ -180,6 +180,7 @@ class DistantHosts:
             n_workers=plan.n_workers,
             ranks=tuple(plan.ranks_of(node)),
             threads=plan.config.threads,
+            bind=plan.config.bind,
             fork=plan.config.fork,
             preload=plan.config.preload,
             kill_seconds=plan.config.kill_seconds,

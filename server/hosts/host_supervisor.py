@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from contextlib import ExitStack, suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
@@ -28,6 +29,7 @@ from ..control.channel import ChannelClosedError
 from ..control.meeting import WorkerMeeting
 from ..control.pool_board import create_pool_board
 from ..control.protocol import Hello, Start
+from ..driver.binding import Bound, bound_here
 from ..driver.cores import worker_threads
 from ..driver.supervisor import Supervisor
 from ..errors import HostError, WorkerStartError
@@ -255,12 +257,12 @@ class HostSupervisor:
             with self._boarding:
                 self._board, self._generation, self._told_abort = board, told.generation, False
             self._memory = undo.pop_all()
-        threads = pool.threads or worker_threads(len(pool.ranks))
         preload = pool.preload if pool.fork else None
         try:
+            threads = pool.threads or worker_threads(len(pool.ranks), self._bound)
             with self._meeting.convene(told.missing) as seats:
                 started = launch(seats, threads, Deadline.after(told.seconds), preload=preload)
-        except (OSError, WorkerStartError) as error:
+        except (OSError, ValueError, WorkerStartError) as error:
             for rank in told.missing:
                 self._link.post(WorkerEnded(rank, told.generation, f"not started: {error}", ""))
             return
@@ -269,13 +271,19 @@ class HostSupervisor:
             self._since[worker.rank] = told.generation
             self._supervisor.watch(worker)
 
+    @cached_property
+    def _bound(self) -> Bound:
+        """The cores of each worker here, the same for those that replace others."""
+        return bound_here(self._pool.bind, len(self._pool.ranks))
+
     def _start(self, rank: int, start: Start) -> None:
         if self._board is None:
             return
         handles = structs.replace(
             start.handles, board=self._board.handle(), cancelled=self._cancelled.handle()
         )
-        whole = structs.replace(start, handles=handles, address=self._address)
+        cores = self._bound[self._pool.ranks.index(rank)] if self._bound else ()
+        whole = structs.replace(start, handles=handles, address=self._address, cores=cores)
         self._workers[rank].start(whole, Deadline.after(start.timeout))
 
     def _resume(self, rank: int, told: Resume) -> None:

@@ -37,6 +37,7 @@ class HostAdmitted(msgspec.Struct, frozen=True, tag=True):
         n_workers: the pool's workers on all hosts.
         ranks: those that this host runs.
         threads: CPU threads of each; ``None``: the host shares its cores out among them.
+        bind: the cores that they are bound to, as in `PoolConfig`.
         fork, preload, kill_seconds, stack_seconds: as in `PoolConfig`.
         stays: whether the host is to come again when the link has broken.
     """
@@ -44,6 +45,7 @@ class HostAdmitted(msgspec.Struct, frozen=True, tag=True):
     n_workers: int
     ranks: tuple[int, ...]
     threads: int | None
+    bind: str
     fork: bool
     preload: tuple[str, ...]
     kill_seconds: float

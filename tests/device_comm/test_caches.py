@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from device_comm.shm.caches import listed, share_a_cache
 from shm_broadcast import Board, BoardHandle
+from shm_broadcast.machine.caches import share_a_cache
+from shm_broadcast.machine.topology import listed
 from tests.device_comm.shm_ranks import make_comm
 from tests.ranks import run_ranks
 

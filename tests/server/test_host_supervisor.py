@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SECRET: Final = b"known to both hosts"
 HERE = Hosts(nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=1, secret=SECRET)
-ADMITTED = HostAdmitted(2, (1,), 1, False, (), 1.0, 1.0, False)
+ADMITTED = HostAdmitted(2, (1,), 1, "none", False, (), 1.0, 1.0, False)
 LOST: Final = "the head has ended, or closed the link"
 
 

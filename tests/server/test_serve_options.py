@@ -37,6 +37,8 @@ def arguments(**given: Any) -> Any:
         ({"api_key": "two words"}, "printable ASCII"),
         ({"api_key": "schlüssel"}, "printable ASCII"),
         ({"tp": 5}, "tp=5 does not divide"),
+        ({"bind": "half"}, "bind must be none, auto, numa, or"),
+        ({"bind": "0|1", "tp": 3}, "is for 2 workers, and this host has 3"),
         ({"dp": 0}, "--dp must be at least 1"),
         ({"max_restarts": 0}, "--max-restarts must be at least 1"),
         ({"stuck_after": 0.0}, "--stuck-after must be more than 0"),

@@ -30,3 +30,5 @@ def add_arguments(parser: argparse.ArgumentParser, *, tp: int, pp: int, more: st
         "(default float32)")  # fmt: skip
     add("--threads", type=int, metavar="N", help="CPU threads of each worker (default: "
         "OMP_NUM_THREADS, or the cores this process may use, shared out among them)")  # fmt: skip
+    add("--bind", default="none", metavar="CORES", help="the cores each worker is bound to: auto, "
+        "numa, or those of each on a host, as 0-3|4-7 or node0|node1 (default: none)")  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from shm_broadcast.machine.topology import listed
+
 _CPUS: Final = Path("/sys/devices/system/cpu")
 
 
@@ -23,12 +25,3 @@ def share_a_cache(usable: set[int], cpus: Path = _CPUS) -> bool:
         return counted <= listed((last / "shared_cpu_list").read_text())
     except (OSError, ValueError):
         return False
-
-
-def listed(text: str) -> set[int]:
-    """The numbers of a list such as ``0-3,8,10-11``."""
-    numbers: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        numbers.update(range(int(first), int(last or first) + 1))
-    return numbers

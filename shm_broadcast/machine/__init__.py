@@ -1,0 +1,1 @@
+"""What Linux tells of the machine: its cores, and what they share."""

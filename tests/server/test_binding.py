@@ -1,0 +1,240 @@
+"""Who gets which cores, by made-up machines; workers that run on them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from server.driver.binding import bound_here, share_out, threads_of, written
+from server.driver.cores import usable_cores, worker_threads
+from server.errors import WorkerLostError, WorkerStartError
+from server.pool import WorkerPool
+from server.pool_config import PoolConfig
+from server.replicas import Replicas
+from shm_broadcast.machine.topology import Core
+from tests.netns import two_hosts, unavailable
+from tests.patience import PATIENCE_SECONDS
+from tests.ranks import run_ranks
+from tests.server.over_hosts import over_hosts
+from tests.server.workers import Worker
+
+if TYPE_CHECKING:
+    from server.driver.binding import Bound
+
+
+def nodes(*sizes: int) -> list[Core]:
+    """Cores of one thread, numbered through, on so many nodes."""
+    numbers = iter(range(sum(sizes)))
+    return [Core(node, (next(numbers),)) for node, size in enumerate(sizes) for _ in range(size)]
+
+
+def threaded(*sizes: int) -> list[Core]:
+    """The same with two threads each, the second ones numbered behind all first ones."""
+    n = sum(sizes)
+    return [Core(core.node, (*core.cpus, core.cpus[0] + n)) for core in nodes(*sizes)]
+
+
+def ranges(bound: Bound) -> list[str]:
+    """For reading: the first and the last of each, which all are without gaps."""
+    assert all(cpus == tuple(range(cpus[0], cpus[-1] + 1)) for cpus in bound)
+    return [f"{cpus[0]}-{cpus[-1]}" for cpus in bound]
+
+
+@pytest.mark.parametrize(
+    ("cores", "n_workers", "expected"),
+    [
+        pytest.param(nodes(8), 2, ["0-3", "4-7"], id="a node"),
+        pytest.param(nodes(4, 4), 2, ["0-3", "4-7"], id="a node each"),
+        pytest.param(nodes(4, 4), 4, ["0-1", "2-3", "4-5", "6-7"], id="two to a node"),
+        pytest.param(nodes(7), 3, ["0-2", "3-4", "5-6"], id="not even: the first one has more"),
+        pytest.param(nodes(8, 8), 3, ["0-3", "4-7", "8-15"], id="no share crosses nodes"),
+        pytest.param(nodes(6, 2), 2, ["0-2", "3-5"], id="the smallest share counts"),
+        pytest.param(nodes(2, 6), 3, ["0-1", "2-4", "5-7"], id="more workers on the larger node"),
+        pytest.param(nodes(4, 4), 1, ["0-7"], id="one worker is not kept on half of the cores"),
+        pytest.param(nodes(2, 2, 2, 2), 2, ["0-3", "4-7"], id="two nodes for each worker"),
+        pytest.param(nodes(4, 4, 4, 4), 3, ["0-3", "4-7", "8-11"], id="better a node is idle"),
+        pytest.param(nodes(1, 1), 2, ["0-0", "1-1"], id="a core each"),
+    ],
+)
+def test_auto_gives_everyone_a_share(
+    cores: list[Core], n_workers: int, expected: list[str]
+) -> None:
+    assert ranges(share_out("auto", n_workers, cores)) == expected
+
+
+def test_auto_keeps_the_threads_of_a_core_together() -> None:
+    assert share_out("auto", 2, threaded(2, 2)) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert share_out("auto", 4, threaded(4)) == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+def test_auto_parts_them_if_there_are_more_workers_than_cores() -> None:
+    assert share_out("auto", 4, threaded(2)) == ((0,), (2,), (1,), (3,))
+    assert share_out("auto", 3, threaded(2)) == ((0, 2), (1,), (3,))
+
+
+def test_auto_gives_only_what_may_be_used() -> None:
+    masked = [Core(0, (1,)), Core(1, (2, 6)), Core(1, (3, 7))]
+    assert share_out("auto", 3, masked) == ((1,), (2, 6), (3, 7))
+    assert share_out("auto", 2, masked) == ((1,), (2, 3, 6, 7))
+
+
+def test_numa_gives_everyone_a_node() -> None:
+    first, second = (0, 1, 2, 3), (4, 5, 6, 7)
+    assert share_out("numa", 2, nodes(4, 4)) == (first, second)
+    assert share_out("numa", 4, nodes(4, 4)) == (first, first, second, second)
+    assert share_out("numa", 1, nodes(4, 4)) == (first,)
+    assert share_out("numa", 3, nodes(2, 4)) == ((0, 1), (2, 3, 4, 5), (2, 3, 4, 5))
+    assert share_out("numa", 10, nodes(2)) == ((0, 1),) * 10
+
+
+def test_cores_and_nodes_can_be_named() -> None:
+    assert share_out("0-1,5|4", 2, nodes(4, 4)) == ((0, 1, 5), (4,))
+    assert share_out("node1|node0|7", 3, nodes(4, 4)) == ((4, 5, 6, 7), (0, 1, 2, 3), (7,))
+    assert share_out("none", 3, nodes(2)) == ()
+    assert share_out("0-3", 0, nodes(4)) == ()
+
+
+@pytest.mark.parametrize(
+    ("bind", "n_workers", "text"),
+    [
+        ("auto", 5, "5 workers cannot each have a core .* process may use 4"),
+        ("0-1", 2, "bind='0-1' is for 1 workers, and this host has 2"),
+        ("0-1|2-4", 2, "bind='2-4': this process may not use core 4, but 0, 1, 2, 3"),
+        ("node0|node2", 2, "no core of node2 may be used; there are those of 0, 1"),
+        ("3-1", 1, "bind='3-1' names no core"),
+    ],
+)
+def test_what_cannot_be_given_is_refused(bind: str, n_workers: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        share_out(bind, n_workers, nodes(2, 2))
+
+
+@pytest.mark.parametrize("bind", ["", "all", "0-", "0|", "0 1", "node", "0-1|auto", "nodes0"])
+def test_what_is_not_understood_is_refused_at_once(bind: str) -> None:
+    with pytest.raises(ValueError, match=r"bind must be none, auto, numa, or .* got"):
+        PoolConfig(bind=bind)
+
+
+def test_what_was_given_can_be_given_again() -> None:
+    shares = share_out("auto", 3, threaded(2, 2))
+    assert share_out(written(shares), 3, threaded(2, 2)) == shares
+    assert written(()) == "none"
+
+
+def test_threads_are_as_many_as_the_smallest_share_keeps_busy() -> None:
+    assert threads_of(((0, 1, 2, 3), (4, 5))) == 2
+    assert threads_of(((0, 1, 2, 3), (0, 1, 2, 3))) == 2
+    assert threads_of(((0, 1, 2), (0, 1, 2), (0, 1, 2))) == 1
+    assert threads_of(((0,), (0,))) == 1
+    assert worker_threads(1, ((0,),), {}) == 1
+    assert worker_threads(1, ((0,),), {"OMP_NUM_THREADS": "3"}) == 3
+    assert worker_threads(1, (tuple(range(1000)),), {}) == usable_cores()
+
+
+# --- real workers --------------------------------------------------------------------------
+
+USABLE = sorted(os.sched_getaffinity(0))
+FEW = pytest.mark.skipif(len(USABLE) < 2, reason="two workers need two cores")
+CROSSED = f"{USABLE[-1]}|{USABLE[0]}"
+"""The first worker on the last core."""
+
+
+def affinities(pids: list[int]) -> list[set[int]]:
+    """The cores of each process: of all its threads, which are the same."""
+    found = []
+    for pid in pids:
+        cores = os.sched_getaffinity(pid)
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                assert os.sched_getaffinity(int(task.name)) == cores
+        found.append(cores)
+    return found
+
+
+def where(pool: WorkerPool) -> list[int]:
+    return [pid for _, pid in pool.collective_rpc("where")]
+
+
+@FEW
+@pytest.mark.parametrize("fork", [True, False])
+@pytest.mark.parametrize("bind", ["auto", "numa", CROSSED])
+def test_workers_run_on_their_cores(bind: str, fork: bool) -> None:
+    with WorkerPool(Worker, tp=2, config=PoolConfig(bind=bind, fork=fork)) as pool:
+        shares = bound_here(bind, 2)
+        assert affinities(where(pool)) == [set(cpus) for cpus in shares]
+        assert pool.call("environment")["threads"] == worker_threads(2, shares)
+        assert os.sched_getaffinity(0) == set(USABLE)
+
+
+def test_workers_are_not_bound_unless_that_is_asked_for() -> None:
+    with WorkerPool(Worker) as pool:
+        assert affinities(where(pool)) == [set(USABLE)]
+
+
+@FEW
+def test_who_replaces_a_worker_has_its_cores() -> None:
+    settings = PoolConfig(bind=CROSSED, leave_seconds=PATIENCE_SECONDS)
+    with WorkerPool(Worker, tp=2, restart="worker", config=settings) as pool:
+        before = where(pool)
+        os.kill(before[0], signal.SIGKILL)
+        with pytest.raises(WorkerLostError):
+            pool.call("total", 1.0, timeout=PATIENCE_SECONDS)
+        assert pool.call("total", 1.0, timeout=PATIENCE_SECONDS) == 2.0
+        after = where(pool)
+        assert (after[0] != before[0], after[1] == before[1]) == (True, True)
+        assert affinities(after) == [{USABLE[-1]}, {USABLE[0]}]
+
+
+@FEW
+def test_replicas_share_the_cores() -> None:
+    with Replicas(Worker, dp=2, config=PoolConfig(bind="auto")) as replicas:
+        pids = [pid for pool in replicas.pools for pid in where(pool)]
+        assert affinities(pids) == [set(cpus) for cpus in bound_here("auto", 2)]
+
+
+def test_a_pool_that_cannot_be_bound_is_not_started() -> None:
+    missing = max(USABLE) + 1
+    with pytest.raises(ValueError, match=f"may not use core {missing}, but "):
+        WorkerPool(Worker, config=PoolConfig(bind=str(missing)))
+
+
+def cores_there(pool: WorkerPool) -> list[set[int]]:
+    return [each["cores"] for each in pool.collective_rpc("inherited")]
+
+
+NO_HOSTS = unavailable()
+OVER_HOSTS = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
+
+
+@FEW
+@OVER_HOSTS
+def test_every_host_binds_its_own_workers(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tp": 4, "config": PoolConfig(bind=CROSSED)}
+    with two_hosts("IPv4") as hosts:
+        found, _ = run_ranks(2, over_hosts, str(tmp_path), hosts, cores_there, (), options)
+    assert found == [{USABLE[-1]}, {USABLE[0]}] * 2
+
+
+def start_alone(rank: int, *given: Any) -> Any:
+    """As `over_hosts`, but the other host may use its first core only."""
+    if rank:
+        os.sched_setaffinity(0, {USABLE[0]})
+    try:
+        return over_hosts(rank, *given)
+    except WorkerStartError as error:
+        return str(error)
+
+
+@FEW
+@OVER_HOSTS
+def test_a_host_that_cannot_bind_is_named(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tp": 4, "config": PoolConfig(bind="auto")}
+    with two_hosts("IPv4") as hosts:
+        found, _ = run_ranks(2, start_alone, str(tmp_path), hosts, cores_there, (), options)
+    assert "rank 2" in found
+    assert "not started: bind='auto': 2 workers cannot each have a core" in found
