@@ -64,13 +64,14 @@ class SegmentHandle(msgspec.Struct, frozen=True):
 class Segment:
     """A mapped segment. ``words`` gives its atomic words, ``memory`` its bytes."""
 
-    def __init__(self, fd: int, mapping: mmap.mmap) -> None:
+    def __init__(self, fd: int, mapping: mmap.mmap, *, touch: bool = True) -> None:
         """Own ``fd`` and its mapping. Use `create` and `attach`."""
         self._fd = fd
         self._release = weakref.finalize(self, os.close, fd)
         self._release.atexit = False
         self._map = mapping
-        _touch(mapping)
+        if touch:
+            self.touch()
         self.size = len(mapping)
         self.words: WordsLike = make_words(mapping)
         self.memory = memoryview(mapping)
@@ -104,13 +105,18 @@ class Segment:
 
     @classmethod
     def attach(
-        cls, handle: SegmentHandle, is_member: Callable[[int], bool] | None = None
+        cls,
+        handle: SegmentHandle,
+        is_member: Callable[[int], bool] | None = None,
+        *,
+        touch: bool = True,
     ) -> Segment:
         """Map the segment that ``handle`` names.
 
         Args:
             handle: from any source, trusted or not.
             is_member: whether the process with a pid may own it; None: any process of this user.
+            touch: whether to map every page now; else by `touch`, when its pages have settled.
 
         Raises:
             SharedMemoryError: it is on another host, its owner has ended, or the handle is stale.
@@ -125,7 +131,7 @@ class Segment:
                 f"segment of pid {handle.pid} cannot be opened: its owner has ended, runs on "
                 f"another host, or belongs to another user ({error})"
             ) from error
-        return cls._adopt(fd, handle)
+        return cls._adopt(fd, handle, touch=touch)
 
     @classmethod
     def receive(cls, connection: socket.socket, handle: SegmentHandle) -> Segment:
@@ -149,6 +155,36 @@ class Segment:
         me = ProcessId.current()
         return SegmentHandle(me.pid, me.start_time, self._open_fd(), self.nonce, self.size)
 
+    def touch(self) -> None:
+        """Map every page now: the first pass over unmapped pages costs four times a later one."""
+        try:
+            self._map.madvise(_MADV_POPULATE_WRITE)
+        except OSError:  # before Linux 5.14; reading maps the reserved pages as well
+            for offset in range(0, len(self._map), mmap.PAGESIZE):
+                self._map[offset]
+
+    def settle(self, begin: int, end: int) -> None:
+        """Have the whole pages from ``begin`` to ``end`` lie where this thread runs, all zero.
+
+        Pages are of the node (NUMA) of whoever touches them first, which is who has created the
+        segment. Nobody may use these meanwhile; others map them anew by `touch`.
+
+        Raises:
+            SharedMemoryError: no memory is free.
+        """
+        begin, size = align(begin, mmap.PAGESIZE), end - align(begin, mmap.PAGESIZE)
+        size -= size % mmap.PAGESIZE
+        if size <= 0:
+            return
+        try:
+            self._map.madvise(mmap.MADV_REMOVE, begin, size)
+        except OSError:  # this kernel frees no pages of a segment: they stay where they are
+            return
+        try:
+            os.posix_fallocate(self._open_fd(), begin, size)
+        except OSError as error:
+            raise SharedMemoryError(f"cannot reserve {size} bytes: {error.strerror}") from error
+
     @property
     def closed(self) -> bool:
         """Whether `close` was called here."""
@@ -169,7 +205,7 @@ class Segment:
         return f"Segment({self.size} bytes, nonce={self.nonce.hex()[:8]}{state})"
 
     @classmethod
-    def _adopt(cls, fd: int, handle: SegmentHandle) -> Segment:
+    def _adopt(cls, fd: int, handle: SegmentHandle, *, touch: bool = True) -> Segment:
         try:
             if os.fstat(fd).st_size != handle.size or not _is_sealed(fd):
                 raise SharedMemoryError(f"descriptor {handle.fd} of pid {handle.pid} is no segment")
@@ -179,7 +215,7 @@ class Segment:
             if isinstance(error, SharedMemoryError):
                 raise
             raise SharedMemoryError(f"cannot map {handle.size} bytes: {error}") from error
-        segment = cls(fd, mapping)
+        segment = cls(fd, mapping, touch=touch)
         words = segment.words
         known = (words.load32(SEGMENT_MAGIC), words.load32(SEGMENT_VERSION)) == (MAGIC, VERSION)
         if not known or segment.nonce != handle.nonce:
@@ -240,15 +276,6 @@ def _is_sealed(fd: int) -> bool:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
     except OSError:  # no memfd
         return False
-
-
-def _touch(mapping: mmap.mmap) -> None:
-    """Map every page now: the first pass over unmapped pages costs four times a later one."""
-    try:
-        mapping.madvise(_MADV_POPULATE_WRITE)
-    except OSError:  # before Linux 5.14; reading maps the reserved pages as well
-        for offset in range(0, len(mapping), mmap.PAGESIZE):
-            mapping[offset]
 
 
 def _require_free(size: int) -> None:

@@ -35,6 +35,9 @@ without a payload, and arrives; then it may read the slots of others.
 4. A rank that will read nothing more of step k stores ``done`` = k with release.
 5. After each of these stores: a full fence, then the doorbells of all other ranks.
 
+A rank's slots lie on the node (NUMA) where it runs: it settles there before it says that it is
+present, and uses no slot before all are.
+
 So no slot is overwritten that somebody still reads (1, 4), nothing is read that is not whole (2,
 3), and no wake-up is lost (5, see `shm_broadcast.layout`). Two ranks that need nothing of each
 other, for each thinks that it is the root, do not both go on: whoever arrives second finds the
@@ -152,3 +155,7 @@ class GroupLayout:
     def slot(self, buffer: int, rank: int) -> int:
         """Where a rank's slot in a buffer begins."""
         return self.slots + (buffer * self.n_ranks + rank) * (SLOT_HEADER + self.slot_bytes)
+
+    def slots_of(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Where the slots of a rank begin and end."""
+        return tuple((self.slot(at, rank), self.slot(at, rank + 1)) for at in range(BUFFERS))

@@ -155,7 +155,9 @@ class ShmBackend(Backend):
             share(msgspec.msgpack.encode(segment.handle()))
         else:
             handle = _DECODER.decode(share(None))
-            segment = Segment.attach(handle, lambda pid: board.runs(members[0], pid))
+            segment = Segment.attach(handle, lambda pid: board.runs(members[0], pid), touch=False)
+        for begin, end in group.slots_of(_rank_of(board, members)):
+            segment.settle(begin, end)
         backend = cls(
             board,
             members,
@@ -275,6 +277,7 @@ class ShmBackend(Backend):
 
         deadline = Deadline.after(self.timeout)
         self.board.wait(lambda: not absent(), deadline, f"{self.name} create", absent)
+        self._segment.touch()
         whole_bytes = GroupLayout.read(words).whole_bytes
         self._plans = Plans(self.rank, self.world_size, whole_bytes)
 

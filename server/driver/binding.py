@@ -22,12 +22,12 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from shm_broadcast.machine.topology import cores_of, listed
+from shm_broadcast.machine.core_map import cores_of, listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shm_broadcast.machine.topology import Core
+    from shm_broadcast.machine.core_map import Core
 
 Bound: TypeAlias = tuple[tuple[int, ...], ...]
 """The CPUs of each worker of a host, in the order of the ranks; ``()``: they are not bound."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from shm_broadcast.machine.topology import listed
+from shm_broadcast.machine.core_map import listed
 
 _CPUS: Final = Path("/sys/devices/system/cpu")
 

@@ -10,7 +10,7 @@ import torch
 
 from shm_broadcast import Board, BoardHandle
 from shm_broadcast.machine.caches import share_a_cache
-from shm_broadcast.machine.topology import listed
+from shm_broadcast.machine.core_map import listed
 from tests.device_comm.shm_ranks import make_comm
 from tests.ranks import run_ranks
 

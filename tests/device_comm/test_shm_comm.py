@@ -1,11 +1,17 @@
-"""The table over `ShmBackend`, with the C extension and without."""
+"""The table over `ShmBackend`, with the C extension and without; who touches its memory first."""
 
 from __future__ import annotations
+
+import os
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from device_comm.shm.layout import RANK_PRESENT, GroupLayout
 from shm_broadcast import Board, BoardHandle
+from shm_broadcast.segment import Segment
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
@@ -47,3 +53,41 @@ def subgroup_table(rank: int, n: int, path: str, board: BoardHandle) -> dict[str
 def test_table_on_groups_that_do_not_start_at_rank_0(store_path: str) -> None:
     with Board.create(4, None) as board:
         check_table(run_ranks(4, subgroup_table, store_path, board.handle()))
+
+
+def touches(rank: int, n: int, path: str, board: BoardHandle) -> list[tuple[str, Any]]:
+    """What this rank touches of the group's memory until the group is made, in order."""
+    group, events = GroupLayout.for_ranks(n), []
+    settle, touch = Segment.settle, Segment.touch
+
+    def settle_noted(segment: Segment, begin: int, end: int) -> None:
+        events.append(("settles", (begin, end)))
+        settle(segment, begin, end)
+
+    def touch_noted(segment: Segment) -> None:
+        if len(segment._map) == group.size:
+            lines = map(group.rank_line, range(n)) if events else ()
+            events.append(("maps", [segment.words.load32(at + RANK_PRESENT) for at in lines]))
+        touch(segment)
+
+    with (
+        patch.object(Segment, "settle", settle_noted),
+        patch.object(Segment, "touch", touch_noted),
+        make_comm(rank, board, path) as comm,
+    ):
+        made = [*events]
+        comm.barrier()
+        reserved = os.fstat(shm_of(comm)._segment.handle().fd).st_blocks * 512
+        assert reserved == group.size
+        return made
+
+
+def test_every_rank_touches_its_slots_first(store_path: str) -> None:
+    """Their memory is of the node (NUMA) where it runs. Nobody maps them before all have."""
+    with Board.create(3, None) as board:
+        found = run_ranks(3, touches, store_path, board.handle())
+    group = GroupLayout.for_ranks(3)
+    for rank, events in enumerate(found):
+        settled = [("settles", slot) for slot in group.slots_of(rank)]
+        made: list[tuple[str, Any]] = [("maps", [])] if rank == 0 else []
+        assert events == [*made, *settled, ("maps", [1, 1, 1])]

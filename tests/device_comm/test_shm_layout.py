@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -73,6 +74,16 @@ def test_nothing_overlaps_and_the_footprint_is_as_documented(n: int) -> None:
     assert group.whole_bytes <= group.slot_bytes
     documented = 2 * n * (group.slot_bytes + 64) + 64 * n * (n + 1)
     assert documented <= group.size <= documented + 128 + 2 * 4096
+
+
+@given(st.integers(1, 300))
+def test_every_slot_is_of_one_rank(n: int) -> None:
+    group = GroupLayout.for_ranks(n)
+    slots = sorted(slot for rank in range(n) for slot in group.slots_of(rank))
+    assert slots[0][0] == group.slots
+    assert all(end == begin for (_, end), (begin, _) in pairwise(slots))
+    assert {end - begin for begin, end in slots} == {layout.SLOT_HEADER + group.slot_bytes}
+    assert len(slots) == layout.BUFFERS * n
 
 
 @pytest.mark.parametrize(("n", "mib"), [(2, 0.6), (4, 1.1), (8, 2.1), (16, 4.1), (32, 4.2)])

@@ -16,7 +16,7 @@ from server.errors import WorkerLostError, WorkerStartError
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from server.replicas import Replicas
-from shm_broadcast.machine.topology import Core
+from shm_broadcast.machine.core_map import Core
 from tests.netns import two_hosts, unavailable
 from tests.patience import PATIENCE_SECONDS
 from tests.ranks import run_ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -53,6 +54,51 @@ def test_both_views_show_the_same_memory(segment: Segment) -> None:
 
 def test_its_pages_are_reserved(segment: Segment) -> None:
     assert os.fstat(segment.handle().fd).st_blocks * 512 == 4 * PAGE
+
+
+def test_pages_settle_where_they_are_reserved_anew(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freed first, so that whoever reserves them touches them first; by one node it cannot show."""
+    reserve, freed = os.posix_fallocate, []
+
+    def spy(fd: int, offset: int, size: int) -> None:
+        freed.append((offset, size, os.fstat(fd).st_blocks * 512))
+        reserve(fd, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", spy)
+    with Segment.attach(segment.handle()) as other:
+        segment.memory[64:] = b"x" * (4 * PAGE - 64)
+        other.settle(PAGE - 1, 3 * PAGE + 1)
+        assert freed == [(PAGE, 2 * PAGE, 2 * PAGE)]
+        assert os.fstat(segment.handle().fd).st_blocks * 512 == 4 * PAGE
+        assert bytes(segment.memory[64:PAGE]) == b"x" * (PAGE - 64)
+        assert bytes(segment.memory[PAGE : 3 * PAGE]) == bytes(2 * PAGE)
+        assert bytes(segment.memory[3 * PAGE :]) == b"x" * PAGE
+        segment.memory[PAGE : PAGE + 5] = b"hello"
+        segment.touch()
+        assert bytes(other.memory[PAGE : PAGE + 5]) == b"hello"
+
+
+def test_less_than_a_page_does_not_settle(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", None)
+    segment.memory[64:] = b"x" * (4 * PAGE - 64)
+    segment.settle(PAGE + 1, 3 * PAGE - 1)
+    segment.settle(PAGE, PAGE)
+    assert bytes(segment.memory[64:]) == b"x" * (4 * PAGE - 64)
+
+
+def test_no_memory_to_settle_in_is_an_error(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(SharedMemoryError, match="cannot reserve 4096 bytes: No space left"):
+        segment.settle(PAGE, 2 * PAGE)
 
 
 def test_it_cannot_shrink_grow_or_be_unsealed(segment: Segment) -> None:
