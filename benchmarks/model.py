@@ -11,6 +11,9 @@ ranks of a host meet, and what each reads of others, is by `device_comm.shm.layo
     to a root       one meeting for each chunk, the root reads (n - 1) S
     from a root     one meeting for each chunk, a rank reads S
 
+Between hosts a rank sends n - 1 times a part to the next one in the ring, and as often a result.
+What that costs is the transport's own at both ends, and the link's.
+
 Where ranks share cores, a meeting takes a turn of each of them.
 
 Seconds and bytes everywhere.
@@ -19,13 +22,13 @@ Seconds and bytes everywhere.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from device_comm.shm.layout import GroupLayout
+from device_comm.shm.layout import LARGEST_SLOT, GroupLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,21 @@ class Level:
     def reading(self, size: float, readers: int) -> float:
         """Seconds for each of ``readers`` ranks to read ``size`` bytes."""
         return size * max(self.beta, readers / self.bandwidth)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins hosts.
+
+    Attributes:
+        name: what it is called.
+        latency: seconds for a message that is small.
+        bandwidth: bytes a second, in each direction.
+    """
+
+    name: str
+    latency: float
+    bandwidth: float
 
 
 @dataclass(frozen=True)
@@ -88,9 +106,64 @@ def reduce_and_broadcast(level: Level, n: int, size: int) -> float:
     return meeting + level.reading((n - 1) * size, 1) + level.reading(size, n)
 
 
+def shared_out(level: Level, n: int, size: float) -> float:
+    """Seconds of a reduce-scatter and an all-gather, with slots of 128 KiB however many ranks."""
+    steps = max(math.ceil(size / LARGEST_SLOT), 1) + 1
+    return steps * level.meeting(n) + level.reading(2 * (n - 1) / n * size, n)
+
+
+def sockets_first(near: Level, far: Level, sockets: int, n: int, size: int) -> float:
+    """Seconds where ranks of a socket share out, and each its part with one of every other socket.
+
+    Args:
+        near: within a socket.
+        far: between them; its bandwidth is that of all sockets together.
+        sockets: how many.
+        n: ranks on all of them.
+        size: bytes.
+    """
+    each = n // sockets
+    part_of_it = replace(far, bandwidth=far.bandwidth / each)
+    return shared_out(near, each, size) + shared_out(part_of_it, sockets, size / each)
+
+
 def ring(level: Level, n: int, size: float) -> float:
     """Seconds of an all-reduce in a ring: each rank sends 2 (n - 1) times a part to the next."""
     return 2 * (n - 1) * level.alpha + 2 * (n - 1) / n * size * level.beta
+
+
+def over(transport: Level, link: Link, rings: int = 1) -> Level:
+    """The level between hosts: the link's latency comes on top, the lower of both rates counts.
+
+    Args:
+        transport: what sending and receiving cost without a link.
+        link: between the hosts.
+        rings: how many ranks of a host send at once, each on a core of its own, and each a part.
+    """
+    beta = max(transport.beta / rings, 1 / link.bandwidth)
+    return Level(transport.alpha + link.latency, beta)
+
+
+def flat(transport: Level, link: Link, hosts: int, n: int, size: int) -> float:
+    """Seconds of one ring through all ``n`` ranks of each host: all wait for who is at the link."""
+    return ring(over(transport, link), hosts * n, size)
+
+
+def hierarchical(
+    inner: Level, transport: Level, link: Link, hosts: int, n: int, size: int
+) -> float:
+    """Seconds where a rank of each host reduces what all there have, in a ring of these."""
+    return reduce_and_broadcast(inner, n, size) + ring(over(transport, link), hosts, size)
+
+
+def many_rings(inner: Level, transport: Level, link: Link, hosts: int, n: int, size: int) -> float:
+    """Seconds where the ranks of a host share out, and each has a ring for its part."""
+    return shared_out(inner, n, size) + ring(over(transport, link, rings=n), hosts, size)
+
+
+def fit_ring(measured: Iterable[Measured]) -> Level:
+    """As `fit`, of two ranks on two hosts: each sends twice, and its tensor once in all."""
+    return Level(*_least([(2 / each.seconds, each.size / each.seconds) for each in measured]))
 
 
 def fit(measured: Iterable[Measured], alpha: float | None = None) -> Level:
@@ -104,16 +177,22 @@ def fit(measured: Iterable[Measured], alpha: float | None = None) -> Level:
         (meetings(2, each.size) / each.seconds, read(2, each.size) / each.seconds)
         for each in measured
     ]
+    if alpha is not None:
+        known = sum((1 - alpha * m) * s for m, s in rates)
+        return Level(alpha, known / sum(s * s for _, s in rates))
+    return Level(*_least(rates))
+
+
+def _least(rates: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The alpha and beta by which ``alpha m + beta s`` comes closest to 1 for all of them."""
     mm, sm, ss = (
         sum(m * m for m, _ in rates),
         sum(m * s for m, s in rates),
         sum(s * s for _, s in rates),
     )
     m1, s1 = sum(m for m, _ in rates), sum(s for _, s in rates)
-    if alpha is not None:
-        return Level(alpha, (s1 - alpha * sm) / ss)
     determinant = mm * ss - sm * sm
-    return Level((m1 * ss - s1 * sm) / determinant, (mm * s1 - sm * m1) / determinant)
+    return (m1 * ss - s1 * sm) / determinant, (mm * s1 - sm * m1) / determinant
 
 
 def turn(barriers: Mapping[int, float]) -> float:
