@@ -20,9 +20,11 @@ UNLIMITED: Final = 1 << 16
 
 NOTHING: Final = "No pool or group of this user runs on this host."
 
-_COLUMNS: Final = (*("who", "place", "pid", "state", "operation", "for", "waits for", "memory"),)
+_COLUMNS: Final = (
+    *("who", "place", "pid", "state", "operation", "for", "waits for", "cores", "memory"),
+)
 _RIGHT: Final = ("pid", "for", "memory")
-_DROPPED: Final = ("memory", "place", "pid")
+_DROPPED: Final = ("memory", "cores", "place", "pid")
 """Columns that are left out of a narrow terminal, in this order."""
 
 _STATES: Final = {"closed": "left", "idle": "runs", "busy": "runs"}
@@ -89,6 +91,8 @@ def _title(seen: Program, width: int) -> str:
 def _board(title: str, board: BoardSeen, width: int) -> list[str]:
     rows = [row for member in board.members for row in _rows(board, member)]
     columns = [c for c in _COLUMNS if any(row[c] for row in rows)]
+    if len({member.cores for member in board.members if member.cores}) < 2:
+        columns = [c for c in columns if c != "cores"]  # nobody is bound, or all to the same
     for dropped in _DROPPED:
         if _width(columns, rows) > width and dropped in columns:
             columns.remove(dropped)
@@ -115,6 +119,7 @@ def _rows(board: BoardSeen, member: MemberSeen) -> list[dict[str, str]]:
         "operation": f"after {operation}" if status.state == "idle" and operation else operation,
         "for": "" if status.age is None else _time(status.age),
         "waits for": "",
+        "cores": member.cores,
         "memory": _bytes(member.memory) if member.memory else "",
     }
     if not member.waits:

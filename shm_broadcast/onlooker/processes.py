@@ -94,6 +94,7 @@ class ProcessSeen:
         memory: bytes of memory that it has mapped in, shared ones included.
         command: its command line.
         held: the segments that it holds open, by nonce.
+        cores: those that it may run on, as a list such as ``0-3,8``; ``""`` if it holds nothing.
     """
 
     pid: int
@@ -104,6 +105,7 @@ class ProcessSeen:
     memory: int
     command: str
     held: dict[bytes, SegmentSeen]
+    cores: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +151,17 @@ def _process(pid: int, known: dict[tuple[int, int], SegmentSeen | None]) -> Proc
     fields = _stat(pid)
     condition = _condition(fields)
     held = {each.nonce: each for each in _held(pid, known)} if condition != "ended" else {}
+    inner_pid, cores = _pid_and_cores(pid) if held else (pid, "")
     return ProcessSeen(
         pid=pid,
-        inner_pid=_inner_pid(pid) if held else pid,
+        inner_pid=inner_pid,
         start_time=int(fields[19]),
         parent=int(fields[1]),
         condition=condition,
         memory=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
         command=_command(pid) if held else "",
         held=held,
+        cores=cores,
     )
 
 
@@ -206,11 +210,11 @@ def _segment(path: str, target: str) -> SegmentSeen | None:
         os.close(fd)
 
 
-def _inner_pid(pid: int) -> int:
-    for line in _bytes_of(pid, "status").splitlines():
-        if line.startswith(b"NSpid:"):
-            return int(line.split()[-1])
-    return pid
+def _pid_and_cores(pid: int) -> tuple[int, str]:
+    """The process id in its own pid namespace, and the cores that it may run on."""
+    lines = _bytes_of(pid, "status").decode(errors="replace").splitlines()
+    told = {line.partition(":")[0]: line.split() for line in lines}
+    return int(told.get("NSpid", [str(pid)])[-1]), told.get("Cpus_allowed_list", [""])[-1]
 
 
 def _command(pid: int) -> str:

@@ -43,6 +43,7 @@ class MemberSeen:
         memory: bytes of memory that its process uses.
         waits: what its threads wait for, the longest wait first.
         stacks: the descriptor that it writes its stacks to.
+        cores: those that its process may run on, as a list; ``""`` if it is not seen.
     """
 
     status: MemberStatus
@@ -51,6 +52,7 @@ class MemberSeen:
     memory: int
     waits: tuple[Wait, ...]
     stacks: int | None
+    cores: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +284,7 @@ def _board(
             memory=process.memory if process is not None else 0,
             waits=read_waits(copy, member, n_members) if there else (),
             stacks=read_stacks_descriptor(copy, member, n_members) if there else None,
+            cores=process.cores if process is not None else "",
         )
 
     return BoardSeen(

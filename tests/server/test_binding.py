@@ -16,7 +16,9 @@ from server.errors import WorkerLostError, WorkerStartError
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from server.replicas import Replicas
-from shm_broadcast.machine.core_map import Core
+from shm_broadcast.machine.core_map import Core, listed
+from shm_broadcast.onlooker.processes import scan
+from shm_broadcast.onlooker.programs import of_process, programs
 from tests.netns import two_hosts, unavailable
 from tests.patience import PATIENCE_SECONDS
 from tests.ranks import run_ranks
@@ -160,6 +162,13 @@ def where(pool: WorkerPool) -> list[int]:
     return [pid for _, pid in pool.collective_rpc("where")]
 
 
+def cores_shown() -> list[set[int]]:
+    """Those that `status` has of the workers and of this process."""
+    seen = scan()
+    (mine,) = of_process(os.getpid(), seen, programs(seen))
+    return [listed(member.cores) for member in mine.boards[0].members]
+
+
 @FEW
 @pytest.mark.parametrize("fork", [True, False])
 @pytest.mark.parametrize("bind", ["auto", "numa", CROSSED])
@@ -169,6 +178,7 @@ def test_workers_run_on_their_cores(bind: str, fork: bool) -> None:
         assert affinities(where(pool)) == [set(cpus) for cpus in shares]
         assert pool.call("environment")["threads"] == worker_threads(2, shares)
         assert os.sched_getaffinity(0) == set(USABLE)
+        assert cores_shown() == [*map(set, shares), set(USABLE)]
 
 
 def test_workers_are_not_bound_unless_that_is_asked_for() -> None:

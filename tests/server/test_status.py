@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,16 @@ def test_a_narrow_terminal_loses_columns_and_no_line_is_longer() -> None:
         assert "rank 0" in text
     assert "memory" in wide
     assert "memory" not in program_text.program(seen, 80)
+
+
+def test_cores_are_shown_where_members_have_others() -> None:
+    alike, bound = (
+        [replace(member(rank), cores=cores) for rank, cores in enumerate(each)]
+        for each in (("0-3", "0-3"), ("0-1", "2-3"))
+    )
+    assert "cores" not in program_text.program(program(*alike))
+    told = program_text.program(program(*bound)).splitlines()
+    assert [line.split()[-3] for line in told if line.startswith("  rank ")] == ["0-1", "2-3"]
 
 
 def test_boards_have_numbers_where_there_are_several() -> None:
