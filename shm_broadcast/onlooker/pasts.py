@@ -15,11 +15,9 @@ from shm_broadcast.board.outward import read_groups
 from shm_broadcast.onlooker.programs import copy_of_board
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from shm_broadcast.board.history import PastOperation
     from shm_broadcast.board.outward import Membership
-    from shm_broadcast.onlooker.processes import Scan, SegmentSeen
+    from shm_broadcast.onlooker.processes import Scan
     from shm_broadcast.onlooker.programs import BoardSeen, MemberSeen, Program
 
 
@@ -44,27 +42,21 @@ def pasts(seen: Scan, program: Program) -> list[tuple[MemberPast, ...]]:
 
 
 def _of_board(seen: Scan, program: Program, board: BoardSeen) -> tuple[MemberPast, ...]:
-    for segment in _held(seen, program, board.key):
-        copy = copy_of_board(segment)
-        if copy is None:
-            continue
-        with suppress(OSError), segment.opened() as fd:  # its holder may have ended
+    nonce, count = bytes.fromhex(board.key), len(board.members)
+    held = (seen.processes[pid].held for pid in program.pids)
+    segment = next(each[nonce] for each in held if nonce in each)
+    copy = copy_of_board(segment)
+    if copy is None:
+        return ()
+    with suppress(OSError), segment.opened() as fd:  # its holders may have ended
 
-            def read(at: int, size: int, fd: int = fd) -> bytes:
-                return os.pread(fd, size, at)
+        def read(at: int, size: int) -> bytes:
+            return os.pread(fd, size, at)
 
-            count = len(board.members)
-            return tuple(
-                MemberPast(
-                    member, read_groups(copy, index, count), read_history(copy, index, count, read)
-                )
-                for index, member in enumerate(board.members)
+        return tuple(
+            MemberPast(
+                member, read_groups(copy, index, count), read_history(copy, index, count, read)
             )
+            for index, member in enumerate(board.members)
+        )
     return ()
-
-
-def _held(seen: Scan, program: Program, key: str) -> Iterator[SegmentSeen]:
-    for pid in program.pids:
-        segment = seen.processes[pid].held.get(bytes.fromhex(key))
-        if segment is not None:
-            yield segment

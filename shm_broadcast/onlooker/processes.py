@@ -40,25 +40,25 @@ _COMMAND_BYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class SegmentSeen:
-    """A segment that some process holds open.
+    """A segment that processes hold open.
 
     Attributes:
         label: what it is, as `layout.BOARD_LABEL`.
         nonce: names it.
         size: its bytes.
-        path: where it can be opened, while that process holds it.
+        paths: where it can be opened, while the process of that path holds it.
     """
 
     label: str
     nonce: bytes
     size: int
-    path: str
+    paths: list[str]
 
     def read(self, size: int) -> bytes:
         """Its first ``size`` bytes, or all if it has fewer.
 
         Raises:
-            OSError: nobody at ``path`` holds it any more.
+            OSError: nobody holds it any more.
         """
         with self.opened() as fd:
             return os.pread(fd, min(size, self.size), 0)
@@ -68,17 +68,22 @@ class SegmentSeen:
         """A descriptor to read it by.
 
         Raises:
-            OSError: nobody at ``path`` holds it any more.
+            OSError: nobody holds it any more.
         """
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            # Its holder may have closed it since, and have something else under the same number.
-            header = os.pread(fd, _HEADER.size, 0)
-            if len(header) < _HEADER.size or _HEADER.unpack(header)[-1] != self.nonce:
-                raise FileNotFoundError(errno.ENOENT, "another file is there by now", self.path)
-            yield fd
-        finally:
-            os.close(fd)
+        for path in self.paths:
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            except OSError:  # that holder has ended
+                continue
+            try:
+                # It may have closed it since, and have something else under the same number.
+                header = os.pread(fd, _HEADER.size, 0)
+                if len(header) == _HEADER.size and _HEADER.unpack(header)[-1] == self.nonce:
+                    yield fd
+                    return
+            finally:
+                os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, "no process holds it any more", self.label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +193,7 @@ def _held(pid: int, known: dict[tuple[int, int], SegmentSeen | None]) -> Iterato
                     known[key] = _segment(path, target)
                 segment = known[key]
                 if segment is not None:
+                    segment.paths.append(path)
                     yield segment
 
 
@@ -205,7 +211,7 @@ def _segment(path: str, target: str) -> SegmentSeen | None:
         if size != about.st_size:
             return None
         label = target.removeprefix("/memfd:").removesuffix(" (deleted)")
-        return SegmentSeen(label, nonce, size, path)
+        return SegmentSeen(label, nonce, size, [])
     finally:
         os.close(fd)
 

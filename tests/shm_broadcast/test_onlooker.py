@@ -376,22 +376,40 @@ def test_a_descriptor_that_is_another_file_by_now_is_left_out(size: int) -> None
     """Between the scan and the look a process may close a segment and open something else."""
     with Board.create(1, 0, "gone") as board, Board.create(1, 0, "there"):
         nonce = board._segment.nonce
-        number = board._segment.handle().fd
         seen = scan()
-        kept = os.dup(number)
+        segment = seen.processes[os.getpid()].held[nonce]
+        numbers = [int(path.rpartition("/")[2]) for path in segment.paths]
+        kept = os.dup(numbers[0])
         other = os.memfd_create("another", os.MFD_CLOEXEC)
         os.truncate(other, size)
         try:
-            os.dup2(other, number)
-            with pytest.raises(FileNotFoundError, match="another file is there by now"):
-                seen.processes[os.getpid()].held[nonce].read(100)
+            for number in numbers:
+                os.dup2(other, number)
+            with pytest.raises(FileNotFoundError, match="no process holds it any more"):
+                segment.read(100)
             names = {each.name for found in programs(seen) for each in found.boards}
         finally:
-            os.dup2(kept, number)
+            for number in numbers:
+                os.dup2(kept, number)
             os.close(kept)
             os.close(other)
     assert "there" in names
     assert "gone" not in names
+
+
+def test_what_another_process_still_holds_is_there() -> None:
+    """Also if the first one that was seen to hold it has closed it since."""
+    with Board.create(1, 0, "kept") as board:
+        number = board._segment.handle().fd
+        kept = os.dup(number)
+        seen = scan()
+        try:
+            os.close(number)
+            names = {each.name for found in programs(seen) for each in found.boards}
+        finally:
+            os.dup2(kept, number)
+            os.close(kept)
+    assert "kept" in names
 
 
 def test_processes_end_while_they_are_looked_at() -> None:
