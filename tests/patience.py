@@ -18,7 +18,7 @@ NAMED_WITHIN = 1.0
 
 ATTEMPTS = 5
 
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
 """How long anything that has to come is waited for."""
 
 

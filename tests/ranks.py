@@ -75,7 +75,7 @@ def run_ranks(
     n: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 100.0,
     may_die: Collection[int] = (),
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:

@@ -122,7 +122,7 @@ def total_of_ones(pool: WorkerPool) -> Any:
 def stands_still(pool: WorkerPool) -> tuple[str, list[int], Any]:
     """Of a late call the stack of the rank on the other host is shown, and it can be cancelled."""
     with pytest.raises(CallTimeoutError) as caught:
-        pool.call("sleep", PATIENCE_SECONDS / 10, [1], timeout=0.5)
+        pool.call("sleep", 3.0, [1], timeout=0.5)
     return str(caught.value), sorted(caught.value.stacks), pool.call("echo", "goes on")
 
 
