@@ -188,6 +188,8 @@ class Dispatcher:
             self._needs_collector.clear()
             with self._listening:
                 self._listen(lambda: not self._ledger.busy, NEVER)
+            # A caller that came just before the end does not listen: this thread still did.
+            self._wake_collector()
 
     def _wake_collector(self) -> None:
         if self._ledger.busy:

@@ -19,7 +19,7 @@ from server.errors import CallTimeoutError, WorkerError
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import MessageDecodeError
-from tests.patience import STALL_SECONDS, until
+from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.server.workers import BadInputError, Gate, Undecodable, Unpicklable, Worker
 
 if TYPE_CHECKING:
@@ -212,6 +212,31 @@ def test_threads_call_at_once_and_each_gets_its_own_answer(pool: WorkerPool) -> 
         thread.join(120)
     assert not any(thread.is_alive() for thread in threads)
     assert wrong == []
+
+
+def test_a_call_that_comes_when_the_collector_is_about_to_stop_is_answered(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller does not listen, as somebody still does; nobody would listen afterwards."""
+    dispatcher = pool._crew.dispatcher
+    stops, waits = threading.Event(), threading.Event()
+    observe, wait = dispatcher._observe_wait, dispatcher._wait_for_other_listener
+
+    def stop_listening(*args: int) -> None:
+        observe(*args)
+        if threading.current_thread().name == "pool-collector" and not dispatcher._ledger.busy:
+            stops.set()
+            assert waits.wait(PATIENCE_SECONDS)
+
+    def wait_for_other_listener(*args: Any) -> None:
+        waits.set()
+        wait(*args)
+
+    monkeypatch.setattr(dispatcher, "_observe_wait", stop_listening)
+    monkeypatch.setattr(dispatcher, "_wait_for_other_listener", wait_for_other_listener)
+    assert pool.submit("echo", 1).result(PATIENCE_SECONDS) == 1
+    assert stops.wait(PATIENCE_SECONDS)
+    assert pool.call("echo", 2, timeout=PATIENCE_SECONDS / 2) == 2
 
 
 def test_large_calls_and_large_replies_cross(pool: WorkerPool) -> None:
