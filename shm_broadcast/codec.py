@@ -21,7 +21,7 @@ import msgspec
 from shm_broadcast.errors import MessageDecodeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from typing_extensions import Buffer
 
@@ -53,6 +53,10 @@ class Codec(Protocol):
     def code(self) -> int:
         """The number that names this codec in a record's header."""
 
+    @property
+    def encode_whole(self) -> Callable[[Any], bytes] | None:
+        """Encodes a message as a main part of one piece; None if messages may have more."""
+
     def encode(self, message: Any) -> Encoded:
         """Encode ``message``. One thread at a time."""
 
@@ -68,6 +72,7 @@ class PickleCodec:
     """Any picklable object; tensors of every dtype and numpy arrays out of band."""
 
     code = PICKLE
+    encode_whole = None
 
     def __init__(self) -> None:
         self._main = _Sink()
@@ -113,12 +118,12 @@ class MsgpackCodec:
     code = MSGPACK
 
     def __init__(self, message_type: Any) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
+        self.encode_whole = msgspec.msgpack.Encoder().encode
         self._decoder = msgspec.msgpack.Decoder(message_type)
 
     def encode(self, message: Any) -> Encoded:
         """Encode ``message``; one that msgspec does not know raises TypeError."""
-        return (self._encoder.encode(message),), ()
+        return (self.encode_whole(message),), ()
 
     def decode(self, main: Buffer, buffers: Sequence[Buffer]) -> Any:
         """Decode and validate a message."""

@@ -4,6 +4,7 @@
 
 #include "layout.h"
 #include "ring.h"
+#include "turn.h"
 #include "words.h"
 
 static int add_type(PyObject *module, const char *name, PyObject *type) {
@@ -51,6 +52,7 @@ static int execute(PyObject *module) {
     return add_type(module, "Words", words_type(module)) < 0 ||
                    add_type(module, "FastWriter", fast_writer_type(module)) < 0 ||
                    add_type(module, "FastReader", fast_reader_type(module)) < 0 ||
+                   add_type(module, "Turn", turn_type(module)) < 0 ||
                    add_constants(module) < 0
                ? -1
                : 0;

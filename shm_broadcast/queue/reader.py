@@ -170,7 +170,13 @@ class LocalReader(QueueReader):
         # The common case, a message that is there, makes no Deadline and no check in Python: the
         # C call looks at the board's abort word itself.
         if not self._closed:
-            message = self._ring.try_read(self._spin.window_ns, begins=True)
+            ring, spin_ns = self._ring, self._spin.window_ns
+            if ring.unfinished is not None:
+                message = ring.try_read(spin_ns, begins=True)
+            elif (small := ring.read_small(spin_ns, True)) is not False:
+                message = small
+            else:
+                message = ring.try_read(spin_ns)
             if message is not None:
                 return message
         try:

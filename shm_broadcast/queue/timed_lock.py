@@ -6,6 +6,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
+from shm_broadcast.atomics import native
 from shm_broadcast.doorbell import SLICE_SECONDS
 from shm_broadcast.errors import GroupTimeoutError
 
@@ -26,10 +27,17 @@ class TimedLock:
     """
 
     def __init__(self) -> None:
-        lock = threading.Lock()
-        self._lock = lock
-        self.take_now = partial(lock.acquire, False)
-        self.give_back = lock.release
+        self.take_now: Callable[[], bool]
+        self.give_back: Callable[[], None]
+        self._take_within: Callable[[float], bool]
+        if native is not None:
+            turn = native.Turn()
+            self.take_now, self.give_back = turn.take_now, turn.give_back
+            self._take_within = turn.take_within
+        else:
+            lock = threading.Lock()
+            self.take_now, self.give_back = partial(lock.acquire, False), lock.release
+            self._take_within = partial(lock.acquire, True)
 
     def take(self, deadline: Deadline, operation: str, check: Callable[[str], None]) -> None:
         """Wait for the turn.
@@ -42,7 +50,7 @@ class TimedLock:
         Raises:
             GroupTimeoutError: another thread has kept the turn until the deadline.
         """
-        while not self._lock.acquire(timeout=deadline.remaining(SLICE_SECONDS)):
+        while not self._take_within(deadline.remaining(SLICE_SECONDS)):
             check(operation)
             if deadline.expired:
                 raise GroupTimeoutError(

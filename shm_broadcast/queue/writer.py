@@ -62,24 +62,25 @@ class QueueWriter:
         self._blocks = blocks
         self._watch = watch
         # Set if all readers are on this host: a small message may then go in one C call.
-        self._only_ring = ring if remote is None else None
+        self._try_write = ring.try_write if ring is not None and remote is None else None
+        self._encode_whole = codec.encode_whole
         self._closed = False
         self._turn = TimedLock()
 
     def enqueue(self, message: Any, timeout: float | Deadline | None) -> None:
         """See `MessageQueue.enqueue`."""
-        codec, ring = self._codec, self._only_ring
         if not self._turn.take_now():
             timeout = Deadline.within(timeout)
             self._turn.take(timeout, "enqueue", self._check)
         try:
-            main, buffers = codec.encode(message)
+            codec, encode, try_write = self._codec, self._encode_whole, self._try_write
+            main, buffers = codec.encode(message) if encode is None else ((encode(message),), ())
             if (
-                ring is not None
+                try_write is not None
                 and not buffers
                 and len(main) == 1
                 and not self._closed
-                and ring.try_write(codec.code, main[0])
+                and try_write(codec.code, main[0])
             ):
                 return
             self._check("enqueue")

@@ -156,7 +156,7 @@ MUTANTS = (
         "Q6 a dequeue that timed out keeps what it has",
         "shm_broadcast/ring/reader.py",
         "                return finished\n        return None\n",
-        "                return finished\n        self._unfinished = None\n        return None\n",
+        "                return finished\n        self.unfinished = None\n        return None\n",
         (f"{_HERE}/test_ring.py::test_fragments_are_kept_between_calls",),
     ),
     Mutant(
