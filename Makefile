@@ -29,7 +29,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 PEERS       := .bench-peers
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: setup demo chat hosts-demo test gpu-bundle gpu-ready gpu-test gpu-report ray-test vllm-setup vllm-test bench-peers bench docs mutants wheels check format clean
+.PHONY: setup demo chat hosts-demo test jitter gpu-bundle gpu-ready gpu-test gpu-report ray-test vllm-setup vllm-test bench-peers bench docs mutants wheels check format clean
 
 setup: $(STAMP)
 
@@ -53,6 +53,14 @@ hosts-demo: $(STAMP)
 # Files of tests side by side, more than there are cores: most of the time they wait.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_FILES_AT_ONCE) --dist loadfile
+
+# The same with threads held up at random lines, which finds what seldom happens: make jitter FILES=...
+# Tables of thousands of cases would take longer than they may.
+FILES := tests/server tests/coordinator tests/shm_broadcast tests/device_comm
+
+jitter: $(STAMP)
+	JITTER=0.01 PYTHONPATH=tests/jitter $(BIN)/python -m pytest -n $(TEST_FILES_AT_ONCE) \
+	  --dist loadfile -k "not test_table" $(FILES)
 
 gpu-bundle: folder = $(BUNDLE)/$(BUNDLE_PYTHON)
 gpu-bundle: $(if $(GIVEN),,$(STAMP))
