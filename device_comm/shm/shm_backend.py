@@ -15,7 +15,6 @@ keeps at most 4 MiB of that.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
@@ -38,6 +37,7 @@ from device_comm.shm.pipes.transfers import ReceiveTask, SendTask
 from device_comm.shm.results import Results
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.extension import COST, extension_of
+from shm_broadcast.machine.affinity import GIVEN_CORES
 from shm_broadcast.machine.caches import share_a_cache
 from shm_broadcast.progress import Progress
 from shm_broadcast.segment import Segment, SegmentHandle
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 native: ModuleType | None = extension_of("device_comm")
 if native is not None:
-    native.write_past_caches(not share_a_cache(os.sched_getaffinity(0)))
+    native.write_past_caches(not share_a_cache(GIVEN_CORES))
 
 
 _DECODER = msgspec.msgpack.Decoder(SegmentHandle)

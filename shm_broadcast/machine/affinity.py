@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+GIVEN_CORES: Final = frozenset(os.sched_getaffinity(0))
+"""The cores that this process was given, before it was bound: those of the ranks beside it, too."""
 _TASKS: Final = Path("/proc/self/task")
 
 

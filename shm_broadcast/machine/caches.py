@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from shm_broadcast.machine.core_map import listed
+
+if TYPE_CHECKING:
+    from collections.abc import Set
 
 _CPUS: Final = Path("/sys/devices/system/cpu")
 
 
-def share_a_cache(usable: set[int], cpus: Path = _CPUS) -> bool:
+def share_a_cache(usable: Set[int], cpus: Path = _CPUS) -> bool:
     """Whether cores that ranks may run on share their last cache; False if it is not known.
 
     Args:
-        usable: the cores that this process may use. A single one says nothing of the other ranks:
+        usable: the cores that this process was given. A single one says nothing of the other ranks:
             then all cores of the machine count.
         cpus: sysfs's folder of the machine's cores.
     """

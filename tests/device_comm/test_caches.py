@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -55,6 +58,23 @@ def test_where_nothing_is_known_they_do_not(tmp_path: Path) -> None:
     assert share_a_cache({0, 1}, tmp_path) is False
     (tmp_path / "cpu0/cache").mkdir(parents=True)
     assert share_a_cache({0, 1}, tmp_path) is False
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_bound_rank_counts_the_cores_of_the_others() -> None:
+    """Its own may share a cache that is not theirs."""
+    code = (
+        "import os\n"
+        "from shm_broadcast.machine import affinity, caches\n"
+        "given = os.sched_getaffinity(0)\n"
+        "affinity.bind_process({min(given)})\n"
+        "assert os.sched_getaffinity(0) == {min(given)}\n"
+        "counted = []\n"
+        "caches.share_a_cache = lambda usable: counted.append(usable)\n"
+        "import device_comm.shm.shm_backend as backend\n"
+        "assert counted == ([given] if backend.native is not None else []), counted\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_lists_of_cores() -> None:
