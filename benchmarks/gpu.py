@@ -1,8 +1,9 @@
 """Collectives on CUDA devices: ``python -m benchmarks.gpu [--quick]``.
 
-Ours by each protocol, beside NCCL (ours and torch's) and torch's symmetric memory where each rank
-has a device of its own; eager and captured, 1 KiB to 64 MiB. Ranks are threads on a stream each
-(``streams``), and processes under MPS if that can be started (``processes``; the report says).
+Ours by each protocol, beside NCCL (ours and torch's, and in windows) and torch's symmetric memory
+where each rank has a device of its own; eager and captured, 1 KiB to 64 MiB. Ranks are threads on a
+stream each (``streams``), and processes under MPS if that can be started (``processes``; the report
+says).
 
 With ``--seconds`` it measures as often as fits, and says what it has left out.
 
@@ -37,6 +38,7 @@ from device_comm import Communicator
 from device_comm.choosing.selection import Candidate
 from device_comm.cuda.ipc.ipc_backend import IpcBackend
 from device_comm.cuda.ipc.ipc_way import ways
+from device_comm.cuda.nccl.nccl_window import NcclWindow
 from device_comm.cuda.symmetric_backend import SymmetricBackend
 
 if TYPE_CHECKING:
@@ -129,7 +131,7 @@ def _systems(rank: Rank) -> dict[str, Candidate]:
         found[f"ours {way.name.removeprefix('ipc ')}"] = way
     for name, comm in rank.others.items():
         backend = comm.backend
-        limit = backend.limit if isinstance(backend, SymmetricBackend) else None
+        limit = backend.limit if isinstance(backend, (NcclWindow, SymmetricBackend)) else None
         found[name] = Candidate(name, backend, up_to=limit)
     return found
 

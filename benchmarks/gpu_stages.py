@@ -44,7 +44,7 @@ def stages(python: str) -> list[Stage]:
         *_tests(python),
         *_pools(python),
         *_checkers(python, 20, ("memcheck", "initcheck", "synccheck")),
-        _test(python, "nccl", "NCCL alone: a graph, an abort, two ranks on a GPU", 240,
+        _test(python, "nccl", "NCCL alone: a graph, windows, an abort, two ranks on a GPU", 240,
               "tests/device_comm/cuda/test_nccl_gpu.py"),
         Stage("times", "times and bandwidths, eager and captured",
               (*_run(python, "gpu"), "--seconds", "{seconds}"), LONGEST, 90),

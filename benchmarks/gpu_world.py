@@ -33,9 +33,11 @@ from device_comm import Communicator, ShmBackend, TorchBackend
 from device_comm.cuda.agree import swap_over
 from device_comm.cuda.device.cupy_driver import CupyDriver
 from device_comm.cuda.ipc.ipc_backend import IpcBackend
+from device_comm.cuda.nccl.library import NcclUnavailableError
 from device_comm.cuda.nccl.nccl_backend import NcclBackend
+from device_comm.cuda.nccl.nccl_window import NcclWindow
 from device_comm.cuda.symmetric_backend import SymmetricBackend
-from shm_broadcast import Board, BoardHandle, CoordinatorError
+from shm_broadcast import Board, BoardHandle, CoordinatorError, Deadline
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 
 Body = Callable[..., Any]
 WAYS = ("streams", "processes")
-OTHERS = ("NCCL", "torch's NCCL", "symmetric memory")
+OTHERS = ("NCCL", "NCCL in windows", "torch's NCCL", "symmetric memory")
 WORLD_SECONDS = 8.0
 """Seconds in which the ranks of a world come to be, and go, as a rule."""
 _SET_UP = 60.0
@@ -296,8 +298,15 @@ def _add_others(rank: Rank, board: Board, folder: str, closing: ExitStack) -> No
             watch=board,
         )
 
+    def windows() -> Backend:
+        nccl = rank.others["NCCL"].backend if "NCCL" in rank.others else None
+        if not isinstance(nccl, NcclBackend):
+            raise NcclUnavailableError("there is no NCCL")
+        return NcclWindow(nccl, NcclWindow.allocate(nccl), Deadline.after(_SET_UP))
+
     makers: dict[str, Callable[[], Backend]] = {
         "NCCL": connect,
+        "NCCL in windows": windows,
         "torch's NCCL": lambda: TorchBackend(world, device, board, name="bench"),
         "symmetric memory": lambda: SymmetricBackend(
             world, SymmetricBackend.allocate(device), name="bench", watch=board

@@ -5,7 +5,10 @@ The candidates, in order of preference if nothing was measured:
     ipc       kernels that read and write the memory of peers on this host (CUDA IPC); ranks may
               share a device. Each of its all-reduce algorithms is a candidate too.
     nccl      NCCL on torch's current stream; each rank needs a device of its own
-    multimem  torch's symmetric memory: all-reduce in the NVLink switch between the devices
+    nccl window
+              NCCL's all-reduce in windows of memory that all ranks reach, from NCCL 2.27 on
+    multimem  torch's symmetric memory: all-reduce in the NVLink switch between the devices, in
+              two shots
     torch     the device's torch process group; only if ipc and nccl were refused
     host      through CPU memory; only if ranks share devices: without NVIDIA's MPS their kernels
               take turns of some milliseconds there, whenever they meet
@@ -32,6 +35,7 @@ from device_comm.cuda.ipc.ipc_way import ways
 from device_comm.cuda.launches.abi import MAX_RANKS
 from device_comm.cuda.nccl.library import NcclLibrary, NcclUnavailableError
 from device_comm.cuda.nccl.nccl_backend import NcclBackend
+from device_comm.cuda.nccl.nccl_window import NcclWindow
 from device_comm.cuda.symmetric_backend import SymmetricBackend
 from device_comm.torch_group.torch_backend import TorchBackend
 from device_comm.wrappers.host_staging import HostStaging
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
     from coordinator.hosts.nodes import Nodes
     from device_comm import Backend, Communicator
     from device_comm.cuda.device.driver import Driver
+    from device_comm.cuda.nccl.nccl_memory import NcclMemory
     from shm_broadcast import Deadline
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -97,6 +102,11 @@ def cuda_comm(
             raise NcclUnavailableError(f"{n} members share {_several(devices, 'device')}")
         return NcclLibrary.of_torch()
 
+    def find_window() -> tuple[NcclBackend, NcclMemory]:
+        if not isinstance(nccl.backend, NcclBackend):
+            raise NcclUnavailableError("there is no NCCL between the members")
+        return nccl.backend, NcclWindow.allocate(nccl.backend)
+
     def find_switch() -> Tensor:
         if len(nodes.all()) > 1 or devices < n:
             raise DeviceError("multimem", "the members are not on devices of their own on one host")
@@ -136,6 +146,13 @@ def cuda_comm(
         swap,
         closing,
     )
+    window = try_together(
+        "nccl window",
+        find_window,
+        lambda found: NcclWindow(*found, deadline),
+        swap,
+        closing,
+    )
     multimem = try_together(
         "multimem",
         find_switch,
@@ -145,11 +162,15 @@ def cuda_comm(
         swap,
         closing,
     )
-    candidates = [ipc, nccl, multimem]
+    candidates = [ipc, nccl, window, multimem]
     if isinstance(ipc.backend, IpcBackend):
         candidates[1:1] = ways(ipc.backend)
-    if isinstance(multimem.backend, SymmetricBackend):
-        candidates[-1] = replace(multimem, up_to=multimem.backend.limit)
+    candidates[-2:] = [
+        replace(each, up_to=each.backend.limit)
+        if isinstance(each.backend, (NcclWindow, SymmetricBackend))
+        else each
+        for each in (window, multimem)
+    ]
     if devices < n:
         candidates.append(Candidate("host", HostStaging(over.backend, device)))
     elif ipc.backend is None and nccl.backend is None:

@@ -1,5 +1,8 @@
 """All-reduce by torch's symmetric memory, inside the NVLink switch between the devices (multimem).
 
+The algorithm is NVLink SHARP's of two shots: each device has the switch add one part of all
+tensors, and send the sum to all.
+
 A candidate for large sums on machines whose devices share an NVLink switch with multicast. It only
 does all_reduce, with SUM of float32 and bfloat16. Tensors are copied into memory that all devices
 share, and back.
@@ -13,7 +16,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from device_comm.backend import Backend, Capabilities, Identity
+from device_comm.cuda.device.streams import CudaStreams
 from device_comm.cuda.errors import DeviceError
+from device_comm.cuda.staging import LIMIT, Staging
 from device_comm.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
@@ -26,9 +31,6 @@ if TYPE_CHECKING:
     from device_comm.watch import Watch
 
 _REDUCTIONS: Final = frozenset({(ReduceOp.SUM, torch.float32), (ReduceOp.SUM, torch.bfloat16)})
-LIMIT: Final = 16 << 20
-"""Bytes of the memory that devices share, if nothing else is said."""
-_ALIGN: Final = 16
 
 
 class SymmetricBackend(Backend):
@@ -80,9 +82,9 @@ class SymmetricBackend(Backend):
                 reductions=_REDUCTIONS,
             ),
         )
-        self.limit = shared.nbytes
         self._group = group.group_name
-        self._shared = shared
+        self._staging = Staging(shared, shared, CudaStreams(shared.device))
+        self.limit = self._staging.limit
         with _set_up("symmetric memory rendezvous"):
             from torch.distributed import _symmetric_memory  # noqa: PLC0415 - not in every build
 
@@ -108,16 +110,11 @@ class SymmetricBackend(Backend):
 
     def start(self, operation: Operation) -> None:
         """Copy the tensor into the shared memory, reduce in the switch, and copy the result out."""
-        source, op = operation.source, operation.op
-        if not self.capabilities.reduces(op, source.dtype) or source.nbytes > self.limit:
-            raise NotImplementedError(
-                f"{operation.name}: no {op.name} of {source.nbytes} bytes of {source.dtype}"
-            )
-        padded = -(-source.nbytes // _ALIGN) * _ALIGN
-        shared = self._shared[:padded].view(source.dtype)
-        shared[: source.numel()].copy_(source.view(-1))
-        torch.ops.symm_mem.multimem_all_reduce_(shared, "sum", self._group)
-        operation.output.view(-1).copy_(shared[: source.numel()])
+
+        def step(shared: Tensor, _: Tensor) -> None:
+            torch.ops.symm_mem.multimem_all_reduce_(shared, "sum", self._group)
+
+        self._staging.reduce(operation, self.capabilities, step)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.mutants.catalogue import MUTANTS, Mutant
+from tests.mutants.devices import DEVICE_MUTANTS
 from tests.mutants.fuzzed import FUZZED_MUTANTS
 from tests.mutants.kernels import KERNEL_MUTANTS
 
@@ -25,7 +26,7 @@ LIMIT = 180.0
 
 def main(wanted: list[str]) -> int:
     survived = 0
-    for mutant in (*MUTANTS, *KERNEL_MUTANTS, *FUZZED_MUTANTS):
+    for mutant in (*MUTANTS, *KERNEL_MUTANTS, *DEVICE_MUTANTS, *FUZZED_MUTANTS):
         if wanted and not mutant.promise.startswith(tuple(wanted)):
             continue
         verdict = judge(mutant)

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.catalogue import MUTANTS, Mutant
+from tests.mutants.devices import DEVICE_MUTANTS
 from tests.mutants.fuzzed import FUZZED_MUTANTS
 from tests.mutants.kernels import KERNEL_MUTANTS
 
 ROOT = Path(__file__).parents[2]
-ALL = (*MUTANTS, *KERNEL_MUTANTS, *FUZZED_MUTANTS)
+ALL = (*MUTANTS, *KERNEL_MUTANTS, *DEVICE_MUTANTS, *FUZZED_MUTANTS)
 PROMISES = (
     {f"Q{number}" for number in range(1, 14)} | {f"N{number}" for number in range(1, 4)} | {"R5"}
 )

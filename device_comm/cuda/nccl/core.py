@@ -17,7 +17,8 @@ from device_comm.cuda.device.stream_guard import Issued, StreamGuard
 from device_comm.cuda.device.streams import CudaStreams
 from device_comm.cuda.nccl.batch import HOLD_SECONDS, MessageBatch
 from device_comm.cuda.nccl.forming import NcclForming
-from device_comm.cuda.nccl.library import NcclError, NcclLibrary, Result
+from device_comm.cuda.nccl.library import NcclError, NcclLibrary, NcclUnavailableError, Result
+from device_comm.cuda.nccl.nccl_memory import NcclMemory
 from device_comm.cuda.nccl.pending import POLL, NcclArrival, NcclPassage, Underway
 from device_comm.torch_group.helper_threads import HelperThreads
 from device_comm.torch_group.pending import Boundary
@@ -48,11 +49,16 @@ _USAGE = frozenset({Result.INVALID_ARGUMENT, Result.INVALID_USAGE})
 
 
 class NcclCore(Backend):
-    """An NCCL communicator without the verbs, which `device_comm.cuda.nccl.nccl_backend` adds."""
+    """An NCCL communicator without the verbs, which `device_comm.cuda.nccl.nccl_backend` adds.
+
+    Attributes:
+        streams: the device's streams.
+    """
 
     def __init__(
         self,
         identity: Identity,
+        library: NcclLibrary,
         handle: NcclHandle,
         streams: Streams,
         *,
@@ -62,8 +68,9 @@ class NcclCore(Backend):
         super().__init__(
             identity, Capabilities("nccl", stream_ordered=True, detects_loss=detects_loss)
         )
+        self._library = library
         self._handle = handle
-        self._streams = streams
+        self.streams = streams
         self._boundary = Boundary(self.watch)
         self._guard = StreamGuard(
             f"{self.name}-nccl", self._boundary, self.peers, self._look, self._fail_later
@@ -72,6 +79,7 @@ class NcclCore(Backend):
         self._order = threading.RLock()
         self._held: MessageBatch | None = None
         self._failure: CoordinatorError | None = None
+        self._last: Stream | None = None
         self._token = torch.zeros(1, dtype=torch.uint8, device=self.device)
         self._closing.callback(self._give_back)
 
@@ -124,7 +132,7 @@ class NcclCore(Backend):
         deadline = Deadline.after(timeout if set_up is None else set_up)
         with streams.device():
             handle = _formed(library, identity, unique_id, deadline)
-        return cls(identity, handle, streams, detects_loss=watch is not None)
+        return cls(identity, library, handle, streams, detects_loss=watch is not None)
 
     def flush(self, deadline: Deadline) -> None:
         """Wait until the device has finished all operations of this backend.
@@ -134,7 +142,7 @@ class NcclCore(Backend):
             CoordinatorError: an operation failed.
         """
         self._release()
-        mark = self._streams.current().mark()
+        mark = self.streams.current().mark()
         operation = self.identity.operation("flush")
         NcclArrival(mark, operation, self.peers, self._boundary).wait(deadline)
         self._raise_failure()
@@ -154,13 +162,65 @@ class NcclCore(Backend):
         over = self._failure is not None or self.watch.aborted is not None
         if not over:
             self._release()
+            over = bool(self._handle.windows) and not self._passed()
         self._guard.close()
         if over:
             self._handle.abort()
+            if self._handle.windows:
+                ended = self._handle.ended.wait(_FINISH)
+                self._handle.drop_windows(free=ended and self._passed())
         else:
             finished = threading.Event()
             self._helpers.start(self._handle.finish, finished.set)
             finished.wait(_FINISH)
+
+    def allocate(self, size: int) -> NcclMemory:
+        """Memory for `register`. Collective: no.
+
+        Raises:
+            NcclUnavailableError: this NCCL has no windows.
+            NcclError: there is not so much memory.
+        """
+        with self.streams.device():
+            return NcclMemory(self._library, size)
+
+    def register(self, memory: NcclMemory, deadline: Deadline) -> None:
+        """Make a window of the memory of all ranks, until this backend is closed.
+
+        Args:
+            memory: this rank's, as large on all ranks; freed by this backend from then on.
+            deadline: a rank that has not come by then ends the group.
+
+        Collective: yes, every member.
+
+        Raises:
+            NcclUnavailableError: NCCL refuses, or makes no window of these devices' memory.
+            CoordinatorError: another rank failed, or did not come.
+        """
+        name = self.identity.operation("nccl window")
+        with self._order, self.streams.device():
+            self._release()
+            stream = self.streams.current()
+
+            def enqueue(nccl: NcclLibrary, comm: int, _: int) -> None:
+                try:
+                    self._handle.register(memory, nccl, comm)
+                except NcclError as error:
+                    if self._failure is not None:
+                        raise
+                    raise NcclUnavailableError(str(error)) from error
+
+            self._put(enqueue, stream, name, deadline, self.peers, captured=False)
+
+    def _passed(self) -> bool:
+        """Wait up to `_FINISH` for what is on the last stream and the current one."""
+        streams, deadline = (self._last, self.streams.current()), Deadline.after(_FINISH)
+        marks = [stream.mark() for stream in streams if stream is not None]
+        while not all(mark.passed() for mark in marks):
+            if deadline.expired:
+                return False
+            time.sleep(POLL)
+        return True
 
     # --- issuing -------------------------------------------------------------------------
 
@@ -168,14 +228,16 @@ class NcclCore(Backend):
         """Issue one collective on the current stream, and have it watched."""
         with self._order:
             self._release()
-            stream, captured = self._streams.current(), self._streams.capturing()
+            stream, captured = self.streams.current(), self.streams.capturing()
+            if not captured:
+                self._last = stream
             self._put(enqueue, stream, operation.name, operation.deadline, self.peers, captured)
 
     def _message(self, message: Operation) -> Pending | None:
         """Add a message to those that are held back; issue them all if the caller waits for it."""
-        captured = self._streams.capturing()
+        captured = self.streams.capturing()
         with self._order:
-            batch = self._batch_on(self._streams.current())
+            batch = self._batch_on(self.streams.current())
             batch.messages.append(message)
             if captured or not message.background:
                 self._release(captured)
@@ -254,17 +316,17 @@ class NcclCore(Backend):
 
     # --- what starting returns ------------------------------------------------------------
 
-    def _after(self, operation: Operation) -> Pending | None:
+    def after(self, operation: Operation) -> Pending | None:
         """The `Pending` of an operation on the current stream; None if the caller needs none."""
-        if not operation.background or self._streams.capturing():
+        if not operation.background or self.streams.capturing():
             return None
-        return NcclPassage(self._streams.current().mark())
+        return NcclPassage(self.streams.current().mark())
 
     def _arrival(self, operation: Operation) -> Pending | None:
         """A `Pending` that blocks the host until the device has done the operation."""
-        if self._streams.capturing():
+        if self.streams.capturing():
             return None
-        mark = self._streams.current().mark()
+        mark = self.streams.current().mark()
         return NcclArrival(mark, operation.name, self.peers, self._boundary)
 
     # --- failing -------------------------------------------------------------------------

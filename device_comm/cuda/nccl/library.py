@@ -5,6 +5,9 @@ The names, argument orders and enumeration values are those of NCCL's C interfac
 blocking communicator, which `begin_split` makes, has taken a call over when that returns; until
 then NCCL may wait for peers, and only `abort` makes it return.
 
+Windows of memory, which all ranks of a communicator reach, came with 2.27; an older library lacks
+their functions, and is used without.
+
 The configuration has the layout of NCCL 2.14, the first with one: later libraries look at its
 ``size`` and ``version`` and use defaults for newer fields.
 """
@@ -27,6 +30,8 @@ UNIQUE_ID_BYTES: Final = 128
 _CONFIG_MAGIC: Final = 0xCAFEBEEF
 _CONFIG_VERSION: Final = 2 * 10000 + 14 * 100
 _OLDEST: Final = (2, 18, 1)
+_COLL_SYMMETRIC: Final = 1
+"""NCCL_WIN_COLL_SYMMETRIC: all ranks pass the same places of their windows to a collective."""
 _MAPS = Path("/proc/self/maps")
 
 
@@ -128,6 +133,14 @@ _SIGNATURES: Final[dict[str, tuple[type, ...]]] = {
     "ncclRecv": (_POINTER, _COUNT, _INT, _INT, _POINTER, _POINTER),
 }  # fmt: skip
 
+_WINDOWS: Final[dict[str, tuple[type, ...]]] = {
+    "ncclMemAlloc": (ctypes.POINTER(_POINTER), _COUNT),
+    "ncclMemFree": (_POINTER,),
+    "ncclCommWindowRegister": (_POINTER, _POINTER, _COUNT, ctypes.POINTER(_POINTER), _INT),
+    "ncclCommWindowDeregister": (_POINTER, _POINTER),
+}
+"""What NCCL has from 2.27 on; `ncclMemAlloc` and `ncclMemFree` before."""
+
 
 def loaded_library(maps: Iterable[str]) -> str | None:
     """The path of the libnccl that a process has loaded, from the lines of its /proc/PID/maps."""
@@ -162,9 +175,11 @@ class NcclLibrary:
             self._last_error = library.ncclGetLastError
         except (OSError, AttributeError) as error:
             raise NcclUnavailableError(f"{path} cannot be used: {error}") from error
-        for name, arguments in _SIGNATURES.items():
-            self._functions[name].argtypes = arguments
-            self._functions[name].restype = _INT
+        self._functions |= {
+            name: getattr(library, name) for name in _WINDOWS if hasattr(library, name)
+        }
+        for name, function in self._functions.items():
+            function.argtypes, function.restype = (_SIGNATURES | _WINDOWS)[name], _INT
         self._error_string.argtypes, self._error_string.restype = (_INT,), ctypes.c_char_p
         self._last_error.argtypes, self._last_error.restype = (_POINTER,), ctypes.c_char_p
         code = _INT()
@@ -264,6 +279,50 @@ class NcclLibrary:
     def abort(self, comm: int) -> None:
         """End the communicator's operations, also on the device, and free it."""
         self._call("ncclCommAbort", comm)
+
+    # --- windows -------------------------------------------------------------------------
+
+    def check_windows(self) -> None:
+        """Raise if there are none.
+
+        Raises:
+            NcclUnavailableError: the library is older than they are.
+        """
+        if not _WINDOWS.keys() <= self._functions.keys():
+            version = ".".join(map(str, self.version))
+            raise NcclUnavailableError(f"NCCL {version} has no windows; 2.27 has")
+
+    def mem_alloc(self, size: int) -> int:
+        """The address of new memory on the current device, as windows need it."""
+        made = _POINTER()
+        self._call("ncclMemAlloc", ctypes.byref(made), size)
+        if made.value is None:
+            raise NcclError("ncclMemAlloc", Result.INTERNAL_ERROR, "made nothing")
+        return made.value
+
+    def mem_free(self, address: int) -> None:
+        """Free what `mem_alloc` has made."""
+        self._call("ncclMemFree", address)
+
+    def window_register(self, comm: int, address: int, size: int) -> int:
+        """Make a window of memory of all ranks, as large on all. Collective: yes, every member.
+
+        Raises:
+            NcclUnavailableError: NCCL has no windows for these devices.
+        """
+        made = _POINTER()
+        self._call(
+            "ncclCommWindowRegister", comm, address, size, ctypes.byref(made), _COLL_SYMMETRIC
+        )
+        if made.value is None:
+            raise NcclUnavailableError("NCCL makes no window of these devices' memory")
+        return made.value
+
+    def window_deregister(self, comm: int, window: int) -> None:
+        """Undo `window_register`, when the device does not use it any more."""
+        self._call("ncclCommWindowDeregister", comm, window)
+
+    # --- groups of calls -----------------------------------------------------------------
 
     def group_start(self) -> None:
         """Begin a group: collect this thread's following calls."""

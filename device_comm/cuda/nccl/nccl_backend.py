@@ -61,7 +61,7 @@ class NcclBackend(NcclCore):
                 self._reduce(operation, wire)
         else:
             self._move(operation)
-        return self._after(operation)
+        return self.after(operation)
 
     def _reduce(self, operation: Operation, wire: NcclWire) -> None:
         """Issue a reduction, converting to NCCL's dtype and back if need be."""

@@ -12,19 +12,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from device_comm.cuda.nccl.library import NcclLibrary
+    from device_comm.cuda.nccl.nccl_memory import NcclMemory
 
 _STUCK = 1.0
 """Seconds after which `NcclHandle.abort` no longer waits for a call to return."""
 
 
 class NcclHandle:
-    """A blocking communicator. It is freed exactly once, and never used afterwards."""
+    """A blocking communicator. It is freed exactly once, and never used afterwards.
+
+    Attributes:
+        windows: its windows, with their memory.
+        ended: set once NCCL has freed it.
+    """
 
     def __init__(self, library: NcclLibrary, comm: int) -> None:
         """Own ``comm``."""
         self._library = library
         self._comm: int | None = comm
         self._lock = threading.Lock()
+        self.ended = threading.Event()
+        self.windows: list[tuple[int, NcclMemory]] = []
 
     def issue(self, enqueue: Callable[[NcclLibrary, int], None]) -> None:
         """Run ``enqueue(library, comm)``, in which NCCL may wait for peers until `abort`.
@@ -37,6 +45,13 @@ class NcclHandle:
             if self._comm is None:
                 raise GroupClosedError("this communicator of NCCL has been ended")
             enqueue(self._library, self._comm)
+
+    def register(self, memory: NcclMemory, nccl: NcclLibrary, comm: int) -> None:
+        """Make a window of ``memory``, in `issue`.
+
+        Collective: yes, every member.
+        """
+        self.windows.append((nccl.window_register(comm, memory.address, memory.size), memory))
 
     def check(self) -> None:
         """Look for errors of what NCCL does in the background; not while a call is under way.
@@ -69,18 +84,33 @@ class NcclHandle:
                 self._lock.release()
         if comm is not None:
             self._library.abort(comm)
+            self.ended.set()
 
     def finish(self) -> None:
         """Complete all issued operations and free the communicator; idempotent.
 
-        Takes as long as the peers need for their part.
+        Takes as long as the peers need for their part. If there are windows, the device must have
+        done all operations.
         """
         with self._lock:
             comm, self._comm = self._comm, None
         if comm is None:
             return
         try:
+            for window, _ in self.windows:
+                self._library.window_deregister(comm, window)
             self._library.finalize(comm)
             self._library.destroy(comm)
         except NcclError:
             self._library.abort(comm)
+        self.ended.set()
+        self.drop_windows(free=True)
+
+    def drop_windows(self, *, free: bool) -> None:
+        """Give up the windows' memory, after the end. ``free``: the device does not use it."""
+        while self.windows:
+            _, memory = self.windows.pop()
+            if free:
+                memory.free()
+            else:
+                memory.keep()

@@ -3,8 +3,9 @@
 // Addresses are the host's. Each process has one stream, a thread that carries out what was
 // issued in order; fakeMark and fakePassed look at it. A communicator is made non-blocking, and
 // only split: nothing of it is done before ncclCommGetAsyncError was asked often enough. What is
-// split from it is blocking, and does the rest. Stricter than NCCL: ranks that issue different collectives get an error, and so does a receive
-// of another size than its send.
+// split from it is blocking, and does the rest. Stricter than NCCL: ranks that issue different
+// collectives get an error, and so does a receive of another size than its send, and whoever frees
+// memory that has a window, or ends a communicator or a window too early.
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -18,8 +19,14 @@
 #include <time.h>
 #include <unistd.h>
 
+#ifdef BEFORE_WINDOWS
+enum { VERSION = 22605 };
+#else
+enum { VERSION = 22809 };
+#endif
 enum { MAX_RANKS = 8, CHUNK = 1 << 16, MAX_OPS = 64, POLLS = 2, NAME = 128 };
 enum { SUCCESS = 0, INTERNAL_ERROR = 3, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
+enum { COLL_SYMMETRIC = 1, WINDOW_ALIGN = 4096, MAX_MEMORIES = 16 };
 enum { ALL_REDUCE = 1, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, SEND, RECV };
 
 typedef struct { char internal[NAME]; } ncclUniqueId;
@@ -40,6 +47,8 @@ typedef struct {
 
 typedef struct {
     _Atomic uint32_t attached;
+    _Atomic uint64_t registering[MAX_RANKS];
+    size_t window_sizes[MAX_RANKS];
     Slot slots[MAX_RANKS];
     Channel channels[MAX_RANKS][MAX_RANKS];
 } Shared;
@@ -60,7 +69,15 @@ typedef struct Comm {
     _Atomic int error, behind, ready, aborted, pending;
     Job jobs[MAX_OPS];
     int n_jobs;
+    uint64_t registered;
 } Comm;
+
+// Memory of ncclMemAlloc, of which a communicator may have a window.
+typedef struct {
+    char *address;
+    size_t size, window_size;
+    Comm *comm;
+} Memory;
 
 typedef struct Batch {
     Comm *comm;
@@ -77,7 +94,9 @@ static _Atomic uint64_t issued, carried_out;
 static int running;
 static _Thread_local int depth;
 static _Thread_local Comm *grouped;
-static int refuse_init;
+static int refuse_init, no_windows;
+static Memory memories[MAX_MEMORIES];
+static _Atomic int in_windows, aborts;
 static _Atomic int fail_next, stall_next;
 
 static void nap(void) {
@@ -272,12 +291,20 @@ int fakePassed(uint64_t mark) { return carried_out >= mark; }
 void fakeRefuseInit(int result) { refuse_init = result; }
 void fakeFailNext(int result) { fail_next = result; }
 void fakeStallNext(void) { stall_next = 1; }
+void fakeNoWindows(int none) { no_windows = none; }
+int fakeInWindows(void) { return in_windows; }
+int fakeAborts(void) { return aborts; }
+int fakeMemories(void) {
+    int count = 0;
+    for (int i = 0; i < MAX_MEMORIES; i++) count += memories[i].address != NULL;
+    return count;
+}
 void fakeFailBehind(Comm *comm, int result) { comm->behind = result; }
 
 // --- the interface ----------------------------------------------------------------------
 
 int ncclGetVersion(int *version) {
-    *version = 22809;
+    *version = VERSION;
     return SUCCESS;
 }
 
@@ -374,11 +401,78 @@ int ncclCommFinalize(Comm *comm) {
     return SUCCESS;
 }
 
-int ncclCommDestroy(Comm *comm) { return comm->finalized && !comm->pending ? SUCCESS : INVALID_USAGE; }
+static Memory *window_of(const Comm *comm) {
+    for (int i = 0; i < MAX_MEMORIES; i++)
+        if (memories[i].comm == comm) return &memories[i];
+    return NULL;
+}
+
+int ncclCommDestroy(Comm *comm) {
+    return comm->finalized && !comm->pending && !window_of(comm) ? SUCCESS : INVALID_USAGE;
+}
 
 int ncclCommAbort(Comm *comm) {
     comm->aborted = 1;
+    aborts++;
+    for (Memory *each; (each = window_of(comm));) each->comm = NULL;
     return SUCCESS;
+}
+
+#ifndef BEFORE_WINDOWS
+int ncclMemAlloc(void **made, size_t size) {
+    for (int i = 0; i < MAX_MEMORIES; i++) {
+        if (memories[i].address) continue;
+        if (size == 0 || posix_memalign(made, WINDOW_ALIGN, size)) return INVALID_ARGUMENT;
+        memories[i] = (Memory){*made, size, 0, NULL};
+        return SUCCESS;
+    }
+    return INTERNAL_ERROR;
+}
+
+int ncclMemFree(void *address) {
+    for (int i = 0; i < MAX_MEMORIES; i++) {
+        if (memories[i].address != address) continue;
+        if (memories[i].comm) return INVALID_USAGE;
+        free(address);
+        memories[i].address = NULL;
+        return SUCCESS;
+    }
+    return INVALID_ARGUMENT;
+}
+
+int ncclCommWindowRegister(Comm *comm, void *address, size_t size, Memory **made, int flags) {
+    Memory *memory = NULL;
+    for (int i = 0; i < MAX_MEMORIES; i++)
+        if (memories[i].address && memories[i].address == address) memory = &memories[i];
+    if (!memory || size > memory->size || flags != COLL_SYMMETRIC) return INVALID_ARGUMENT;
+    if (memory->comm || !comm->blocking || comm->finalized) return INVALID_USAGE;
+    Shared *shared = comm->shared;
+    shared->window_sizes[comm->rank] = size;
+    shared->registering[comm->rank] = ++comm->registered;
+    for (int r = 0; r < comm->size; r++) {
+        while (shared->registering[r] < comm->registered) {
+            if (comm->aborted) return INTERNAL_ERROR;
+            nap();
+        }
+        if (shared->window_sizes[r] != size) return INVALID_USAGE;
+    }
+    *made = no_windows ? NULL : memory;
+    if (!no_windows) memory->comm = comm, memory->window_size = size;
+    return SUCCESS;
+}
+
+int ncclCommWindowDeregister(Comm *comm, Memory *window) {
+    if (!window || window->comm != comm) return INVALID_ARGUMENT;
+    if (comm->pending || comm->finalized) return INVALID_USAGE;
+    window->comm = NULL;
+    return SUCCESS;
+}
+#endif
+
+// Whether `size` bytes at `address` lie in a window of `comm`.
+static int lies_in_window(Comm *comm, const char *address, size_t size) {
+    Memory *window = window_of(comm);
+    return window && address >= window->address && address + size <= window->address + window->window_size;
 }
 
 int ncclGroupStart(void) {
@@ -419,6 +513,8 @@ static int begin(Comm *comm, int kind, const void *source, void *output, size_t 
 }
 
 int ncclAllReduce(const void *source, void *output, size_t count, int dtype, int op, Comm *comm, void *stream) {
+    size_t size = count * WIDTH[dtype];
+    if (lies_in_window(comm, source, size) && lies_in_window(comm, output, size) && source != output) in_windows++;
     return begin(comm, ALL_REDUCE, source, output, count, dtype, op, 0, stream);
 }
 

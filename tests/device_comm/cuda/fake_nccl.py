@@ -28,11 +28,11 @@ _STREAM = 42
 """The stream that the fake insists on."""
 
 
-def compile_fake(folder: Path) -> str:
-    """The path of the library, made in ``folder``."""
+def compile_fake(folder: Path, *options: str) -> str:
+    """The path of the library, made in ``folder``; ``-DBEFORE_WINDOWS``: one that has none."""
     assert COMPILER is not None
     library = folder / "libnccl.so.2"
-    flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
+    flags = [*options, "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
     subprocess.run([COMPILER, *flags, "-o", library, SOURCE], check=True, timeout=60)
     return str(library)
 

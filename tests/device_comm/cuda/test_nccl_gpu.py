@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from device_comm import Communicator, Operation, ReduceOp
-from device_comm.cuda.nccl.library import NcclError, NcclLibrary
+from device_comm.cuda.nccl.library import NcclError, NcclLibrary, NcclUnavailableError
 from device_comm.cuda.nccl.nccl_backend import NcclBackend
-from shm_broadcast import Board, BoardHandle, GroupAbortedError, GroupTimeoutError
+from device_comm.cuda.nccl.nccl_window import NcclWindow
+from shm_broadcast import Board, BoardHandle, Deadline, GroupAbortedError, GroupTimeoutError
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
@@ -58,6 +59,53 @@ def test_a_group_of_one_and_a_graph(store_path: str) -> None:
     with Board.create(1, None) as board:
         (version,) = run_ranks(1, alone, board.handle(), store_path, timeout=120)
     assert tuple(version) >= (2, 14, 0)
+
+
+def in_a_window(rank: int, n: int, board: BoardHandle, path: str) -> str:
+    """Sums in a window, replayed among eager ones; or why there is none."""
+    with make(rank, n, board, path) as comm:
+        assert isinstance(comm.backend, NcclBackend)
+        try:
+            memory = NcclWindow.allocate(comm.backend, 1 << 20)
+            window = NcclWindow(comm.backend, memory, Deadline.after(60.0))
+        except NcclUnavailableError as error:
+            return str(error)
+        x = torch.ones(1000, dtype=torch.bfloat16, device=comm.device)
+        y, z = torch.zeros_like(x), torch.zeros_like(x)
+        how = {"op": ReduceOp.SUM, "name": "tp", "timeout": 30.0}
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        window.start(Operation("all_reduce", x, y, **how))
+        with torch.cuda.graph(graph, stream=stream):
+            for source, output in ((x, y), (y, z), (z, y)):
+                window.start(Operation("all_reduce", source, output, **how))
+        wrong = torch.zeros((), device=comm.device)
+        for turn in range(200):
+            x.fill_(turn % 3)
+            graph.replay()
+            wrong += (y != turn % 3 * n**3).any()
+            if turn % 10 == 0:
+                window.start(Operation("all_reduce", x, z, **how))
+                wrong += (z != turn % 3 * n).any()
+        comm.flush()
+        assert not wrong
+        del graph
+        return ""
+
+
+@pytest.mark.parametrize(
+    "n",
+    [
+        1,
+        pytest.param(
+            2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="for two devices")
+        ),
+    ],
+)
+def test_sums_in_a_window(n: int, store_path: str) -> None:
+    with Board.create(n, None) as board:
+        told = run_ranks(n, in_a_window, board.handle(), store_path, timeout=120)
+    print(told)  # noqa: T201 - for the report
+    assert len(set(told)) == 1
 
 
 def aborted(rank: int, n: int, board: BoardHandle, path: str) -> float:
