@@ -111,7 +111,8 @@ def fill(rank: int, n: int, folder: str) -> None:
 
 
 class Wordy(Worker):
-    def much(self) -> bytes:
+    def much(self, folder: str) -> bytes:
+        get(folder, "all sent")
         return bytes(1 << 20)
 
 
@@ -119,8 +120,11 @@ def replies(rank: int, n: int, folder: str) -> None:
     config = PoolConfig(in_flight=8, reply_capacity=1 << 16)
     with WorkerPool(Wordy, tp=2, config=config) as pool:
         put(folder, f"pid {rank}", os.getpid())
-        calls = [pool.submit("much") for _ in range(8)]
+        calls = [pool.submit("much", folder) for _ in range(8)]
         calls[0].add_done_callback(block_the_pool)
+        under_way = pool._crew._ledger._calls
+        until(lambda: under_way.last == 8 and not under_way._sending)
+        put(folder, "all sent", True)  # so what the driver does last is to take a reply
         linger()
 
 
