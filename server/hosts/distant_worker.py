@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import NEVER, Deadline
@@ -54,9 +55,10 @@ class RelayedChannel:
             ChannelClosedError: there will be none.
         """
         if self._arrived:
-            os.eventfd_read(self._event)
-            return self._arrived.popleft()
-        if self._ended:
+            with suppress(BlockingIOError):  # it is just being announced: the next look finds it
+                os.eventfd_read(self._event)
+                return self._arrived.popleft()
+        elif self._ended:
             raise ChannelClosedError("the worker has ended")
         return None
 

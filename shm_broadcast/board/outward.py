@@ -109,9 +109,10 @@ class Outward:
             The entry that says it, for `end_wait`; 0 if all entries are in use.
         """
         if not entry:
-            if not self._free:
+            try:
+                entry = self._free.pop()
+            except IndexError:
                 return 0
-            entry = self._free.pop()
         memory, words, named = self._memory, self._memory.words, members[: layout.WAIT_NAMED]
         words.write(
             entry + layout.WAIT_MEMBERS,

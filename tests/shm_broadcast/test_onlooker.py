@@ -93,6 +93,18 @@ def test_more_threads_wait_than_can_be_said() -> None:
         assert read_waits(board._segment, 0, 2) == ()
 
 
+def test_threads_that_begin_to_wait_at_once_may_find_the_last_entry_gone() -> None:
+    class TakenJustNow(list[int]):
+        def __bool__(self) -> bool:
+            return True  # as another thread has seen it, too
+
+    with Board.create(2, 0) as board:
+        assert board._outward is not None
+        kept, board._outward._free = board._outward._free, TakenJustNow()
+        assert board._outward.say_wait(0, "verb", 1, [1]) == 0
+        board._outward._free = kept
+
+
 def test_a_wait_for_many_names_the_first() -> None:
     with Board.create(100, 0) as board:
         assert board._outward is not None
