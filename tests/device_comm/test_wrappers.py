@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,6 +34,7 @@ from device_comm.choosing.selecting_backend import SelectingBackend
 from device_comm.choosing.selection import Candidate, Selection
 from device_comm.cuda.ipc.ipc_way import IpcWay
 from device_comm.cuda.launches.launch import Protocol
+from device_comm.cuda.nccl.nccl_window import NcclWindow
 from device_comm.wrappers.checked import CheckedBackend
 from device_comm.wrappers.host_staging import HostStaging
 from device_comm.wrappers.on_stream import OnStream
@@ -146,15 +148,31 @@ class NoStream:
         return False
 
 
+class Capturing:
+    """Streams of which a capture keeps the order."""
+
+    def capturing(self) -> bool:
+        return True
+
+
+def in_a_window(inner: Any) -> Backend:
+    """Over what offers as much of an `NcclBackend` as it takes."""
+    inner.streams, inner.register = Capturing(), lambda *_: None
+    inner.after = lambda _: inner.pending
+    memory: Any = SimpleNamespace(address=0, size=128)
+    return NcclWindow(inner, memory, DEADLINE, lambda *_: torch.zeros(128, dtype=torch.uint8))
+
+
 WRAPPERS: dict[type[Backend], Callable[[Any], Backend]] = {
     CheckedBackend: lambda inner: CheckedBackend(inner, Echo()),
     HostStaging: lambda inner: HostStaging(inner, "cpu"),
     IpcWay: lambda inner: IpcWay(inner, Protocol.ONE_SHOT),
+    NcclWindow: in_a_window,
     OnStream: lambda inner: OnStream(inner, NoStream()),
     SelectingBackend: lambda inner: SelectingBackend(Selection([Candidate("told", inner)])),
 }
 
-LENT = {HostStaging, IpcWay}
+LENT = {HostStaging, IpcWay, NcclWindow}
 """These leave what they wrap to its maker to close."""
 
 ANSWERED = {HostStaging: ("empty", "norms")}
@@ -215,6 +233,7 @@ OWN: dict[type[Backend], dict[str, Any]] = {
     CheckedBackend: {"detects_divergence": True},
     HostStaging: {"backend": "host"},
     IpcWay: {"verbs": frozenset({"all_reduce"})},
+    NcclWindow: {"verbs": frozenset({"all_reduce"})},
 }
 """What wrappers can do that what they wrap cannot, or the other way round."""
 
@@ -231,7 +250,9 @@ def test_what_is_wrapped_can_do_the_wrapper_can_do(kind: type[Backend], value: b
 
 
 def operations() -> list[Operation]:
-    """One of each verb that a wrapper has to pass on as it is, and all-to-alls of both kinds."""
+    """One of each verb that a wrapper has to pass on as it is, all-to-alls of both kinds, and an
+    all-reduce that all can do.
+    """
     x, y = torch.arange(4.0), torch.zeros(4)
     sizes = {"source_sizes": (1, 3), "output_sizes": (3, 1)}
     plain = [
@@ -239,7 +260,8 @@ def operations() -> list[Operation]:
         for verb in sorted(ALL_VERBS)
     ]
     uneven = Operation("all_to_all", x, y, **sizes, timeout=DEADLINE, name="tp all_to_all")
-    return [*plain, uneven]
+    total = Operation("all_reduce", x, y, timeout=DEADLINE, name="tp all_reduce")
+    return [*plain, uneven, total]
 
 
 def parts_of(operation: Operation) -> dict[str, Any]:
@@ -255,7 +277,8 @@ def parts_of(operation: Operation) -> dict[str, Any]:
 def test_an_operation_arrives_as_it_was(kind: type[Backend], operation: Operation) -> None:
     inner = Told()
     wrapper = WRAPPERS[kind](inner)
-    if operation.verb in wrapper.capabilities.verbs:
+    has = wrapper.capabilities
+    if operation.verb in has.verbs and has.reduces(operation.op, operation.source.dtype):
         wrapper.start(operation)
         assert [parts_of(each) for each in inner.started] == [parts_of(operation)]
         assert inner.started[0].output.shape == operation.output.shape
