@@ -59,7 +59,7 @@ test: $(STAMP)
 FILES := tests/server tests/coordinator tests/shm_broadcast tests/device_comm
 
 jitter: $(STAMP)
-	JITTER=0.01 PYTHONPATH=tests/jitter $(BIN)/python -m pytest -n $(TEST_FILES_AT_ONCE) \
+	JITTER=0.01 PYTHONPATH=$(CURDIR)/tests/jitter $(BIN)/python -m pytest -n $(TEST_FILES_AT_ONCE) \
 	  --dist loadfile -k "not test_table" $(FILES)
 
 gpu-bundle: folder = $(BUNDLE)/$(BUNDLE_PYTHON)

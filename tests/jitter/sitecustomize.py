@@ -1,6 +1,6 @@
 """Holds threads up at random lines of the library and of its tests, in all processes.
 
-    JITTER=0.01 PYTHONPATH=tests/jitter python -m pytest tests/server/test_pool.py
+    JITTER=0.01 PYTHONPATH=$PWD/tests/jitter python -m pytest tests/server/test_pool.py
 
 What a busy machine does seldom, between any two lines, happens all the time so: a wake-up that is
 lost, or a test that takes for granted who comes first, shows within a few runs. Python imports a
@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 ONE_LINE_IN: Final = 30
 MOST_PAUSES: Final = 12
 """In one function of a process: what is called a thousand times goes on at its usual pace."""
-_ROOT: Final = __file__.removesuffix(os.path.join("tests", "jitter", os.path.basename(__file__)))  # noqa: PTH118, PTH119
+_ROOT: Final = f"{Path(__file__).parents[2]}/"
 
 
 class Jitter:

@@ -509,7 +509,7 @@ MUTANTS = (
         "shm_broadcast/onlooker/blame.py",
         "if each.name in awaited and not each.waits_on",
         "if each.name in awaited",
-        (f"{_HERE}/test_onlooker.py::test_a_chain_leads_to_its_end",),
+        (f"{_HERE}/test_blame.py::test_a_chain_leads_to_its_end",),
     ),
     Mutant(
         "O4 what is not finished is left out",
