@@ -50,6 +50,9 @@ A process that was woken may run on the core of the one that woke it, which wait
 go to sleep takes 100 µs if the code is not in the caches; until then the answer would wait, too.
 """
 
+_LONGEST_SPIN: Final = 1e9
+"""Seconds whose nanoseconds fit 64 bits."""
+
 LOOKOUT_SHARE: Final = 0.05
 """Who waits regularly spins before the expected moment for this share of the wait, and after it.
 
@@ -172,9 +175,11 @@ class AdaptiveSpin:
     to be awake by then spares the wake-up, and the time for which caches are cold after it.
     """
 
-    def __init__(self, window_seconds: float = DEFAULT_SPIN_SECONDS) -> None:
-        self._largest = int(window_seconds * 1e9)
-        self._least = int(min(LEAST_SPIN_SECONDS, window_seconds) * 1e9)
+    def __init__(self, spin_seconds: float = DEFAULT_SPIN_SECONDS) -> None:
+        if not 0 <= spin_seconds <= _LONGEST_SPIN:
+            raise ValueError(f"spin_seconds must be 0 to {_LONGEST_SPIN:g}; got {spin_seconds}")
+        self._largest = int(spin_seconds * 1e9)
+        self._least = int(min(LEAST_SPIN_SECONDS, spin_seconds) * 1e9)
         self.window_ns = self._largest
         self._usual_ns = 0
         self._alike = 0

@@ -69,7 +69,14 @@ class ProcessWatch:
 
     def alive(self) -> bool:
         """Whether the process still runs (a zombie does not)."""
-        return self._pidfd is not None and not self._poll.poll(0)
+        if self._pidfd is None:
+            return False
+        try:
+            return not self._poll.poll(0)
+        except RuntimeError:  # in a signal handler that interrupts this very call
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            return not poll.poll(0)
 
     def close(self) -> None:
         """Close the descriptor; `alive` is False from then on."""

@@ -507,15 +507,21 @@ class Board:
         return f"Board({self.name!r}, member={self.member} of {self.n_members}{state})"
 
     def _join(self, member: int) -> None:
-        self._members.take(member)
-        self._doorbells[member].reset_sleepers()
-        forget_failure(self._segment, self.n_members, member)
-        forget_totals(self._segment, member, self.n_members)
-        self._outward = Outward(self._segment, member, self.n_members)
-        stacks = write_stacks_when_asked()
-        if stacks is not None:
-            self._outward.say_stacks(stacks)
-        self._members.show(member)
+        try:
+            self._members.take(member)
+            self._doorbells[member].reset_sleepers()
+            forget_failure(self._segment, self.n_members, member)
+            forget_totals(self._segment, member, self.n_members)
+            self._outward = Outward(self._segment, member, self.n_members)
+            stacks = write_stacks_when_asked()
+            if stacks is not None:
+                self._outward.say_stacks(stacks)
+            self._members.show(member)
+        except ValueError:  # another one has it
+            raise
+        except BaseException:
+            self._members.forgo(member)
+            raise
         self.ring_all()
 
     def _mark_closed(self) -> None:

@@ -52,7 +52,7 @@ class Members:
         self._closed = False
         self._told = runs
         self._watches: dict[int, ProcessWatch] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def take(self, member: int) -> None:
         """Make this process ``member``; nobody sees it, nor can take the slot, before `show`.
@@ -76,6 +76,11 @@ class Members:
         slot = layout.member_slot(member)
         self._words.progress(slot, layout.STATE_IDLE)
         self._words.store32(slot + layout.MEMBER_JOINING, 0)
+
+    def forgo(self, member: int) -> None:
+        """Take back a `take` that is not shown, if there was one."""
+        lock = layout.member_slot(member) + layout.MEMBER_JOINING
+        self._words.compare_and_swap32(lock, os.getpid(), 0)
 
     def leave(self, member: int) -> None:
         """Say that ``member`` left in good order, unless the slot is a successor's by now."""

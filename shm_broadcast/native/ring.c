@@ -94,17 +94,19 @@ static PyObject *try_write(PyObject *object, PyObject *const *args, Py_ssize_t n
     return PyBool_FromLong(written);
 }
 
-/* Waits up to `spin_ns`, without the GIL, for a record at `position`; whether there is one. The GIL
- * is kept if it is there already: to drop it and take it again costs more than a small read. */
-static bool spin_for_record(RingEnd *self, uint64_t position, uint64_t spin_ns) {
-    if (gc_load64(self->ring, RING_PUBLISHED) != position) return true;
-    if (spin_ns == 0) return false;
+/* Waits up to `spin_ns`, without the GIL, for a record at `position`; whether there is one, or -1 if
+ * the handler of a signal that came meanwhile has raised: before anything is taken, which would be
+ * lost. The GIL is kept if it is there already: to drop it and take it again costs more than a small
+ * read. */
+static int spin_for_record(RingEnd *self, uint64_t position, uint64_t spin_ns) {
+    if (gc_load64(self->ring, RING_PUBLISHED) != position) return 1;
+    if (spin_ns == 0) return 0;
     bool there;
     Py_BEGIN_ALLOW_THREADS
     gc_spin spin = gc_spin_for(spin_ns);
     while (!(there = gc_load64(self->ring, RING_PUBLISHED) != position) && gc_spin_again(&spin)) {}
     Py_END_ALLOW_THREADS
-    return there;
+    return there && PyErr_CheckSignals() < 0 ? -1 : there;
 }
 
 /* Steals three references, any of which may be NULL with an error set. */
@@ -138,7 +140,9 @@ static PyObject *try_read(PyObject *object, PyObject *const *args, Py_ssize_t n)
     if (ring_aborted(self)) Py_RETURN_NONE;
     for (;;) {
         uint64_t position = gc_load64(self->ring, self->own_line + READER_CONSUMED);
-        if (!spin_for_record(self, position, spin_ns)) Py_RETURN_NONE;
+        int there = spin_for_record(self, position, spin_ns);
+        if (there < 0) return NULL;
+        if (!there) Py_RETURN_NONE;
         const char *record = ring_at(self, position);
         record_header header;
         memcpy(&header, record, sizeof header);

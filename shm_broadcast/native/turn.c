@@ -1,5 +1,6 @@
-/* A turn that threads take one by one. `threading.Lock` does the same, but its `acquire` makes a tuple
- * of its arguments: both calls cost 100 ns, and these 58. */
+/* A turn that threads take one by one, for `with`: between its taking and the block that gives it back
+ * no signal handler runs, so that none can raise there and leave it taken. A thread that has it is
+ * refused, and does not wait for itself. */
 #include <Python.h>
 #include <pythread.h>
 #include <stdbool.h>
@@ -9,8 +10,19 @@
 typedef struct {
     PyObject_HEAD
     PyThread_type_lock lock;
-    bool taken; /* guarded by the lock */
+    bool taken; /* guarded by the lock, as is the owner: the thread that has it */
+    unsigned long owner;
 } Turn;
+
+static bool is_mine(const Turn *self) {
+    return self->taken && self->owner == PyThread_get_thread_ident();
+}
+
+static PyObject *took(Turn *self) {
+    self->taken = true;
+    self->owner = PyThread_get_thread_ident();
+    Py_RETURN_TRUE;
+}
 
 static PyObject *turn_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
                           PyObject *Py_UNUSED(kwargs)) {
@@ -33,11 +45,31 @@ static void turn_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-static PyObject *take_now(PyObject *object, PyObject *Py_UNUSED(none)) {
+static PyObject *enter(PyObject *object, PyObject *Py_UNUSED(none)) {
     Turn *self = (Turn *)object;
-    if (!PyThread_acquire_lock(self->lock, NOWAIT_LOCK)) Py_RETURN_FALSE;
-    self->taken = true;
-    Py_RETURN_TRUE;
+    if (PyThread_acquire_lock(self->lock, NOWAIT_LOCK)) return took(self);
+    if (!is_mine(self)) Py_RETURN_FALSE;
+    PyErr_SetString(PyExc_RuntimeError,
+                    "this thread is in the queue already: it would wait for itself");
+    return NULL;
+}
+
+static PyObject *leave(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t Py_UNUSED(n)) {
+    Turn *self = (Turn *)object;
+    if (is_mine(self)) {
+        self->taken = false;
+        PyThread_release_lock(self->lock);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *is_owned(PyObject *object, PyObject *Py_UNUSED(none)) {
+    return PyBool_FromLong(is_mine((Turn *)object));
+}
+
+static PyObject *adopt(PyObject *object, PyObject *Py_UNUSED(none)) {
+    ((Turn *)object)->owner = PyThread_get_thread_ident();
+    Py_RETURN_NONE;
 }
 
 static PyObject *take_within(PyObject *object, PyObject *seconds) {
@@ -49,31 +81,21 @@ static PyObject *take_within(PyObject *object, PyObject *seconds) {
     Py_BEGIN_ALLOW_THREADS
     status = PyThread_acquire_lock_timed(self->lock, microseconds, 1);
     Py_END_ALLOW_THREADS
-    if (status == PY_LOCK_ACQUIRED) {
-        self->taken = true;
-        Py_RETURN_TRUE;
-    }
+    if (status == PY_LOCK_ACQUIRED) return took(self);
     if (status == PY_LOCK_INTR && PyErr_CheckSignals() < 0) return NULL;
     Py_RETURN_FALSE;
 }
 
-static PyObject *give_back(PyObject *object, PyObject *Py_UNUSED(none)) {
-    Turn *self = (Turn *)object;
-    if (!self->taken) {
-        PyErr_SetString(PyExc_RuntimeError, "nobody has the turn");
-        return NULL;
-    }
-    self->taken = false;
-    PyThread_release_lock(self->lock);
-    Py_RETURN_NONE;
-}
-
 static PyMethodDef methods[] = {
-    {"take_now", take_now, METH_NOARGS, "take_now() -> bool: take the turn if no thread has it."},
+    {"__enter__", enter, METH_NOARGS,
+     "__enter__() -> bool: take the turn if no thread has it; RuntimeError if this one does."},
+    {"__exit__", (PyCFunction)(void (*)(void))leave, METH_FASTCALL,
+     "__exit__(*_): let another thread have the turn, if this one has it."},
     {"take_within", take_within, METH_O,
      "take_within(seconds) -> bool: take the turn, which may be awaited so long; a signal ends the "
      "wait earlier."},
-    {"give_back", give_back, METH_NOARGS, "give_back(): let another thread have the turn."},
+    {"is_owned", is_owned, METH_NOARGS, "is_owned() -> bool: whether this thread has the turn."},
+    {"adopt", adopt, METH_NOARGS, "adopt(): the turn, which a thread has, is this one's from now on."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -5,6 +5,7 @@ How queues are made and joined stands in `shm_broadcast.queue.message_queue`.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from shm_broadcast.deadline import Deadline
@@ -52,6 +53,7 @@ class QueueEnd:
         self._writer = end if isinstance(end, QueueWriter) else None
         self._reader = None if isinstance(end, QueueWriter) else end
         self._owns_board = owns_board
+        self._pid = os.getpid()
 
     def export_handle(self) -> QueueHandle:
         """What the other members join with; valid while this process keeps the queue open."""
@@ -94,7 +96,12 @@ class QueueEnd:
                 lost reader is taken out by `remove_reader` or, on this host, replaced by another
                 process that joins as the same reader.
             GroupAbortedError: a member aborted the board.
-            GroupClosedError: this end was shut down, or every reader has left.
+            GroupClosedError: this end was shut down, or every reader has left, which the writer
+                notices once the queue is full.
+            RuntimeError: this thread is in the queue already, as where a signal handler, or what
+                the message's pickling runs, calls it.
+            Exception: what a signal handler raises. In the middle of a message to readers on other
+                hosts, it closes this end.
             PeerProtocolError: a reader on another host sent nonsense.
             MessageTooLargeError: with readers on other hosts, more buffers than a header can list.
             TypeError: this end reads, or ``message`` cannot be encoded.
@@ -143,6 +150,7 @@ class QueueEnd:
             PeerLostError: the writer has ended and all its messages were read.
             GroupAbortedError: a member aborted the board.
             GroupClosedError: this end was shut down, or the writer was and all messages were read.
+            RuntimeError: this thread is in the queue already, as in an `acquire_read` block.
             TypeError: this end writes.
         """
         return (self._reader or self._refuse("dequeue")).dequeue(timeout)
@@ -214,9 +222,11 @@ class QueueEnd:
 
         Collective: no. A thread of this process that waits in the queue gets GroupClosedError. When
         the writer shuts down, readers still get what is in the queue, then GroupClosedError. When a
-        reader shuts down, the writer no longer waits for it.
+        reader shuts down, the writer no longer waits for it. In a forked child it only lets go of
+        the child's copy: the end is its parent's. A signal handler may call it in any call.
         """
-        self._end.close()
+        if os.getpid() == self._pid:
+            self._end.close()
         if self._ring is not None:
             self._ring.close()
         if self._owns_board and self._board is not None:

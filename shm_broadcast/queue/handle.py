@@ -32,6 +32,7 @@ class QueueHandle(msgspec.Struct, frozen=True):
         readers: the readers' member numbers on the board, in reader order.
         reader_ranks: the ranks of these readers; see `MessageQueue.create_from_handle`.
         remote: how readers on other hosts connect; ``None`` if there are none.
+        sole_reader: whether there is one reader, which joins as 0 whatever its rank.
     """
 
     board: BoardHandle
@@ -40,6 +41,12 @@ class QueueHandle(msgspec.Struct, frozen=True):
     readers: tuple[int, ...]
     reader_ranks: tuple[int, ...]
     remote: RemoteHandle | None = None
+    sole_reader: bool = False
+
+    def rank_of(self, reader: int) -> int:
+        """The rank of whoever joins as ``reader``."""
+        ranks = (*self.reader_ranks, *(self.remote.readers if self.remote else ()))
+        return ranks[0] if self.sole_reader and ranks and reader == 0 else reader
 
 
 def ring_capacity(max_chunk_bytes: int, max_chunks: int) -> int:

@@ -19,10 +19,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from shm_broadcast.board.board import Board
 from shm_broadcast.codec import codec_for
 from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS, AdaptiveSpin
-from shm_broadcast.errors import DRIVER_RANK, SharedMemoryError
+from shm_broadcast.errors import DRIVER_RANK
 from shm_broadcast.queue.end import QueueEnd
 from shm_broadcast.queue.handle import DEFAULT_CAPACITY, QueueHandle, create_ring, ring_capacity
 from shm_broadcast.queue.reader import DistantReader, LocalReader
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from shm_broadcast.codec import Codec
     from shm_broadcast.deadline import Deadline
     from shm_broadcast.queue.reader import QueueReader
 
@@ -101,13 +104,18 @@ class MessageQueue(QueueEnd):
         )
         readers = tuple(range(1, len(local) + 1))
         capacity = ring_capacity(max_chunk_bytes, max_chunks)
-        remote = _remote_writer(writer_rank, distant, connect_ip, secret)
-        board = Board.create(1 + len(local), 0, "queue", (writer_rank, *local))
-        ring = create_ring(board, 0, readers, capacity) if readers else None
-        writing = RingWriter(ring, board, 0, readers) if ring else None
-        blocks = _blocks(writing, zero_copy)
-        end = QueueWriter(board, codec_for(type), writing, remote, blocks, watch)
-        handle = _describe(board, ring, 0, readers, local, remote)
+        codec = codec_for(type)
+        with ExitStack() as undo:
+            remote = _remote_writer(undo, writer_rank, distant, connect_ip, secret)
+            board = undo.enter_context(
+                Board.create(1 + len(local), 0, "queue", (writer_rank, *local))
+            )
+            ring = _ring(undo, board, 0, readers, capacity)
+            writing = RingWriter(ring, board, 0, readers) if ring else None
+            blocks = _blocks(writing, zero_copy)
+            end = QueueWriter(board, codec, writing, remote, blocks, watch)
+            handle = _describe(board, ring, 0, readers, local, remote)
+            undo.pop_all()
         super().__init__(handle, end, board, ring, owns_board=True)
 
     @classmethod
@@ -147,24 +155,24 @@ class MessageQueue(QueueEnd):
 
         Raises:
             ValueError: the members are not distinct members of the board, or an address or a secret
-                is missing.
+                is missing, or ``spin_seconds`` is no such time.
             SharedMemoryError: too little memory is free.
         """
         if not readers and not remote_reader_ranks:
             raise ValueError("a queue needs one or more readers")
         if remote_reader_ranks and board.member != writer:
             raise ValueError("only the writer's process can make a queue for other hosts")
+        codec, spin = codec_for(type), AdaptiveSpin(spin_seconds)
         with ExitStack() as undo:
-            ring = create_ring(board, writer, readers, capacity) if readers else None
-            if ring is not None:
-                undo.callback(ring.close)
+            ring = _ring(undo, board, writer, readers, capacity)
             rank = board.ranks[writer]
-            remote = _remote_writer(rank, remote_reader_ranks, connect_ip, secret)
+            remote = _remote_writer(undo, rank, remote_reader_ranks, connect_ip, secret)
+            handle = _describe(board, ring, writer, readers, readers, remote)
+            queue = cls._on_ring(
+                handle, board, ring, codec, spin, zero_copy=zero_copy, remote=remote
+            )
             undo.pop_all()
-        handle = _describe(board, ring, writer, readers, readers, remote)
-        return cls._on_ring(
-            handle, board, ring, type, spin_seconds, zero_copy=zero_copy, remote=remote
-        )
+        return queue
 
     @classmethod
     def attach(
@@ -190,11 +198,16 @@ class MessageQueue(QueueEnd):
                 `dequeue`.
 
         Raises:
-            ValueError: ``board.member`` takes no part in the queue.
+            ValueError: ``board.member`` takes no part in the queue, or ``spin_seconds`` is no such
+                time.
             SharedMemoryError: the queue is on another host, or its owner has ended.
         """
-        ring = _attach_ring(handle)
-        return cls._on_ring(handle, board, ring, type, spin_seconds, zero_copy=zero_copy)
+        codec, spin = codec_for(type), AdaptiveSpin(spin_seconds)
+        with ExitStack() as undo:
+            ring = _attach_ring(undo, handle)
+            queue = cls._on_ring(handle, board, ring, codec, spin, zero_copy=zero_copy)
+            undo.pop_all()
+        return queue
 
     @classmethod
     def create_from_handle(
@@ -213,16 +226,20 @@ class MessageQueue(QueueEnd):
         connects, for which it needs the launcher's ``secret``. ``watch``: see the constructor.
 
         Raises:
-            ValueError: ``rank`` is no reader of the queue, or a secret is missing.
+            ValueError: ``rank`` is no reader of the queue, a secret is missing, or ``spin_seconds``
+                is no such time.
             SharedMemoryError: the writer's process has ended.
         """
+        rank = handle.rank_of(rank)
+        codec, spin = codec_for(type), AdaptiveSpin(spin_seconds)
         if rank in handle.reader_ranks:
-            ring = _attach_ring(handle)
             member = handle.readers[handle.reader_ranks.index(rank)]
-            board = Board.attach(handle.board, member)
-            return cls._on_ring(
-                handle, board, ring, type, spin_seconds, owns_board=True, watch=watch
-            )
+            with ExitStack() as undo:
+                ring = _attach_ring(undo, handle)
+                board = undo.enter_context(Board.attach(handle.board, member))
+                queue = cls._on_ring(handle, board, ring, codec, spin, owns_board=True, watch=watch)
+                undo.pop_all()
+            return queue
         if handle.remote is None or rank not in handle.remote.readers:
             known = [*handle.reader_ranks, *(handle.remote.readers if handle.remote else ())]
             raise ValueError(f"rank {rank} is no reader of this queue; its readers are {known}")
@@ -230,7 +247,7 @@ class MessageQueue(QueueEnd):
             raise ValueError(f"rank {rank} reads from another host: it needs the launcher's secret")
         remote = RemoteReader(handle.remote, rank, secret)
         queue = cls.__new__(cls)
-        QueueEnd.__init__(queue, handle, DistantReader(codec_for(type), remote, watch))
+        QueueEnd.__init__(queue, handle, DistantReader(codec, remote, watch))
         return queue
 
     @classmethod
@@ -295,7 +312,7 @@ class MessageQueue(QueueEnd):
                     watch=watch,
                 )
                 handle = queue.export_handle()
-            except (ValueError, SharedMemoryError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - raised once the others are told
                 handle = error
         handle = group.broadcast_obj(handle, writer_rank)
         if isinstance(handle, Exception):
@@ -339,23 +356,25 @@ class MessageQueue(QueueEnd):
         if not 0 <= reader_rank < group.world_size:
             raise ValueError(f"reader_rank must be in 0..{group.world_size - 1}; got {reader_rank}")
         beside = group.rank in (reader_rank, *ranks_beside(group, reader_rank))
+        here, elsewhere = ([reader_rank], []) if beside else ([], [reader_rank])
         queue: MessageQueue | None = None
         handle: QueueHandle | Exception
         try:
             queue = cls(
                 1,
-                int(beside),
-                None,
+                len(here),
+                here,
                 max_chunk_bytes,
                 max_chunks,
                 connect_ip,
+                remote_reader_ranks=elsewhere,
                 writer_rank=group.rank,
                 secret=secret,
                 type=type,
                 watch=watch,
             )
-            handle = queue.export_handle()
-        except (ValueError, SharedMemoryError, OSError) as error:
+            handle = queue._handle = structs.replace(queue._handle, sole_reader=True)
+        except Exception as error:  # noqa: BLE001 - raised once the others are told
             handle = error
         handles = group.all_gather_obj(handle)
         failed = [each for each in handles if isinstance(each, Exception)]
@@ -381,8 +400,8 @@ class MessageQueue(QueueEnd):
         handle: QueueHandle,
         board: Board,
         ring: Segment | None,
-        message_type: Any | None,
-        spin_seconds: float,
+        codec: Codec,
+        spin: AdaptiveSpin,
         *,
         owns_board: bool = False,
         zero_copy: bool = False,
@@ -392,14 +411,13 @@ class MessageQueue(QueueEnd):
         member, writer, readers = board.member, handle.writer, handle.readers
         if member is None or member not in (writer, *readers):
             raise ValueError(f"member {member} of {board.name} neither writes nor reads this queue")
-        codec = codec_for(message_type)
         end: QueueWriter | QueueReader
         if member == writer:
             writing = RingWriter(ring, board, writer, readers) if ring is not None else None
             end = QueueWriter(board, codec, writing, remote, _blocks(writing, zero_copy), watch)
         elif ring is not None:
             reading = RingReader(ring, board, member, readers.index(member), len(readers), writer)
-            end = LocalReader(board, codec, reading, writer, AdaptiveSpin(spin_seconds), watch)
+            end = LocalReader(board, codec, reading, writer, spin, watch)
         else:
             raise ValueError("the queue has no readers on its writer's host")
         queue = cls.__new__(cls)
@@ -431,14 +449,26 @@ def _blocks(ring: RingWriter | None, zero_copy: bool) -> BlockWriter | None:
     return BlockWriter(ring, DEFAULT_BLOCK_BYTES)
 
 
-def _attach_ring(handle: QueueHandle) -> Segment:
+def _ring(
+    undo: ExitStack, board: Board, writer: int, readers: Sequence[int], capacity: int
+) -> Segment | None:
+    if not readers:
+        return None
+    return undo.enter_context(create_ring(board, writer, readers, capacity))
+
+
+def _attach_ring(undo: ExitStack, handle: QueueHandle) -> Segment:
     if handle.ring is None:
         raise ValueError("the queue has no readers on its writer's host")
-    return Segment.attach(handle.ring)
+    return undo.enter_context(Segment.attach(handle.ring))
 
 
 def _remote_writer(
-    writer_rank: int, ranks: Sequence[int], connect_ip: str | None, secret: bytes | None
+    undo: ExitStack,
+    writer_rank: int,
+    ranks: Sequence[int],
+    connect_ip: str | None,
+    secret: bytes | None,
 ) -> RemoteWriter | None:
     if not ranks:
         return None
@@ -447,4 +477,4 @@ def _remote_writer(
             f"readers {ranks} are on other hosts: the queue needs connect_ip, the address at which "
             "they reach this host, and the launcher's secret"
         )
-    return RemoteWriter(writer_rank, ranks, connect_ip, secret)
+    return undo.enter_context(RemoteWriter(writer_rank, ranks, connect_ip, secret))

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from shm_broadcast.ring.reader import Message, RingReader
 
 
+_LEAVE_SECONDS = 0.4
+"""How long a reader that closes waits for another thread's call, which is told to end."""
+
+
 class QueueReader(ABC):
     """Takes messages out and decodes them. Any thread may call; calls run one at a time."""
 
@@ -32,17 +36,19 @@ class QueueReader(ABC):
         self._codec = codec
         self._watch = watch
         self._closed = False
-        self._turn = TimedLock()
+        self._lock = TimedLock()
 
     def dequeue(self, timeout: float | Deadline | None) -> Any:
         """See `MessageQueue.dequeue`."""
-        if not self._turn.take_now():
-            timeout = Deadline.within(timeout)
-            self._turn.take(timeout, "dequeue", self._check)
-        try:
-            code, main, buffers = self._take(timeout)
-        finally:
-            self._end_turn()
+        with self._lock.turn as mine:
+            if not mine:
+                timeout = Deadline.within(timeout)
+                self._lock.take(timeout, "dequeue", self._check)
+            try:
+                code, main, buffers = self._take(timeout)
+            finally:
+                if self._closed:
+                    self._leave()
         if code != self._codec.code:
             raise MessageDecodeError(
                 f"the writer used codec {code}, this reader {self._codec.code}: "
@@ -54,11 +60,10 @@ class QueueReader(ABC):
     def acquire_read(self, timeout: float | Deadline | None) -> Iterator[memoryview]:
         """See `MessageQueue.acquire_read`."""
         deadline = Deadline.within(timeout)
-        self._turn.take(deadline, "acquire_read", self._check)
-        try:
+        with self._lock.turn as mine:
+            if not mine:
+                self._lock.take(deadline, "acquire_read", self._check)
             _, main, _ = self._take(deadline)
-        finally:
-            self._end_turn()
         with memoryview(main) as view:
             yield view
 
@@ -88,8 +93,9 @@ class QueueReader(ABC):
         if self._watch is not None:
             self._watch(operation)
 
-    def _end_turn(self) -> None:
-        self._turn.give_back()
+    @abstractmethod
+    def _leave(self) -> None:
+        """What is due at the end of the call that had the turn when this end was closed."""
 
 
 class LocalReader(QueueReader):
@@ -115,32 +121,36 @@ class LocalReader(QueueReader):
     def acquire_read(self, timeout: float | Deadline | None) -> Iterator[memoryview]:
         """See `MessageQueue.acquire_read`."""
         ring, deadline = self._ring, Deadline.within(timeout)
-        self._turn.take(deadline, "acquire_read", self._check)
-        begun = 0
-        try:
-            self._check("acquire_read")
-            begun = self._board.stamp("acquire_read", "", layout.DID_ACQUIRE_READ)
-            # A message that an interrupted `dequeue` took out of the ring and could not return.
-            left_over = ring.finished()
-            if left_over is None and ring.peek() is None:
-                self._wait("acquire_read", deadline)
-            record = ring.peek() if left_over is None else None
-            if record is not None and record.is_whole_message and not record.n_buffers:
-                with ring.view(record) as view:
-                    try:
-                        yield view
-                    finally:
-                        ring.advance(record)
-                number = record.sequence & 0xFFFFFFFF
-                self._board.ended(begun, None, record.total, number)
-                return
-            _, main, _ = left_over or self._finish(deadline)
-            self._board.ended(begun)
-        except BaseException as error:
-            self._board.ended(begun, error)
-            raise
-        finally:
-            self._end_turn()
+        with self._lock.turn as mine:
+            if not mine:
+                self._lock.take(deadline, "acquire_read", self._check)
+            begun = 0
+            try:
+                self._check("acquire_read")
+                begun = self._board.stamp("acquire_read", "", layout.DID_ACQUIRE_READ)
+                # A message that an interrupted `dequeue` took out of the ring and could not return.
+                left_over = ring.finished()
+                if left_over is None and ring.peek() is None:
+                    self._wait("acquire_read", deadline)
+                record = ring.peek() if left_over is None else None
+                if record is not None and record.is_whole_message and not record.n_buffers:
+                    with ring.view(record) as view:
+                        try:
+                            yield view
+                        finally:
+                            self._lock.turn.adopt()  # the block may end in another thread
+                            ring.advance(record)
+                    number = record.sequence & 0xFFFFFFFF
+                    self._board.ended(begun, None, record.total, number)
+                    return
+                _, main, _ = left_over or self._finish(deadline)
+                self._board.ended(begun)
+            except BaseException as error:
+                self._board.ended(begun, error)
+                raise
+            finally:
+                if self._closed:
+                    self._leave()
         with memoryview(main) as view:
             yield view
 
@@ -161,10 +171,17 @@ class LocalReader(QueueReader):
         self._check(operation)
 
     def close(self) -> None:
-        """Leave the ring: at once, or when a call that another thread is in has ended."""
+        """Leave the ring, once a call that is under way has ended.
+
+        One of this thread, or one that lasts longer than `_LEAVE_SECONDS`, leaves it at its end.
+        """
         super().close()
         self._board.ring_own()
-        self._leave()
+        turn = self._lock.turn
+        if not turn.is_owned():
+            with turn as mine:
+                if mine or turn.take_within(_LEAVE_SECONDS):
+                    self._leave()
 
     def _take(self, timeout: float | Deadline | None) -> Message:
         # The common case, a message that is there, makes no Deadline and no check in Python: the
@@ -215,19 +232,11 @@ class LocalReader(QueueReader):
         super()._check(operation)
         self._board.check(operation)
 
-    def _end_turn(self) -> None:
-        self._turn.give_back()
-        if self._closed:
-            self._leave()
-
     def _leave(self) -> None:
-        # Only with the turn: an open `acquire_read` block still shows bytes of the ring. If another
-        # thread has the turn, its `_end_turn` finds this end closed and leaves.
-        if self._turn.take_now():
-            if not self._left:
-                self._left = True
-                self._ring.leave()
-            self._turn.give_back()
+        # Only with the turn: an open `acquire_read` block still shows bytes of the ring.
+        if not self._left:
+            self._left = True
+            self._ring.leave()
 
 
 class DistantReader(QueueReader):
@@ -255,6 +264,9 @@ class DistantReader(QueueReader):
         """Tell the writer that this reader leaves, and close the socket."""
         super().close()
         self._remote.close()
+
+    def _leave(self) -> None:
+        """Nothing: `close` has told the writer."""
 
     def _take(self, timeout: float | Deadline | None) -> Message:
         deadline = Deadline.within(timeout)

@@ -1,9 +1,19 @@
-"""The lock by which threads share one end of a queue; none waits for it beyond its deadline."""
+"""The lock by which threads share one end of a queue; none waits for it beyond its deadline.
+
+A call of the queue is one block, which takes the turn at once or waits for it::
+
+    with lock.turn as mine:
+        if not mine:
+            lock.take(deadline, operation, check)
+        ...
+
+The block gives back whatever its thread has by then. A thread that has the turn already gets
+RuntimeError: a signal handler, or code that runs while a message is encoded, would wait for itself.
+"""
 
 from __future__ import annotations
 
 import threading
-from functools import partial
 from typing import TYPE_CHECKING
 
 from shm_broadcast.atomics import native
@@ -13,34 +23,22 @@ from shm_broadcast.errors import GroupTimeoutError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shm_broadcast._native import Turn
     from shm_broadcast.deadline import Deadline
 
 
 class TimedLock:
     """A lock whose `take` honours a deadline and the group's abort.
 
-    ``take_now`` and ``give_back`` are the lock's own methods: one call less on the hot path.
-
     Attributes:
-        take_now: take the turn if no thread has it; whether it was taken.
-        give_back: let another thread have the turn.
+        turn: takes the turn, if no thread has it, as a context manager, and tells whether it did.
     """
 
     def __init__(self) -> None:
-        self.take_now: Callable[[], bool]
-        self.give_back: Callable[[], None]
-        self._take_within: Callable[[float], bool]
-        if native is not None:
-            turn = native.Turn()
-            self.take_now, self.give_back = turn.take_now, turn.give_back
-            self._take_within = turn.take_within
-        else:
-            lock = threading.Lock()
-            self.take_now, self.give_back = partial(lock.acquire, False), lock.release
-            self._take_within = partial(lock.acquire, True)
+        self.turn: Turn | PythonTurn = PythonTurn() if native is None else native.Turn()
 
     def take(self, deadline: Deadline, operation: str, check: Callable[[str], None]) -> None:
-        """Wait for the turn.
+        """Wait for the turn, inside ``with lock.turn``.
 
         Args:
             deadline: when to give up.
@@ -50,9 +48,44 @@ class TimedLock:
         Raises:
             GroupTimeoutError: another thread has kept the turn until the deadline.
         """
-        while not self._take_within(deadline.remaining(SLICE_SECONDS)):
+        while not self.turn.take_within(deadline.remaining(SLICE_SECONDS)):
             check(operation)
             if deadline.expired:
                 raise GroupTimeoutError(
                     operation, deadline.timeout, detail="another thread of this process is in it"
                 )
+
+
+class PythonTurn:
+    """The extension's ``Turn`` in Python; a signal handler that raises may leave it taken."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner = 0
+
+    def __enter__(self) -> bool:
+        if self.is_owned():
+            raise RuntimeError("this thread is in the queue already: it would wait for itself")
+        return self._took(self._lock.acquire(blocking=False))
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_owned():
+            self._owner = 0
+            self._lock.release()
+
+    def take_within(self, seconds: float) -> bool:
+        """Take the turn, which may be awaited so long; whether it was."""
+        return self._took(self._lock.acquire(timeout=seconds))
+
+    def is_owned(self) -> bool:
+        """Whether this thread has the turn."""
+        return self._owner == threading.get_ident()
+
+    def adopt(self) -> None:
+        """The turn, which a thread has, is this one's from now on."""
+        self._owner = threading.get_ident()
+
+    def _took(self, taken: bool) -> bool:
+        if taken:
+            self._owner = threading.get_ident()
+        return taken

@@ -19,7 +19,8 @@ from shm_broadcast.queue.handle import QueueHandle
 from shm_broadcast.segment import SegmentHandle
 
 _ERRORS: Final[dict[str, type[Exception]]] = {
-    each.__name__: each for each in (ValueError, OSError, SharedMemoryError, ForeignMemoryError)
+    each.__name__: each
+    for each in (TypeError, ValueError, OSError, SharedMemoryError, ForeignMemoryError)
 }
 
 

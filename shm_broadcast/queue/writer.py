@@ -65,14 +65,14 @@ class QueueWriter:
         self._try_write = ring.try_write if ring is not None and remote is None else None
         self._encode_whole = codec.encode_whole
         self._closed = False
-        self._turn = TimedLock()
+        self._lock = TimedLock()
 
     def enqueue(self, message: Any, timeout: float | Deadline | None) -> None:
         """See `MessageQueue.enqueue`."""
-        if not self._turn.take_now():
-            timeout = Deadline.within(timeout)
-            self._turn.take(timeout, "enqueue", self._check)
-        try:
+        with self._lock.turn as mine:
+            if not mine:
+                timeout = Deadline.within(timeout)
+                self._lock.take(timeout, "enqueue", self._check)
             codec, encode, try_write = self._codec, self._encode_whole, self._try_write
             main, buffers = codec.encode(message) if encode is None else ((encode(message),), ())
             if (
@@ -85,18 +85,15 @@ class QueueWriter:
                 return
             self._check("enqueue")
             self._deliver(main, buffers, Deadline.within(timeout))
-        finally:
-            self._turn.give_back()
 
     def enqueue_encoded(self, data: Buffer, timeout: float | Deadline | None) -> None:
         """See `MessageQueue.enqueue_encoded`."""
         deadline = Deadline.after(timeout)
-        self._turn.take(deadline, "enqueue", self._check)
-        try:
+        with self._lock.turn as mine:
+            if not mine:
+                self._lock.take(deadline, "enqueue", self._check)
             self._check("enqueue")
             self._deliver((data,), (), deadline)
-        finally:
-            self._turn.give_back()
 
     def wait_until_ready(self, deadline: Deadline) -> None:
         """Wait until every reader has joined."""
@@ -113,8 +110,9 @@ class QueueWriter:
     def remove_reader(self, rank: int) -> None:
         """See `MessageQueue.remove_reader`."""
         operation, ring, remote = "remove_reader", self._ring, self._remote
-        self._turn.take(NEVER, operation, self._check)
-        try:
+        with self._lock.turn as mine:
+            if not mine:
+                self._lock.take(NEVER, operation, self._check)
             self._check(operation)
             for member in () if ring is None else ring.readers:
                 if ring is not None and self._board.ranks[member] == rank:
@@ -124,8 +122,6 @@ class QueueWriter:
             if remote is None or rank not in remote.handle.readers:
                 raise ValueError(f"rank {rank} is no reader of this queue")
             remote.remove(rank)
-        finally:
-            self._turn.give_back()
 
     def behind(self) -> dict[int, int]:
         """See `MessageQueue.behind`."""
@@ -139,10 +135,11 @@ class QueueWriter:
             self._ring.close()
         if self._remote is not None:
             self._remote.close()
-        if self._blocks is not None:  # not while another thread still copies into one
-            self._turn.take(NEVER, "shutdown", lambda _: None)
-            self._blocks.close()
-            self._turn.give_back()
+        if self._blocks is not None and not self._lock.turn.is_owned():
+            with self._lock.turn as mine:  # not while another thread still copies into one
+                if not mine:
+                    self._lock.take(NEVER, "shutdown", lambda _: None)
+                self._blocks.close()
 
     def _deliver(
         self, main: Sequence[Buffer], buffers: Sequence[memoryview], deadline: Deadline
@@ -158,6 +155,9 @@ class QueueWriter:
                 who = {"rank": error.rank, "group": self._board.name}
                 _log.info("a reader of a queue was lost: %s", error, extra=who)
             raise
+        finally:
+            if self._closed and self._blocks is not None:  # by a signal handler of this thread
+                self._blocks.close()
         self._board.ended(begun)
 
     def _deliver_to_all(

@@ -4,6 +4,8 @@ Guarantees
 - One thread at a time uses the socket; any thread may `RemoteEnd.close`, and a call that waits in
   another thread then raises `GroupClosedError` within `SLICE_SECONDS`.
 - After `close` no socket, thread or context of the end is left.
+- An exception that comes up in the middle of a message, as of a signal handler, closes the end:
+  what the peers got of it cannot be told.
 
 Assumes: libzmq was built with CURVE, as PyPI's pyzmq is.
 """
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import zmq
 
-from shm_broadcast.errors import GroupClosedError, GroupTimeoutError
+from shm_broadcast.errors import CoordinatorError, GroupClosedError, GroupTimeoutError
 from shm_broadcast.remote.keys import ZAP_DOMAIN
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class RemoteEnd(ABC):
         """
         self._lock = threading.Lock()
         self._closing = False
+        self._torn = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._zmq = self._context.socket(kind)
         self._zmq.linger = int(LINGER_SECONDS * 1000)
@@ -125,10 +128,24 @@ class RemoteEnd(ABC):
         try:
             self._require_open(operation)
             yield
+        except BaseException:
+            self._closing |= self._torn
+            raise
         finally:
             if self._closing:
                 self._tear_down()
             self._lock.release()
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """Around what must not be left in the middle: the end is closed if it is."""
+        before, self._torn = self._torn, True
+        try:
+            yield
+        except CoordinatorError:
+            self._torn = before
+            raise
+        self._torn = before
 
     def _pause(self, operation: str, deadline: Deadline, check: Callable[[], None] | None) -> None:
         """Sleep until something arrives, but at most `SLICE_SECONDS`.
@@ -160,13 +177,21 @@ class RemoteEnd(ABC):
         return True
 
     def _require_open(self, operation: str) -> None:
+        if self._torn:
+            raise GroupClosedError(
+                f"{operation}: this end of the queue is closed: an exception came up in the middle "
+                "of an earlier message"
+            )
         if self._closing:
             raise GroupClosedError(f"{operation}: this end of the queue is closed")
 
     def _tear_down(self) -> None:
         if self._zmq.closed:
             return
-        self._farewell()
+        if self._torn:
+            self._zmq.linger = 0
+        else:
+            self._farewell()
         self._zmq.close()
         self._release()
         self._context.term()

@@ -195,16 +195,17 @@ class RemoteReader(RemoteEnd):
         """Handle the frames that have arrived, up to the end of one message."""
         # Look at the events first, then at the frames: zmq delivers all frames of a connection
         # before it reports its end, so what is read after the report is complete.
-        self._note_events()
-        while self._message is None and self._state not in ("closed", "faulty"):
-            received = self._receive()
-            if received is None:
-                return
-            self._heard_at = time.monotonic()
-            try:
-                self._handle([frame.buffer for frame in received])
-            except (*UNDECODABLE, FrameError) as error:
-                self._state, self._fault = "faulty", str(error)
+        with self._unbroken():
+            self._note_events()
+            while self._message is None and self._state not in ("closed", "faulty"):
+                received = self._receive()
+                if received is None:
+                    return
+                self._heard_at = time.monotonic()
+                try:
+                    self._handle([frame.buffer for frame in received])
+                except (*UNDECODABLE, FrameError) as error:
+                    self._state, self._fault = "faulty", str(error)
 
     def _handle(self, frames: Sequence[memoryview]) -> None:
         frame = decode_from_writer(frames[0])

@@ -189,7 +189,7 @@ class RemoteWriter(RemoteEnd):
                     begun = True
                     self._send_fragment(frames)
             except BaseException:
-                if begun:
+                if begun and not self._torn:
                     self._post([encode(Cancel())])
                 raise
             self._messages += 1
@@ -248,23 +248,25 @@ class RemoteWriter(RemoteEnd):
         """Handle all frames that have arrived."""
         # Lost only after all frames: a `Closed` that came says that it left in good order.
         gone: list[RemoteLink] = []
-        while (received := self._receive()) is not None:
-            identity, *frames = received
-            link = self._links[int(frames[0].get("User-Id"))]
-            reply = link.take(identity.bytes, [frame.buffer for frame in frames])
-            heard = reply is None or self._send_to(identity.bytes, [encode(reply)])
-            if not heard and link.identity == identity.bytes:
-                gone.append(link)
-        for link in gone:
-            link.lose()
+        with self._unbroken():
+            while (received := self._receive()) is not None:
+                identity, *frames = received
+                link = self._links[int(frames[0].get("User-Id"))]
+                reply = link.take(identity.bytes, [frame.buffer for frame in frames])
+                heard = reply is None or self._send_to(identity.bytes, [encode(reply)])
+                if not heard and link.identity == identity.bytes:
+                    gone.append(link)
+            for link in gone:
+                link.lose()
 
     def _send_fragment(self, frames: Sequence[bytes | memoryview]) -> None:
         """Send a fragment to every reader; `_wait` has seen that all have the credit."""
-        self._sequence += 1
-        price = cost(frames)
-        for link in self._links.values():
-            link.window.spend(price)
-        self._post(frames)
+        with self._unbroken():
+            self._sequence += 1
+            price = cost(frames)
+            for link in self._links.values():
+                link.window.spend(price)
+            self._post(frames)
 
     def _probe(self) -> None:
         """Find connections that have ended, by sending on them, at most every `PROBE_SECONDS`."""
@@ -276,15 +278,16 @@ class RemoteWriter(RemoteEnd):
     def _post(self, frames: Sequence[bytes | memoryview]) -> None:
         """Send one zmq message to every connected reader; its bytes are copied once in all."""
         shared = [zmq.Frame(frame, copy=True) for frame in frames]
-        gone = [
-            link
-            for link in self._links.values()
-            if link.joined and not self._send_to(link.identity, shared)
-        ]
-        if gone:
-            self._take_in()  # one that closed its end has sent `Closed` before
-        for link in gone:
-            link.lose()
+        with self._unbroken():
+            gone = [
+                link
+                for link in self._links.values()
+                if link.joined and not self._send_to(link.identity, shared)
+            ]
+            if gone:
+                self._take_in()  # one that closed its end has sent `Closed` before
+            for link in gone:
+                link.lose()
 
     def _require_readers(self, operation: str) -> None:
         for link in self._links.values():

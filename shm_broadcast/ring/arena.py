@@ -2,15 +2,15 @@
 
 A block is a shared-memory segment that holds one buffer. The writer fills it and sends its
 descriptor through the ring instead of the bytes. Each reader maps the block once, keeps the
-mapping, and hands out an array over it. Before that it stores its pid in the block ("holder"). When
-the array's last reference goes, it stores the block's generation ("released"). The generation grows
-by one with each message. The writer may fill a block again once every reader has released the
-current generation, has left the queue without taking it, or has ended.
+mapping, and hands out an array over it. Before that it stores in the block which process it is
+("holder"). When the array's last reference goes, it stores the block's generation ("released"). The
+generation grows by one with each message. The writer may fill a block again once every reader has
+released the current generation, has left the queue without taking it, or has ended.
 
 ::
 
     block   0     segment header
-            64    for reader 0, 1, ...: released generation, holder's pid (u64 each)
+            64    for reader 0, 1, ...: released generation, holder (u64 each)
             4096  the buffer's bytes
 
 Guarantees: a block is not written while any process holds an array over it, even if that reader has
@@ -31,6 +31,7 @@ import numpy as np
 
 from shm_broadcast.errors import SharedMemoryError
 from shm_broadcast.layout import NONCE_BYTES
+from shm_broadcast.liveness import ProcessId
 from shm_broadcast.recycling import size_class
 from shm_broadcast.segment import Segment, SegmentHandle
 
@@ -50,6 +51,8 @@ _READERS: Final = 64
 """Offset of reader 0's two words, released and holder; see the drawing above."""
 _READER_BYTES: Final = 16
 _HOLDER: Final = 8
+"""Its pid in the lower half, and of its start time what fits into the upper one; 0: nobody."""
+_PID: Final = 0xFFFF_FFFF
 _DATA: Final = 4096
 _DESCRIPTOR: Final = struct.Struct(f"<IIQ{NONCE_BYTES}sQQQ")
 
@@ -129,9 +132,12 @@ class BlockWriter:
         words, line = block.segment.words, _line(reader)
         if words.load64(line) == block.generation:
             return False
-        # A reader that has left may still hold an array: while its process runs, it decides.
+        # A reader that has left, and may have a successor, may still hold an array: while its
+        # process runs, it decides.
         holder = words.load64(line + _HOLDER)
-        return self._readers.runs(reader, holder) if holder else not self._readers.has_left(reader)
+        if not holder:
+            return not self._readers.has_left(reader)
+        return self._readers.runs(reader, holder & _PID) or _runs(holder)
 
 
 class _Block:
@@ -168,6 +174,7 @@ class BlockReader:
         self._line = _line(reader)
         self._limit = limit
         self._mapped: dict[bytes, Segment] = {}
+        self._holder = 0
 
     def resolve(self, descriptor: bytes | bytearray) -> NDArray[np.uint8]:
         """An array over the bytes that ``descriptor`` names, in the block, without a copy.
@@ -184,9 +191,12 @@ class BlockReader:
             segment.close()
         self._mapped[nonce] = segment
         self._forget_oldest()
-        segment.words.store64(self._line + _HOLDER, os.getpid())
+        if os.getpid() != self._holder & _PID:
+            self._holder = _holder(os.getpid())
+        segment.words.store64(self._line + _HOLDER, self._holder)
         array = np.frombuffer(segment.memory[_DATA : _DATA + n_bytes], dtype=np.uint8)
-        release = weakref.finalize(array, _release, segment.words, self._line, generation)
+        facts = segment.words, self._line, generation, os.getpid()
+        release = weakref.finalize(array, _release, *facts)
         release.atexit = False
         return array
 
@@ -205,5 +215,17 @@ def _line(reader: int) -> int:
     return _READERS + _READER_BYTES * reader
 
 
-def _release(words: WordsLike, line: int, generation: int) -> None:
-    words.store64(line, generation)
+def _holder(pid: int) -> int:
+    return (ProcessId.of(pid).start_time << 32 | pid) & 0xFFFF_FFFF_FFFF_FFFF
+
+
+def _runs(holder: int) -> bool:
+    try:
+        return _holder(holder & _PID) == holder
+    except ProcessLookupError:
+        return False
+
+
+def _release(words: WordsLike, line: int, generation: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has a copy of the array; the block is its parent's
+        words.store64(line, generation)

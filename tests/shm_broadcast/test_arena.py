@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from shm_broadcast.segment import Segment
 from tests.shm_broadcast.leaks import open_descriptors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 MIB = 1 << 20
 
@@ -30,7 +32,6 @@ class Rig:
 
     def __init__(self, n_readers: int = 2, limit: int = 8 * MIB) -> None:
         self.left: set[int] = set()
-        self.ended: set[int] = set()
         self.readers = [BlockReader(reader) for reader in range(n_readers)]
         self.writer = BlockWriter(self, limit)
 
@@ -38,7 +39,7 @@ class Rig:
         return reader in self.left
 
     def runs(self, reader: int, pid: int) -> bool:
-        return pid == os.getpid() and reader not in self.ended
+        return pid == os.getpid() and reader < len(self.readers)
 
     def place(self, buffer: memoryview) -> PlacedBuffer:
         placed = self.writer.place(buffer)
@@ -138,14 +139,42 @@ def test_what_a_reader_that_left_still_holds_is_not_written() -> None:
     rig.place(content(2))
 
 
-def test_what_a_process_that_ended_held_is_free_again() -> None:
-    rig = Rig(limit=MIB)
-    first, second = rig.share(1)
-    del first
-    assert rig.writer.place(content(2)) is None
-    rig.ended.add(1)
+@contextmanager
+def child(do: Callable[[], object]) -> Iterator[None]:
+    """A process that does something and then waits; inside, it is there."""
+    ready, done = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        kept = do()
+        os.write(done, b"x" if kept is not None else b"-")
+        signal.pause()
+    os.read(ready, 1)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ready)
+        os.close(done)
+
+
+def test_what_another_process_holds_is_free_once_it_has_ended() -> None:
+    rig = Rig(n_readers=1, limit=MIB)  # by the board, another process is that reader by now
+    descriptor = bytes(rig.place(content(1)).descriptor)
+    rig.left.add(0)
+    with child(lambda: rig.readers[0].resolve(descriptor)):
+        assert rig.writer.place(content(2)) is None
     rig.place(content(2))
-    assert second.nbytes == MIB
+
+
+def test_what_a_forked_child_lets_go_of_is_held_by_its_parent() -> None:
+    rig = Rig(n_readers=1, limit=MIB)
+    held = rig.share(1)
+    with child(held.clear):
+        assert rig.writer.place(content(2)) is None
+    assert (held[0] == 1).all()
+    held.clear()
+    rig.place(content(2))
 
 
 def test_beyond_the_limit_nothing_is_placed() -> None:

@@ -143,7 +143,7 @@ def test_many_buffers(count: int) -> None:
 def test_an_object_that_cannot_be_pickled_leaves_the_queue_usable() -> None:
     with ends() as made:
         for _ in range(50):
-            with pytest.raises(TypeError, match="cannot send a list: Can't pickle"):
+            with pytest.raises(TypeError, match="cannot send a list: Can't "):
                 made.writer.enqueue([np.zeros(50_000), lambda: 0])
         assert not made.reader.readable()
         made.writer.enqueue("good")

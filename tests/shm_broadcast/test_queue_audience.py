@@ -23,6 +23,7 @@ from shm_broadcast import (
     MessageQueue,
     PeerLostError,
 )
+from shm_broadcast.queue import message_queue
 from shm_broadcast.queue.handle import SMALLEST_CAPACITY
 from shm_broadcast.remote.frames import Probe, encode
 from tests.netns import two_hosts, unavailable
@@ -294,6 +295,32 @@ def test_a_shutdown_ends_wait_until_ready_over_a_socket(end: str) -> None:
             waiting.shutdown()
             with pytest.raises(GroupClosedError):
                 call.result()
+
+
+def test_the_only_reader_joins_as_0_and_is_called_by_its_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Pair:
+        rank, world_size = 0, 2
+
+        def broadcast_obj(self, obj: Any | None, src: int) -> Any:  # noqa: ARG002
+            return obj
+
+        def all_gather_obj(self, obj: Any) -> list[Any]:
+            return [obj, obj]
+
+    monkeypatch.setattr(message_queue, "ranks_beside", lambda *_: ())
+    queue, _ = MessageQueue.create_from_process_group_single_reader(
+        Pair(), reader_rank=1, connect_ip="127.0.0.1", secret=SECRET
+    )
+    with queue:
+        with pytest.raises(GroupTimeoutError, match=r"rank 1 \(never joined\)"):
+            queue.wait_until_ready(0)
+        with MessageQueue.create_from_handle(queue.export_handle(), 0, secret=SECRET) as reader:
+            queue.enqueue("here", LIMIT)
+            assert reader.dequeue(LIMIT) == "here"
+        with pytest.raises(ValueError, match="rank 2 is no reader"):
+            MessageQueue.create_from_handle(queue.export_handle(), 2, secret=SECRET)
 
 
 def test_a_message_at_which_a_reader_is_found_lost_still_reaches_all_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -338,6 +339,66 @@ def test_joining_that_fails_leaves_nothing() -> None:
         MessageQueue.create_from_handle(handle, 1)
 
 
+def test_a_type_that_msgspec_does_not_know_leaves_nothing() -> None:
+    unknown, over_sockets = open_descriptors, {"connect_ip": "127.0.0.1", "secret": SECRET}
+    with (
+        MessageQueue(2, 1, **over_sockets) as queue,
+        Board.create(2, 0, "group") as board,
+        MessageQueue.on_board(board, 1, [0]) as other,
+    ):
+        handle = queue.export_handle()
+        makes: list[Callable[[], Any]] = [
+            lambda: MessageQueue(2, 1, type=unknown, **over_sockets),
+            lambda: MessageQueue.on_board(
+                board, 0, [1], type=unknown, remote_reader_ranks=[2], **over_sockets
+            ),
+            lambda: MessageQueue.attach(other.export_handle(), board, type=unknown),
+            lambda: MessageQueue.create_from_handle(handle, 0, type=unknown),
+            lambda: MessageQueue.create_from_handle(handle, 1, type=unknown, secret=SECRET),
+        ]
+        for make in makes:
+            before = open_descriptors(), threads()
+            with pytest.raises(TypeError, match="not supported"):
+                make()
+            assert (open_descriptors(), threads()) == before
+        with MessageQueue.create_from_handle(handle, 0):
+            pass
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e300])
+def test_a_spin_of_no_time_is_refused_where_it_is_given(seconds: float) -> None:
+    with (
+        MessageQueue(2, 1, connect_ip="127.0.0.1", secret=SECRET) as queue,
+        Board.create(2, 0, "group") as board,
+        MessageQueue.on_board(board, 1, [0]) as other,
+    ):
+        joins: list[Callable[[], Any]] = [
+            lambda: MessageQueue.on_board(board, 0, [1], spin_seconds=seconds),
+            lambda: MessageQueue.attach(other.export_handle(), board, spin_seconds=seconds),
+            *(
+                lambda rank=rank: MessageQueue.create_from_handle(
+                    queue.export_handle(), rank, secret=SECRET, spin_seconds=seconds
+                )
+                for rank in range(2)
+            ),
+        ]
+        for join in joins:
+            with pytest.raises(ValueError, match=r"spin_seconds must be"):
+                join()
+
+
+def test_memory_that_is_short_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_descriptors(), threads()
+    monkeypatch.setattr(segment, "_free_bytes", lambda: 1 << 20)
+    with pytest.raises(SharedMemoryError, match="1048576 are free"):
+        MessageQueue(2, 1, connect_ip="127.0.0.1", secret=SECRET)
+    assert (open_descriptors(), threads()) == before
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208
+
+
 def test_making_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = open_descriptors()
     monkeypatch.setattr(segment, "_free_bytes", lambda: 1 << 20)
@@ -403,3 +464,28 @@ def test_threads_that_shut_down_at_once() -> None:
             for closing in closings:
                 closing.result()
             assert made.boards[0].words.load32(layout.BOARD_ABORT) == 0
+
+
+def test_who_joins_after_a_shutdown_is_not_thrown_out_by_a_thread_that_was_in_it() -> None:
+    with ends() as made:
+        for number in range(100):
+            before = made.readers[0]
+            waiting = Running(before.dequeue, LIMIT)
+            before.shutdown()
+            made.readers[0] = made.attach(made.boards[1])
+            with pytest.raises(GroupClosedError):
+                waiting.result()
+            made.writer.enqueue(number, LIMIT)
+            assert made.reader.dequeue(LIMIT) == number
+
+
+def test_a_forked_child_that_shuts_its_copy_down_leaves_the_queue_to_its_parent() -> None:
+    with ends() as made:
+        pid = os.fork()
+        if pid == 0:
+            made.writer.shutdown()
+            made.reader.shutdown()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        made.writer.enqueue(1, LIMIT)
+        assert made.reader.dequeue(LIMIT) == 1

@@ -52,6 +52,7 @@ def meet(rank: int, n: int, path: str, kind: str) -> None:
     an_outsider_writes(rank, n, group, path)
     one_rank_reads(rank, n, group)
     one_rank_cannot(rank, n, group)
+    a_type_that_nobody_knows(group)
     some_do_not_come(rank, n, group)
     wrong_ranks(group)
 
@@ -109,6 +110,9 @@ def one_rank_reads(rank: int, n: int, group: Any) -> None:
         mine.enqueue(rank)
         assert [reader.dequeue(LIMIT) for reader in readers] == list(range(n if readers else 0))
         barrier(group)
+        with pytest.raises(GroupTimeoutError, match=rf"rank {reader_rank} \(pid"):
+            mine.enqueue(b"x" * (1 << 20), timeout=0)
+        barrier(group)
         for queue in (mine, *readers):
             queue.shutdown()
 
@@ -127,6 +131,15 @@ def one_rank_cannot(rank: int, n: int, group: Any) -> None:
         finally:
             segment_module._free_bytes = free
         barrier(group)
+
+
+def a_type_that_nobody_knows(group: Any) -> None:
+    """Also what is raised before there is a queue is raised on all."""
+    with pytest.raises(TypeError, match="not supported"):
+        MessageQueue.create_from_process_group(group, type=barrier)
+    with pytest.raises(TypeError, match="not supported"):
+        MessageQueue.create_from_process_group_single_reader(group, type=barrier)
+    barrier(group)
 
 
 def some_do_not_come(rank: int, n: int, group: Any) -> None:

@@ -150,3 +150,35 @@ def kill_soon(pid: int) -> Callable[[], float]:
         return at[0]
 
     return struck
+
+
+def interrupt_the_writer(rank: int, _n: int, folder: str) -> Any:
+    if rank == 0:
+        with make_writer(folder, [1, 2], credit_bytes=CREDIT) as writer:
+            writer.wait_ready(LIMIT)
+            send_to = writer._send_to
+            sent: list[bytes] = []
+
+            def send_to_one(identity: bytes, frames: Any) -> bool:
+                if sent:
+                    raise KeyboardInterrupt
+                sent.append(identity)
+                return send_to(identity, frames)
+
+            writer._send_to = send_to_one
+            with pytest.raises(KeyboardInterrupt):
+                writer.send([b"x" * 1000], LIMIT)
+            writer._send_to = send_to
+            with pytest.raises(GroupClosedError, match="in the middle of an earlier message"):
+                writer.send([b""], LIMIT)
+            return "closed"
+    with make_reader(folder, rank) as reader:
+        with pytest.raises(PeerLostError) as caught:
+            drain(reader)
+        return str(caught.value)
+
+
+def test_an_interrupt_in_the_middle_of_sending_ends_the_queue(tmp_path: Path) -> None:
+    said = run_ranks(3, interrupt_the_writer, str(tmp_path))
+    assert said[0] == "closed"
+    assert all("lost rank 0" in text for text in said[1:])

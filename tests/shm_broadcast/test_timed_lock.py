@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +16,7 @@ from shm_broadcast.queue.timed_lock import TimedLock
 from tests.patience import PATIENCE_SECONDS, until
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
 
@@ -29,40 +31,83 @@ def nothing(_: str) -> None:
     pass
 
 
+@contextmanager
+def another_thread_has(lock: TimedLock) -> Iterator[Callable[[], None]]:
+    """Inside, until what it yields is called."""
+    has, gives_back = threading.Event(), threading.Event()
+
+    def keep() -> None:
+        with lock.turn as mine:
+            assert mine
+            has.set()
+            assert gives_back.wait(PATIENCE_SECONDS)
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    assert has.wait(PATIENCE_SECONDS)
+
+    def give_back() -> None:
+        gives_back.set()
+        thread.join()
+
+    yield give_back
+    give_back()
+
+
+def is_free(lock: TimedLock) -> bool:
+    with lock.turn as mine:
+        return mine
+
+
 def test_one_at_a_time(lock: TimedLock) -> None:
-    assert lock.take_now()
-    assert not lock.take_now()
-    lock.give_back()
-    assert lock.take_now()
-    lock.give_back()
+    assert is_free(lock)
+    with another_thread_has(lock):
+        assert not is_free(lock)
+    assert is_free(lock)
 
 
-def test_what_nobody_has_is_not_given_back(lock: TimedLock) -> None:
-    with pytest.raises(RuntimeError):
-        lock.give_back()
-    assert lock.take_now()
-    lock.give_back()
-    with pytest.raises(RuntimeError):
-        lock.give_back()
+def test_who_has_it_is_refused(lock: TimedLock) -> None:
+    with lock.turn as mine:
+        assert mine
+        assert lock.turn.is_owned()
+        with pytest.raises(RuntimeError, match="in the queue already"), lock.turn:
+            pass
+        assert lock.turn.is_owned()
+    assert not lock.turn.is_owned()
+    assert is_free(lock)
+
+
+def test_who_did_not_get_it_gives_nothing_back(lock: TimedLock) -> None:
+    with another_thread_has(lock):
+        with lock.turn as mine:
+            assert not mine
+        assert not is_free(lock)
+
+
+def test_what_was_adopted_is_given_back(lock: TimedLock) -> None:
+    lock.turn.__enter__()
+    thread = threading.Thread(target=lambda: (lock.turn.adopt(), lock.turn.__exit__()))
+    thread.start()
+    thread.join()
+    assert is_free(lock)
 
 
 def test_a_deadline_ends_the_wait(lock: TimedLock) -> None:
-    assert lock.take_now()
-    for seconds in (0.0, 0.05):
-        with pytest.raises(GroupTimeoutError, match="another thread of this process is in it"):
-            lock.take(Deadline.after(seconds), "enqueue", nothing)
-    lock.give_back()
+    with another_thread_has(lock):
+        for seconds in (0.0, 0.05):
+            with pytest.raises(GroupTimeoutError, match="another thread of this process is in it"):
+                lock.take(Deadline.after(seconds), "enqueue", nothing)
+    with lock.turn:
+        pass
     lock.take(Deadline.after(0.0), "enqueue", nothing)
-    assert not lock.take_now()
+    assert lock.turn.is_owned()
 
 
 def test_what_the_check_raises_ends_the_wait(lock: TimedLock) -> None:
-    assert lock.take_now()
-
     def refuse(operation: str) -> None:
         raise ConnectionError(operation)
 
-    with pytest.raises(ConnectionError, match="enqueue"):
+    with another_thread_has(lock), pytest.raises(ConnectionError, match="enqueue"):
         lock.take(Deadline.after(None), "enqueue", refuse)
 
 
@@ -71,37 +116,41 @@ def test_a_signal_s_handler_ends_the_wait(lock: TimedLock) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGUSR2, stop)
-    assert lock.take_now()
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGUSR2))
     try:
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            lock.take(Deadline.after(PATIENCE_SECONDS), "enqueue", nothing)
+        with another_thread_has(lock):
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                lock.take(Deadline.after(PATIENCE_SECONDS), "enqueue", nothing)
     finally:
         timer.join()
         signal.signal(signal.SIGUSR2, before)
-    lock.give_back()
-    assert lock.take_now()
+    assert is_free(lock)
 
 
 def test_who_waits_gets_it_and_others_run_meanwhile(lock: TimedLock) -> None:
-    assert lock.take_now()
-    looked, got = threading.Event(), threading.Event()
+    looked, got, done = threading.Event(), threading.Event(), threading.Event()
 
     def wait() -> None:
-        lock.take(Deadline.after(PATIENCE_SECONDS), "dequeue", lambda _: looked.set())
-        got.set()
+        with lock.turn as mine:
+            assert not mine
+            lock.take(Deadline.after(PATIENCE_SECONDS), "dequeue", lambda _: looked.set())
+            got.set()
+            assert done.wait(PATIENCE_SECONDS)
 
     thread = threading.Thread(target=wait)
-    thread.start()
-    until(looked.is_set)
-    assert not got.is_set()
-    lock.give_back()
-    assert got.wait(PATIENCE_SECONDS)
-    assert not lock.take_now()
+    with another_thread_has(lock) as give_back:
+        thread.start()
+        until(looked.is_set)
+        assert not got.is_set()
+        give_back()
+        assert got.wait(PATIENCE_SECONDS)
+        assert not is_free(lock)
+    done.set()
     thread.join()
+    assert is_free(lock)
 
 
 def test_no_two_threads_have_it_at_once(lock: TimedLock) -> None:
@@ -111,12 +160,12 @@ def test_no_two_threads_have_it_at_once(lock: TimedLock) -> None:
 
     def take_turns() -> None:
         for _ in range(turns):
-            if not lock.take_now():
-                lock.take(Deadline.after(PATIENCE_SECONDS), "enqueue", nothing)
-            inside.append(None)
-            most.append(len(inside))
-            inside.pop()
-            lock.give_back()
+            with lock.turn as mine:
+                if not mine:
+                    lock.take(Deadline.after(PATIENCE_SECONDS), "enqueue", nothing)
+                inside.append(None)
+                most.append(len(inside))
+                inside.pop()
 
     threads = [threading.Thread(target=take_turns) for _ in range(4)]
     for thread in threads:

@@ -41,6 +41,7 @@ def test_what_travels_arrives_as_it_was() -> None:
             assert type(decode(encode(value))) is type(value)
     segment.close()
     errors = (
+        TypeError("w"),
         ValueError("x"),
         OSError("y"),
         SharedMemoryError("z"),

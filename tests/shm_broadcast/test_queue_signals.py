@@ -1,0 +1,178 @@
+"""Signal handlers that raise in the middle of a queue's calls, and those that call the queue."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shm_broadcast import atomics
+from shm_broadcast.board import board as board_module
+from shm_broadcast.board.board import Board
+from shm_broadcast.errors import GroupClosedError
+from tests.patience import PATIENCE_SECONDS
+from tests.shm_broadcast.queues import LIMIT, Ends, Running, ends
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+with_extension = pytest.mark.skipif(atomics.native is None, reason="the extension is not built")
+
+
+class Interruption(BaseException):
+    pass
+
+
+@contextmanager
+def on_signal(handle: Callable[[], object]) -> Iterator[None]:
+    def handler(_: int, __: FrameType | None) -> None:
+        handle()
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def interrupted(call: Callable[[], object], times: int) -> None:
+    """Interrupt ``call``, made again and again, so often, each time somewhere else."""
+    inside = False
+
+    def interrupt() -> None:
+        if inside:
+            raise Interruption
+
+    with on_signal(interrupt):
+        signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.00037)
+        while times:
+            try:
+                inside = True
+                call()
+                inside = False
+            except Interruption:
+                inside = False
+                times -= 1
+
+
+@with_extension
+def test_interrupts_leave_nobody_the_turn() -> None:
+    with ends() as made:
+
+        def pass_on() -> None:
+            made.writer.enqueue(1, LIMIT)
+            made.reader.dequeue(LIMIT)
+
+        interrupted(pass_on, 300)
+        made.writer.enqueue("last", LIMIT)
+        while made.reader.dequeue(LIMIT) != "last":
+            pass
+
+
+@with_extension
+def test_an_interrupt_while_a_message_is_looked_for_leaves_it_in_the_ring() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        raise Interruption
+
+    def send(made: Ends, number: int) -> None:
+        time.sleep(0.02)  # the reader looks for a second, without Python's lock
+        signal.pthread_kill(main, signal.SIGALRM)
+        made.writer.enqueue(number, LIMIT)
+
+    with on_signal(interrupt), ends(spin_seconds=1.0) as made:
+        for number in range(10):
+            sending = Running(send, made, number)
+            with pytest.raises(Interruption):
+                made.reader.dequeue(LIMIT)
+            assert made.reader.dequeue(LIMIT) == number
+            sending.result()
+
+
+class Reentrant:
+    """Calls ``call`` while it is pickled."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+
+    def __reduce__(self) -> Any:
+        self._call()
+        return str, ("pickled",)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_a_thread_that_is_in_the_queue_is_refused_and_does_not_wait_for_itself() -> None:
+    with ends() as made:
+        with pytest.raises(RuntimeError, match="in the queue already"):
+            made.writer.enqueue(Reentrant(lambda: made.writer.enqueue(1)), LIMIT)
+        made.writer.enqueue(2, LIMIT)
+        with (
+            made.reader.acquire_read(LIMIT),
+            pytest.raises(RuntimeError, match="in the queue already"),
+        ):
+            made.reader.dequeue()
+        made.writer.enqueue(3, LIMIT)
+        assert made.reader.dequeue(LIMIT) == 3
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_a_handler_may_shut_down_the_queue_whose_call_it_interrupts(zero_copy: bool) -> None:
+    with ends(zero_copy=zero_copy) as made:
+        made.fill()
+        with on_signal(made.writer.shutdown):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(GroupClosedError):
+                made.writer.enqueue(b"x" * 20_000, PATIENCE_SECONDS)
+    with ends(zero_copy=zero_copy) as made, on_signal(made.reader.shutdown):
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(GroupClosedError):
+            made.reader.dequeue(PATIENCE_SECONDS)
+        with pytest.raises(GroupClosedError):
+            made.fill()
+
+
+@pytest.mark.usefixtures("implementation")
+def test_a_block_that_shows_a_message_may_end_in_another_thread() -> None:
+    with ends() as made:
+        made.writer.enqueue(1, LIMIT)
+        showing = made.reader.acquire_read(LIMIT)
+        showing.__enter__()
+        Running(showing.__exit__, None, None, None).result()
+        made.writer.enqueue(2, LIMIT)
+        assert made.reader.dequeue(LIMIT) == 2
+
+
+def test_an_interrupt_on_joining_a_board_leaves_the_slot_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise Interruption
+
+    with Board.create(2, 0) as board:
+        with monkeypatch.context() as changed:
+            changed.setattr(board_module, "forget_totals", interrupt)
+            with pytest.raises(Interruption):
+                Board.attach(board.handle(), 1)
+        with Board.attach(board.handle(), 1):
+            assert board.status()[1].state == "idle"
+            with pytest.raises(ValueError, match="is taken by pid"):
+                Board.attach(board.handle(), 1)
+
+
+def test_a_handler_may_ask_for_the_status_of_all() -> None:
+    with Board.create(2, 0) as board, Board.attach(board.handle(), 1):
+        seen: list[str] = []
+        with on_signal(lambda: seen.append(board.status()[1].state)):
+            signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.00037)
+            while len(seen) < 300:
+                board.status()
+        assert set(seen) == {"idle"}
