@@ -13,7 +13,7 @@ import torch
 
 from coordinator.messages.framing import Message
 from coordinator.messages.tensor_dict import from_payload, unpack
-from shm_broadcast import DivergenceError, MessageSealError
+from shm_broadcast import CoordinatorError, MessageDecodeError, MessageRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,24 +69,31 @@ class Incoming(Generic[T]):
         self._due = wire.expect(src, dst) if framed else 0
         self._message = Message(kind)
         self._next: Callable[[], Sequence[Tensor]] = self._frame
-        self._error: Exception | None = None
+        self._error: MessageRefusedError | None = None
 
     def following(self) -> Sequence[Tensor]:
         """The tensors on the CPU that come next; none once all are there.
 
-        What only concerns this message is raised by `result`.
+        What only concerns this message is raised by `result`. An error here ends the group: where
+        the next message begins is not known any more.
 
         Raises:
             DivergenceError: the sender has sent something else.
             MessageSealError: what has come is not the sender's next message.
+            MessageDecodeError: what has come says nothing of the rest, or there is no room for it.
         """
         try:
             return self._next()
-        except (DivergenceError, MessageSealError):
-            raise
-        except Exception as error:  # noqa: BLE001 - `result` raises it
+        except MessageRefusedError as error:  # nothing follows it
             self._next, self._error = _nothing, error
             return ()
+        except CoordinatorError:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise MessageDecodeError(
+                f"what rank {self._src} sends cannot be taken in: {why}"
+            ) from error
 
     def result(self) -> T:
         """What was sent.

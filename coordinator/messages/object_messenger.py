@@ -8,9 +8,11 @@ Guarantees
     - Blocking sends do not wait for their receives, so members that send to each other
       first both go on. They wait once `OUTSTANDING_BYTES` to that peer are under way, besides
       what shared memory takes. `coordinator.messages.outgoing` says when a handle is done.
-    - A receive that meets a message of another kind or call ends the group with `DivergenceError`.
+    - A receive that meets a message of another kind or call ends the group with `DivergenceError`;
+      one that has no room for what comes, with `MessageDecodeError`.
     - What cannot be sent raises `MessageRefusedError` where it was to be sent and where it is to
-      be received: the sender's call counts as a message. The group can be used on.
+      be received: the sender's call counts as a message. The group can be used on. At the sender
+      what the value's own code raises while it is pickled stays what it is, TypeErrors excepted.
 
 A collective over objects is two collectives over tensors, of which the second depends on what
 the first brought. In the background it therefore is messages instead, from each source to each
@@ -31,10 +33,15 @@ import torch
 from coordinator.messages.framing import Kind
 from coordinator.messages.seal import EVERYONE
 from coordinator.messages.transport import MessageTransport
-from coordinator.messages.wire import refusal_text
+from coordinator.messages.wire import why_refused
 from device_comm import Joined, Work
 from device_comm.call_number import call_number, naming_call
-from shm_broadcast import DivergenceError, MessageRefusedError, MessageSealError
+from shm_broadcast import (
+    CoordinatorError,
+    DivergenceError,
+    MessageRefusedError,
+    MessageSealError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,16 +89,20 @@ class ObjectMessenger(MessageTransport):
         deadline = self._deadline(timeout)
         try:
             theirs, found = queue.broadcast_object((ours, obj), deadline)
-        except TypeError as why:
-            queue.broadcast_object((ours, _Refused(str(why))), deadline)
-            raise MessageRefusedError(self.cpu.rank, str(why)) from why
+        except CoordinatorError:
+            raise
+        except Exception as error:
+            if not queue.is_writer:
+                raise
+            queue.enqueue((ours, _Refused(why_refused(error))), deadline)
+            self._refused(error)
         if theirs != ours:
             what = Kind.BROADCAST_OBJECT
-            error = DivergenceError(
+            divergence = DivergenceError(
                 0, naming_call(f"receive of {what}", ours), naming_call(f"send of {what}", theirs)
             )
-            self.cpu.abort(error)
-            raise error
+            self.cpu.abort(divergence)
+            raise divergence
         if type(found) is _Refused:
             raise MessageRefusedError(0, found.why)
         return found
@@ -101,18 +112,18 @@ class ObjectMessenger(MessageTransport):
         if self.cpu.world_size == 1:
             return [self.broadcast_object(obj, 0, timeout)]
         deadline = self._deadline(timeout)
-        me, own, kind, refused = self.cpu.rank, b"", Kind.GATHERED_OBJECT, ""
+        me, kind, refused = self.cpu.rank, Kind.GATHERED_OBJECT, None
         try:
             own = self.wire.dump(obj)
-        except TypeError as error:
-            kind, refused = Kind.REFUSED, str(error)
-        sealed = self.wire.close(kind, own or refusal_text(refused), EVERYONE)
+        except Exception as error:  # noqa: BLE001 - raised once the others are told
+            own, kind, refused = why_refused(error).encode(), Kind.REFUSED, error
+        sealed = self.wire.close(kind, own, EVERYONE)
         mine = torch.frombuffer(bytearray([kind]) + sealed, dtype=torch.uint8)
         lengths = self.cpu.all_gather(torch.tensor([mine.numel()]), timeout=deadline).tolist()
         everyone = self.cpu.all_gatherv(mine, sizes=lengths, timeout=deadline)
         dues = {src: self.wire.expect(src, EVERYONE) for src in self._others}
-        if refused:
-            raise MessageRefusedError(me, refused)
+        if refused is not None:
+            self._refused(refused)
         payloads = [memoryview(part.numpy()) for part in everyone.split(lengths)]  # type: ignore[no-untyped-call]
         try:
             found = [

@@ -93,6 +93,8 @@ def _from_wire(value: Any) -> Any:
     if tag == "dict":
         return {_from_wire(key): _from_wire(each) for key, each in body}
     if tag == "size":
+        if any(each >= 1 << 63 for each in body):
+            raise ValueError("a size beyond 63 bits, which torch takes but cannot show")
         return torch.Size(body)
     if tag == "dtype":
         return DTYPES[body]

@@ -7,7 +7,7 @@ place. `coordinator.messages.outgoing` and `coordinator.messages.incoming` are t
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from coordinator.messages.framing import Kind
 from coordinator.messages.incoming import IncomingObject, Routes
@@ -21,6 +21,7 @@ from shm_broadcast import (
     CoordinatorError,
     Deadline,
     DivergenceError,
+    MessageDecodeError,
     MessageRefusedError,
     MessageSealError,
 )
@@ -147,7 +148,7 @@ class MessageTransport:
         try:
             while parts := incoming.following():
                 self._broadcast_parts(parts, deadline, src)
-        except (DivergenceError, MessageSealError) as error:
+        except (DivergenceError, MessageDecodeError, MessageSealError) as error:
             self.cpu.abort(error)
             raise
         self._broadcast_parts(incoming.on_device, deadline, src)
@@ -189,24 +190,33 @@ class MessageTransport:
 
         Raises:
             ValueError: one of ``dsts`` is not another rank of the group.
-            MessageRefusedError: a value cannot be sent.
+            What `_refused` raises.
         """
         for dst in dsts:
             if dst != EVERYONE:
                 check_peer("dst", dst, self.cpu.rank, self.cpu.world_size)
         try:
             yield
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - `_refused` raises it
             with suppress(CoordinatorError):
                 for dst in dsts:
-                    refusal = self.wire.refusal(str(error), dst)
+                    refusal = self.wire.refusal(error, dst)
                     if dst == EVERYONE:
                         self._broadcast_parts(refusal.frames(), deadline)
                     else:
                         self._outgoing.begin(refusal, (), dst)
-            if isinstance(error, TypeError):
-                raise MessageRefusedError(self.cpu.rank, str(error)) from error
-            raise
+            self._refused(error)
+
+    def _refused(self, error: Exception) -> NoReturn:
+        """Raise what the sender of a message gets whose making has raised ``error``.
+
+        Raises:
+            MessageRefusedError: in the place of a TypeError: a value cannot be sent.
+            Exception: any other ``error`` itself.
+        """
+        if isinstance(error, TypeError):
+            raise MessageRefusedError(self.cpu.rank, str(error)) from error
+        raise error
 
     def _deadline(self, timeout: Timeout) -> Deadline:
         return Deadline.after(self._allowed(timeout))

@@ -7,6 +7,7 @@ tensors; that is found out when one of them is waited for, or looked at.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from device_comm import Joined
@@ -34,26 +35,21 @@ class Turn:
             begin: begins to receive what is on the CPU, if anything is.
             ask: asks for what is on the device, once that is there.
         """
-        self._before = before
         self._begin = begin
         self._ask = ask
         self._on_cpu: Work[None] | None = None
         self._on_device: Joined | None = None
+        # Those that have not asked for all their tensors, in their order.
+        self._line: deque[Turn] = deque() if before is None else before._line
+        self._line.append(self)
         self.has_asked()
 
     def has_asked(self, deadline: Deadline | None = None) -> bool:
         """Whether it has asked for all its tensors; goes on, and waits if there is a deadline."""
-        if self._on_device is not None:
-            return True
-        if self._before is not None and not self._before.has_asked(deadline):
-            return False
-        self._before = None
-        if self._begin is not None:
-            self._on_cpu = self._on_cpu or self._begin()
-            if deadline is None and not self._on_cpu.is_completed():
+        while self._on_device is None:
+            if not self._line[0]._asks(deadline):
                 return False
-            self._on_cpu.wait(deadline)
-        self._on_device = Joined(self._ask())
+            self._line.popleft()
         return True
 
     def ready(self) -> bool:
@@ -69,3 +65,12 @@ class Turn:
         self.has_asked(deadline)
         if self._on_device is not None:
             self._on_device.wait(deadline)
+
+    def _asks(self, deadline: Deadline | None) -> bool:
+        if self._begin is not None:
+            self._on_cpu = self._on_cpu or self._begin()
+            if deadline is None and not self._on_cpu.is_completed():
+                return False
+            self._on_cpu.wait(deadline)
+        self._on_device = Joined(self._ask())
+        return True

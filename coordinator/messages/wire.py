@@ -49,6 +49,7 @@ class Wire:
 
         Raises:
             TypeError: it cannot be sent this way; says why, and the cure.
+            Exception: pickling it has raised this, as it is.
         """
         if not self.pickles:
             try:
@@ -77,9 +78,9 @@ class Wire:
         """The next message to ``dst``, a rank or `seal.EVERYONE`."""
         return Message(kind, self.close(kind, payload, dst))
 
-    def refusal(self, why: str, dst: int) -> Message:
+    def refusal(self, error: Exception, dst: int) -> Message:
         """The next message to ``dst``, which says that there is none. It fits a frame."""
-        return self.message(Kind.REFUSED, refusal_text(why), dst)
+        return self.message(Kind.REFUSED, why_refused(error).encode(), dst)
 
     def close(self, kind: Kind, payload: bytes, dst: int) -> bytes:
         """What is sent of ``payload``."""
@@ -130,9 +131,11 @@ def agree_on_wire(exchange: Exchange, secret: bytes | None, *, only_members_writ
     return Wire(Seal(secret, exchange.name, nonces, exchange.rank))
 
 
-def refusal_text(why: str) -> bytes:
-    """Why a message is refused, as much as fits a frame."""
-    return why.encode()[:_REFUSAL_BYTES].decode(errors="ignore").encode()
+def why_refused(error: Exception) -> str:
+    """Why a message is refused whose making has raised ``error``, as much as fits a frame."""
+    plain = isinstance(error, (TypeError, ValueError))
+    why = str(error) if plain else f"{type(error).__name__}: {error}"
+    return why.encode(errors="replace")[:_REFUSAL_BYTES].decode(errors="ignore")
 
 
 _NOT_PLAIN = (

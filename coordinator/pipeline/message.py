@@ -54,12 +54,26 @@ def way_of(header: Header) -> str:
     return str(way)
 
 
-@lru_cache(maxsize=256)
 def _describe(structure: Structure) -> bytes | Structure:
+    return _remembered(structure) if _has_text_keys(structure) else _encode(structure)
+
+
+def _has_text_keys(structure: Structure) -> bool:
+    """Whether equal structures are the same: other keys may be equal and differ, as 1 and True."""
+    return structure is None or (
+        all(type(key) is str for key in structure.keys)
+        and all(map(_has_text_keys, structure.children))
+    )
+
+
+def _encode(structure: Structure) -> bytes | Structure:
     try:
         return encode_plain(_to_plain(structure))
     except TypeError:
         return structure
+
+
+_remembered = lru_cache(maxsize=256)(_encode)
 
 
 def _restore(described: bytes | Structure) -> Structure:

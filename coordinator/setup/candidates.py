@@ -9,6 +9,7 @@ times that was measured on this kind of machine before, or is measured now.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -71,6 +72,7 @@ def select(
     cache: TableCache,
     swap: Swap,
     sizes: Mapping[str, Sequence[int]] = SIZES,
+    limit: float = math.inf,
 ) -> SelectingBackend:
     """A backend that chooses among ``candidates``, for each operation, by rank 0's table.
 
@@ -79,19 +81,19 @@ def select(
         key: the machine and the group for which the table must have been measured; rank 0's.
         cache: where rank 0 looks for a table, and stores a new one.
         swap: gives this member's bytes to all members, and returns everyone's, by rank.
-        sizes: the sizes to measure if there is no table, in bytes, by verb.
+        sizes: the sizes that a table shall have, in bytes, by verb.
+        limit: seconds to measure what it lacks. What does not fit is measured at the next set-up;
+            until then the nearest size decides, and without any the order of the candidates.
 
     Collective: yes, every member.
     """
     if sum(each.backend is not None for each in candidates) < 2:
         return SelectingBackend(Selection(candidates))
-    known = swap(msgspec.msgpack.encode(cache.load(key)))[0]
-    table = _TABLE.decode(known)
-    if table is None:
-        mine = measure(candidates, key.as_dict(), swap, sizes)
-        table = _TABLE.decode(swap(msgspec.msgpack.encode(mine))[0])
-        if table == mine:
-            cache.store(table, key)
+    known = _TABLE.decode(swap(msgspec.msgpack.encode(cache.load(key)))[0])
+    mine = measure(candidates, key.as_dict(), swap, sizes, known=known, limit=limit)
+    table = _TABLE.decode(swap(msgspec.msgpack.encode(mine))[0])
+    if table == mine != known:
+        cache.store(table, key)
     return SelectingBackend(Selection(candidates, table))
 
 

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from shm_broadcast import Deadline
 
 _DRIVER = Path("/proc/driver/nvidia/version")
+_MEASURING = 1 / 3
+"""The part of what is left for the set-up that measuring may take."""
 
 
 def cuda_comm(
@@ -178,7 +180,8 @@ def cuda_comm(
         candidates.append(Candidate("torch", backend))
     able = [each.name for each in candidates if each.backend is not None]
     cache = TableCache(cache_folder(os.environ))
-    return select(candidates, _key(device, n, devices, nodes, able), cache, swap)
+    key = _key(device, n, devices, nodes, able)
+    return select(candidates, key, cache, swap, limit=deadline.remaining() * _MEASURING)
 
 
 def _identity(device: torch.device) -> str:

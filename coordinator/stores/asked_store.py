@@ -17,13 +17,16 @@ from torch.distributed import DistStoreError, PrefixStore, Store
 
 from coordinator.setup.exchange import naps
 from coordinator.stores import key_values as kv
-from shm_broadcast import Deadline, GroupClosedError
+from shm_broadcast import NEVER, Deadline, GroupClosedError, GroupTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
 _FOR_EVER = timedelta(days=365)
+
+_LAST_LOOK_SECONDS = 1.0
+"""How long a wait whose time is over may still ask which keys are there."""
 
 
 class AskedStore(Store):
@@ -91,7 +94,7 @@ class AskedStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all of ``keys`` exist."""
-        return bool(self._answer(kv.Check(self._number(), list(keys))).count)
+        return self._exist(keys, self._deadline())
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of ``keys``, which must all exist."""
@@ -109,16 +112,26 @@ class AskedStore(Store):
         """Wait until all of ``keys`` exist.
 
         Raises:
-            DistStoreError: some do not exist after the timeout.
+            DistStoreError: some do not exist after the timeout, or the store does not answer until
+                then.
         """
         deadline = self._deadline() if timeout is None else Deadline.after(timeout.total_seconds())
-        for nap in naps():
-            if self.check(keys):
-                return
-            if deadline.expired:
-                absent = ", ".join(key for key in keys if not self.check([key]))
-                raise DistStoreError(f"wait timeout after {deadline.timeout:g} s, keys: {absent}")
-            time.sleep(deadline.remaining(at_most=nap))
+        late = f"wait timeout after {deadline.timeout:g} s, keys: "
+        try:
+            for nap in naps():
+                if deadline.expired:
+                    break
+                if self._exist(keys, deadline):
+                    return
+                time.sleep(deadline.remaining(at_most=nap))
+        except TimeoutError as error:
+            if not deadline.expired:
+                raise
+            raise DistStoreError(f"{late}{', '.join(keys)}; the store does not answer") from error
+        last_look = Deadline.after(_LAST_LOOK_SECONDS)
+        absent = [key for key in keys if not self._exist([key], last_look)]
+        if absent:
+            raise DistStoreError(late + ", ".join(absent))
 
     def has_extended_api(self) -> bool:
         """Whether `multi_get` and the like are offered: yes."""
@@ -132,11 +145,19 @@ class AskedStore(Store):
     def _deadline(self) -> Deadline:
         return Deadline.after(self.timeout.total_seconds())  # type: ignore[attr-defined]
 
-    def _answer(self, question: kv.Question) -> kv.Answer:
-        with self._asking:
+    def _exist(self, keys: Sequence[str], deadline: Deadline) -> bool:
+        return bool(self._answer(kv.Check(self._number(), list(keys)), deadline).count)
+
+    def _answer(self, question: kv.Question, latest: Deadline = NEVER) -> kv.Answer:
+        deadline = min(latest, self._deadline(), key=lambda each: each.at)
+        if not self._asking.acquire(timeout=deadline.remaining(threading.TIMEOUT_MAX)):
+            raise GroupTimeoutError("store", deadline.timeout, detail="another thread is in it")
+        try:
             if self._closed:
                 raise GroupClosedError("the store where the group met is closed in this process")
-            answer = self._ask(question, self._deadline())
+            answer = self._ask(question, deadline)
+        finally:
+            self._asking.release()
         if answer.error:
             raise ValueError(answer.error)
         return answer

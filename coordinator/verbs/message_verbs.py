@@ -289,7 +289,8 @@ class MessageVerbs(Member):
         Raises:
             ValueError: a slice came and ``all_gather_group`` is not of the sender's size.
             MessageRefusedError: the sender cannot send what it was given; says why.
-            MessageDecodeError: a value cannot be restored here.
+            MessageDecodeError: a value cannot be restored here; or there is no room for a tensor,
+                or no such device, and the group is aborted.
             MessageSealError: the message is not the sender's next; the group is aborted.
         """
         if self.world_size == 1:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -15,7 +17,7 @@ from coordinator.setup.exchange import Exchange
 from coordinator.setup.torch_groups import SocketChoice, destroy, new_process_group
 from coordinator.stores.asked_store import AskedStore
 from coordinator.stores.key_values import MAX_BYTES, Answer, Get, KeyValues, Question, Set
-from shm_broadcast import Deadline, GroupClosedError
+from shm_broadcast import Deadline, GroupClosedError, GroupTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,6 +101,67 @@ def test_a_silent_host_ends_a_wait() -> None:
     store = AskedStore(silent, 3.0)
     with pytest.raises(TimeoutError):
         store.add("n", 1)
+    store.close()
+
+
+def test_a_silent_host_does_not_outlast_the_timeout_of_a_wait() -> None:
+    given: list[float | None] = []
+
+    def silent(question: Question, deadline: Deadline) -> Answer:
+        given.append(deadline.timeout)
+        time.sleep(deadline.remaining(at_most=1))
+        raise GroupTimeoutError("store", deadline.timeout)
+
+    store = AskedStore(silent, 60.0)
+    with pytest.raises(DistStoreError, match=r"after 0\.2 s, keys: a, b.*does not answer"):
+        store.wait(["a", "b"], timedelta(seconds=0.2))
+    with pytest.raises(GroupTimeoutError):
+        store.check(["a"])
+    assert given == [0.2, 60.0]
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(GroupTimeoutError):
+        store.wait(["a"], timedelta(seconds=60))
+    assert given == [0.2, 60.0, 0.1]
+    store.close()
+
+
+def test_another_thread_s_question_does_not_outlast_the_timeout_of_a_wait(
+    values: KeyValues,
+) -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    def slow(question: Question, _: Deadline) -> Answer:
+        asked.set()
+        assert answered.wait(60)
+        return values.answer(question)
+
+    store = AskedStore(slow, 60.0)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(store.add, "n", 1)
+        assert asked.wait(60)
+        ending = threading.Timer(5, answered.set)
+        ending.start()
+        try:
+            with pytest.raises(DistStoreError, match="keys: n"):
+                store.wait(["n"], timedelta(seconds=0.1))
+            assert not answered.is_set()
+        finally:
+            ending.cancel()
+            answered.set()
+        assert first.result() == 1
+    store.wait(["n"], timedelta(seconds=0))
+    store.close()
+
+
+def test_a_key_that_comes_at_the_last_moment(values: KeyValues) -> None:
+    def late(question: Question, deadline: Deadline) -> Answer:
+        answer = values.answer(question)
+        time.sleep(deadline.remaining(at_most=0.1))
+        values.answer(Set(0, "key", b""))
+        return answer
+
+    store = AskedStore(late, 10.0)
+    store.wait(["key"], timedelta(seconds=0.05))
     store.close()
 
 

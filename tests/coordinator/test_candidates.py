@@ -73,13 +73,14 @@ def choose(rank: int, n: int, path: str, handle: BoardHandle, folder: str) -> li
         candidates = [Candidate("a", ways[0]), Candidate("b", ways[1])]
         candidates.append(Candidate("c", None, "rank 1: not here"))
         tables = []
-        for sizes in ({"all_reduce": (64, 4096)}, {}):
-            chosen = select(candidates, KEY, cache, swap, sizes)
+        for sizes, limit in (((64,), 60.0), ((64, 4096), 0.0), ((64, 4096), 60.0), ((), 60.0)):
+            chosen = select(candidates, KEY, cache, swap, {"all_reduce": sizes}, limit)
             assert chosen.selection.table is not None
             tables.append(str(chosen.selection.table))
-            with Communicator(chosen) as comm:
-                assert comm.all_reduce(torch.ones(16))[0] == n
-        assert tables[0] == tables[1]
+            assert Communicator(chosen).all_reduce(torch.ones(16))[0] == n
+        chosen.close()
+        assert [table.count("Measured") for table in tables] == [1, 1, 2, 2]
+        assert tables[0] == tables[1] and tables[2] == tables[3]
         return tables
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,6 @@ from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from coordinator import GroupCoordinator
 
@@ -250,16 +250,20 @@ def test_healthy_members_are_seen_from_everywhere(tmp_path: Path) -> None:
 
 def one_is_stopped(rank: int, n: int, folder: str, hosts: Hosts) -> Any:
     store = beside(folder, n)
+    ready, goes_on = Path(folder, "ready"), Path(folder, "goes on")
     with groups_over(rank, n, folder, hosts) as groups:
         warm_up(groups.tp)
         if rank == 2:
             store.set("pid", str(os.getpid()))
             all_here(store, n)
+            ready.touch()
+            until(goes_on.exists)  # stopped in the store it would hold up all who use that
             all_here(store, n, "over")
             groups.tp.all_reduce(X, timeout=30)
             return None
         all_here(store, n)
         if rank == 3:
+            until(ready.exists)
             os.kill(int(store.get("pid")), signal.SIGSTOP)
         time.sleep(2.0)
         groups.tp.board.stamp("an operation")
@@ -268,6 +272,7 @@ def one_is_stopped(rank: int, n: int, folder: str, hosts: Hosts) -> Any:
         all_here(store, n - 1, "seen")
         if rank == 3:
             os.kill(int(store.get("pid")), signal.SIGCONT)
+            goes_on.touch()
         all_here(store, n, "over")
         groups.tp.board.idle()
         groups.tp.all_reduce(X, timeout=30)

@@ -361,6 +361,7 @@ def test_no_bytes_do_more_than_be_refused(data: bytes) -> None:
         b"\x92\xa4evil\x90",
         b"\x92\xa4dict\x91\x92\x92\xa4list\x90\x01",
         b"\x92\xa5dtype\xa2os",
+        b"\x92\xa4size\x91\xcf" + (1 << 63).to_bytes(8, "big"),
         b"\x91" * 100_000,
         b"\x92\xa4list" * 100_000,
     ],

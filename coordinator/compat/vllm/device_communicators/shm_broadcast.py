@@ -55,8 +55,8 @@ class Handle(native.QueueHandle, frozen=True):
 
     @property
     def local_reader_ranks(self) -> list[int]:
-        """The readers on the writer's host."""
-        return list(self.reader_ranks)
+        """The readers on the writer's host, as they join."""
+        return [0] if self.sole_reader and self.reader_ranks else list(self.reader_ranks)
 
     @property
     def buffer_handle(self) -> native.SegmentHandle | None:
@@ -170,6 +170,7 @@ class MessageQueue:
         """
         if handle.remote is not None and len(handle.remote.readers) == 1 > len(handle.reader_ranks):
             (rank,) = handle.remote.readers
+        rank = handle.rank_of(rank)
         secret = None if rank in handle.reader_ranks else launcher_secret()
         return cls.over(native.MessageQueue.create_from_handle(handle, rank, secret=secret))
 
