@@ -242,7 +242,8 @@ def main() -> int:
     for place, (n, way) in enumerate(worlds):
         seconds = left.part(len(worlds) - place, WORLD_SECONDS)
         with mps() if way == "processes" else nullcontext("") as how:
-            found, left_out = run_world(way, n, measure_all, works, REPEATS, seconds)[0]
+            body = (measure_all, works, REPEATS, seconds)
+            found, left_out = run_world(way, n, *body, seconds=left.limit())[0]
         where = f"ranks as {way}" + (f" ({how})" if how else "")
         report.left_out |= {f"{name}, {n} {where}": why for name, why in left_out.items()}
         add(report, works, found, where, n, limit)

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 SECONDS = 40.0
 """How long ranks, or the other process, may take."""
 
+KERNEL_WAIT = 10.0
+"""How long a kernel waits for those of other ranks: whether that works at all is to be seen."""
+
 SIZES = (1, 7, 1000)
 WRITTEN = b"written by another process"
 
@@ -136,7 +139,8 @@ def check(rank: Rank, what: str, found: torch.Tensor, expected: float | list[flo
 
 def ranks(way: str) -> dict[str, Any]:
     """The smallest collectives, with 2 ranks."""
-    took: dict[str, Any] = run_world(way, 2, smallest, seconds=SECONDS)[0]
+    results = run_world(way, 2, smallest, seconds=SECONDS, kernel_wait=KERNEL_WAIT)
+    took: dict[str, Any] = results[0]
     return took
 
 

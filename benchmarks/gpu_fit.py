@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import time
 
+GRACE = 30.0
+"""Seconds that a program which had to end may still take before it is stopped."""
+
+LONGEST = 600.0
+"""Seconds after which a program that has no such limit is stopped."""
+
 
 def fits(wanted: int, tried: int, took: float, seconds: float) -> int:
     """How many calls fit into ``seconds``, those among them that were made.
@@ -33,3 +39,7 @@ class TimeLeft:
         """The seconds for the next of ``parts`` that are left; each takes ``before`` besides."""
         left = (self._end - time.monotonic()) / parts
         return max(left - before, 0.0)
+
+    def limit(self) -> float:
+        """The seconds after which whatever still runs hangs."""
+        return min(self.part(1) + GRACE, LONGEST)

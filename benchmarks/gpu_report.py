@@ -4,11 +4,11 @@
 
 Carries out the stages of `benchmarks.gpu_stages` one after the other, each within its own time and
 whatever becomes of the others, and writes ``OUT.json`` and ``OUT.md`` after each. What no longer
-fits into the minutes is skipped. Run once more, it keeps what has passed on this device, as
+fits into the minutes is skipped. Run once more, it keeps what has passed on such a device, as
 ``OUT.json`` says, and goes on with the rest; ``--again NAME,...`` repeats.
 
 Ends with 0 if all has passed or is left out for want of a tool, with 1 if not, with 2 if there is
-no GPU.
+no GPU, or ``OUT.json`` is about other ones.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ LOOK_SECONDS = 120.0
 
 DONE = ("passed", "left out")
 
+KIND = ("device", "devices", "torch")
+"""The facts that are the same wherever a report goes on."""
+
 
 @dataclass
 class Outcome:
@@ -59,6 +62,7 @@ class Outcome:
         at: when it began.
         found: what it wrote as JSON.
         tail: the end of its output, or why there is none.
+        facts: of the machine on which it ran.
     """
 
     name: str
@@ -69,6 +73,7 @@ class Outcome:
     seconds: float = 0.0
     found: object = None
     tail: str = field(default="", repr=False)
+    facts: dict[str, object] = field(default_factory=dict)
 
     @classmethod
     def of(cls, stage: Stage, state: str, tail: str = "") -> Outcome:
@@ -135,7 +140,7 @@ class Report:
     """What is known so far, in two files.
 
     Attributes:
-        facts: of the machine.
+        facts: of this machine.
         out: the files' name, without a suffix.
         outcomes: by the stage's name.
     """
@@ -145,10 +150,21 @@ class Report:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def resume(self) -> None:
-        """Take over what was found out before, on the same device."""
-        before = _read(self.out.with_suffix(".json"))
-        if isinstance(before, dict) and before["facts"] == self.facts:
-            self.outcomes = {entry["name"]: Outcome(**entry) for entry in before["stages"]}
+        """Take over what was found out before, on such a device.
+
+        Raises:
+            ValueError: the file is about another device, and stays as it is.
+        """
+        file = self.out.with_suffix(".json")
+        before = _read(file)
+        if not isinstance(before, dict):
+            return
+        there, here = (
+            [facts.get(name) for name in KIND] for facts in (before["facts"], self.facts)
+        )
+        if there != here:
+            raise ValueError(f"{file} is about {there}, not {here}: name another one with --out")
+        self.outcomes = {entry["name"]: Outcome(**entry) for entry in before["stages"]}
 
     def has_passed(self, stage: Stage) -> bool:
         """Whether this very command has."""
@@ -161,10 +177,12 @@ class Report:
 
     def add(self, outcome: Outcome) -> None:
         """Write it down, at the end: whatever comes next, it is there."""
+        outcome.facts = self.facts
         self.outcomes.pop(outcome.name, None)
         self.outcomes[outcome.name] = outcome
         entries = [asdict(each) for each in self.outcomes.values()]
         whole = json.dumps({"facts": self.facts, "stages": entries}, indent=1) + "\n"
+        self.out.parent.mkdir(parents=True, exist_ok=True)
         _replace(self.out.with_suffix(".json"), whole)
         _replace(self.out.with_suffix(".md"), markdown(self.facts, [*self.outcomes.values()]))
 
@@ -185,6 +203,8 @@ def markdown(facts: dict[str, object], outcomes: Sequence[Outcome]) -> str:
     ]
     for each in outcomes:
         lines += ["", f"## {each.name}: {each.state}", "", f"`{shlex.join(each.command)}`", ""]
+        theirs = each.facts.items()
+        lines += [f"- {name}: {value}" for name, value in theirs if facts.get(name) != value]
         lines += ["```", each.tail.rstrip(), "```"]
     return "\n".join(lines) + "\n"
 
@@ -243,6 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     wanted = named(arguments.only, every, options) or {stage.name for stage in every}
     again = named(arguments.again, every, options)
+    end = time.monotonic() + arguments.minutes * 60
     run_side_by_side()
     keep_out_of_mps()
     asked = subprocess.run(
@@ -257,13 +278,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"benchmarks.gpu_report: error: {asked.stderr.strip()}", file=sys.stderr)
         return 2
     report = Report(json.loads(asked.stdout), arguments.out)
-    report.resume()
+    try:
+        report.resume()
+    except ValueError as error:
+        print(f"benchmarks.gpu_report: error: {error}", file=sys.stderr)
+        return 2
     chosen = [stage for stage in every if stage.name in wanted]
 
     def say(text: str) -> None:
         print(text, flush=True)
 
-    return report_on(chosen, report, arguments.minutes * 60, say, again)
+    return report_on(chosen, report, end - time.monotonic(), say, again)
 
 
 if __name__ == "__main__":

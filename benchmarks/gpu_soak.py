@@ -158,7 +158,8 @@ def main() -> int:
     for place, (way, n) in enumerate(worlds):
         seconds = left.part(len(worlds) - place, WORLD_SECONDS)
         counts = (arguments.replays, arguments.eager)
-        results = run_world(way, n, soak, *counts, arguments.profile, seconds)
+        body = (soak, *counts, arguments.profile, seconds)
+        results = run_world(way, n, *body, seconds=left.limit())
         wrong += sum(each["wrong"] for each in results)
         report[f"{n} {way}"] = results[0]
         report["wrong"] = wrong

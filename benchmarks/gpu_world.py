@@ -10,9 +10,10 @@ MPS runs. As threads their kernels truly run side by side, which is what kernel 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
+import math
 import multiprocessing
-import os
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_environment import CONNECTIONS, MPS_FOLDER
+from benchmarks.gpu_environment import CONNECTIONS, LOADING, MPS_FOLDER, variables
 from device_comm import Communicator, ShmBackend, TorchBackend
 from device_comm.cuda.agree import swap_over
 from device_comm.cuda.device.cupy_driver import CupyDriver
@@ -51,6 +52,11 @@ OTHERS = ("NCCL", "NCCL in windows", "torch's NCCL", "symmetric memory")
 WORLD_SECONDS = 8.0
 """Seconds in which the ranks of a world come to be, and go, as a rule."""
 _SET_UP = 60.0
+KERNEL_WAIT = 60.0
+"""Seconds that a kernel waits for those of other ranks."""
+
+_BEFORE_THE_END = 0.9
+"""The part of a rank's time after which it shows where it is."""
 
 
 @dataclass
@@ -123,7 +129,14 @@ def device_facts() -> dict[str, object]:
     }
 
 
-def run_world(way: str, n: int, body: Body, *args: Any, seconds: float = 600.0) -> list[Any]:
+def run_world(
+    way: str,
+    n: int,
+    body: Body,
+    *args: Any,
+    seconds: float = 600.0,
+    kernel_wait: float = KERNEL_WAIT,
+) -> list[Any]:
     """``body(rank, *args)`` on n ranks; their results, by rank.
 
     Args:
@@ -131,13 +144,25 @@ def run_world(way: str, n: int, body: Body, *args: Any, seconds: float = 600.0) 
         n: how many ranks, on as many devices as there are, in turn.
         body: at the top level of its module; as the arguments and results, picklable.
         args: for it.
-        seconds: for all of it.
+        seconds: for all of it. Shortly before they are over, the stacks of the ranks that have not
+            ended are written to stderr.
+        kernel_wait: seconds that a kernel waits for those of other ranks.
 
     Raises:
         RuntimeError: a rank raised, or did not end in time; with the tracebacks.
     """
     run = _run_threads if way == "streams" else _run_processes
-    return run(n, body, args, seconds)
+    return run(n, body, args, Deadline.after(seconds), kernel_wait)
+
+
+@contextmanager
+def _showing_stacks_before(deadline: Deadline) -> Iterator[None]:
+    """Write the stacks of all threads of this process if it is still inside then."""
+    faulthandler.dump_traceback_later(max(deadline.remaining() * _BEFORE_THE_END, 0.1))
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 # --- threads -----------------------------------------------------------------------------
@@ -162,7 +187,9 @@ class _ThreadSwap:
         self._barrier.abort()
 
 
-def _run_threads(n: int, body: Body, args: tuple[Any, ...], seconds: float) -> list[Any]:
+def _run_threads(
+    n: int, body: Body, args: tuple[Any, ...], deadline: Deadline, kernel_wait: float
+) -> list[Any]:
     swaps, turn = _ThreadSwap(n), threading.Lock()
     results: list[Any] = [None] * n
     failures: dict[int, str] = {}
@@ -174,7 +201,7 @@ def _run_threads(n: int, body: Body, args: tuple[Any, ...], seconds: float) -> l
             with ExitStack() as closing, _own_stream(device) as stream:
                 driver = CupyDriver(device)
                 closing.callback(driver.close)
-                ipc = IpcBackend.create(driver, number, n, swap, name="bench", timeout=_SET_UP)
+                ipc = IpcBackend.create(driver, number, n, swap, name="bench", timeout=kernel_wait)
                 comm = closing.enter_context(Communicator(ipc))
                 rank = Rank(number, n, comm, stream, swap, turn=turn)
                 rank.left_out = dict.fromkeys(OTHERS, "ranks are threads of one process")
@@ -185,10 +212,11 @@ def _run_threads(n: int, body: Body, args: tuple[Any, ...], seconds: float) -> l
             swaps.abort()
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(seconds)
+    with _showing_stacks_before(deadline):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(deadline.remaining())
     late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if late or failures:
         raise RuntimeError(_tell(failures, late))
@@ -198,15 +226,21 @@ def _run_threads(n: int, body: Body, args: tuple[Any, ...], seconds: float) -> l
 # --- processes ---------------------------------------------------------------------------
 
 
-def _run_processes(n: int, body: Body, args: tuple[Any, ...], seconds: float) -> list[Any]:
+def _run_processes(
+    n: int, body: Body, args: tuple[Any, ...], deadline: Deadline, kernel_wait: float
+) -> list[Any]:
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, Board.create(n, None) as board:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Board.create(n, None) as board,
+        variables({LOADING: "LAZY"}),
+    ):
         pipes, processes = [], []
         for rank in range(n):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_be_rank,
-                args=(rank, n, board.handle(), folder, theirs, body, args),
+                args=(rank, n, board.handle(), folder, theirs, body, args, deadline, kernel_wait),
                 daemon=True,
             )
             process.start()
@@ -214,7 +248,7 @@ def _run_processes(n: int, body: Body, args: tuple[Any, ...], seconds: float) ->
             pipes.append(ours)
             processes.append(process)
         try:
-            return _collect(pipes, seconds)
+            return _collect(pipes, deadline)
         finally:
             for process in processes:
                 process.join(10)
@@ -223,14 +257,12 @@ def _run_processes(n: int, body: Body, args: tuple[Any, ...], seconds: float) ->
                     process.join()
 
 
-def _collect(pipes: Sequence[Connection], seconds: float) -> list[Any]:
+def _collect(pipes: Sequence[Connection], deadline: Deadline) -> list[Any]:
     results: list[Any] = []
     failures: dict[int, str] = {}
     late: list[int] = []
     for rank, pipe in enumerate(pipes):
-        if failures or late:
-            seconds = min(seconds, 15.0)
-        if not pipe.poll(seconds):
+        if not pipe.poll(deadline.remaining(15.0 if failures else math.inf)):
             late.append(rank)
             continue
         try:
@@ -254,10 +286,16 @@ def _be_rank(
     pipe: Connection,
     body: Body,
     args: tuple[Any, ...],
+    deadline: Deadline,
+    kernel_wait: float,
 ) -> None:
     try:
         device = torch.device("cuda", number % torch.cuda.device_count())
-        with ExitStack() as closing, _own_stream(device) as stream:
+        with (
+            _showing_stacks_before(deadline),
+            ExitStack() as closing,
+            _own_stream(device) as stream,
+        ):
             board = closing.enter_context(Board.attach(handle, number))
             shm = ShmBackend.create(board, range(n), _share(folder))
             over = closing.enter_context(Communicator(shm))
@@ -265,7 +303,7 @@ def _be_rank(
             driver = CupyDriver(device)
             closing.callback(driver.close)
             ipc = IpcBackend.create(
-                driver, number, n, swap, name="bench", timeout=_SET_UP, watch=board
+                driver, number, n, swap, name="bench", timeout=kernel_wait, watch=board
             )
             comm = closing.enter_context(Communicator(ipc))
             rank = Rank(number, n, comm, stream, swap)
@@ -358,11 +396,11 @@ def mps() -> Iterator[str]:
     if control is None:
         yield "time-sliced: nvidia-cuda-mps-control is not installed"
         return
-    with tempfile.TemporaryDirectory() as folder:
-        wanted = {MPS_FOLDER: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        wanted[CONNECTIONS] = "8"  # the server has about 120 for all clients
-        before = {name: os.environ.get(name) for name in wanted}
-        os.environ.update(wanted)
+    connections = "8"  # the server has about 120 for all clients
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        variables({MPS_FOLDER: folder, "CUDA_MPS_LOG_DIRECTORY": folder, CONNECTIONS: connections}),
+    ):
         try:
             started = subprocess.run(
                 [control, "-d"], capture_output=True, text=True, timeout=20, check=False
@@ -373,11 +411,6 @@ def mps() -> Iterator[str]:
             subprocess.run(
                 [control], input="quit\n", capture_output=True, text=True, timeout=20, check=False
             )
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
 
 
 def _device_works() -> bool:

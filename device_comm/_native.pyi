@@ -55,3 +55,20 @@ class Pipe:
     def pull(
         self, address: int, total: int, dtype: int, call: int, received: int, spin_ns: int, /
     ) -> int: ...
+
+class Launch:
+    def on(self, stream: int, /) -> None: ...
+
+class Cuda:
+    def __init__(
+        self,
+        context: int,
+        get_current: int,
+        set_current: int,
+        is_capturing: int,
+        launch_kernel: int,
+        failed: Callable[[str, int], None],
+        /,
+    ) -> None: ...
+    def prepare(self, name: str, function: int, grid: int, block: int, job: bytes, /) -> Launch: ...
+    def is_capturing(self, stream: int, /) -> bool: ...

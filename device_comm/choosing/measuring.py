@@ -7,6 +7,7 @@ beside the current stream, as eager calls. Every rank makes the same calls in th
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,7 @@ from device_comm.choosing.stopwatch import SECONDS, GraphStopwatch, HostStopwatc
 from device_comm.communicator import Communicator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from device_comm.choosing.selection import Candidate
     from device_comm.cuda.agree import Swap
@@ -55,6 +56,8 @@ def measure(
     swap: Swap,
     sizes: Mapping[str, Sequence[int]] = SIZES,
     clock: Callable[[], float] = time.perf_counter,
+    known: Table | None = None,
+    limit: float = math.inf,
 ) -> Table:
     """Time the candidates for each verb and size that at least two of them offer.
 
@@ -64,9 +67,12 @@ def measure(
         swap: gives this rank's bytes to all ranks, and returns all ranks' bytes, by rank.
         sizes: the sizes to measure, in bytes of the whole tensor, by verb.
         clock: returns a time in seconds.
+        known: what was measured before, and is not again; the same on all ranks.
+        limit: seconds after which rank 0 has no other size begun. Where calls are slow, as on a
+            device that ranks take turns on, a table grows with each set-up.
 
     Returns:
-        This rank's times. The caller must hand rank 0's table to all ranks.
+        What was known, and this rank's times. The caller must hand rank 0's table to all ranks.
 
     Collective: yes, every member.
     """
@@ -79,15 +85,26 @@ def measure(
         captured = _is_captured(comm, verb)
         return (GraphStopwatch(comm) if captured else eager).time(call, calls, repeats)
 
-    verbs: dict[str, list[Measured]] = {}
+    end = clock() + limit
+    before = {} if known is None else known.verbs
+    rows = {verb: {row.size: row for row in found} for verb, found in before.items()}
+    for verb, size in _in_order(sizes):
+        able = [each for each in candidates if not each.objection(verb, size)]
+        if len(able) < 2 or size in rows.get(verb, ()):
+            continue
+        if _of_rank_0(swap, end - clock()) <= 0:
+            break
+        times = {each.name: seconds(comms[each.name], verb, size) for each in able}
+        rows.setdefault(verb, {})[size] = Measured(size, times)
+    ascending = {verb: [found[size] for size in sorted(found)] for verb, found in rows.items()}
+    return Table(dict(key), ascending)
+
+
+def _in_order(sizes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, int]]:
+    """Of each verb the ends first: what lies beyond them would be judged by the nearest one."""
     for verb, sizes_of_verb in sizes.items():
-        for size in sizes_of_verb:
-            able = [each for each in candidates if not each.objection(verb, size)]
-            if len(able) < 2:
-                continue
-            found = {each.name: seconds(comms[each.name], verb, size) for each in able}
-            verbs.setdefault(verb, []).append(Measured(size, found))
-    return Table(dict(key), verbs)
+        for size in dict.fromkeys((*sizes_of_verb[:1], *sizes_of_verb[-1:], *sizes_of_verb)):
+            yield verb, size
 
 
 def _of_rank_0(swap: Swap, seconds: float) -> float:

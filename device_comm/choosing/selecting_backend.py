@@ -117,7 +117,12 @@ class SelectingBackend(Backend):
             backend.check()
 
     def norms(self, x: Tensor, weight: Tensor) -> bool:
-        """As the backend that is chosen for the sum of ``x``."""
+        """As the backend that is chosen for the sum of ``x``.
+
+        The times of plain sums decide: norms are not measured themselves. Where a backend has both
+        in one kernel, that saves what the norm would take as well, so near the size at which
+        another one's sum becomes quicker the choice may be the slower one.
+        """
         chosen = self._chosen("all_reduce", x.nbytes, (ReduceOp.SUM, x.dtype))
         return chosen.norms(x, weight)
 

@@ -1,9 +1,11 @@
-/* device_comm._native: collectives through shared memory, and the reductions that they do. */
+/* device_comm._native: collectives through shared memory, and the reductions that they do; launches
+ * of CUDA kernels. */
 #include <Python.h>
 
 #include "call.h"
 #include "comm.h"
 #include "group_layout.h"
+#include "launch.h"
 #include "pipe_object.h"
 #include "reduce.h"
 #include "share.h"
@@ -74,7 +76,9 @@ static int add_type(PyObject *module, const char *name, PyObject *type) {
 
 static int execute(PyObject *module) {
     if (add_type(module, "Comm", comm_type(module)) < 0 ||
-        add_type(module, "Pipe", pipe_type(module)) < 0)
+        add_type(module, "Pipe", pipe_type(module)) < 0 ||
+        add_type(module, "Launch", launch_type(module)) < 0 ||
+        add_type(module, "Cuda", cuda_type(module)) < 0)
         return -1;
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) return -1;

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from device_comm.cuda.device.streams import CudaMark
 from device_comm.wrappers.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -59,8 +60,7 @@ class CudaSideStream:
 
     def mark(self) -> Callable[[], bool]:
         """As `SideStream.mark`."""
-        event = self._stream.record_event()
-        return event.query  # type: ignore[no-any-return]
+        return CudaMark(self._stream).passed
 
     def captured(self) -> bool:
         """As `SideStream.captured`."""

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_first, gpu_soak
-from benchmarks.gpu_fit import TimeLeft, fits
+from benchmarks.gpu_fit import GRACE, LONGEST, TimeLeft, fits
+from benchmarks.gpu_pace import AHEAD
 from device_comm.cuda.agree import swap_over
 from shm_broadcast import Board, BoardHandle
 from tests.device_comm.shm_ranks import make_comm
@@ -71,6 +72,34 @@ def test_a_soak_does_as_much_as_fits_on_all_ranks_alike(store_path: str) -> None
     assert (one["replays"], one["eager"]) == (other["replays"], other["eager"])
     assert 100 <= one["replays"] < 10**9
     assert one["wrong"] == other["wrong"] == 0
+
+
+class Alone:
+    """One of two ranks, on a device that does nothing until it is waited for."""
+
+    n = 2
+
+    def __init__(self) -> None:
+        self.stream = self
+        self.under_way = 0
+
+    def launch(self, _: int) -> None:
+        self.under_way += gpu_soak.STEP_KERNELS
+        assert self.under_way <= AHEAD // self.n
+
+    def synchronize(self) -> None:
+        self.under_way = 0
+
+    def meet(self) -> None: ...
+
+    def least(self, value: int) -> int:
+        return value
+
+
+def test_a_soak_never_launches_more_than_the_queue_holds() -> None:
+    rank = Alone()
+    assert gpu_soak.many(rank, rank.launch, 300, math.inf) == 300
+    assert rank.under_way
 
 
 class WrongNow:
@@ -143,3 +172,8 @@ def test_seconds_are_shared_out() -> None:
     assert left.part(1) == pytest.approx(1000.0, abs=50)
     assert left.part(2, 600.0) == 0.0
     assert TimeLeft(math.inf).part(3, 8.0) == math.inf
+
+
+def test_what_hangs_is_stopped_soon_after_the_end() -> None:
+    assert TimeLeft(100.0).limit() == pytest.approx(100.0 + GRACE, abs=50)
+    assert TimeLeft(math.inf).limit() == LONGEST

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,6 +19,9 @@ from benchmarks import gpu_report
 from benchmarks.gpu_report import Outcome, Report, carry_out, markdown, report_on
 from benchmarks.gpu_stages import LONGEST, Stage, stages
 from tests.patience import PATIENCE_SECONDS, until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = Path(__file__).parents[2]
 FACTS: dict[str, object] = {"device": "NVIDIA Test"}
@@ -126,7 +131,7 @@ def test_a_report_is_written_whatever_becomes_of_a_stage(tmp_path: Path) -> None
         stage("bad", "raise SystemExit(3)"),
         replace(stage("gone", ""), tool="no-such-tool"),
     ]
-    out = tmp_path / "out"
+    out = tmp_path / "a folder" / "that is made" / "out"
     assert report_on(chosen, Report(FACTS, out), 1000, said.append) == 1
     whole = json.loads(out.with_suffix(".json").read_text())
     assert whole["facts"] == FACTS
@@ -138,7 +143,7 @@ def test_a_report_is_written_whatever_becomes_of_a_stage(tmp_path: Path) -> None
     assert said[0] == "good: that good works, at most 60 s"
     assert report_on(chosen[::2], Report(FACTS, out), 1000, said.append) == 0
     assert markdown({}, []).startswith("# On a GPU")
-    assert {path.name for path in tmp_path.iterdir()} == {"out.json", "out.md"}
+    assert {path.name for path in out.parent.iterdir()} == {"out.json", "out.md"}
 
 
 def resumed(facts: dict[str, object], out: Path) -> Report:
@@ -165,8 +170,54 @@ def test_a_rerun_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
     assert carried_out(log) == ["good"]
     names = [each["name"] for each in json.loads(out.with_suffix(".json").read_text())["stages"]]
     assert sorted(names) == ["bad", "good", "other"], "what is not asked for this time is lost"
-    assert report_on([bad], resumed({"device": "another"}, out), 1000, said.append) == 0
-    assert carried_out(log) == ["bad"]
+
+
+def test_a_rerun_on_another_machine_with_such_a_device_goes_on(tmp_path: Path) -> None:
+    log, out = tmp_path / "log", tmp_path / "out"
+    first, second = ({**FACTS, "driver": driver} for driver in ("580.1", "580.2"))
+    one, other = counting("one", log), counting("other", log)
+    assert report_on([one], resumed(first, out), 1000, print) == 0
+    assert report_on([one, other], resumed(second, out), 1000, print) == 0
+    assert carried_out(log) == ["one", "other"]
+    outcomes = resumed(first, out).outcomes
+    assert {name: each.facts["driver"] for name, each in outcomes.items()} == {
+        "one": "580.1",
+        "other": "580.2",
+    }
+    text = out.with_suffix(".md").read_text()
+    assert text.count("- driver: 580.2") == text.count("- driver: 580.1") == 1
+
+
+def test_the_report_of_another_device_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    Report({"device": "another"}, out).add(Outcome.of(stage("a", ""), "passed"))
+    before = out.with_suffix(".json").read_text()
+    monkeypatch.setattr(subprocess, "run", finds(FACTS))
+    assert gpu_report.main(["--out", str(out)]) == 2
+    assert "--out" in capsys.readouterr().err
+    assert out.with_suffix(".json").read_text() == before
+
+
+def test_the_minutes_begin_before_the_device_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def report_for(stages: object, report: object, seconds: float, *_: object) -> int:
+        given.append(seconds)
+        return 0
+
+    monkeypatch.setattr(subprocess, "run", finds(FACTS))
+    monkeypatch.setattr(gpu_report, "report_on", report_for)
+    assert gpu_report.main(["--out", str(tmp_path / "out"), "--minutes", "1"]) == 0
+    assert given[0] < 60
+
+
+def finds(facts: dict[str, object]) -> Callable[..., SimpleNamespace]:
+    """Does as a process that looks for the device."""
+    return lambda *_, **__: SimpleNamespace(returncode=0, stdout=json.dumps(facts))
 
 
 def test_what_no_longer_fits_is_skipped_and_said_and_done_next_time(tmp_path: Path) -> None:
@@ -205,8 +256,10 @@ def test_every_stage_is_bounded_and_can_be_asked_for(capsys: pytest.CaptureFixtu
     names = [each.name for each in every]
     assert len(set(names)) == len(names)
     assert all(0 < each.least < each.seconds <= LONGEST <= 480 for each in every)
-    order = ["first-memory", "first-kernels", "first-streams", "streams", "processes", "faults"]
-    order += ["graphs", "pool-float16", "memcheck", "nccl", "times", "profile"]
+    order = ["first-memory", "first-kernels", "first-streams", "streams", "processes"]
+    order += ["forked", "tables-2", "faults"]
+    order += ["graphs", "pool-float16", "memcheck", "memcheck-processes", "nccl", "times"]
+    order += ["profile"]
     assert [name for name in names if name in order] == order
     assert names[-1] == "profile"
     assert gpu_report.main(["--list"]) == 0
@@ -216,6 +269,16 @@ def test_every_stage_is_bounded_and_can_be_asked_for(capsys: pytest.CaptureFixtu
             gpu_report.main([option, "memcheck,nonsense"])
         assert info.value.code == 2
         assert "no such stage: nonsense" in capsys.readouterr().err
+
+
+def test_tools_count_no_innocent_error_and_leave_the_clocks_alone() -> None:
+    """Clocks are a setting of the device, which may be lent; ncu would hold them by default."""
+    named = {each.name: " ".join(each.command) for each in stages("python")}
+    assert "ncu --clock-control none " in named["profile"]
+    assert "--report-api-errors no" in named["memcheck"]
+    assert "--report-api-errors" not in named["initcheck"]
+    assert "--target-processes all" in named["memcheck-processes"]
+    assert "--ways processes" in named["memcheck-processes"]
 
 
 def test_what_stages_name_exists() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from device_comm import ALL_VERBS, Backend, Capabilities, Identity, Operation, ReduceOp
 from device_comm.choice import Explanation, in_bytes
+from device_comm.choosing.measuring import SIZES as MEASURED_SIZES
 from device_comm.choosing.measuring import measure
 from device_comm.choosing.selection import Candidate, Measured, Selection, Table, size_of
 
@@ -239,6 +240,29 @@ def alone(payload: bytes) -> list[bytes]:
     return [payload]
 
 
+class Typed(Named):
+    """Notes the types of what it is given."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.seen: dict[str, set[torch.dtype]] = {}
+
+    def start(self, operation: Operation) -> None:
+        given = {each.dtype for each in (operation.source, operation.output) if each.numel()}
+        self.seen.setdefault(operation.verb, set()).update(given)
+
+
+def test_measured_is_in_the_type_that_models_have() -> None:
+    backends = [Typed("one"), Typed("other")]
+    candidates = [Candidate(each.capabilities.backend, each) for each in backends]
+    now = iter(range(1 << 20))
+    measure(candidates, {}, alone, clock=lambda: float(next(now)))
+    for backend in backends:
+        assert backend.seen.pop("barrier") == set()
+        assert {*backend.seen, "barrier"} == {*MEASURED_SIZES, "recv"}
+        assert set().union(*backend.seen.values()) == {torch.bfloat16}
+
+
 def test_what_is_measured_decides() -> None:
     """D7, from times to choices: a latency of 1 and 100 B/s, against 9 and 1000 B/s."""
     clock = [0.0]
@@ -259,3 +283,27 @@ def test_what_is_measured_decides() -> None:
         "far",
     ]
     assert measure(candidates[:1], {}, alone, sizes, lambda: clock[0]).verbs == {}
+
+
+def test_a_table_grows_where_there_is_no_time_for_all_of_it() -> None:
+    """As on a device that processes take turns on: each set-up may take a part of its time."""
+    clock = [0.0]
+    slow = [Candidate(name, Timed(name, clock, lambda _: 10.0)) for name in ("near", "far")]
+    sizes = {"all_reduce": (128, 512, 2048), "reduce": (128,)}
+
+    def set_up(known: Table | None, limit: float) -> Table:
+        return measure(slow, {}, alone, sizes, lambda: clock[0], known, limit)
+
+    began = clock[0]
+    first = set_up(None, 1.0)
+    assert [row.size for row in first.verbs["all_reduce"]] == [128]
+    each = clock[0] - began
+    second = set_up(first, 1.5 * each)
+    assert [row.size for row in second.verbs["all_reduce"]] == [128, 512, 2048]
+    assert second.sound()
+    assert second.verbs["all_reduce"][0] is first.verbs["all_reduce"][0]
+    assert "reduce" not in second.verbs
+    assert Selection(slow, second).candidate("reduce", 128).name == "near"
+    before = clock[0]
+    assert set_up(second, 0.0) == second
+    assert clock[0] == before

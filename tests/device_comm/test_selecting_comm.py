@@ -131,6 +131,20 @@ def test_it_norms_what_a_backend_norms_that_is_chosen_for_some_sum() -> None:
     assert normed({"nccl": 2.0, "ipc": 3.0, "host": 1.0}) == {torch.bfloat16, torch.float32}
 
 
+def test_whether_it_norms_follows_the_choice_for_the_sum() -> None:
+    ipc = Noting("ipc", stream_ordered=True, normed=torch.float32)
+    nccl = Noting("nccl", stream_ordered=True)
+    rows = [Measured(64, {"nccl": 3.0, "ipc": 2.0}), Measured(4096, {"nccl": 1.0, "ipc": 2.0})]
+    table = Table({}, {"all_reduce": rows})
+    backend = SelectingBackend(
+        Selection([Candidate("nccl", nccl), Candidate("ipc", ipc)], table), lambda: False
+    )
+    assert [backend.norms(torch.ones(count), torch.ones(1)) for count in (16, 1024)] == [
+        True,
+        False,
+    ]
+
+
 class Noting(Backend):
     """Keeps what it is told to start."""
 
@@ -144,6 +158,9 @@ class Noting(Backend):
 
     def start(self, operation: Operation) -> None:
         self.started.append(operation)
+
+    def norms(self, x: torch.Tensor, weight: torch.Tensor) -> bool:  # noqa: ARG002 - any
+        return x.dtype in self.capabilities.normed
 
 
 def measured(rank: int, n: int, path: str, handle: BoardHandle) -> dict[str, list[int]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from device_comm.cuda.device.driver import Exported, HostBlock
+from device_comm.cuda.device.driver_calls import driver_calls
 from device_comm.cuda.device.kernel_source import kernel_source
 from device_comm.cuda.device.streams import CudaMark, device_errors
 from device_comm.cuda.errors import DeviceError, NotShareableError
@@ -38,6 +39,8 @@ _PEER_ACCESS_ALREADY_ENABLED = 704
 
 _OPTIONS = ("--std=c++17",)
 
+LIBCUDA = "libcuda.so.1"
+
 
 class CupyDriver:
     """A CUDA device, for one thread of this process. Close it after its communicators."""
@@ -59,14 +62,15 @@ class CupyDriver:
         self._functions: dict[str, int] = {}
         self._module: Any = None
         try:
-            self._libcuda = ctypes.CDLL("libcuda.so.1")
+            self._libcuda = ctypes.CDLL(LIBCUDA)
         except OSError as error:
-            raise DeviceError("dlopen libcuda.so.1", str(error)) from error
+            raise DeviceError(f"dlopen {LIBCUDA}", str(error)) from error
         with self._on("open device"):
             self.identity = str(cupy.cuda.runtime.deviceGetPCIBusId(self._index))
             self._stream: int = cupy.cuda.runtime.streamCreateWithFlags(
                 cupy.cuda.runtime.streamNonBlocking
             )
+            self._calls = driver_calls(self._libcuda)
 
     def close(self) -> None:
         """Release the kernels and the stream."""
@@ -200,7 +204,10 @@ class CupyDriver:
                 raise DeviceError("compile kernels", str(error)) from error
 
     def prepare(self, kernel: str, grid: int, block: int, args: Sequence[bytes]) -> Launch:
-        """cuLaunchKernel."""
+        """cuLaunchKernel, by the C extension if there is one."""
+        if self._calls is not None:
+            (job,) = args
+            return self._calls.prepare(kernel, self._functions[kernel], grid, block, job).on
         return _PreparedLaunch(self._functions[kernel], self._on(kernel), grid, block, args)
 
     # --- streams -------------------------------------------------------------------------
@@ -211,6 +218,8 @@ class CupyDriver:
 
     def is_capturing(self, stream: int) -> bool:
         """cudaStreamIsCapturing."""
+        if self._calls is not None:
+            return self._calls.is_capturing(stream)
         with self._on("cudaStreamIsCapturing"):
             return bool(cupy.cuda.runtime.streamIsCapturing(stream))
 
@@ -290,9 +299,12 @@ class _OnDevice:
         self._before = index
 
     def __enter__(self) -> None:
-        self._before = cupy.cuda.runtime.getDevice()
-        if self._before != self._index:
-            cupy.cuda.runtime.setDevice(self._index)
+        try:
+            self._before = cupy.cuda.runtime.getDevice()
+            if self._before != self._index:
+                cupy.cuda.runtime.setDevice(self._index)
+        except RuntimeError as error:
+            raise DeviceError(self._call, str(error)) from error
 
     def __exit__(
         self,

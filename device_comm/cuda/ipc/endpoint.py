@@ -19,7 +19,7 @@ import msgspec
 from device_comm.cuda.agree import agree
 from device_comm.cuda.ipc.health import Health
 from device_comm.cuda.ipc.mappings import Departures, Mappings, Shared
-from device_comm.cuda.ipc.probe import probe
+from device_comm.cuda.ipc.probe import MemoryProbe
 from device_comm.cuda.launches import abi
 from device_comm.cuda.launches.launch import KERNELS, Limits, warm_up
 from shm_broadcast.deadline import Deadline
@@ -121,10 +121,14 @@ def meet(
         health = Health(control.view, watch, rank, members, name)
         undo.callback(health.close)
         chosen = limits
+        probe: MemoryProbe
 
         def take() -> bytes:
+            nonlocal probe
             loan.take(offers)
             driver.load(KERNELS)
+            probe = MemoryProbe(driver, layout, rank)
+            undo.callback(probe.close)
             stream = driver.current_stream()
             for launch in warm_up(chosen):
                 driver.prepare(*launch)(stream)
@@ -133,7 +137,7 @@ def meet(
         agree(swap, take)
         nanoseconds = 0 if timeout is None else int(timeout * 1e9)
         group = abi.Group(loan.regions, control.pointer, rank, layout, nanoseconds)
-        agree(swap, lambda: probe(driver, group, chosen, health, probe_seconds))
+        agree(swap, lambda: probe.run(group, chosen, health, probe_seconds))
         return Endpoint(driver, group, limits, loan.mappings, health, swap, undo.pop_all())
 
 

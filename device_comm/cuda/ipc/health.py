@@ -1,8 +1,8 @@
 """Reads the errors that kernels record, and makes kernels stop.
 
 A rank's kernels and its host process share a control block (see `device_comm.cuda.launches.abi`).
-A kernel that waits too long writes an error record there. The host reads it before and after every
-operation, without synchronising with the device, and raises it as an error of this project.
+A kernel that waits too long writes an error record there. The host reads it after the launch of
+every operation, without synchronising with the device, and raises it as an error of this project.
 
 In the other direction, a thread waits on the group's board. When the group is aborted, or a peer's
 process has died, it sets the control block's abort word, and all kernels that wait end within

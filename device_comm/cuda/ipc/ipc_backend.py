@@ -236,7 +236,6 @@ class IpcBackend(Backend):
             operation: as for `Backend.start`.
             protocol: the protocol of an all-reduce; None: chosen by its size.
         """
-        self._check(operation)
         if protocol is None:
             protocol = self._planner.protocol(operation.source.nbytes)
         pending: Pending | None = None
@@ -300,7 +299,7 @@ class IpcBackend(Backend):
     ) -> Sequence[Launch]:
         """The launches of an operation; its kernels have its time limit."""
         usual = operation.timeout == self.timeout
-        if usual and not captured and operation.norm is None:
+        if usual and not captured:
             return self._prepared.launches(operation, protocol)
         launches, direct = recipe(operation, self.world_size, protocol, captured=captured)
         table = 0

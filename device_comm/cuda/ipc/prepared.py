@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from device_comm.cuda.device.driver import Driver, Launch
     from device_comm.cuda.launches.launch import Protocol
     from device_comm.cuda.launches.planner import Planner
-    from device_comm.operation import Operation
+    from device_comm.operation import Norm, Operation
 
 MOST: Final = 4096
 """Operations that are kept, of about 1 KiB each; then all are forgotten."""
@@ -53,6 +53,7 @@ class PreparedLaunches:
             protocol,
             _fixed(operation.source_sizes),
             _fixed(operation.output_sizes),
+            None if operation.norm is None else _marks(operation.norm),
         )
         known = self._kept.get(key)
         if known is None:
@@ -66,3 +67,9 @@ class PreparedLaunches:
 
 def _fixed(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
     return None if sizes is None else tuple(sizes)
+
+
+def _marks(norm: Norm) -> tuple[float, ...]:
+    weight = norm.weight
+    rest = norm.residual.data_ptr(), norm.kept.data_ptr(), norm.epsilon
+    return (weight.data_ptr(), weight.nbytes, *rest)

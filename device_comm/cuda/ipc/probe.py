@@ -31,46 +31,63 @@ _MARGIN = 5.0
 _NAP = 0.0005
 
 
-def probe(
-    driver: Driver, group: abi.Group, limits: Limits, health: Health, seconds: float
-) -> bytes:
-    """Test ``group``; returns ``b""``, for `agree`. Collective: yes, every member.
+class MemoryProbe:
+    """One rank's part in the test, with what it takes of the device.
 
-    Args:
-        driver: the device's driver.
-        group: the group; all regions are mapped and all kernels loaded.
-        limits: the sizes of launches.
-        health: this rank's.
-        seconds: how long a kernel waits for a peer.
-
-    Raises:
-        CoordinatorError: the test failed; says why.
+    All of that is made here, for once a kernel of a peer waits, memory of a device that the ranks
+    share may be allocated and written only when that kernel has ended.
     """
-    n = group.layout.world_size
-    planner = Planner(group.with_timeout(int(seconds * 1e9)), limits)
-    numbers = np.arange(1, 1 + min(_NUMBERS, group.layout.packet_bytes // 4), dtype=np.float32)
-    gives = [numbers * (rank + 1) for rank in range(n)]
-    total = numbers * (n * (n + 1) // 2)
-    size = numbers.nbytes
-    source = driver.allocate(size * (1 + len(Protocol) + n))
-    reduced = [source + size * (1 + index) for index in range(len(Protocol))]
-    launches = planner.all_gather(reduced[-1] + size, source, [size] * n)
-    for output, protocol in zip(reduced, Protocol, strict=True):
-        launches += planner.all_reduce(
-            output, source, size, torch.float32, ReduceOp.SUM, protocol=protocol
-        )
-    driver.write(source, gives[group.rank].tobytes())
-    stream = driver.make_stream()
-    for launch in launches:
-        driver.prepare(*launch)(stream)
-    _wait(driver, stream, health, seconds + _MARGIN)
-    results = np.frombuffer(driver.read(reduced[0], size * (len(Protocol) + n)), np.float32)
-    driver.free_stream(stream)
-    driver.free(source)
-    health.check("probe", seconds)
-    if not np.array_equal(results, np.concatenate([*[total] * len(Protocol), *gives])):
-        raise DeviceError("probe", "what ranks wrote into each other's memory is not there")
-    return b""
+
+    def __init__(self, driver: Driver, layout: abi.RegionLayout, rank: int) -> None:
+        """For ``rank`` of a group with such regions. Collective: no."""
+        numbers = np.arange(1, 1 + min(_NUMBERS, layout.packet_bytes // 4), dtype=np.float32)
+        n = layout.world_size
+        self._driver = driver
+        self._gives = [numbers * (each + 1) for each in range(n)]
+        self._sum = numbers * (n * (n + 1) // 2)
+        self._size = numbers.nbytes
+        self._source = driver.allocate(self._size * (1 + len(Protocol) + n))
+        driver.write(self._source, self._gives[rank].tobytes())
+        self._stream = driver.make_stream()
+
+    def close(self) -> None:
+        """Give it back, when the test is over or does not take place. May be called again."""
+        if self._source:
+            self._driver.free_stream(self._stream)
+            self._driver.free(self._source)
+            self._source = 0
+
+    def run(self, group: abi.Group, limits: Limits, health: Health, seconds: float) -> bytes:
+        """Test ``group``; returns ``b""``, for `agree`. Collective: yes, every member.
+
+        Args:
+            group: the group; all regions are mapped and all kernels loaded.
+            limits: the sizes of launches.
+            health: this rank's.
+            seconds: how long a kernel waits for a peer.
+
+        Raises:
+            CoordinatorError: the test failed; says why.
+        """
+        driver, source, size, n = self._driver, self._source, self._size, len(self._gives)
+        planner = Planner(group.with_timeout(int(seconds * 1e9)), limits)
+        reduced = [source + size * (1 + index) for index in range(len(Protocol))]
+        launches = planner.all_gather(reduced[-1] + size, source, [size] * n)
+        for output, protocol in zip(reduced, Protocol, strict=True):
+            launches += planner.all_reduce(
+                output, source, size, torch.float32, ReduceOp.SUM, protocol=protocol
+            )
+        for launch in launches:
+            driver.prepare(*launch)(self._stream)
+        _wait(driver, self._stream, health, seconds + _MARGIN)
+        results = np.frombuffer(driver.read(reduced[0], size * (len(Protocol) + n)), np.float32)
+        self.close()
+        health.check("probe", seconds)
+        if not np.array_equal(
+            results, np.concatenate([*[self._sum] * len(Protocol), *self._gives])
+        ):
+            raise DeviceError("probe", "what ranks wrote into each other's memory is not there")
+        return b""
 
 
 def _wait(driver: Driver, stream: int, health: Health, seconds: float) -> None:

@@ -20,9 +20,10 @@ using cuda::memory_order_release;
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
 
-/* A kernel: one parameter, which stays where it is; at most `threads` threads in a block. */
-#define KERNEL(name, Parameter, threads)                                                           \
-    extern "C" __global__ void __launch_bounds__(threads, 1)                                       \
+/* A kernel: one parameter, which stays where it is; at most `threads` threads in a block, and
+ * `blocks` blocks at the same time on a multiprocessor, if there are as many. */
+#define KERNEL(name, Parameter, threads, blocks)                                                   \
+    extern "C" __global__ void __launch_bounds__(threads, blocks)                                  \
         name(const __grid_constant__ Parameter job)
 
 /* A word that the ranks of all devices, and the host, access while others do. */

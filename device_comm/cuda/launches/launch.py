@@ -91,12 +91,12 @@ class Limits:
         """Defaults; ``ranks_on_device`` is the largest number of ranks that share a device.
 
         If each rank of a device sends to all others and receives from all of them at once, that
-        takes fewer than 128 blocks, of which a multiprocessor holds two; but no message has fewer
-        than four lanes.
+        takes fewer than 256 blocks. If more than half of them have begun, two have met and get on;
+        so 64 multiprocessors are enough, each of which holds two.
         """
         one_shot = {2: 8 << 20, 3: 512 << 10, 4: 512 << 10}.get(world_size, 256 << 10)
         blocks = max(36 // ranks_on_device, 8)
-        lanes = min(max(64 // (world_size * ranks_on_device), 4), 16)
+        lanes = min(128 // (world_size * ranks_on_device), 16)
         return cls(max_blocks=blocks, lanes=lanes, one_shot_up_to=one_shot)
 
 

@@ -1,4 +1,6 @@
-"""The kernels compiled by nvcc for devices: what ptxas says of them, and their instructions."""
+"""The kernels compiled for devices by nvcc, and by NVRTC as CuPy has it: what ptxas says of them,
+and their instructions.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
+from device_comm.cuda.device import cupy_driver
 from device_comm.cuda.device.kernel_source import kernel_source
 
 ARCHITECTURES = (80, 90, 100)
@@ -46,17 +49,33 @@ def compile_kernels(folder: Path) -> Compiled:
         for number in ARCHITECTURES
         for text in [next(folder.glob(f"*compute_{number}.ptx")).read_text()]
     }
-    return Compiled(said, ptx, _disassemble(target))
+    return Compiled(said, ptx, disassemble(target))
 
 
-def _disassemble(fatbin: Path) -> dict[int, dict[str, str]]:
+def compile_as_cupy_does(architecture: int) -> bytes:
+    """The machine code that NVRTC makes for `CupyDriver.load`; takes CuPy and NVRTC, no device."""
+    from cupy._core.core import assemble_cupy_compiler_options
+    from cupy.cuda import nvrtc
+
+    options = assemble_cupy_compiler_options(cupy_driver._OPTIONS)
+    options += ("-ftz=true", f"-arch=sm_{architecture}", "--device-as-default-execution-space")
+    program = nvrtc.createProgram(kernel_source(), "kernels.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(nvrtc.getProgramLog(program)) from error
+    return bytes(nvrtc.getCUBIN(program)) + b"\0"  # CuPy leaves the last byte to Python's strings
+
+
+def disassemble(binary: Path) -> dict[int, dict[str, str]]:
+    """Machine code by architecture and kernel; empty without ``cuobjdump``."""
     tool = _disassembler()
     if tool is None:
         return {}
-    text = _run([tool, "-sass", str(fatbin)], _DISASSEMBLE_SECONDS).stdout
+    text = _run([tool, "-sass", str(binary)], _DISASSEMBLE_SECONDS).stdout
     return {
         int(number): _pieces(code, r"^\s*Function : (\w+)$")
-        for number, code in _pieces(text, r"^arch = sm_(\d+)$").items()
+        for number, code in _pieces(text, r"^\s*code for sm_(\d+)$").items()
     }
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.device_comm.cuda.compiled import compile_kernels
+from tests.device_comm.cuda.compiled import compile_as_cupy_does, compile_kernels
 from tests.device_comm.cuda.emulator import Emulation, build_library, why_not
 
 if TYPE_CHECKING:
@@ -35,3 +35,14 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc")
     return compile_kernels(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.fixture(scope="session")
+def cubin() -> bytes:
+    """The kernels as CuPy has them compiled for an H100 or H200, once a session."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    try:
+        cupy.cuda.nvrtc.getVersion()
+    except (ImportError, OSError, RuntimeError) as error:
+        pytest.skip(f"no NVRTC: {error}")
+    return compile_as_cupy_does(90)

@@ -176,6 +176,7 @@ def same_numbers(result: torch.Tensor, expected: torch.Tensor) -> None:
 
 def moved(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Small whole numbers in no order: a piece that comes to a wrong place does not fit there."""
-    seed = torch.Generator().manual_seed(rank << 32 | count)
-    numbers = torch.randint(127, (count,), generator=seed)
+    # of a seed torch takes the low 32 bits
+    drawn = torch.Generator().manual_seed(rank << 24 ^ count)
+    numbers = torch.randint(127, (count,), generator=drawn)
     return numbers % 2 == 1 if dtype is torch.bool else numbers.to(dtype)

@@ -28,17 +28,15 @@ def make_cuda(
     **options: Any,
 ) -> Communicator:
     """This rank's end of a group on CUDA devices; ``index``: on this one."""
-    with warnings.catch_warnings():  # CuPy may say something of its own about the machine
-        warnings.simplefilter("ignore")
-        from device_comm import Communicator
-        from device_comm.cuda.device.cupy_driver import CupyDriver
-        from device_comm.cuda.ipc.ipc_backend import IpcBackend
+    # CuPy may speak of the machine. Nothing is restored, for ranks may be threads.
+    warnings.simplefilter("ignore")
+    from device_comm import Communicator
+    from device_comm.cuda.device.cupy_driver import CupyDriver
+    from device_comm.cuda.ipc.ipc_backend import IpcBackend
 
-        device = rank % torch.cuda.device_count() if index is None else index
-        torch.cuda.set_device(device)
-        return Communicator(
-            IpcBackend.create(CupyDriver(device), rank, n, swap, name="tp", **options)
-        )
+    device = rank % torch.cuda.device_count() if index is None else index
+    torch.cuda.set_device(device)
+    return Communicator(IpcBackend.create(CupyDriver(device), rank, n, swap, name="tp", **options))
 
 
 @contextmanager

@@ -111,8 +111,27 @@ def test_an_invalid_capture_is_an_error_of_the_device(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cupy_driver, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     driver = object.__new__(cupy_driver.CupyDriver)
     driver._index = 3
+    driver._calls = None
     with pytest.raises(DeviceError, match="cudaStreamIsCapturing: the capture sequence"):
         driver.is_capturing(0)
+
+
+@pytest.mark.parametrize("call", ["getDevice", "setDevice"])
+def test_a_device_that_cannot_be_entered_is_an_error_of_the_device(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of no other type: for `try_together` this rank has refused, and is not broken."""
+
+    def fails(*_: int) -> None:
+        raise RuntimeError("initialization error")
+
+    runtime = SimpleNamespace(getDevice=lambda: 1, setDevice=lambda _: None)
+    setattr(runtime, call, fails)
+    monkeypatch.setattr(cupy_driver, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    driver = object.__new__(cupy_driver.CupyDriver)
+    driver._index = 3
+    with pytest.raises(DeviceError, match="cudaFree: initialization error"):
+        driver.free(0x1000)
 
 
 def test_the_kernels_as_one_text() -> None:

@@ -178,10 +178,11 @@ def replay_on(rank: int, n: int, library: str, path: str, board: BoardHandle) ->
     comm = make_ipc(rank, n, library, path, board, driver)
     x = driver.tensor((5_000,), torch.float32)
     with comm.graph_capture(), driver.capture() as graph:
-        comm.all_reduce(x)
+        total = comm.all_reduce(x)
     for _ in range(3):
         graph.replay()
         comm.check()
+    assert not total.any()
     meet(rank, n, path)
     if rank == n - 1:
         die(path)

@@ -148,3 +148,46 @@ def test_departures() -> None:
     assert there.wait([(0, ProcessId(me.pid, me.start_time + 1))], Deadline.after(0))
     here.close()
     there.close()
+
+
+class NotingDriver(HostDriver):
+    """Notes what a device that ranks share does only when all that runs on it has ended."""
+
+    def __init__(self, library: str, noted: list[str]) -> None:
+        super().__init__(library)
+        self._noted = noted
+
+    def allocate(self, nbytes: int) -> int:
+        self._noted.append("allocate")
+        return super().allocate(nbytes)
+
+    def write(self, pointer: int, data: bytes) -> None:
+        self._noted.append("write")
+        super().write(pointer, data)
+
+    def make_stream(self) -> int:
+        self._noted.append("make_stream")
+        return super().make_stream()
+
+
+def test_nothing_is_made_on_the_device_once_a_peer_may_wait_there(emulation_library: str) -> None:
+    """All have come to the last swap but one: whoever is quick has launched its probe."""
+    n = 2
+    swaps = local_swaps(n)
+
+    def make(rank: int) -> list[str]:
+        noted: list[str] = []
+
+        def swap(payload: bytes) -> list[bytes]:
+            noted.append("swap")
+            return swaps[rank](payload)
+
+        driver = NotingDriver(str(emulation_library), noted)
+        IpcBackend.create(
+            driver, rank, n, swap, timeout=10, layout=small_layout(n), limits=LIMITS
+        ).close()
+        return noted
+
+    for noted in on_threads(n, make):
+        assert noted[-2:] == ["swap", "swap"]
+        assert "make_stream" in noted

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from device_comm.cuda.launches.launch import KERNELS, TRANSFER
-from tests.device_comm.cuda.compiled import ARCHITECTURES
+from tests.device_comm.cuda.compiled import ARCHITECTURES, disassemble
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.device_comm.cuda.compiled import Compiled
 
@@ -44,11 +45,17 @@ def count(pattern: str, text: str) -> int:
     return len(re.findall(pattern, text))
 
 
-@pytest.fixture
-def sass(compiled: Compiled) -> Code:
-    if not compiled.sass:
+@pytest.fixture(params=["nvcc", "NVRTC"])
+def sass(request: pytest.FixtureRequest, tmp_path: Path) -> Code:
+    if request.param == "nvcc":
+        found: Code = request.getfixturevalue("compiled").sass
+    else:
+        file = tmp_path / "kernels.cubin"
+        file.write_bytes(request.getfixturevalue("cubin"))
+        found = disassemble(file)
+    if not found:
         pytest.skip("no cuobjdump")
-    return compiled.sass
+    return found
 
 
 def test_nvcc_compiles_them_with_all_they_have_in_registers(compiled: Compiled) -> None:
@@ -57,6 +64,8 @@ def test_nvcc_compiles_them_with_all_they_have_in_registers(compiled: Compiled) 
     assert sorted(named) == sorted(expected)
     used = [int(count) for count in re.findall(r"Used (\d+) registers", compiled.said)]
     assert len(used) == len(expected) and max(used) <= MAX_REGISTERS
+    transfer = [count for (name, _), count in zip(named, used, strict=True) if name == TRANSFER]
+    assert max(transfer) <= MAX_REGISTERS // 2, "`Limits.for_ranks` counts on two blocks"
     kinds = "bytes stack frame", "bytes spill stores", "bytes spill loads"
     for kind in kinds:
         counts = re.findall(rf"(\d+) {kind}", compiled.said)

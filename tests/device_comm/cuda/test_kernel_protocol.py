@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 # --- messages ----------------------------------------------------------------------------
 
 
+def test_no_two_ranks_move_the_same() -> None:
+    """Else nothing here could tell whose data came."""
+    assert len({bytes(moved(rank, 64, torch.uint8).numpy()) for rank in range(40)}) == 40
+
+
 def test_messages_of_all_sizes_between_all_ranks(emulation: Emulation) -> None:
     """Rings in both directions; the slots hold a fraction of what is sent."""
 

@@ -204,10 +204,12 @@ def test_limits_for_ranks_that_share_a_device(n: int) -> None:
 
 @pytest.mark.parametrize(
     ("n", "shared", "lanes"),
-    [(2, 1, 16), (4, 1, 16), (5, 1, 12), (8, 1, 8), (2, 2, 16), (4, 2, 8), (4, 4, 4), (8, 8, 4)],
+    [(2, 1, 16), (4, 1, 16), (8, 1, 16), (2, 2, 16), (4, 2, 16), (4, 4, 8), (6, 3, 7), (8, 8, 2)],
 )
 def test_lanes_of_messages_between_all_ranks(n: int, shared: int, lanes: int) -> None:
     assert Limits.for_ranks(n, ranks_on_device=shared).lanes == lanes
+    begun_until_two_meet = shared * (n - 1) * lanes
+    assert begun_until_two_meet < 2 * 64  # two on each multiprocessor
 
 
 def test_a_collective_has_more_lanes_than_a_message() -> None:

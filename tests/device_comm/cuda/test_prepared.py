@@ -13,6 +13,7 @@ from device_comm.cuda.ipc.prepared import PreparedLaunches
 from device_comm.cuda.launches import abi
 from device_comm.cuda.launches.launch import Limits, Protocol
 from device_comm.cuda.launches.planner import Planner
+from device_comm.operation import Norm
 from tests.device_comm.cuda.host_driver import HostDriver
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from device_comm.cuda.device.driver import Launch
 
-X, Y = torch.zeros(64), torch.zeros(64)
+X, Y, Z = torch.zeros(64), torch.zeros(64), torch.zeros(64)
 PACKETS = Protocol.PACKETS
 
 
@@ -77,6 +78,27 @@ def test_what_differs_is_planned_anew(other: Operation, protocol: Protocol) -> N
     jobs = driver.prepared
     assert len(jobs) == 2
     assert jobs[0] != jobs[1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        None,
+        Norm(Y, X[:16], Z, 0.5),
+        Norm(X, X[16:32], Z, 0.5),
+        Norm(X, X[:32], Z, 0.5),
+        Norm(X, X[:16], Y, 0.5),
+        Norm(X, X[:16], Z, 0.25),
+    ],
+    ids=["none", "residual", "weight", "width", "kept", "epsilon"],
+)
+def test_a_norm_is_what_is_normed(other: Norm | None) -> None:
+    driver = Counting()
+    kept = make(driver)
+    before = kept.launches(reduction(norm=Norm(X, X[:16], Z, 0.5)), PACKETS)
+    assert kept.launches(reduction(norm=Norm(X, X[:16], Z, 0.5)), PACKETS) is before
+    assert kept.launches(reduction(norm=other), PACKETS) is not before
+    assert len({*driver.prepared}) == 2
 
 
 def test_parts_of_other_sizes_are_planned_anew() -> None:

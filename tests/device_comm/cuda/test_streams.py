@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import ctypes
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from device_comm.cuda.device import streams
 from device_comm.cuda.errors import DeviceError
+from device_comm.wrappers.on_stream import CudaSideStream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 GLOBAL, RELAXED = 0, 2
 """Of CUstreamCaptureMode."""
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    "mark",
+    [
+        lambda stream: streams.CudaMark(stream).passed,
+        lambda stream: CudaSideStream(stream).mark(),
+    ],
+    ids=["mark", "side stream"],
+)
 def test_an_event_is_queried_in_a_mode_that_ends_no_capture(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
+    monkeypatch: pytest.MonkeyPatch, mark: Callable[[Any], Callable[[], bool]], fails: bool
 ) -> None:
     """And that of the thread is as before then, also when the device has failed."""
     thread, modes = ctypes.c_int(GLOBAL), []
@@ -37,12 +49,12 @@ def test_an_event_is_queried_in_a_mode_that_ends_no_capture(
     driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
     monkeypatch.setattr(streams, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    stream: Any = SimpleNamespace(cuda_stream=0, device=torch.device("cuda", 0))
-    mark = streams.CudaMark(stream)
+    device = torch.device("cuda", 0)
+    passed = mark(SimpleNamespace(cuda_stream=0, device=device, record_event=lambda: event))
     if fails:
         with pytest.raises(DeviceError, match="cudaEventQuery: an illegal memory access"):
-            mark.passed()
+            passed()
     else:
-        assert mark.passed()
+        assert passed()
     assert modes == [RELAXED]
     assert thread.value == GLOBAL

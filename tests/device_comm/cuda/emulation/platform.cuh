@@ -87,7 +87,7 @@ inline bool add(const char *name, Kernel kernel) { return kernels().emplace(name
 
 }  // namespace emulation
 
-#define KERNEL(name, Parameter, threads)                                                           \
+#define KERNEL(name, Parameter, threads, blocks)                                                   \
     static void name(const Parameter &job);                                                        \
     static const bool name##_is_there = emulation::add(                                            \
         #name, [](const void *job) { name(*static_cast<const Parameter *>(job)); });               \

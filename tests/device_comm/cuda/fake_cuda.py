@@ -1,0 +1,142 @@
+"""A CUDA driver that does nothing, under `CupyDriver`: what is left is what the host does."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from device_comm import Communicator
+from device_comm.cuda.device import cupy_driver, driver_calls
+from device_comm.cuda.device.cupy_driver import CupyDriver
+from device_comm.cuda.ipc.endpoint import Endpoint
+from device_comm.cuda.ipc.health import Health
+from device_comm.cuda.ipc.ipc_backend import IpcBackend
+from device_comm.cuda.ipc.mappings import Mappings
+from device_comm.cuda.launches import abi
+from device_comm.cuda.launches.launch import KERNELS, Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from shm_broadcast import Board
+
+SOURCE = Path(__file__).with_name("fake_cuda.c")
+COMPILER = shutil.which("gcc") or shutil.which("cc")
+STREAM = 0x4D0
+CONTEXT = 0xC0
+
+
+class FakeLaunch(ctypes.Structure):
+    """What `fake_cuda.c` notes.
+
+    ``fails`` is the CUresult that every call returns from now on; a launch waits while it is
+    ``full``.
+    """
+
+    _fields_ = (
+        ("function", ctypes.c_uint64),
+        ("stream", ctypes.c_uint64),
+        ("context", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32),
+        ("fails", ctypes.c_uint32),
+        ("full", ctypes.c_uint32),
+        ("job", ctypes.c_char * abi.JOB_BYTES),
+    )
+
+
+def compile_fake(folder: Path) -> str:
+    """The path of the library, made in ``folder``."""
+    assert COMPILER is not None
+    library = folder / "libcuda.so.1"
+    flags = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    named = "-Wl,-soname,libcuda.so.1"
+    subprocess.run([COMPILER, *flags, named, "-o", library, SOURCE], check=True, timeout=60)
+    return str(library)
+
+
+class PassedMark:
+    """What no device has to reach."""
+
+    def passed(self) -> bool:
+        return True
+
+
+class StubbedDriver(CupyDriver):
+    """`CupyDriver` on tensors of the CPU. Torch's own part of streams and events is not there."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda", 0))
+        self.device = torch.device("cpu")
+        self.stream = STREAM
+        self.load(KERNELS)
+
+    def load(self, kernels: Iterable[str]) -> None:
+        self._functions.update({kernel: 0xF00 + at for at, kernel in enumerate(kernels)})
+
+    def current_stream(self) -> int:
+        return self.stream
+
+    def order(self, before: int, after: int) -> None:
+        """Nothing runs."""
+
+    def mark(self, stream: int) -> Any:  # noqa: ARG002 - nothing runs
+        return PassedMark()
+
+
+@contextmanager
+def stubbed(
+    library: str, launches: object = None, *, native: bool = True
+) -> Iterator[tuple[StubbedDriver, FakeLaunch]]:
+    """A driver over ``library``, and what that notes.
+
+    Without ``native`` it does without the C extension, and uses ``launches``, which is
+    `cupy.cuda.driver` or stands in for it.
+    """
+    fake = ctypes.CDLL(library)
+    note = FakeLaunch.in_dll(fake, "fake_launch")
+    ctypes.memset(ctypes.byref(note), 0, ctypes.sizeof(note))
+    fake.cuCtxSetCurrent(ctypes.c_void_p(CONTEXT))
+    runtime = SimpleNamespace(
+        getDevice=lambda: 0,
+        deviceGetPCIBusId=lambda _: "stub",
+        streamNonBlocking=1,
+        streamCreateWithFlags=lambda _: STREAM + 16,
+        streamDestroy=lambda _: None,
+        streamIsCapturing=lambda _: False,
+    )
+    cuda = SimpleNamespace(runtime=runtime, driver=launches)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cupy_driver, "_missing", "")
+        patch.setattr(cupy_driver, "cupy", SimpleNamespace(cuda=cuda), raising=False)
+        patch.setattr(cupy_driver, "LIBCUDA", library)
+        if not native:
+            patch.setattr(driver_calls, "extension_of", lambda _: None)
+        driver = StubbedDriver()
+        yield driver, note
+        driver.close()
+        fake.cuCtxSetCurrent(None)
+
+
+@contextmanager
+def rank_0_of_2(driver: CupyDriver, board: Board) -> Iterator[Communicator]:
+    """A group whose kernels nobody runs."""
+    health = Health(memoryview(bytearray(abi.CONTROL_BYTES)), board, 0, (0, 1), "tp")
+    group = abi.Group((4096, 8192), 12288, 0, abi.RegionLayout(2), 10**9)
+    closing = ExitStack()
+    closing.callback(health.close)
+    limits, mappings = Limits.for_ranks(2), Mappings(driver)
+    endpoint = Endpoint(driver, group, limits, mappings, health, lambda mine: [mine, mine], closing)
+    backend = IpcBackend(endpoint, name="tp", timeout=60.0, watch=board, members=(0, 1))
+    with Communicator(backend) as comm:
+        yield comm
