@@ -12,8 +12,9 @@ be made again (``retry=True``). It gets calls again once it was restarted.
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+import threading
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -29,7 +30,6 @@ from .pool_config import PoolConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-    from concurrent.futures import Future
 
     from shm_broadcast import MemberStatus
     from shm_broadcast.board.totals import VerbTotal
@@ -116,11 +116,11 @@ class Replicas:
                 config=replace(settings, threads=threads, bind=written(bound[first : first + n])),
             )
 
-        with ExitStack() as undo, ThreadPoolExecutor(dp, "start-replica") as starters:
-            starting = [starters.submit(start, number) for number in range(dp)]
+        with ExitStack() as undo:
+            starting = [_begin(start, number) for number in range(dp)]
             for future in starting:
-                if future.exception() is None:
-                    undo.callback(future.result().shutdown, 0.0)
+                undo.callback(_give_up, future)
+            wait(starting)
             self.pools = [future.result() for future in starting]
             undo.pop_all()
         self._turn = 0
@@ -269,3 +269,29 @@ class Replicas:
 
 def _adopt(call: PendingCall, pool: WorkerPool) -> None:
     pool.adopt(call)
+
+
+def _begin(start: Callable[[int], WorkerPool], number: int) -> Future[WorkerPool]:
+    """Start a replica in a thread that the interpreter does not wait for at its exit."""
+    starting: Future[WorkerPool] = Future()
+
+    def run() -> None:
+        try:
+            pool = start(number)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
+            with suppress(InvalidStateError):
+                starting.set_exception(error)
+            return
+        try:
+            starting.set_result(pool)
+        except InvalidStateError:  # it was given up
+            pool.shutdown(0.0)
+
+    threading.Thread(target=run, name=f"start-replica-{number}", daemon=True).start()
+    return starting
+
+
+def _give_up(starting: Future[WorkerPool]) -> None:
+    """Have a replica ended that has started, or once it has."""
+    if not starting.cancel() and starting.exception() is None:
+        starting.result().shutdown(0.0)

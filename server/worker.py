@@ -15,6 +15,7 @@ import os
 import pickle
 import socket
 import sys
+import traceback
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,9 @@ def main(control: int, seat: int, stacks: int) -> None:
     try:
         in_order = _run(channel, seat)
     except _ENDS:
+        in_order = False
+    except BaseException:  # noqa: BLE001 - the interpreter would wait for threads of the user's
+        traceback.print_exc()
         in_order = False
     sys.stdout.flush()
     sys.stderr.flush()
@@ -224,7 +228,7 @@ class _Serving:
         context = WorkerContext(
             groups,
             device,
-            lambda done, total, what: self._channel.send(WorkProgress(done, total, what)),
+            self._report_progress,
             start.generation,
             lambda: self._last in self._cancelled,
         )
@@ -236,6 +240,13 @@ class _Serving:
         self._worker = worker
         self._streams = RunningStreams(worker)
         return worker
+
+    def _report_progress(self, done: int, total: int, what: str) -> None:
+        if not (isinstance(done, int) and isinstance(total, int) and isinstance(what, str)):
+            raise TypeError(
+                f"report_progress takes two ints and a text; got {done!r}, {total!r}, {what!r}"
+            )
+        self._channel.send(WorkProgress(done, total, what))
 
     def _open_queues_between_hosts(self) -> None:
         start, watch = self._start, self._board.check
@@ -304,7 +315,7 @@ class _Serving:
             self._replies.enqueue(astuple(reply))
         except _ENDS:
             raise
-        except Exception as error:  # noqa: BLE001 - the value's own code fails to pickle it
+        except BaseException as error:  # noqa: BLE001 - the value's own code fails to pickle it
             self._fail(error, begun)
 
     def _value_of(self, call: Call, wanted: bool) -> Any:

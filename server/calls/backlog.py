@@ -100,6 +100,10 @@ class Backlog:
         self._sending = call.number = self.last
         self._under_way[call.number] = call
 
+    def is_being_sent(self, call: PendingCall) -> bool:
+        """Whether ``call`` began last, and neither `sent` nor `unsent` was called since."""
+        return call.number != 0 and call.number == self._sending
+
     def sent(self, number: int) -> None:
         """Note that call ``number`` was sent; nothing if calls were taken back since."""
         if number == self._sending:

@@ -52,6 +52,8 @@ _LOOK_SECONDS = 1e-3
 A worker that sleeps takes 0.2 ms to wake up and answer. If this process sleeps meanwhile, its own
 wake-up takes another 0.1 ms.
 """
+_LISTENING_SECONDS = 0.1
+"""How long the collector waits for another thread that listens before it asks what for."""
 _REASON_SECONDS = 2.0
 """How long to wait for the supervisor's report when the queues have ended; it knows the cause."""
 
@@ -104,8 +106,12 @@ class Dispatcher:
                 the call.
             What broke the pool.
         """
-        if self._ledger.accept(call, self._generation):
-            self._send(call, deadline)
+        try:
+            if self._ledger.accept(call, self._generation):
+                self._send(call, deadline)
+        except BaseException:  # a signal handler may have raised between the two
+            self._ledger.forgo(call)
+            raise
 
     def wait(self, call: PendingCall, deadline: Deadline) -> Any:
         """Wait for the result of a call that was passed to `send`.
@@ -186,10 +192,20 @@ class Dispatcher:
             self._needs_collector.wait()
             # Cleared before it listens: a set while it listens then causes another round.
             self._needs_collector.clear()
-            with self._listening:
-                self._listen(lambda: not self._ledger.busy, NEVER)
+            self._listen_until_idle()
             # A caller that came just before the end does not listen: this thread still did.
             self._wake_collector()
+
+    def _listen_until_idle(self) -> None:
+        # Not for ever: a signal handler that shuts the pool down may have interrupted the thread
+        # that listens, and waits for this one.
+        while not self._listening.acquire(timeout=_LISTENING_SECONDS):
+            if self._ledger.over(self._generation):
+                return
+        try:
+            self._listen(lambda: not self._ledger.busy, NEVER)
+        finally:
+            self._listening.release()
 
     def _wake_collector(self) -> None:
         if self._ledger.busy:

@@ -23,6 +23,7 @@ which may call the pool again and would wait for this very lock.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
     Actions: TypeAlias = "list[Callable[[], None]]"
 
+_log = logging.getLogger(__name__)
 _BROKEN = "The pool broke with this failure and takes no more calls."
 
 
@@ -259,6 +261,7 @@ class Ledger:
                     self._calls.begin(call)
                     return call
                 # Its future was cancelled: take the next one.
+                self._lateness.forget(call)
                 if self._calls.empty:
                     self._idle.notify_all()
 
@@ -287,6 +290,13 @@ class Ledger:
                 actions = [] if error is None else [call.finish()]
         _run(actions)
 
+    def forgo(self, call: PendingCall) -> None:
+        """Note that ``call`` was not sent, unless it was, or something was noted already."""
+        with self._lock:
+            unsent = self._calls.is_being_sent(call)
+        if unsent:
+            self.unsent(call.number, None)
+
     def due(self, call: PendingCall) -> Deadline:
         """Until when to wait for a call, as of now; later, once other calls were answered."""
         with self._lock:
@@ -301,6 +311,7 @@ class Ledger:
         """Take ``call`` off the queue if it is still there. One that was sent goes on."""
         with self._lock:
             self._calls.withdraw(call)
+            self._lateness.forget(call)
             if self._calls.empty:
                 self._idle.notify_all()
 
@@ -504,4 +515,9 @@ class Ledger:
 
 def _run(actions: Actions) -> None:
     for action in actions:
-        action()
+        try:
+            action()
+        except BaseException:
+            if threading.current_thread() is threading.main_thread():  # maybe a signal handler's
+                raise
+            _log.exception("what a user of the pool wants to be called has raised")

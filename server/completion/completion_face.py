@@ -119,8 +119,10 @@ class CompletionFace(Face):
             usage = (n_prompt, answer.tokens) if wish.with_usage else None
             for event in writer.closing(answer.reason, usage):
                 yield event
+            request.state.outcome = 200
         except Exception as error:  # noqa: BLE001 - told to the client and to the log
             told = self.as_api_error(error, request.state.request_id)
+            request.state.outcome = told.status
             self._completions.metrics.errors.labels(told.code or told.kind).inc()
             yield error_event(told)
         finally:

@@ -61,9 +61,11 @@ def is_consequence(error: BaseException | None) -> bool:
     """Whether ``error`` was raised, directly or not, because another rank failed."""
     if isinstance(error, CallRefusedError):
         return error.rank is not None
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
         if isinstance(error, (GroupAbortedError, PeerLostError)):
             return True
+        seen.add(id(error))  # an error may be its own cause
         error = error.__cause__ or error.__context__
     return False
 

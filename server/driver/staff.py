@@ -86,7 +86,7 @@ class Staff:
         here = [rank for rank in missing if rank in plan.ranks_of(0)]
         with self._meeting.convene(here) as seats:
             preload = plan.config.preload if plan.config.fork else None
-            for local in launch(seats, plan.threads, deadline, preload=preload):
+            for local in launch(seats, plan.threads, deadline, preload=preload, tick=tick):
                 self._employ(local)
         for worker in self.workers.values():
             try:

@@ -119,7 +119,10 @@ class Supervisor:
 
     def _run(self, watcher: Watcher, tick: Callable[[], float]) -> None:
         while not self._stopping:
-            self.step(watcher, tick())
+            seconds = tick()
+            # A restart happens within `tick` and calls `step`, which may have taken `stop`'s wake.
+            if not self._stopping:
+                self.step(watcher, seconds)
 
     def _read(self, worker: WorkerHandle, watcher: Watcher) -> None:
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import os
 import select
 import signal
@@ -23,12 +24,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shm_broadcast import NEVER, Deadline, GroupTimeoutError
+from shm_broadcast import Deadline, GroupTimeoutError
 
 from .circumstances import IDLE_VARIABLES, Circumstances
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    Tick = Callable[[], float]
 
 _log = logging.getLogger(__name__)
 _KEPT = 2
@@ -37,8 +40,13 @@ _ATTEMPTS = 2
 """How often a worker is asked for, if servers are killed; then it is spawned."""
 _END_SECONDS = 4.0
 """How long a process that was killed may take to end."""
+_TICK_SECONDS = 0.2
 _SCRIPT = Path(__file__).with_name("forking.py")
 _PACKAGE = __name__.partition(".")[0]
+
+
+def _no_tick() -> float:
+    return math.inf
 
 
 class ForkedProcess:
@@ -104,15 +112,7 @@ class _ForkServer:
             told = theirs.enter_context(open(os.memfd_create("fork-server"), "w+"))  # noqa: PTH123
             json.dump(settings, told)
             told.seek(0)
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_SCRIPT)],
-                stdin=told,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=dict(environment),
-                pass_fds=inherited,
-                start_new_session=True,
-            )
+            self._process = start_process(told.fileno(), inherited, environment)
             self._ours = ours.pop_all()
         self._requests.setblocking(False)
 
@@ -121,7 +121,11 @@ class _ForkServer:
         return bool(self.refusal) or self._process.poll() is None
 
     def fork(
-        self, environment: Mapping[str, str], inherited: Sequence[int], deadline: Deadline
+        self,
+        environment: Mapping[str, str],
+        inherited: Sequence[int],
+        deadline: Deadline,
+        tick: Tick,
     ) -> ForkedProcess | None:
         """As `ForkServers.fork`; ``None`` if it refuses.
 
@@ -135,10 +139,10 @@ class _ForkServer:
             undo.callback(os.close, said)
             try:
                 try:
-                    self._ask(environment, inherited, birth, deadline)
+                    self._ask(environment, inherited, birth, deadline, tick)
                 finally:
                     os.close(birth)
-                answer = _answer(said, deadline)
+                answer = _answer(said, deadline, tick)
             except BaseException:
                 self._disown(said)
                 raise
@@ -170,6 +174,7 @@ class _ForkServer:
         inherited: Sequence[int],
         birth: int,
         deadline: Deadline,
+        tick: Tick,
     ) -> None:
         variables = {name: environment.get(name) for name in IDLE_VARIABLES}
         with ExitStack() as undo:
@@ -180,7 +185,7 @@ class _ForkServer:
                 try:
                     socket.send_fds(self._requests, [json.dumps(variables).encode()], sent)
                 except BlockingIOError:
-                    _wait(self._requests.fileno(), select.POLLOUT, deadline)
+                    _wait(self._requests.fileno(), select.POLLOUT, deadline, tick)
                 except (BrokenPipeError, ConnectionResetError):
                     raise _ServerLostError from None
                 else:
@@ -202,6 +207,27 @@ class _ForkServer:
             self._process.wait(_END_SECONDS)
 
 
+def start_process(
+    told: int, inherited: Sequence[int], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a server's process.
+
+    Args:
+        told: the descriptor of its settings.
+        inherited: the descriptors that it gets, beside its standard ones.
+        environment: its variables.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-P", str(_SCRIPT)],
+        stdin=told,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=dict(environment),
+        pass_fds=inherited,
+        start_new_session=True,
+    )
+
+
 class ForkServers:
     """The servers of this process; any thread may ask. There is one, `FORK_SERVERS`."""
 
@@ -215,6 +241,7 @@ class ForkServers:
         inherited: Sequence[int],
         deadline: Deadline,
         preload: Sequence[str] = (),
+        tick: Tick = _no_tick,
     ) -> ForkedProcess | None:
         """Fork a worker's process, as a child of this one; start a server if there is none for it.
 
@@ -223,6 +250,7 @@ class ForkServers:
             inherited: the four descriptors that `boot.main` gets.
             deadline: when to give up.
             preload: modules that the server has loaded, beside what every worker needs.
+            tick: called again and again meanwhile; returns the seconds until its next call.
 
         Returns:
             ``None`` if workers cannot be forked here; the log says why.
@@ -230,12 +258,13 @@ class ForkServers:
         Raises:
             GroupTimeoutError: the server did not answer in time; it was ended.
             OSError: no process can be started.
+            What ``tick`` raises; the server was ended.
         """
         wanted = Circumstances.now(environment, preload)
         for _ in range(_ATTEMPTS):
             with self._borrowed(wanted, environment) as server:
                 try:
-                    return server.fork(environment, inherited, deadline)
+                    return server.fork(environment, inherited, deadline, tick)
                 except _ServerLostError:
                     continue
         _log.warning("a worker is spawned, not forked: %d fork servers were killed", _ATTEMPTS)
@@ -290,11 +319,11 @@ def _output(number: int, undo: ExitStack) -> int:
     return found
 
 
-def _answer(said: int, deadline: Deadline) -> dict[str, Any] | None:
+def _answer(said: int, deadline: Deadline, tick: Tick = _no_tick) -> dict[str, Any] | None:
     """What the server or the newborn says first; ``None`` if there is neither any more."""
     heard = b""
     while b"\n" not in heard:
-        _wait(said, select.POLLIN, deadline)
+        _wait(said, select.POLLIN, deadline, tick)
         more = os.read(said, 1024)
         if not more:
             return None
@@ -303,11 +332,12 @@ def _answer(said: int, deadline: Deadline) -> dict[str, Any] | None:
     return answer
 
 
-def _wait(fd: int, event: int, deadline: Deadline) -> None:
+def _wait(fd: int, event: int, deadline: Deadline, tick: Tick) -> None:
     poll = select.poll()
     poll.register(fd, event)
-    if not poll.poll(None if deadline is NEVER else deadline.remaining() * 1000):
-        raise GroupTimeoutError("fork a worker", deadline.timeout)
+    # A pool that is shut down rings nothing here, so `tick` is called every now and then.
+    while not poll.poll(deadline.remaining(at_most=min(tick(), _TICK_SECONDS)) * 1000):
+        deadline.check("fork a worker")
 
 
 FORK_SERVERS = ForkServers()

@@ -13,6 +13,7 @@ torch (`launchers.fork_servers`), or spawned, as a fresh interpreter.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -177,6 +178,7 @@ def launch(
     deadline: Deadline,
     *,
     preload: Sequence[str] | None = (),
+    tick: Callable[[], float] = lambda: math.inf,
 ) -> list[LocalWorker]:
     """Start one worker process for each seat, in order. End them with `end`.
 
@@ -186,10 +188,12 @@ def launch(
         deadline: when to give up.
         preload: fork them, where that can be done, from a process that has loaded these modules as
             well. ``None``: spawn them.
+        tick: called again and again while they are forked; returns the seconds until its next call.
 
     Raises:
         OSError: a process cannot be started; those already started were ended.
         WorkerStartError: one was not started in time; likewise.
+        What ``tick`` raises; likewise.
     """
     environment = {
         **(_BRIEF_SPIN if "OMP_WAIT_POLICY" not in os.environ else {}),
@@ -200,7 +204,7 @@ def launch(
     def begin(inherited: Sequence[int]) -> Process:
         forked = None
         if preload is not None:
-            forked = FORK_SERVERS.fork(environment, inherited, deadline, preload)
+            forked = FORK_SERVERS.fork(environment, inherited, deadline, preload, tick)
         return forked or _spawn(environment, inherited)
 
     workers: list[LocalWorker] = []

@@ -14,8 +14,11 @@ import msgspec
 
 T = TypeVar("T")
 
-_FIELD = re.compile(r"`(?:\$\.)?(\w+)[^`]*`$")
-"""The field that msgspec complains of: its path, or the name of one that is missing."""
+_FIELD = re.compile(r"(?<!got )`(?:\$\.)?(\w+)[^`]*`$")
+"""The field that msgspec complains of: its path, or the name of one that is missing.
+
+A body that is no object has none: its type is what msgspec got.
+"""
 
 
 class ApiError(Exception):

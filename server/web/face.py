@@ -171,7 +171,8 @@ class Face(ABC):
                 response = refusal(refused)
                 self._service.metrics.errors.labels(refused.code or refused.kind).inc()
             if isinstance(response, StreamingResponse):
-                response.background = BackgroundTask(self._count, response.status_code, began, span)
+                request.state.outcome = _CLIENT_LEFT  # unless it comes to an end
+                response.background = BackgroundTask(self._count_stream, request, began, span)
             else:
                 await self._count(response.status_code, began, span)
             return response
@@ -183,6 +184,12 @@ class Face(ABC):
         if status == 200:
             self._service.metrics.seconds.observe(time.perf_counter() - began)
         self._service.metrics.requests.labels(str(status)).inc()
+
+    async def _count_stream(self, request: Request, began: float, span: Span | None) -> None:
+        """Count a stream by the status that it would have had as a whole, which it has left."""
+        if request.state.outcome == _CLIENT_LEFT:
+            self._service.metrics.errors.labels("client_left").inc()
+        await self._count(request.state.outcome, began, span)
 
     def as_api_error(self, error: Exception, request_id: str) -> ApiError:
         """What a client is told of an error; the log is told of those that are nobody's fault."""

@@ -18,6 +18,7 @@ from server.pool_config import PoolConfig
 from tests.coordinator.hosts import move_to
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.workers import Worker
+from tests.warm_forks import warm_fork_servers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +63,7 @@ def over_hosts(
         What ``body`` returns; of the other host how its part has ended.
     """
     move_to(folder, hosts, rank)
+    warm_fork_servers()
     here = place(rank, hosts, **(changes or {}))
     if rank:
         note(folder, "supervisor", os.getpid())

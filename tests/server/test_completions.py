@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,13 @@ class Site:
     async def until(self, true: Callable[[], bool]) -> None:
         while not true():
             await asyncio.sleep(0.005)
+
+    async def answered(self) -> dict[str, int]:
+        """How many requests were counted, by status."""
+        async with httpx.AsyncClient(base_url=self.url) as client:
+            metrics = (await client.get("/metrics")).text
+        found = re.findall(r'^completion_requests_total{status="(\d+)"} ([\d.]+)$', metrics, re.M)
+        return {status: int(float(count)) for status, count in found}
 
     @property
     def running(self) -> int:
@@ -283,6 +291,7 @@ def test_a_client_that_leaves_frees_its_slot(llama: Path, stream: bool) -> None:
         await here.until(lambda: here.running == 0)
         assert len(here.pool.steps) <= 1 + 3  # the first one tried the workers
         assert (await here.complete("x", max_tokens=5)).usage.completion_tokens == 5
+        assert await here.answered() == {"499": 1, "200": 1}
 
     with_site(llama, test)
 
@@ -314,6 +323,7 @@ def test_lost_workers_in_a_stream(llama: Path) -> None:
                 pass
         with pytest.raises(openai.InternalServerError, match="the service is failed"):
             await here.complete("x")
+        assert await here.answered() == {"200": 2, "503": 2}
 
     with_site(llama, test)
 

@@ -33,6 +33,12 @@ def test_the_four_shapes_of_input(given: Any, inputs: Any) -> None:
     assert read(input=given)[1] == inputs
 
 
+def test_a_body_that_is_no_object_has_no_field_at_fault() -> None:
+    with pytest.raises(ApiError, match="got `array`") as raised:
+        read_request(b"[]", MODEL)
+    assert raised.value.param is None
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "param", "text"),
     [

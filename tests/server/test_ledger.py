@@ -328,7 +328,7 @@ def test_a_call_that_could_not_be_sent_leaves_no_gap() -> None:
 
 
 def test_a_queued_call_can_be_withdrawn_and_a_cancelled_one_is_skipped() -> None:
-    book = Book(in_flight=1)
+    book = Book(in_flight=1, call_seconds=60.0)
     first, withdrawn = book.send(), book.send()
     cancelled, last = (PendingCall("embed", (), {}, 2, None) for _ in range(2))
     assert cancelled.future().cancel()
@@ -341,6 +341,7 @@ def test_a_queued_call_can_be_withdrawn_and_a_cancelled_one_is_skipped() -> None
     book.reply(0, 1)
     book.reply(1, 1)
     assert book.ledger.next_to_send(1) is last
+    assert list(book.ledger._lateness._watched) == [last]  # what was cancelled is not kept
 
 
 def test_a_call_that_nobody_waits_for_is_marked_while_it_is_under_way() -> None:

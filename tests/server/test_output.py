@@ -6,8 +6,12 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from server.control.output import LabelledText
+from server.control.output import LabelledText, label_output
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +30,23 @@ def test_every_line_has_the_label_once() -> None:
     text.flush()
     text.write(" six\n")
     assert under.getvalue().endswith(b"four\n[rank 3] five six\n")
+
+
+def test_a_line_that_does_not_end_is_written_out_in_pieces() -> None:
+    text, under = labelled()
+    for _ in range(3 << 16):
+        text.write(".")
+    assert len(under.getvalue()) >= 2 << 16
+    text.write("\nnext\n")
+    assert under.getvalue() == b"[rank 3] " + b"." * (3 << 16) + b"\n[rank 3] next\n"
+
+
+def test_output_that_a_process_was_not_given_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO()))
+    label_output("[rank 3] ")
+    sys.stdout.write("to nowhere\n")
+    sys.stdout.close()
 
 
 def test_a_closed_output_is_closed_once() -> None:

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from server.errors import CallTimeoutError, WorkerError
+from server.calls.ledger import Ledger
+from server.errors import CallTimeoutError, PoolClosedError, WorkerError
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import MessageDecodeError
@@ -24,6 +25,8 @@ from tests.server.workers import BadInputError, Gate, Undecodable, Unpicklable, 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from server.calls.pending_call import PendingCall
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +144,11 @@ def test_odd_exceptions_come_back_as_text(pool: WorkerPool) -> None:
         pool.call("absent")
     with pytest.raises(WorkerError, match=r"TypeError: .*unexpected keyword"):
         pool.call("echo", wrong=1)
+
+
+def test_an_exception_that_is_its_own_cause_comes_back(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="BadInputError: of itself"):
+        pool.call("fail_of_itself", timeout=PATIENCE_SECONDS)
 
 
 def test_a_method_has_a_name_of_any_length_and_script(pool: WorkerPool) -> None:
@@ -304,6 +312,64 @@ def test_an_interrupted_caller_leaves_the_pool_usable(pool: WorkerPool, tmp_path
         gate.open()
         thread.join()
         assert pool.call("echo", "after", timeout=30) == "after"
+
+
+def test_a_callback_that_ends_its_thread_ends_no_thread_of_the_pools(pool: WorkerPool) -> None:
+    def end(_: object) -> None:
+        raise SystemExit
+
+    future = pool.submit("echo", 1)
+    future.add_done_callback(end)
+    assert future.result(PATIENCE_SECONDS) == 1
+    assert pool.submit("echo", 2).result(PATIENCE_SECONDS) == 2
+
+
+def test_an_interrupt_just_before_a_call_is_sent_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def accept(self: Ledger, call: PendingCall, generation: int) -> bool:
+        assert accepted(self, call, generation)
+        raise KeyboardInterrupt
+
+    accepted = Ledger.accept
+    with WorkerPool(Worker, tp=2) as pool:
+        with monkeypatch.context() as changed:
+            changed.setattr(Ledger, "accept", accept)
+            with pytest.raises(KeyboardInterrupt):
+                pool.call("echo", "interrupted")
+        assert pool.call("echo", "after", timeout=PATIENCE_SECONDS) == "after"
+
+
+def test_a_signal_handler_may_shut_down_the_pool_whose_call_it_interrupts(gate: Gate) -> None:
+    with WorkerPool(Worker, tp=2) as pool:
+
+        def shut_down(_: int, __: object) -> None:
+            pool.shutdown(0.0)
+
+        before = signal.signal(signal.SIGUSR2, shut_down)
+        main = threading.main_thread().ident
+        assert main is not None
+
+        def interrupt() -> None:
+            until(lambda: gate.reached(0) and gate.reached(1))
+            signal.pthread_kill(main, signal.SIGUSR2)
+
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
+        try:
+            with pytest.raises(PoolClosedError):
+                pool.call("hold", gate)
+        finally:
+            interrupting.join()
+            signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.parametrize("said", [(0.5, 1, "loading"), (1, 2, None)])
+def test_progress_of_another_type_is_the_methods_error(said: Any) -> None:
+    with WorkerPool(Worker) as pool:
+        with pytest.raises(WorkerError, match="report_progress takes two ints and a text"):
+            pool.call("report", *said)
+        assert pool.call("total", 1.0) == 1.0
 
 
 def test_progress_is_told_after_the_start_too() -> None:

@@ -394,3 +394,10 @@ def test_what_on_progress_raises_ends_the_start() -> None:
     with pytest.raises(KeyError, match="no progress, please"):
         WorkerPool(Failing, tp=2, worker_kwargs={"rank": 0, "how": "hang"}, on_progress=refuse)
     assert workers_left() == []
+
+
+def test_a_worker_whose_loop_has_ended_is_lost_though_a_thread_of_it_goes_on() -> None:
+    with WorkerPool(Worker) as pool:
+        pool.call("break_its_loop")
+        until(lambda: pool.failure is not None)
+        assert isinstance(pool.failure, WorkerLostError)

@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import threading
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from server.errors import (
     WorkerLostError,
     WorkerStartError,
 )
+from server.launchers.fork_servers import FORK_SERVERS
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import DivergenceError
@@ -243,18 +243,47 @@ def test_calls_wait_while_the_pool_is_restarted_and_say_so_when_they_are_late() 
         assert isinstance(late.exception(PATIENCE_SECONDS), CallTimeoutError)
 
 
-def test_a_pool_can_be_shut_down_while_it_is_restarted() -> None:
-    unlucky = {"raises": [], "hangs": [2]}
-    pool = WorkerPool(Unlucky, tp=2, worker_kwargs=unlucky, restart="worker")
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_pool_can_be_shut_down_while_a_worker_does_not_start(tp: int) -> None:
+    hangs = threading.Event()
+    pool = WorkerPool(
+        Unlucky,
+        tp=tp,
+        worker_kwargs={"raises": [], "hangs": [2]},
+        restart="worker",
+        on_progress=lambda *_: hangs.set(),
+    )
     break_by_death(pool, 0)
     waiting = pool.submit("echo")
-    until(lambda: len(psutil.Process().children(recursive=True)) >= 4)
-    began = time.monotonic()
-    pool.shutdown(0.5)
-    assert time.monotonic() - began < 5.0 + STALL_SECONDS
+    assert hangs.wait(PATIENCE_SECONDS)
+    shut_down_soon(pool)
     assert isinstance(waiting.exception(0), PoolClosedError)
     left = [child for child in psutil.Process().children() if child.name() == "pool-keeper"]
     assert left == []
+
+
+def test_a_pool_can_be_shut_down_while_a_fork_server_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module, hangs = tmp_path / "loaded_slowly.py", tmp_path / "hangs"
+    module.write_text("")
+    pool = WorkerPool(Worker, restart="worker", config=PoolConfig(preload=("loaded_slowly",)))
+    module.write_text(
+        f"import pathlib, time; pathlib.Path({str(hangs)!r}).touch(); time.sleep(600)"
+    )
+    FORK_SERVERS.close()
+    break_by_death(pool, 0)
+    until(hangs.exists)
+    shut_down_soon(pool)
+
+
+def shut_down_soon(pool: WorkerPool) -> None:
+    """Shut a pool down, in a thread that is left behind where it hangs."""
+    ending = threading.Thread(target=pool.shutdown, args=(0.5,), daemon=True)
+    ending.start()
+    ending.join(5.0 + STALL_SECONDS)
+    assert not ending.is_alive()
 
 
 def test_a_stream_does_not_outlive_its_generators() -> None:

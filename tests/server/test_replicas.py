@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -151,6 +153,33 @@ def test_one_replica_that_cannot_start_ends_all() -> None:
         Replicas(Unlucky, dp=2, tp=2, worker_kwargs=unlucky)
     children = psutil.Process().children()
     assert [child for child in children if child.name() == "pool-keeper"] == []
+
+
+ENDS_WHILE_REPLICAS_START = """
+import os, sys, threading, time
+from pathlib import Path
+from group_coordinator.replicas import Replicas
+
+class Slow:
+    def __init__(self, context, folder):
+        Path(folder, str(os.getpid())).touch()
+        time.sleep(600)
+
+if __name__ == "__main__":
+    given = {"dp": 2, "worker_kwargs": {"folder": sys.argv[1]}}
+    threading.Thread(target=Replicas, args=(Slow,), kwargs=given, daemon=True).start()
+    while len(os.listdir(sys.argv[1])) < 2:
+        time.sleep(0.05)
+"""
+
+
+def test_a_program_that_ends_does_not_wait_for_replicas_that_start(tmp_path: Path) -> None:
+    script, begun = tmp_path / "script.py", tmp_path / "begun"
+    begun.mkdir()
+    script.write_text(ENDS_WHILE_REPLICAS_START)
+    subprocess.run([sys.executable, script, begun], check=True, timeout=PATIENCE_SECONDS)
+    workers = [int(each.name) for each in begun.iterdir()]
+    until(lambda: not any(psutil.pid_exists(pid) for pid in workers))
 
 
 def test_streams_and_awaited_calls() -> None:

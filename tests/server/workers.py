@@ -142,6 +142,10 @@ class Worker:
             raise BadInputError(text)
         return "fine"
 
+    def fail_of_itself(self) -> None:
+        error = BadInputError("of itself")
+        raise error from error
+
     def fail_oddly(self) -> None:
         raise UnpicklableError(1, 2)
 
@@ -275,6 +279,19 @@ class Worker:
         for step in range(steps):
             self.context.report_progress(step + 1, steps, "later")
 
+    def report(self, *progress: Any) -> None:
+        self.context.report_progress(*progress)
+
+    def break_its_loop(self) -> None:
+        """Soon, outside of a call; a thread of the worker's own goes on."""
+
+        def break_out(*_: object) -> None:
+            raise RuntimeError("out of the blue")
+
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        signal.signal(signal.SIGALRM, break_out)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+
     def loaded_in(self, module: str) -> int:
         """The process in which a module was loaded that says so."""
         found: int = importlib.import_module(module).LOADED_IN
@@ -315,13 +332,15 @@ class Restored(Worker):
 
 
 class Unlucky(Worker):
-    """Cannot be made in some generations on rank 1: it raises, or hangs, there."""
+    """Cannot be made in some generations on the last rank: it raises, or says so and hangs."""
 
     def __init__(self, context: WorkerContext, raises: list[int], hangs: list[int]) -> None:
         super().__init__(context)
-        if self.rank == 1 and context.generation in raises:
+        last = self.rank == self.groups.world.world_size - 1
+        if last and context.generation in raises:
             raise BadInputError(f"no luck in {context.generation}")
-        if self.rank == 1 and context.generation in hangs:
+        if last and context.generation in hangs:
+            context.report_progress(0, 1, "hangs")
             time.sleep(600)
 
 
