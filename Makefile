@@ -5,6 +5,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export HF_HUB_OFFLINE = 1
 
+# Tests start hundreds of processes, which import the same files: compiled once, whatever is set.
+unexport PYTHONDONTWRITEBYTECODE
+
 # PYTHON given on the command line has all that is needed already, as where there is no network.
 GIVEN      := $(filter command,$(firstword $(origin PYTHON)))
 GPU_PYTHON := $(if $(GIVEN),$(PYTHON),$(BIN)/python)
@@ -15,7 +18,8 @@ BUNDLE        := gpu-bundle
 BUNDLE_PYTHON := 3.12
 BUNDLED        = $(abspath $(wildcard $(BUNDLE)/$(shell $(GPU_PYTHON) -c \
                    'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)/site))
-GPU_RUN        = $(if $(BUNDLED),PYTHONPATH=$(BUNDLED)) $(GPU_PYTHON)
+# Plugins of pytest that happen to be installed there may warn, which is an error here.
+GPU_RUN        = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(if $(BUNDLED),PYTHONPATH=$(BUNDLED)) $(GPU_PYTHON)
 MINUTES       := 30
 OPTIONS       :=
 

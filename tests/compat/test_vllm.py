@@ -379,6 +379,7 @@ def queues_of_a_group(rank: int, n: int, path: str) -> None:
     back, handles = MessageQueue.create_from_process_group_single_reader(pg, 1 << 20, 2, 1)
     back.enqueue(rank)
     if rank == 1:
+        assert [each.local_reader_ranks for each in handles] == [[0], [0], [0]]
         assert [MessageQueue.create_from_handle(each, 0).dequeue(30) for each in handles] == [
             0,
             1,

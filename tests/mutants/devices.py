@@ -6,6 +6,10 @@ from tests.mutants.catalogue import Mutant
 
 _WINDOWS = "tests/device_comm/cuda/test_nccl_window.py"
 _NORMS = "tests/coordinator/test_norm_pass.py"
+_SWITCHES = "tests/device_comm/cuda/test_symmetric_comm.py"
+_SWITCH = f"{_SWITCHES}::test_the_switch_adds_what_all_ranks_have_given"
+_CALLS = "tests/device_comm/cuda/test_driver_calls.py"
+_LINKS = "tests/coordinator/test_cuda_link.py"
 
 WINDOWS = (
     Mutant(
@@ -49,6 +53,106 @@ WINDOWS = (
         "last.mark().follow()",
         "pass",
         ("tests/device_comm/cuda/test_staging.py::test_streams_take_turns",),
+    ),
+)
+
+SWITCH = (
+    Mutant(
+        "D switch: it adds what was given now",
+        "device_comm/cuda/staging.py",
+        "given[: source.numel()].copy_(source.view(-1))",
+        "pass",
+        (_SWITCH,),
+    ),
+    Mutant(
+        "D switch: the result begins where the memory does",
+        "device_comm/cuda/staging.py",
+        "taken[: output.numel()]",
+        "taken[-output.numel() :]",
+        (_SWITCH,),
+    ),
+    Mutant(
+        "D switch: it is given whole cells",
+        "device_comm/cuda/staging.py",
+        "padded = -(-source.nbytes // _ALIGN) * _ALIGN",
+        "padded = source.nbytes",
+        (_SWITCH,),
+    ),
+    Mutant(
+        "D switch: no more than there is memory for",
+        "device_comm/cuda/staging.py",
+        " or source.nbytes > self.limit",
+        "",
+        (f"{_SWITCHES}::test_what_the_switch_does_not_add_is_refused_before_anybody_waits",),
+    ),
+)
+
+LAUNCHES = (
+    Mutant(
+        "D launches: in the context of their device",
+        "device_comm/native/launch.c",
+        "if (result || *before == cuda->context) return result;",
+        "return result;",
+        (f"{_CALLS}::test_a_launch_is_in_the_context_of_its_device",),
+    ),
+    Mutant(
+        "D launches: the thread's own context is put back",
+        "device_comm/native/launch.c",
+        "return before == cuda->context ? 0 : cuda->set_current(before);",
+        "return before == NULL;",
+        (f"{_CALLS}::test_a_launch_is_in_the_context_of_its_device",),
+    ),
+    Mutant(
+        "D launches: what the driver refuses is raised",
+        "device_comm/native/launch.c",
+        "if (result) return report(cuda, self->name, result);",
+        "",
+        (f"{_CALLS}::test_what_the_driver_refuses_is_the_error_of_all_devices",),
+    ),
+    Mutant(
+        "D launches: other threads run while one waits for room",
+        "device_comm/native/launch.c",
+        "stream,\n                                     arguments, NULL);",
+        "stream, arguments, ({ Py_BLOCK_THREADS NULL; }));\n        Py_UNBLOCK_THREADS",
+        (f"{_CALLS}::test_a_full_queue_does_not_keep_other_threads_from_emptying_it",),
+    ),
+    Mutant(
+        "D launches: a norm is what it norms",
+        "device_comm/cuda/ipc/prepared.py",
+        "None if operation.norm is None else _marks(operation.norm),",
+        "",
+        ("tests/device_comm/cuda/test_prepared.py::test_a_norm_is_what_is_normed",),
+    ),
+)
+
+CHOICES = (
+    Mutant(
+        "D choices: a table is of these kernels",
+        "coordinator/setup/cuda_link.py",
+        'version=f"{__version__}, kernels {kernels}"',
+        'version=f"{__version__}"',
+        (f"{_LINKS}::test_other_kernels_another_version_or_mps_need_another_table",),
+    ),
+    Mutant(
+        "D choices: with MPS it is another one",
+        "coordinator/setup/cuda_link.py",
+        "{', MPS' if _mps_runs() else ''}",
+        "",
+        (f"{_LINKS}::test_other_kernels_another_version_or_mps_need_another_table",),
+    ),
+    Mutant(
+        "D choices: on a shared device the host takes part",
+        "coordinator/setup/cuda_link.py",
+        "    if devices < n:\n        candidates.append",
+        "    if devices > n:\n        candidates.append",
+        (f"{_LINKS}::test_on_a_shared_device_the_way_through_the_host_takes_part",),
+    ),
+    Mutant(
+        "D choices: measured in the type of models",
+        "device_comm/choosing/measuring.py",
+        "_DTYPE: Final = torch.bfloat16",
+        "_DTYPE: Final = torch.float32",
+        ("tests/device_comm/test_select.py::test_measured_is_in_the_type_that_models_have",),
     ),
 )
 
@@ -97,4 +201,4 @@ COMPILED = (
     ),
 )
 
-DEVICE_MUTANTS = (*WINDOWS, *COMPILED)
+DEVICE_MUTANTS = (*WINDOWS, *SWITCH, *LAUNCHES, *CHOICES, *COMPILED)
