@@ -24,6 +24,9 @@ Guarantees
 - A pool that is told to (``restart=``) replaces what broke instead: the calls that the workers had
   fail, or are made again if they may be (``retry=True``); all others wait, and go on.
 - When the driver ends, however it ends, the workers and all that they have started end too.
+- A signal handler may raise at any moment of a call, ask for the status, or shut the pool down. If
+  it raises, the call goes on without its caller, and no later call gets its answer; an answer to
+  another thread that was just being taken may be lost, and that call fails. It must not call.
 """
 
 from __future__ import annotations

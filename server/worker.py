@@ -44,7 +44,7 @@ from shm_broadcast.machine.affinity import bind_process
 from .control.cancelled_calls import CancelledCalls
 from .control.channel import Channel, ChannelClosedError
 from .control.output import label_output
-from .control.protocol import Call, Left, Ready, Reply, Resume, Start, WorkProgress
+from .control.protocol import VOID, Call, Left, Ready, Reply, Resume, Start, WorkProgress
 from .control.reference import load
 from .control.seat import take_seat
 from .control.worker_failure import describe, is_consequence
@@ -276,14 +276,17 @@ class _Serving:
             try:
                 call = Call(*self._calls.dequeue())
             except MessageDecodeError as error:
-                # Its number is in the message that cannot be decoded; numbers have no gaps.
+                # Its number is in the message that cannot be decoded; behind a gap comes a `VOID`.
                 self._last += 1
                 self._fail(error)
             except GroupClosedError:
                 return
             else:
                 self._last = call.number
-                self._answer(call)
+                if call.method == VOID:
+                    self._replies.enqueue(astuple(Reply(call.number)))
+                else:
+                    self._answer(call)
 
     def ready(self) -> Ready:
         """What to tell the driver when `join` has returned."""

@@ -29,7 +29,6 @@ class Backlog:
         self._in_flight = in_flight
         self.last = 0
         self.last_settled = ""
-        self._sending = 0
         self._under_way: dict[int, PendingCall] = {}
         self._queued: deque[PendingCall] = deque()
 
@@ -55,8 +54,8 @@ class Backlog:
 
     @property
     def sendable(self) -> bool:
-        """Whether the first queued call could be sent now."""
-        return bool(self._queued) and self._has_room
+        """Whether the first queued call could be sent now; what makes room always can."""
+        return bool(self._queued) and (self._has_room or self._queued[0].is_void)
 
     @property
     def oldest(self) -> PendingCall | None:
@@ -93,33 +92,26 @@ class Backlog:
         return self._queued.popleft()
 
     def begin(self, call: PendingCall) -> None:
-        """Give a call its number and count it as under way. No other call can begin before
-        `sent` or `unsent`: one thread sends at a time, so numbers and the queue agree in order.
-        """
+        """Give a call its number, which no other ever gets, and count it as under way."""
         self.last += 1
-        self._sending = call.number = self.last
+        call.number = self.last
         self._under_way[call.number] = call
 
-    def is_being_sent(self, call: PendingCall) -> bool:
-        """Whether ``call`` began last, and neither `sent` nor `unsent` was called since."""
-        return call.number != 0 and call.number == self._sending
-
-    def sent(self, number: int) -> None:
-        """Note that call ``number`` was sent; nothing if calls were taken back since."""
-        if number == self._sending:
-            self._sending = 0
-
     def unsent(self, call: PendingCall) -> None:
-        """Note that ``call``, which began last, reached no worker: the next gets its number."""
-        self._sending = 0
-        self.last -= 1
+        """Note that ``call``, which was begun, reached no worker."""
         del self._under_way[call.number]
         call.number = 0
 
+    def follow_up(self, call: PendingCall) -> None:
+        """Queue a void call, of as many ranks as ``call``, before all others; one is enough."""
+        if not (self._queued and self._queued[0].is_void):
+            self._queued.appendleft(call.void())
+
     def settle(self, call: PendingCall) -> None:
         """Note that every rank has answered ``call``: it leaves the calls under way."""
-        self.last_settled = call.method
-        del self._under_way[call.number]
+        if not call.is_void:
+            self.last_settled = call.method
+        self._under_way.pop(call.number, None)  # or has left: a signal handler has called the pool
 
     def take_back(self) -> list[PendingCall]:
         """Leave no call under way: those that are to be made again go back to the queue's head.
@@ -127,7 +119,6 @@ class Backlog:
         Returns:
             The others, in order.
         """
-        self._sending = 0
         calls = list(self._under_way.values())
         self._under_way.clear()
         again = [call for call in calls if call.take_back()]
@@ -135,8 +126,8 @@ class Backlog:
         return [call for call in calls if call not in again]
 
     def withdraw_all(self) -> list[PendingCall]:
-        """Empty the queue; returns what was in it, in order."""
-        calls = list(self._queued)
+        """Empty the queue; returns what was in it, in order, without void calls."""
+        calls = [call for call in self._queued if not call.is_void]
         self._queued.clear()
         return calls
 
@@ -153,4 +144,4 @@ class Backlog:
 
     @property
     def _has_room(self) -> bool:
-        return not self._sending and len(self._under_way) < self._in_flight
+        return len(self._under_way) < self._in_flight

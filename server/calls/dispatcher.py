@@ -8,6 +8,8 @@ waits for its own call listens itself if nobody does: a switch to another thread
 than the reply takes. When it stops, and calls are still under way, the collector thread goes on.
 
 A caller whose call can be sent at once sends it itself; queued calls are sent by the sender thread.
+Whoever sends has the turn to send, and whoever listens the one to listen: a signal handler that
+raises in such a thread leaves neither taken.
 
 A thread that listens never sends. Sending waits while the queue to the workers is full; it empties
 only when a worker takes its next call, and a worker whose reply queue is full does not, before
@@ -16,9 +18,9 @@ somebody has taken its replies. If the listening thread waited to send, nobody w
 
 from __future__ import annotations
 
-import math
 import threading
 import time
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import astuple
@@ -33,6 +35,7 @@ from shm_broadcast import (
     PeerLostError,
 )
 from shm_broadcast.doorbell import AdaptiveSpin
+from shm_broadcast.queue.timed_lock import TimedLock
 
 from ..control.protocol import Call, Reply
 
@@ -52,8 +55,12 @@ _LOOK_SECONDS = 1e-3
 A worker that sleeps takes 0.2 ms to wake up and answer. If this process sleeps meanwhile, its own
 wake-up takes another 0.1 ms.
 """
-_LISTENING_SECONDS = 0.1
-"""How long the collector waits for another thread that listens before it asks what for."""
+_TURN_SECONDS = 0.1
+"""How long a thread of the pool waits for its turn before it looks whether the generation is over.
+
+A signal handler that shuts the pool down, and so waits for these threads, may have interrupted the
+thread that has the turn.
+"""
 _REASON_SECONDS = 2.0
 """How long to wait for the supervisor's report when the queues have ended; it knows the cause."""
 
@@ -86,11 +93,11 @@ class Dispatcher:
         self._calls = calls
         self._replies = tuple(replies)
         self._spin = AdaptiveSpin(_LOOK_SECONDS)
-        # Held by the thread that listens. Re-entrant: a future's callback, or a signal handler, may
-        # run in that thread and wait for a call of its own; it then listens there.
-        self._listening = threading.RLock()
-        # Set when calls are under way and nobody may be listening: wakes the collector.
-        self._needs_collector = threading.Event()
+        self._sending = TimedLock().turn
+        self._listening = TimedLock().turn
+        # Not empty when calls are under way and nobody may be listening: wakes the collector. An
+        # Event's lock would stay taken if a signal handler raised in `set`.
+        self._needs_collector: SimpleQueue[None] = SimpleQueue()
         self.threads = [
             threading.Thread(target=target, name=f"pool-{name}", daemon=True)
             for name, target in (("sender", self._send_queued), ("collector", self._collect))
@@ -104,31 +111,27 @@ class Dispatcher:
         Raises:
             GroupTimeoutError: the queue to the workers was full until the deadline; no worker gets
                 the call.
+            TypeError, or whatever the arguments' own code raises: they cannot be pickled.
             What broke the pool.
         """
-        try:
-            if self._ledger.accept(call, self._generation):
+        with self._sending as mine:
+            if self._ledger.accept(call, self._generation, may_send=mine):
                 self._send(call, deadline)
-        except BaseException:  # a signal handler may have raised between the two
-            self._ledger.forgo(call)
-            raise
 
-    def wait(self, call: PendingCall, deadline: Deadline) -> Any:
-        """Wait for the result of a call that was passed to `send`.
+    def wait(self, call: PendingCall, deadline: Deadline) -> None:
+        """Wait until a call that was passed to `send` is done.
 
         Raises:
             GroupTimeoutError: the deadline passed; the call goes on.
-            The call's error, or what broke the pool.
         """
-        if self._listening.acquire(blocking=False):
-            try:
-                self._listen(lambda: call.done, deadline)
-            finally:
-                self._listening.release()
-                self._wake_collector()
+        # A future's callback, or a signal handler, may run in the thread that listens and wait for
+        # a call of its own: it then listens there.
+        if self._listening.is_owned():
+            self._listen(lambda: call.done, deadline)
+        else:
+            self._listen_in_turn(call, deadline)
         if not call.done:
             self._wait_for_other_listener(call, deadline)
-        return call.result()
 
     def submit(self, call: PendingCall) -> Future[Any]:
         """Queue ``call`` and return the future of its result. Does not wait for workers.
@@ -142,20 +145,26 @@ class Dispatcher:
 
     def release(self) -> None:
         """Let both threads end, as the generation is over."""
-        self._needs_collector.set()
+        self._needs_collector.put(None)
 
     def join(self) -> None:
         """Wait for both threads to end, after `release` and the queues' shutdown."""
         for thread in self.threads:
             thread.join()
 
+    def _listen_in_turn(self, call: PendingCall, deadline: Deadline) -> None:
+        """Listen until ``call`` is done, if no other thread listens."""
+        try:
+            with self._listening as mine:
+                if mine:
+                    self._listen(lambda: call.done, deadline)
+        finally:
+            self._wake_collector()
+
     def _wait_for_other_listener(self, call: PendingCall, deadline: Deadline) -> None:
         """Wait for a call's result, which another thread takes."""
-        future = self._ledger.future(call)
-        try:
-            future.exception(None if deadline.at == math.inf else deadline.remaining())
-        except TimeoutError:
-            raise GroupTimeoutError(call.method, deadline.timeout) from None
+        if not self._ledger.wait_until_done(call, deadline.remaining()):
+            raise GroupTimeoutError(call.method, deadline.timeout)
 
     def _send(self, call: PendingCall, deadline: Deadline) -> None:
         wanted = -1 if call.reply_rank is None else call.reply_rank
@@ -167,49 +176,44 @@ class Dispatcher:
         try:
             self._calls.enqueue(astuple(message), deadline)
         except _ENDS as error:
-            self._ledger.sent(number)
             self._end_with_reason(error)
         except GroupTimeoutError:
-            self._ledger.unsent(number, None)
+            self._ledger.unsent(call)
             raise
-        except Exception as error:  # noqa: BLE001 - the arguments' own code fails to pickle them
-            self._ledger.unsent(number, error)
-        except BaseException:
-            # A signal handler raised, maybe after the message was out. Count it as sent: if it was,
-            # its replies are taken as they come, and the numbers of later calls still agree.
-            self._ledger.sent(number)
-            raise
-        else:
-            self._ledger.sent(number)
 
     def _send_queued(self) -> None:
-        while (call := self._ledger.next_to_send(self._generation)) is not None:
-            self._send(call, NEVER)
+        while self._ledger.wait_to_send(self._generation):
+            with self._sending as mine:
+                if mine or self._sending.take_within(_TURN_SECONDS):
+                    self._send_next()
             self._wake_collector()
+
+    def _send_next(self) -> None:
+        call = self._ledger.next_to_send(self._generation)
+        if call is not None:
+            try:
+                self._send(call, NEVER)
+            except Exception as error:  # noqa: BLE001 - the arguments' own code fails to pickle them
+                self._ledger.abandon(call, error)
 
     def _collect(self) -> None:
         while not self._ledger.over(self._generation):
-            self._needs_collector.wait()
-            # Cleared before it listens: a set while it listens then causes another round.
-            self._needs_collector.clear()
+            # Emptied before it listens: what is put in while it listens causes another round.
+            self._needs_collector.get()
             self._listen_until_idle()
             # A caller that came just before the end does not listen: this thread still did.
             self._wake_collector()
 
     def _listen_until_idle(self) -> None:
-        # Not for ever: a signal handler that shuts the pool down may have interrupted the thread
-        # that listens, and waits for this one.
-        while not self._listening.acquire(timeout=_LISTENING_SECONDS):
-            if self._ledger.over(self._generation):
-                return
-        try:
-            self._listen(lambda: not self._ledger.busy, NEVER)
-        finally:
-            self._listening.release()
+        with self._listening as mine:
+            while not mine and not self._ledger.over(self._generation):
+                mine = self._listening.take_within(_TURN_SECONDS)
+            if mine:
+                self._listen(lambda: not self._ledger.busy, NEVER)
 
     def _wake_collector(self) -> None:
-        if self._ledger.busy:
-            self._needs_collector.set()
+        if self._ledger.busy and self._needs_collector.empty():
+            self._needs_collector.put(None)
 
     def _listen(self, until: Callable[[], bool], deadline: Deadline) -> None:
         """Take replies until ``until()``, or until the generation is over; the caller holds

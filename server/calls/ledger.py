@@ -5,7 +5,10 @@ reports the replies.
 
 Guarantees
 - Calls are sent in the order in which they were accepted, by one thread at a time.
+- No two calls have the same number, so no reply is taken for another call's.
 - At most ``in_flight`` calls are under way; a call is under way until every rank has answered it.
+- A signal handler may raise in any thread that calls: then nobody knows whether its call was sent,
+  or which replies it has taken. A void call follows, and what was not answered before that is lost.
 - A result is handed out only when all ranks have answered that call and every earlier one, and did
   the same in each: they began the same collectives, and all messages were received. If they did
   not, an operation is left half done that the next call would meet, so the pool breaks.
@@ -29,7 +32,7 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..control.worker_failure import rebuild
 from ..errors import PoolClosedError, WorkerError, again
@@ -39,7 +42,6 @@ from .lateness import Lateness
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
 
     from shm_broadcast import CoordinatorError, Deadline
 
@@ -113,7 +115,7 @@ class Ledger:
         self._hooks = hooks
         self._restartable = restartable
         self._open = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may ask for the status of its pool
         self._to_send = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
         self._calls = Backlog(in_flight)
@@ -212,16 +214,21 @@ class Ledger:
         with self._lock:
             return self._idle.wait_for(lambda: self._calls.empty, timeout)
 
-    def accept(self, call: PendingCall, generation: int) -> bool:
+    def accept(self, call: PendingCall, generation: int, *, may_send: bool = True) -> bool:
         """Take a call in. If it returns True, the caller must send the call now, to the workers of
-        ``generation``, and then call `sent` or `unsent`; otherwise the call is queued.
+        ``generation``, or call `unsent` or `abandon`; otherwise the call is queued.
+
+        Args:
+            call: the call.
+            generation: to which workers the caller can send.
+            may_send: whether the caller may send now: no other thread does.
 
         Raises:
             What broke the pool, or `PoolClosedError`.
         """
         with self._lock:
             self.check()
-            if self.over(generation) or not self._calls.open:
+            if not may_send or self.over(generation) or not self._calls.open:
                 self._calls.enqueue(call)
                 self._to_send.notify()
                 return False
@@ -242,20 +249,27 @@ class Ledger:
         if sooner:
             self._hooks.clock()
 
-    def future(self, call: PendingCall) -> Future[Any]:
-        """The future of a call that was taken in; the same one each time."""
-        with self._lock:
-            return call.future()
+    def wait_until_done(self, call: PendingCall, timeout: float) -> bool:
+        """Wait until ``call``, which was taken in, is done; False after ``timeout`` seconds.
 
-    def next_to_send(self, generation: int) -> PendingCall | None:
-        """Wait for a queued call that can be sent; the caller must send it, and then call `sent` or
-        `unsent`. ``None`` once the generation is over.
+        Only the thread that made the call may wait for it, until this returns True.
         """
         with self._lock:
-            while True:
-                self._to_send.wait_for(lambda: self.over(generation) or self._calls.sendable)
-                if self.over(generation):
-                    return None
+            ending = call.ending()
+        return ending.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))
+
+    def wait_to_send(self, generation: int) -> bool:
+        """Wait for a queued call that can be sent; False once the generation is over."""
+        with self._lock:
+            self._to_send.wait_for(lambda: self.over(generation) or self._calls.sendable)
+            return not self.over(generation)
+
+    def next_to_send(self, generation: int) -> PendingCall | None:
+        """The next queued call; the caller must send it, or call `abandon`. ``None`` if there is
+        none, or none can be sent. One thread sends at a time.
+        """
+        with self._lock:
+            while self._calls.sendable and not self.over(generation):
                 call = self._calls.next()
                 if call.begin():
                     self._calls.begin(call)
@@ -264,38 +278,36 @@ class Ledger:
                 self._lateness.forget(call)
                 if self._calls.empty:
                     self._idle.notify_all()
+            return None
 
-    def sent(self, number: int) -> None:
-        """Note that call ``number`` was sent; another may be sent now."""
+    def unsent(self, call: PendingCall) -> None:
+        """Note that ``call`` was not sent, no worker gets it, and its caller knows."""
         with self._lock:
-            self._calls.sent(number)
-            if self._calls.sendable:
-                self._to_send.notify()
+            if self._calls.find(call.number) is call:
+                self._calls.unsent(call)
+                self._calls.follow_up(call)
+                self._notify_waiters()
 
-    def unsent(self, number: int, error: BaseException | None) -> None:
-        """Note that a call was not sent and no worker gets it.
+    def abandon(self, call: PendingCall, error: BaseException | None = None) -> None:
+        """Note that its caller does not wait for ``call`` any more, and that it may not have been
+        sent, or replies to it and to others may be lost: all that is not answered by the time when
+        a void call is.
 
         Args:
-            number: the call's number.
-            error: why, for its caller; ``None`` if the caller gave up and knows.
+            call: the call; one that is queued is not sent any more.
+            error: what its future gets, if it has one.
         """
         with self._lock:
-            actions: Actions = []
-            call = self._calls.find(number)
-            if call is not None:
-                self._cancelled.clear(number)
-                self._calls.unsent(call)
-                self._notify_waiters()
-                call.error = error
-                actions = [] if error is None else [call.finish()]
+            self._calls.withdraw(call)
+            self._lateness.forget(call)
+            if self._calls.find(call.number) is call:
+                self._cancelled.mark(call.number)
+            if self._calls.busy:
+                self._calls.follow_up(call)
+            self._notify_waiters()
+            call.error = call.error or error
+            actions = [] if call.error is None else [call.finish()]
         _run(actions)
-
-    def forgo(self, call: PendingCall) -> None:
-        """Note that ``call`` was not sent, unless it was, or something was noted already."""
-        with self._lock:
-            unsent = self._calls.is_being_sent(call)
-        if unsent:
-            self.unsent(call.number, None)
 
     def due(self, call: PendingCall) -> Deadline:
         """Until when to wait for a call, as of now; later, once other calls were answered."""
@@ -428,12 +440,14 @@ class Ledger:
     def _spoil_before(self, rank: int, number: int) -> Actions:
         """Count replies of ``rank`` to calls before ``number`` as lost.
 
-        A rank's replies come in order. One that is missing was taken out of the queue by a thread
-        that a signal handler interrupted before it reported the reply.
+        A rank's replies come in order. If one is missing, a signal handler has interrupted the
+        thread that took it out of the queue, or the one that was to send the call.
         """
         actions: Actions = []
+        while (oldest := self._calls.oldest) is not None and oldest.settled:
+            actions += self._settle(oldest)  # the same, between its last answer and what follows
         while (call := self._calls.oldest_of(rank)) is not None and call.number < number:
-            lost = "the reply was lost when the thread that took it was interrupted"
+            lost = "a signal handler interrupted the thread that sent the call or took the reply"
             call.spoil(rank, WorkerError(rank, call.method, "KeyboardInterrupt", lost, ""))
             actions += self._settle(call)
         return actions

@@ -6,6 +6,7 @@ A call is *done* when its result is known: every rank has answered, or one has f
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import Deadline
 
+from ..control.protocol import VOID
 from ..errors import CallDivergedError, WorkerError, again
 from ..spans import carried
 from .agreement import difference
@@ -56,9 +58,9 @@ class PendingCall:
     """
 
     __slots__ = (
-        "_begun", "_future", "_n_ranks", "_tries", "_values", "args", "begins", "done", "error",
-        "failed", "failure", "kwargs", "method", "number", "reply_rank", "retry", "since", "stream",
-        "timeout", "trace", "waiting",
+        "_begun", "_ending", "_future", "_n_ranks", "_tries", "_values", "args", "begins", "done",
+        "error", "failed", "failure", "kwargs", "method", "number", "reply_rank", "retry", "since",
+        "stream", "timeout", "trace", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -89,6 +91,7 @@ class PendingCall:
         self._n_ranks = n_ranks
         self._tries = 0
         self._future: CallFuture | None = None
+        self._ending: threading.Lock | None = None
         self._forget_answers()
 
     def _forget_answers(self) -> None:
@@ -99,6 +102,17 @@ class PendingCall:
         self.failure: WorkerError | None = None
         self._values: list[Any] = [None] * self._n_ranks
         self._begun: dict[int, tuple[BegunInGroup, ...]] = {}
+
+    @property
+    def is_void(self) -> bool:
+        """Whether it calls nothing: see `void`."""
+        return self.method == VOID
+
+    def void(self) -> PendingCall:
+        """A call, of the same ranks, of nothing. Its replies tell that those before it are lost, if
+        they have not come: a rank's replies come in order.
+        """
+        return PendingCall(VOID, (), {}, self._n_ranks, 0)
 
     @property
     def settled(self) -> bool:
@@ -141,6 +155,8 @@ class PendingCall:
             return _nothing
         self.error = self.error or self.failure or self._uneven_end()
         self.done = True
+        if self._ending is not None:
+            self._ending.release()
         future = self._future
         return _nothing if future is None else lambda: self._hand_out(future)
 
@@ -153,6 +169,18 @@ class PendingCall:
         if self.error is not None:
             raise again(self.error)
         return self._values if self.reply_rank is None else self._values[self.reply_rank]
+
+    def ending(self) -> threading.Lock:
+        """A lock that can be taken, once, when the call is done. The same one each time.
+
+        Waiting for a future is no way for a caller: its own lock would stay taken if a signal
+        handler raised at the wrong moment.
+        """
+        if self._ending is None:
+            self._ending = threading.Lock()
+            if not self.done:
+                self._ending.acquire()
+        return self._ending
 
     def future(self) -> CallFuture:
         """The future of the result, the same one each time."""

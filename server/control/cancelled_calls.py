@@ -1,8 +1,8 @@
 """Which calls nobody waits for any more: a word of shared memory for each call under way.
 
 The driver marks a call; a worker may look while it runs the call, at the price of reading a word.
-Calls are numbered in order, and no more of them are under way than there are words, so no two of
-those share one.
+Calls are numbered in order, and about as many of them are under way as there are words: if two of
+those share one, the mark of the earlier may be lost.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ class CancelledCalls:
 
     Args:
         segment: the memory, owned by this object.
-        echo: called with ``(number, cancelled)`` after each change; ``None``: nothing.
+        echo: called with each number that was marked; ``None``: nothing.
     """
 
-    def __init__(self, segment: Segment, echo: Callable[[int, bool], Any] | None = None) -> None:
+    def __init__(self, segment: Segment, echo: Callable[[int], Any] | None = None) -> None:
         self._segment = segment
-        self._echo = echo or (lambda *_: None)
+        self._echo = echo or (lambda _: None)
         self._n_words = (segment.size - _WORDS) // 8
 
     @classmethod
-    def create(
-        cls, in_flight: int, echo: Callable[[int, bool], Any] | None = None
-    ) -> CancelledCalls:
+    def create(cls, in_flight: int, echo: Callable[[int], Any] | None = None) -> CancelledCalls:
         """No call is marked; at most ``in_flight`` of them will be under way at once.
 
         Raises:
@@ -60,12 +58,7 @@ class CancelledCalls:
     def mark(self, number: int) -> None:
         """Note that nobody waits for call ``number``, which is under way."""
         self._segment.words.store64(self._word(number), number)
-        self._echo(number, True)
-
-    def clear(self, number: int) -> None:
-        """Forget a mark: another call is going to have this number."""
-        self._segment.words.store64(self._word(number), 0)
-        self._echo(number, False)
+        self._echo(number)
 
     def __contains__(self, number: int) -> bool:
         """Whether a call under way was marked."""

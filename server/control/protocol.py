@@ -8,7 +8,7 @@ queues cannot be used, because the board is aborted or does not exist yet.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -16,12 +16,16 @@ from coordinator.begun_in_call import BegunInGroup  # noqa: TC001 - decoded by t
 from coordinator.stores.curve_store import StoreAddress  # noqa: TC001
 from shm_broadcast import BoardHandle, QueueHandle, SegmentHandle  # noqa: TC001
 
+VOID: Final = "_"
+"""The method of a call of nothing, which is answered at once. No user can call such a method."""
+
 
 class Call(msgspec.Struct, frozen=True, gc=False):
     """Driver to all workers: call this method.
 
     Attributes:
-        number: 1, 2, ... in the order of sending.
+        number: 1, 2, ... in the order of sending. Where one is left out, as its call was not sent,
+            a `VOID` call is next.
         method: the name of the worker's method.
         args: its positional arguments.
         kwargs: its keyword arguments.

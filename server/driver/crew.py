@@ -204,9 +204,9 @@ class Crew:
         deadline = self._ledger.due(call)
         try:
             self.dispatcher.send(call, deadline)
-            while True:
+            while not call.done:
                 try:
-                    return self.dispatcher.wait(call, deadline)
+                    self.dispatcher.wait(call, deadline)
                 except GroupTimeoutError:
                     deadline = self._ledger.due(call)  # others may have been answered meanwhile
                     if call.done or deadline.expired:
@@ -218,6 +218,10 @@ class Crew:
             error = self.late(call, deadline.timeout)
             self._ledger.cancel(call)  # only now: it may leave the place that its stack shows
             raise error from None
+        except BaseException:  # it could not be pickled, or a signal handler has raised
+            self._ledger.abandon(call)
+            raise
+        return call.result()
 
     def submit(self, call: PendingCall) -> Future[Any]:
         """Queue a call and return the future of its result.

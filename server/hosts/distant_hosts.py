@@ -148,10 +148,10 @@ class DistantHosts:
                         self._workers[rank].end("its host is gone")
         return launched
 
-    def mark(self, generation: int, number: int, cancelled: bool) -> None:
-        """Tell the other hosts that nobody waits for a call any more, or that somebody does."""
+    def mark(self, generation: int, number: int) -> None:
+        """Tell the other hosts that nobody waits for a call any more."""
         for node in self._nodes:
-            self._link.post(node, MarkCall(generation, number, cancelled))
+            self._link.post(node, MarkCall(generation, number))
 
     def close(self) -> None:
         """Dismiss the hosts, which end what is left of their workers. Idempotent."""

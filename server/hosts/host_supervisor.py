@@ -202,10 +202,7 @@ class HostSupervisor:
     def _mark(self, told: MarkCall) -> None:
         with self._boarding:
             if self._board is not None and told.generation == self._generation:
-                if told.cancelled:
-                    self._cancelled.mark(told.number)
-                else:
-                    self._cancelled.clear(told.number)
+                self._cancelled.mark(told.number)
 
     # --- what the workers do, in the main thread -------------------------------------------
 

@@ -94,11 +94,10 @@ class SignalWorker(msgspec.Struct, frozen=True, tag=True):
 
 
 class MarkCall(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for a call any more; or, not ``cancelled``, another call has that number."""
+    """Nobody waits for a call any more."""
 
     generation: int
     number: int
-    cancelled: bool
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True):

@@ -122,8 +122,8 @@ def replies(rank: int, n: int, folder: str) -> None:
         put(folder, f"pid {rank}", os.getpid())
         calls = [pool.submit("much", folder) for _ in range(8)]
         calls[0].add_done_callback(block_the_pool)
-        under_way = pool._crew._ledger._calls
-        until(lambda: under_way.last == 8 and not under_way._sending)
+        ring = pool._crew._links.calls._writer._ring
+        until(lambda: ring.sequence == 8)
         put(folder, "all sent", True)  # so what the driver does last is to take a reply
         linger()
 

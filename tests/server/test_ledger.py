@@ -55,8 +55,7 @@ class Book:
 
     def send(self, method: str = "embed", reply_rank: int | None = None) -> PendingCall:
         call = PendingCall(method, (), {}, 2, reply_rank)
-        if self.ledger.accept(call, self.ledger.generation):
-            self.ledger.sent(call.number)
+        self.ledger.accept(call, self.ledger.generation)
         return call
 
     def reply(self, rank: int, number: int, value: Any = None, operations: int = 0) -> None:
@@ -197,7 +196,7 @@ def test_a_call_that_timed_out_on_its_way_gets_what_broke_the_pool() -> None:
     call = PendingCall("embed", (), {}, 2, None)
     assert book.ledger.accept(call, 1)
     book.ledger.end(WorkerLostError(1, 4242, "killed by SIGKILL"))
-    book.ledger.unsent(1, None)
+    book.ledger.unsent(call)
     with pytest.raises(WorkerLostError):
         call.result()
 
@@ -260,15 +259,96 @@ def test_an_aborted_board_breaks_the_pool_though_all_have_answered() -> None:
     assert book.asked == [("broke", WorkerError)]
 
 
-def test_a_call_given_up_before_it_left_leaves_no_gap() -> None:
+def test_the_number_of_a_call_given_up_before_it_left_is_passed_over_by_a_void_call() -> None:
     book = Book()
-    call = PendingCall("embed", (), {}, 2, None)
-    assert book.ledger.accept(call, 1)
-    book.ledger.unsent(1, None)
-    book.ledger.give_up(call)
-    assert book.ledger.late(call) == []
-    assert not call.done
-    assert book.send().number == 1
+    calls = [PendingCall("embed", (), {}, 2, None) for _ in range(2)]
+    for number, call in enumerate(calls, 1):
+        assert book.ledger.accept(call, 1) == (number == 1)
+        if number == 1:
+            book.ledger.unsent(call)
+            book.ledger.give_up(call)
+            assert book.ledger.late(call) == []
+            assert not call.done
+    void = book.ledger.next_to_send(1)
+    assert void is not None
+    assert (void.is_void, void.number) == (True, 2)
+    assert book.ledger.next_to_send(1) is calls[1]
+    assert calls[1].number == 3
+    assert book.ledger.next_to_send(1) is None
+
+
+def test_one_void_call_passes_over_the_numbers_of_several() -> None:
+    book = Book(in_flight=1)
+    book.send()
+    for _ in range(3):
+        book.ledger.abandon(book.send())
+    void = book.ledger.next_to_send(1)  # beyond `in_flight`: what it follows may never be answered
+    assert void is not None
+    assert (void.is_void, void.number) == (True, 2)
+    assert book.ledger.load == 2
+
+
+def test_what_is_not_answered_before_a_void_call_is_lost() -> None:
+    book = Book(in_flight=3)
+    abandoned, kept = book.send(), book.send()
+    book.ledger.abandon(abandoned)
+    assert 1 in book.cancelled
+    void = book.ledger.next_to_send(1)
+    assert void is not None
+    book.reply(0, 1, "a")
+    book.reply(0, 2, "b")
+    for rank in (0, 1):
+        assert not kept.done
+        book.reply(rank, void.number)
+    with pytest.raises(WorkerError, match="rank 1 failed in embed: KeyboardInterrupt"):
+        kept.result()
+    assert abandoned.done
+    assert book.ledger.load == 0
+    book.ledger.check()
+
+
+def test_no_call_gets_the_answer_of_one_that_was_abandoned_after_it_was_sent() -> None:
+    book = Book()
+    abandoned = book.send()
+    book.ledger.abandon(abandoned)
+    later = book.send()
+    for number in (1, 2):
+        book.reply(0, number, number)
+        book.reply(1, number, number)
+        if number == 1:
+            assert book.ledger.next_to_send(1) is not None
+            assert book.ledger.next_to_send(1) is later
+            assert later.number == 3
+    assert not later.done
+    book.reply(0, 3, "a")
+    book.reply(1, 3, "b")
+    assert later.result() == ["a", "b"]
+
+
+def test_void_calls_are_not_what_a_rank_did_last_and_do_not_move_to_other_pools() -> None:
+    book = Book(restartable=True)
+    call = book.send("embed")
+    book.reply(0, 1)
+    book.reply(1, 1)
+    second = book.send("second")
+    book.ledger.abandon(second)
+    void = book.ledger.next_to_send(1)
+    assert void is not None
+    for rank in (0, 1):
+        book.reply(rank, void.number)
+    assert call.done
+    assert book.ledger.idle(0) == "second"
+    book.ledger.abandon(book.send())
+    book.send("third")
+    moved: list[PendingCall] = []
+
+    def move(calls: list[PendingCall]) -> list[PendingCall]:
+        moved.extend(calls)
+        return []
+
+    book.ledger.move = move
+    book.ledger.break_off(WorkerLostError(1, 4242, "killed by SIGKILL"))
+    assert [call.method for call in moved] == ["third"]
 
 
 def test_the_first_failure_is_the_one_that_is_kept() -> None:
@@ -302,7 +382,6 @@ def test_no_more_calls_are_under_way_than_allowed_and_the_rest_go_in_order() -> 
     book.reply(1, 1)
     assert book.ledger.next_to_send(1) is calls[2]
     assert calls[2].number == 3
-    book.ledger.sent(3)
     book.reply(0, 2)
     book.reply(1, 2)
     assert book.ledger.next_to_send(1) is calls[3]
@@ -312,19 +391,19 @@ def test_a_call_waits_for_the_one_that_is_being_sent() -> None:
     book = Book(in_flight=2)
     first, second = (PendingCall("embed", (), {}, 2, None) for _ in range(2))
     assert book.ledger.accept(first, 1)
-    assert not book.ledger.accept(second, 1)
-    book.ledger.sent(1)
+    assert not book.ledger.accept(second, 1, may_send=False)
     assert book.ledger.next_to_send(1) is second
 
 
-def test_a_call_that_could_not_be_sent_leaves_no_gap() -> None:
+def test_the_future_of_a_call_that_could_not_be_sent_gets_why() -> None:
     book = Book()
     call = PendingCall("embed", (), {}, 2, None)
-    assert book.ledger.accept(call, 1)
-    book.ledger.unsent(1, TypeError("cannot pickle"))
+    future = call.future()
+    book.ledger.queue(call)
+    assert book.ledger.next_to_send(1) is call
+    book.ledger.abandon(call, TypeError("cannot pickle"))
     with pytest.raises(TypeError, match="cannot pickle"):
-        call.result()
-    assert book.send().number == 1
+        future.result(timeout=0)
 
 
 def test_a_queued_call_can_be_withdrawn_and_a_cancelled_one_is_skipped() -> None:
@@ -357,23 +436,11 @@ def test_a_call_that_nobody_waits_for_is_marked_while_it_is_under_way() -> None:
     assert 3 not in book.cancelled
 
 
-def test_a_mark_does_not_pass_to_the_call_that_gets_the_number_next() -> None:
-    book = Book()
-    unsent = PendingCall("embed", (), {}, 2, None)
-    assert book.ledger.accept(unsent, 1)
-    book.ledger.cancel(unsent)
-    assert 1 in book.cancelled
-    book.ledger.unsent(1, TypeError("cannot pickle"))
-    assert book.send().number == 1
-    assert 1 not in book.cancelled
-
-
 def test_a_stream_ends_on_all_ranks_or_fails() -> None:
     book = Book(in_flight=4)
     calls = [PendingCall("words", (), {}, 2, 1, stream=number) for number in (1, 1, 1, -1)]
     for call in calls:
         assert book.ledger.accept(call, 1)
-        book.ledger.sent(call.number)
     values: list[Any] = [((None,), ("a",)), ((None,), ("b",)), ((), ("c",)), (None, None)]
     for number, pair in enumerate(values, 1):
         for rank, value in enumerate(pair):
@@ -414,26 +481,37 @@ def test_a_reply_that_cannot_be_decoded_fails_the_oldest_call_of_its_rank() -> N
 def test_futures_get_the_result_before_and_after_it_is_known() -> None:
     book = Book()
     call = book.send(reply_rank=0)
-    early = book.ledger.future(call)
+    early = call.future()
     seen: list[Any] = []
     early.add_done_callback(lambda future: seen.append(future.result()))
     book.reply(0, 1, "a")
     book.reply(1, 1)
     assert seen == ["a"]
-    assert book.ledger.future(call) is early
+    assert call.future() is early
     late = book.send()
     book.fail(0, 2)
-    assert isinstance(book.ledger.future(late).exception(timeout=0), WorkerError)
+    assert isinstance(late.future().exception(timeout=0), WorkerError)
+
+
+def test_a_call_can_be_awaited_before_and_after_it_is_done() -> None:
+    book = Book()
+    early, late = book.send(), book.send()
+    assert not book.ledger.wait_until_done(early, 0.01)
+    for number in (1, 2):
+        book.reply(0, number)
+        book.reply(1, number)
+    assert book.ledger.wait_until_done(early, 0.0)
+    assert book.ledger.wait_until_done(late, math.inf)
 
 
 def test_the_sender_is_released_at_the_end() -> None:
     book = Book()
     released: list[Any] = []
-    sender = threading.Thread(target=lambda: released.append(book.ledger.next_to_send(1)))
+    sender = threading.Thread(target=lambda: released.append(book.ledger.wait_to_send(1)))
     sender.start()
     book.ledger.end(PoolClosedError("shut down"))
     sender.join(10)
-    assert released == [None]
+    assert released == [False]
     assert book.ledger.over(1)
     assert book.ledger.wait_until_idle(0)
 
@@ -459,7 +537,6 @@ def test_a_pool_that_is_restarted_fails_what_the_workers_had_and_keeps_the_rest(
     had, again, third = (a_call(retry=retry) for retry in (False, True, True))
     for call in (had, again, third):
         assert book.ledger.accept(call, 1)
-        book.ledger.sent(call.number)
     queued = book.send()
     book.ledger.break_off(WorkerLostError(1, 4242, "killed by SIGKILL"))
     assert book.asked == [("broke", WorkerLostError)]
@@ -477,7 +554,6 @@ def test_a_pool_that_is_restarted_fails_what_the_workers_had_and_keeps_the_rest(
     for number, call in enumerate((again, third, queued), 4):
         assert book.ledger.next_to_send(2) is call
         assert call.number == number
-        book.ledger.sent(number)
     for number in (4, 5, 6):
         book.reply(0, number, "a")
         book.reply(1, number, "b")
@@ -494,8 +570,6 @@ def test_what_comes_late_from_an_earlier_generation_changes_nothing() -> None:
     book.ledger.open(2, book.cancelled)
     assert book.ledger.next_to_send(2) is again
     waiting = book.send()
-    book.ledger.sent(1)
-    book.ledger.unsent(1, TypeError("cannot pickle"))
     book.reply(1, 1, "old")
     book.ledger.garbled(0, ValueError("garbled"), 1)
     book.ledger.break_off(WorkerLostError(0, 4241, "killed by SIGKILL"), generation=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
@@ -15,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from server.calls.ledger import Ledger
-from server.errors import CallTimeoutError, PoolClosedError, WorkerError
+from server.errors import CallTimeoutError, WorkerError
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import MessageDecodeError
@@ -25,8 +23,6 @@ from tests.server.workers import BadInputError, Gate, Undecodable, Unpicklable, 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from server.calls.pending_call import PendingCall
 
 
 @pytest.fixture(scope="module")
@@ -293,27 +289,6 @@ def test_a_call_that_never_left_says_so_and_is_not_made(pool: WorkerPool, gate: 
     assert 2000 not in pool.call("note", 2001)
 
 
-def test_an_interrupted_caller_leaves_the_pool_usable(pool: WorkerPool, tmp_path: Path) -> None:
-    """As a console's Ctrl-C: the call goes on, its reply is taken and dropped."""
-
-    def interrupt_at(gate: Gate) -> None:
-        until(lambda: gate.reached(0))
-        time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    for turn in range(3):
-        folder = tmp_path / str(turn)
-        folder.mkdir()
-        gate = Gate(folder)
-        thread = threading.Thread(target=interrupt_at, args=(gate,))
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            pool.call("hold", gate)
-        gate.open()
-        thread.join()
-        assert pool.call("echo", "after", timeout=30) == "after"
-
-
 def test_a_callback_that_ends_its_thread_ends_no_thread_of_the_pools(pool: WorkerPool) -> None:
     def end(_: object) -> None:
         raise SystemExit
@@ -324,44 +299,15 @@ def test_a_callback_that_ends_its_thread_ends_no_thread_of_the_pools(pool: Worke
     assert pool.submit("echo", 2).result(PATIENCE_SECONDS) == 2
 
 
-def test_an_interrupt_just_before_a_call_is_sent_holds_up_no_other(
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_workers_number_what_they_cannot_decode_right_after_what_could_not_be_sent(
+    pool: WorkerPool,
 ) -> None:
-    def accept(self: Ledger, call: PendingCall, generation: int) -> bool:
-        assert accepted(self, call, generation)
-        raise KeyboardInterrupt
-
-    accepted = Ledger.accept
-    with WorkerPool(Worker, tp=2) as pool:
-        with monkeypatch.context() as changed:
-            changed.setattr(Ledger, "accept", accept)
-            with pytest.raises(KeyboardInterrupt):
-                pool.call("echo", "interrupted")
-        assert pool.call("echo", "after", timeout=PATIENCE_SECONDS) == "after"
-
-
-def test_a_signal_handler_may_shut_down_the_pool_whose_call_it_interrupts(gate: Gate) -> None:
-    with WorkerPool(Worker, tp=2) as pool:
-
-        def shut_down(_: int, __: object) -> None:
-            pool.shutdown(0.0)
-
-        before = signal.signal(signal.SIGUSR2, shut_down)
-        main = threading.main_thread().ident
-        assert main is not None
-
-        def interrupt() -> None:
-            until(lambda: gate.reached(0) and gate.reached(1))
-            signal.pthread_kill(main, signal.SIGUSR2)
-
-        interrupting = threading.Thread(target=interrupt)
-        interrupting.start()
-        try:
-            with pytest.raises(PoolClosedError):
-                pool.call("hold", gate)
-        finally:
-            interrupting.join()
-            signal.signal(signal.SIGUSR2, before)
+    for _ in range(3):
+        with pytest.raises(TypeError, match="cannot send"):
+            pool.call("echo", Unpicklable())
+        with pytest.raises(WorkerError, match="MessageDecodeError"):
+            pool.call("echo", Undecodable(), timeout=PATIENCE_SECONDS)
+        assert pool.call("echo", 1, timeout=PATIENCE_SECONDS) == 1
 
 
 @pytest.mark.parametrize("said", [(0.5, 1, "loading"), (1, 2, None)])

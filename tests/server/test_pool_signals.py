@@ -1,0 +1,202 @@
+"""What signal handlers may do to the calls that they interrupt."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from server.calls.dispatcher import Dispatcher
+from server.calls.ledger import Ledger
+from server.errors import PoolClosedError, WorkerError
+from server.pool import WorkerPool
+from server.pool_config import PoolConfig
+from shm_broadcast import MessageDecodeError, MessageQueue
+from tests.patience import PATIENCE_SECONDS, until
+from tests.server.workers import Gate, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+INTERRUPTS = 1500
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(Worker, tp=2) as pool:
+        yield pool
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path)
+
+
+@pytest.fixture
+def on_alarm() -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Has a function run when the process gets SIGALRM."""
+    before = signal.getsignal(signal.SIGALRM)
+
+    def arrange(do: Callable[[], object]) -> None:
+        signal.signal(signal.SIGALRM, lambda *_: do())
+
+    yield arrange
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupted_caller_leaves_the_pool_usable(pool: WorkerPool, tmp_path: Path) -> None:
+    """As a console's Ctrl-C: the call goes on, its reply is taken and dropped."""
+
+    def interrupt_at(gate: Gate) -> None:
+        until(lambda: gate.reached(0))
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    for turn in range(3):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        gate = Gate(folder)
+        thread = threading.Thread(target=interrupt_at, args=(gate,))
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.call("hold", gate)
+        gate.open()
+        thread.join()
+        assert pool.call("echo", "after", timeout=30) == "after"
+
+
+def interrupted_by(error: type[BaseException], wrapped: Any, *, after: bool) -> Any:
+    """``wrapped`` as a signal handler leaves it that raises ``error`` just before or after it.
+
+    As in life, the main thread alone is interrupted.
+    """
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and not after:
+            raise error("interrupted")
+        result = wrapped(*args, **kwargs)
+        if is_main:
+            raise error("interrupted")
+        return result
+
+    return interrupted
+
+
+def no_collector(_: Dispatcher) -> None:
+    """Have callers alone listen for replies."""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    "place", [(Ledger, "accept"), (MessageQueue, "enqueue"), (MessageQueue, "dequeue")]
+)
+def test_an_interrupt_of_a_call_holds_up_no_other_and_gives_it_no_other_value(
+    monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str], after: bool, error: type[BaseException]
+) -> None:
+    kind, name = place
+    with WorkerPool(Worker, tp=2, config=PoolConfig(in_flight=1)) as pool:
+        with monkeypatch.context() as changed:
+            changed.setattr(Dispatcher, "_wake_collector", no_collector)
+            changed.setattr(kind, name, interrupted_by(error, getattr(kind, name), after=after))
+            with pytest.raises(error, match="interrupted"):
+                pool.call("echo", "interrupted")
+        future = pool.submit("echo", 1)
+        assert pool.call("echo", 2, timeout=PATIENCE_SECONDS) == 2
+        assert future.result(PATIENCE_SECONDS) == 1
+        until(lambda: pool.load == 0)
+
+
+def test_a_reply_that_was_lost_with_an_interrupt_fails_its_call_at_once(
+    monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    with WorkerPool(Worker, tp=2) as pool:
+        with monkeypatch.context() as changed:
+            changed.setattr(Dispatcher, "_wake_collector", no_collector)
+            lost = pool.submit("hold", gate)
+            until(lambda: gate.reached(0) and gate.reached(1))
+            take = interrupted_by(KeyboardInterrupt, MessageQueue.dequeue, after=True)
+            changed.setattr(MessageQueue, "dequeue", take)
+            opening = threading.Timer(0.3, gate.open)
+            opening.start()
+            with pytest.raises(KeyboardInterrupt):
+                pool.call("echo", "behind it")
+            opening.join()
+        with pytest.raises(WorkerError, match="a signal handler interrupted"):
+            lost.result(PATIENCE_SECONDS)
+        assert pool.call("echo", "after", timeout=PATIENCE_SECONDS) == "after"
+
+
+def test_a_signal_handler_may_shut_down_the_pool_whose_call_it_interrupts(gate: Gate) -> None:
+    with WorkerPool(Worker, tp=2) as pool:
+
+        def shut_down(_: int, __: object) -> None:
+            pool.shutdown(0.0)
+
+        before = signal.signal(signal.SIGUSR2, shut_down)
+        main = threading.main_thread().ident
+        assert main is not None
+
+        def interrupt() -> None:
+            until(lambda: gate.reached(0) and gate.reached(1))
+            signal.pthread_kill(main, signal.SIGUSR2)
+
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
+        try:
+            with pytest.raises(PoolClosedError):
+                pool.call("hold", gate)
+        finally:
+            interrupting.join()
+            signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
+def test_interrupts_at_any_moment_mix_up_no_answers_and_hold_up_no_call(
+    pool: WorkerPool,
+    on_alarm: Callable[[Callable[[], object]], None],
+    kind: type[BaseException],
+) -> None:
+    def interrupt() -> None:
+        raise kind("on time")
+
+    def call_until_interrupted(value: tuple[int, str]) -> None:
+        signal.setitimer(signal.ITIMER_REAL, moments.uniform(50e-6, 400e-6))
+        while True:
+            assert pool.call("echo", value) == value
+
+    on_alarm(interrupt)
+    moments = random.Random(1)
+    for number in range(INTERRUPTS):
+        # The handler may raise while a reply is unpickled, or in a lock of the standard library.
+        with pytest.raises((kind, MessageDecodeError, RuntimeError)):
+            call_until_interrupted((number, "interrupted"))
+        future = pool.submit("echo", (number, "submitted"))
+        assert pool.call("echo", number, timeout=PATIENCE_SECONDS) == number
+        lost = future.exception(PATIENCE_SECONDS)
+        if lost is None:
+            assert future.result() == (number, "submitted")
+        else:
+            assert "a signal handler interrupted" in str(lost)
+    until(lambda: pool.load == 0)
+
+
+def test_a_handler_may_ask_for_the_status_of_the_pool_whose_call_it_interrupts(
+    pool: WorkerPool, on_alarm: Callable[[Callable[[], object]], None]
+) -> None:
+    seen: list[int] = []
+    on_alarm(lambda: seen.append(len(pool.status())))
+    moments = random.Random(1)
+    for number in range(INTERRUPTS):
+        signal.setitimer(signal.ITIMER_REAL, moments.uniform(50e-6, 400e-6))
+        while len(seen) == number:
+            assert pool.call("echo", number, timeout=PATIENCE_SECONDS) == number
+    assert seen == [2] * INTERRUPTS
