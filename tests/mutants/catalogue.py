@@ -74,8 +74,8 @@ MUTANTS = (
     Mutant(
         "Q3 a reader that raises gives its space back",
         "shm_broadcast/queue/reader.py",
-        "                    finally:\n                        ring.advance(record)",
-        "                    except StopIteration:\n                        ring.advance(record)",
+        "                        finally:\n                            self._lock.turn.adopt()",
+        "                        except StopIteration:\n                            self._lock.turn.adopt()",  # noqa: E501
         (f"{_HERE}/test_queue.py::test_acquire_read_gives_the_space_back_when_the_block_raises",),
     ),
     Mutant(
