@@ -113,7 +113,9 @@ class Lane:
         self._progress = progress
         self._failed = failed
         self.tickets: deque[Ticket] = deque()
-        self._pushing = threading.Lock()
+        # Re-entrant: a signal handler may look at an operation of the thread that it interrupts.
+        self._pushing = threading.RLock()
+        self._advancing = False
         self._spin = AdaptiveSpin()
         self.board = progress.board
 
@@ -166,17 +168,30 @@ class Lane:
 
         Waits for another thread that is pushing this lane, rather than return at once: the caller
         then sees what that thread has received, and does not take a peer for lost that has left
-        after it sent everything.
+        after it sent everything. Called while this very thread pushes, as by a signal handler, it
+        does nothing.
+
+        Raises:
+            What code of a task's user, or a signal handler, has raised in the middle of a task. The
+            group is aborted: nobody knows how far the task has come.
         """
         failure: CoordinatorError | None = None
         ended = False
         with self._pushing:
+            if self._advancing:
+                return
             try:
+                self._advancing = True
                 while self.tickets and self.tickets[0].task.advance(0):
                     self.tickets.popleft().settle()
                     ended = True
             except CoordinatorError as error:
                 failure = error
+            except BaseException as error:
+                self.board.abort(error)
+                raise
+            finally:
+                self._advancing = False
         if failure is not None:
             self.fail(failure)
         elif ended:
@@ -187,6 +202,13 @@ class Lane:
         with suppress(IndexError):
             return list(self.tickets[0].task.missing())
         return []
+
+    @property
+    def operation(self) -> str:
+        """What the first task is called; ``""`` if there is none."""
+        with suppress(IndexError):
+            return self.tickets[0].task.operation
+        return ""
 
     def fail(self, error: CoordinatorError) -> None:
         """End all tasks of the lane with ``error``."""
@@ -256,10 +278,15 @@ class Progress:
                     self._settled, NEVER, self._name, self._missing, spin=0, shown=tuple
                 )
             except PeerLostError as error:  # the lanes that do not wait for that peer go on
-                self._fail([lane for lane in self._list() if self._misses(lane, error)], error)
+                for lane in self._list():
+                    if self._misses(lane, error):
+                        lane.fail(PeerLostError(lane.operation, error.peer))
                 self._wanted.set()
             except CoordinatorError as error:
-                self._fail(self._list(), error)
+                for lane in self._list():
+                    lane.fail(error)
+            except BaseException:  # noqa: BLE001 - of a task's user: the board is aborted by now
+                self._wanted.set()
 
     def _settled(self) -> bool:
         for lane in self._list():
@@ -279,7 +306,3 @@ class Progress:
 
     def _misses(self, lane: Lane, error: PeerLostError) -> bool:
         return error.rank in [self.board.ranks[member] for member in lane.missing()]
-
-    def _fail(self, lanes: list[Lane], error: CoordinatorError) -> None:
-        for lane in lanes:
-            lane.fail(error)

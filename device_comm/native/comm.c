@@ -12,10 +12,12 @@
 steps_status comm_run(Comm *self, uint64_t bytes, uint64_t spin_ns) {
     steps_status status = STEPS_BLOCKED;
     if (bytes <= BRIEF_BYTES) status = steps_run_briefly(&self->steps);
-    if (status != STEPS_BLOCKED || (spin_ns == 0 && bytes <= BRIEF_BYTES)) return status;
-    Py_BEGIN_ALLOW_THREADS
-    status = steps_run(&self->steps, spin_ns);
-    Py_END_ALLOW_THREADS
+    if (status == STEPS_BLOCKED && (spin_ns != 0 || bytes > BRIEF_BYTES)) {
+        Py_BEGIN_ALLOW_THREADS
+        status = steps_run(&self->steps, spin_ns);
+        Py_END_ALLOW_THREADS
+    }
+    if (status == STEPS_DONE) self->planned = false;
     return status;
 }
 
@@ -86,11 +88,12 @@ static PyObject *begin(PyObject *object, PyObject *args) {
     PyObject *plan;
     uint32_t call;
     if (!PyArg_ParseTuple(args, "OI", &plan, &call)) return NULL;
-    if (self->result != NULL) {
+    if (self->planned || self->result != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "the call before was interrupted when it had begun");
         return NULL;
     }
     if (read_plan(self, plan) < 0) return NULL;
+    self->planned = true;
     memcpy(self->steps.plan.signature + SIGNATURE_CALL, &call, sizeof call);
     steps_begin(&self->steps);
     Py_RETURN_NONE;

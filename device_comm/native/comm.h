@@ -33,6 +33,7 @@ typedef struct {
     PyObject *allocate;                      /* gives room for large results */
     const tensor_reader *reader;             /* NULL: no direct calls */
     PyObject *source, *result;               /* of a direct call that is blocked */
+    bool planned;                            /* a call that is not done has the plan */
 } Comm;
 
 /* Creates the type; returns a new reference, or NULL with an error set. */

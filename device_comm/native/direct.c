@@ -14,7 +14,7 @@
 #include "call.h"
 
 bool direct_callable(const Comm *self, Py_ssize_t given, Py_ssize_t wanted) {
-    return given == wanted && self->reader != NULL && self->result == NULL &&
+    return given == wanted && self->reader != NULL && !self->planned && self->result == NULL &&
            gc_load32(self->board.buf, BOARD_ABORT) == 0;
 }
 
@@ -82,6 +82,7 @@ plan *direct_plan(Comm *self, int verb, shape agreed, int op, size_t root, uint6
     steps *s = &self->steps;
     plan *p = &s->plan;
     const tensor *x = agreed.like;
+    self->planned = true; /* from here on Python may run, and a signal handler call the group */
     memset(p->signature, 0, SIGNATURE_BYTES);
     p->signature[SIGNATURE_VERB] = (unsigned char)verb;
     p->signature[SIGNATURE_OP] = (unsigned char)op;
@@ -185,7 +186,10 @@ PyObject *direct_make(Comm *self, int verb, PyObject *x, PyObject *out, shape wa
     if (out == Py_None && shape_bytes(wanted) >= RECYCLED_BYTES) {
         /* Python may find no memory, or be interrupted: not when the others are in it already. */
         PyObject *made = make_large(self, x, wanted, &result->data);
-        if (made != NULL) direct_start(self, verb);
+        if (made == NULL)
+            self->planned = false;
+        else
+            direct_start(self, verb);
         return made;
     }
     direct_start(self, verb);

@@ -101,6 +101,7 @@ bool tensor_read(const tensor_reader *reader, PyObject *type, PyObject *object, 
         if (strided && view.strides[dim] != (int64_t)numel) return false;
         numel *= (uint64_t)view.shape[dim];
     }
+    if (numel != 0 && view.data == NULL) return false; /* zeros of autograd, wrappers of functorch */
     /* The imaginary part of a conjugated number is negated lazily; more of them are strided. */
     if (numel == 1 && is_negated(object)) return false;
     *described = (tensor){.data = (char *)view.data + view.byte_offset,

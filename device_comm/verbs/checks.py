@@ -20,6 +20,8 @@ def check_tensor(label: str, x: object, device: torch.device) -> None:
         raise TypeError(f"{label} must be a tensor, not {type(x).__name__}")
     if x.layout is not torch.strided or x.is_quantized:
         raise TypeError(f"{label} must be a dense tensor, not {x.layout}, {x.dtype}")
+    if x._is_zerotensor():  # autograd makes them
+        raise TypeError(f"{label} has no memory: pass a clone() of it")
     if x.device != device:
         raise ValueError(f"{label} is on {x.device}; this communicator moves tensors on {device}")
 
@@ -33,6 +35,10 @@ def check_out(
         raise TypeError(f"out is {out.dtype}; the result is {dtype}")
     if out.shape != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}; the result has {tuple(shape)}")
+    if 0 in out.stride() and any(
+        stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)
+    ):
+        raise ValueError("out is expanded: several of its elements are one in memory")
 
 
 def check_dim(dim: int, x: Tensor) -> int:

@@ -114,7 +114,7 @@ class Runner:
                 entries.append(self._recorder.begin(each))
                 pending = join([pending, backend.start(each)])
             if operation.background and pending is not None:
-                allowed = backend.timeout if given is None else Deadline.after(given).timeout
+                allowed = backend.timeout if given is None else given
                 done = Followed(pending, lambda: self._end(entries))
                 keep, failed = (operation, more), lambda error: self._fail(entries, error)
                 return Work(result, done, finish, allowed, keep, failed)

@@ -14,6 +14,7 @@ from device_comm.verbs.arrange import (
     pieces_first,
     resized,
     row_elements,
+    shares_memory,
 )
 from device_comm.verbs.checks import (
     check_dim,
@@ -110,7 +111,9 @@ class UnevenVerbs:
             self._check_gatherv(*pair, dim, sizes) for pair in zip(inputs, outputs, strict=True)
         ]
         if run.world_size == 1:
-            for given, wanted in zip(inputs, outputs, strict=True):
+            # Of several, an output may share memory with an input behind it.
+            read = [y.clone() for y in inputs] if len(inputs) > 1 and out is not None else inputs
+            for given, wanted in zip(read, outputs, strict=True):
                 if wanted is not None and wanted is not given:
                     wanted.detach().copy_(given)
             same = [
@@ -119,7 +122,7 @@ class UnevenVerbs:
             ]
             return run.skip("all_gatherv", same[0] if isinstance(x, Tensor) else same, async_op)
         plans = [
-            self._plan_gatherv(given, wanted, dim, parts)
+            self._plan_gatherv(given, wanted, dim, parts, inputs)
             for given, wanted, parts in zip(inputs, outputs, rows, strict=True)
         ]
 
@@ -283,13 +286,14 @@ class UnevenVerbs:
         return parts
 
     def _plan_gatherv(
-        self, x: Tensor, out: Out, dim: int, parts: tuple[int, ...]
+        self, x: Tensor, out: Out, dim: int, parts: tuple[int, ...], inputs: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Any, tuple[int, ...]]:
-        """One tensor's source, buffer, last step and elements."""
+        """One tensor's source, buffer, last step and elements; all ``inputs`` are read first."""
         dim, total = check_dim(dim, x), sum(parts)
         shape = resized(x.shape, dim, total)
         source = pieces_first(x, dim, x.shape[dim])
-        buffer, finish = landing_pieces(self.runner.new, out, shape, dim, total, source, x)
+        read = next((y for y in inputs if out is not None and shares_memory(out, y)), x)
+        buffer, finish = landing_pieces(self.runner.new, out, shape, dim, total, source, read)
         return source, buffer, finish, elements_of(parts, row_elements(shape, dim))
 
 

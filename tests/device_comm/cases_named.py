@@ -35,6 +35,7 @@ def named_cases(n: int) -> Iterator[Case]:
         (COLLECTIVES, awaiting_works),
         (COLLECTIVES | UNEVEN | ROOTED, empty_tensors),
         (COLLECTIVES | UNEVEN | ROOTED | P2P, wrong_arguments_move_nothing),
+        (UNEVEN, outputs_that_are_inputs_too),
         (COLLECTIVES | UNEVEN, many_in_flight),
         (frozenset({"barrier"}), barrier_waits_for_the_late),
     ]
@@ -243,9 +244,13 @@ def wrong_arguments_move_nothing(comm: Any) -> None:  # whose types would refuse
         (TypeError, lambda: comm.all_reduce(x.to(torch.complex64), op=ReduceOp.MAX)),
         (TypeError, lambda: comm.all_reduce(x.to(torch.float8_e4m3fn))),
         (TypeError, lambda: comm.all_reduce(x.to_sparse())),
+        (TypeError, lambda: comm.all_reduce(torch._efficientzerotensor((3,), device=x.device))),
+        (TypeError, lambda: comm.broadcast(torch._efficientzerotensor((3,), device=x.device))),
         (ValueError, lambda: comm.all_reduce(meta)),
         (ValueError, lambda: comm.all_reduce(x, timeout=-1)) if n > 1 else _never(),
         (ValueError, lambda: comm.all_reduce(x, out=x[:1])),
+        (ValueError, lambda: comm.all_reduce(x, out=x[:1].expand_as(x))),
+        (ValueError, lambda: comm.all_reduce_(x[:1].expand_as(x))),
         (TypeError, lambda: comm.all_reduce(x, out=torch.zeros_like(x, dtype=torch.float64))),
         (ValueError, lambda: comm.all_gather(x, dim=2)),
         (ValueError, lambda: comm.all_gather(x, dim=-3)),
@@ -294,6 +299,16 @@ def wrong_arguments_move_nothing(comm: Any) -> None:  # whose types would refuse
         else:
             raise AssertionError(f"call {number} raised no {kind.__name__}")
         same(comm.all_reduce(_tensor(comm, [1.0])), torch.tensor([float(n)]))
+
+
+def outputs_that_are_inputs_too(comm: Communicator) -> None:
+    """Of a list, an output may share memory with an input behind it."""
+    n, mine = comm.world_size, float(comm.rank)
+    first, room = _tensor(comm, [mine]), _tensor(comm, [mine + 10] * n)
+    outs = [room, torch.empty(n, device=comm.device)]
+    found = comm.all_gatherv([first, room[:1]], 0, [1] * n, out=outs)
+    for result, more in zip(found, (0.0, 10.0), strict=True):
+        same(result, torch.arange(n) + more)
 
 
 def sizes_are_ints_or_sequences(comm: Communicator) -> None:

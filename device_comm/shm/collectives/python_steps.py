@@ -58,6 +58,8 @@ class PythonSteps:
 
     def begin(self, plan: SlotPlan, call: int, /) -> None:
         """Take on a plan, in the call of that number; the one before is done."""
+        if self._step < self._end:
+            raise RuntimeError("the call before was interrupted when it had begun")
         self._plan = plan
         self._signature = with_call(plan.signature, call)
         self._piece = self._layout.piece_bytes if plan.addressed else self._layout.slot_bytes
