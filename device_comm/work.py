@@ -103,7 +103,8 @@ class Work(Generic[T]):
         Args:
             result: what `wait` returns, unless ``finish`` makes it.
             pending: the operation; None if it is done.
-            finish: called once, by the first `wait` that succeeds; returns the result.
+            finish: called by the first `wait` that sees the operation done, and again only after
+                a GroupTimeoutError of its own; returns the result.
             timeout: seconds that `wait` allows by default.
             keep: whatever else must live as long as the operation.
             failed: told the error, once, if the operation fails.
@@ -114,7 +115,7 @@ class Work(Generic[T]):
         self._timeout = timeout
         self._keep = keep
         self._failed = failed
-        self._error: CoordinatorError | None = None
+        self._error: Exception | None = None
 
     def is_completed(self) -> bool:
         """Whether `wait` would return or raise at once. Collective: no."""
@@ -133,7 +134,8 @@ class Work(Generic[T]):
 
         Raises:
             GroupTimeoutError: not done yet; it is still under way, wait again.
-            CoordinatorError: it failed; each further call raises the same error.
+            CoordinatorError: it failed; each further call raises the same error, as it does
+                whatever else making the result has raised.
         """
         if self._error is not None:
             raise self._error
@@ -150,7 +152,13 @@ class Work(Generic[T]):
                 raise
             self._pending = None
         if self._finish is not None:
-            self._result = self._finish()
+            try:
+                self._result = self._finish()
+            except GroupTimeoutError:
+                raise
+            except Exception as error:
+                self._error, self._finish, self._keep = error, None, None
+                raise
             self._finish = None
         self._keep = None
         return self._result

@@ -377,6 +377,20 @@ def slices(rank: int, n: int, path: str) -> None:
             torch.full((4,), 100.0 + me), torch.full((4,), 200.0 + me)
         )
         assert [each.unique().tolist() for each in both] == [[101.0 - me], [201.0 - me]]
+        # waiting again for what was refused gathers nothing again
+        if stage.is_first:
+            for tree in (trees[0], trees[0] + 100):
+                stage.send_forward(tree)
+        else:
+            refuses = groups.tp.is_first_rank
+            work = stage.recv_forward((9,) if refuses else None, async_op=True)
+            for _ in range(2):
+                if refuses:
+                    with pytest.raises(ValueError, match="expected"):
+                        work.wait()
+                else:
+                    assert same(work.wait(), trees[0])
+            assert same(stage.recv_forward(), trees[0] + 100)
         groups.world.barrier(timeout=120)
 
 

@@ -92,6 +92,38 @@ def test_a_failure_is_told_once_and_raised_again_and_again() -> None:
     assert "failed: broken" in repr(work)
 
 
+@pytest.mark.parametrize("error", [ValueError("odd"), CoordinatorError("odd")])
+def test_a_result_that_cannot_be_made_is_tried_once(error: Exception) -> None:
+    tried: list[int] = []
+
+    def finish() -> str:
+        tried.append(1)
+        raise error
+
+    work = Work("given", Steps(0), finish)
+    for _ in range(3):
+        with pytest.raises(type(error), match="odd") as caught:
+            work.wait()
+        assert caught.value is error
+    assert tried == [1]
+    assert work.is_completed()
+    assert "failed: odd" in repr(work)
+
+
+def test_a_result_that_takes_too_long_is_tried_again() -> None:
+    errors = [GroupTimeoutError("making", 0)]
+
+    def finish() -> str:
+        if errors:
+            raise errors.pop()
+        return "made"
+
+    work = Work("given", Steps(0), finish)
+    with pytest.raises(GroupTimeoutError):
+        work.wait()
+    assert [work.wait(), work.wait()] == ["made", "made"]
+
+
 def test_tensors_live_as_long_as_the_operation() -> None:
     tensor = torch.ones(3)
     alive = weakref.ref(tensor)
