@@ -25,6 +25,7 @@ from torch import Tensor
 
 from coordinator.messages.plain import DTYPES, is_key, is_scalar
 from coordinator.messages.wire import Wire
+from device_comm.verbs.checks import why_not_dense
 from shm_broadcast import MessageDecodeError
 from shm_broadcast.codec import UNDECODABLE
 
@@ -35,6 +36,12 @@ SMALL_BYTES: Final = 1536
 """Of the tensors that travel with their header. A frame then has half a kilobyte for that."""
 
 _LENGTH: Final = struct.Struct("<I")
+_CARRIED: Final = {
+    name: dtype
+    for name, dtype in DTYPES.items()
+    if not name.removeprefix("torch.").startswith(("qint", "quint"))
+}
+"""The dtypes of tensors. Of a quantised one torch may give out less memory than ``nbytes`` says."""
 _PICKLING = Wire()
 
 
@@ -62,10 +69,10 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
         """The dtype itself.
 
         Raises:
-            MessageDecodeError: this torch has no such dtype.
+            MessageDecodeError: this torch has no such dtype, or it is quantised.
         """
         try:
-            return DTYPES[self.dtype]
+            return _CARRIED[self.dtype]
         except KeyError:
             raise MessageDecodeError(f"unknown dtype {self.dtype!r}") from None
 
@@ -220,7 +227,7 @@ def from_payload(payload: memoryview) -> tuple[Header, dict[Any, Tensor]]:
         tensors = {}
         for number in header.small:
             meta = header.tensors[travelling[number]]
-            room = torch.empty(meta.numel_sent, dtype=meta.torch_dtype)
+            room = torch.empty(meta.numel_sent, dtype=meta.torch_dtype, device="cpu")
             # As bytes: in the payload elements need not lie where those of their type have to.
             sent = bytes(payload[place : place + room.nbytes])
             if len(sent) < room.nbytes:
@@ -249,11 +256,14 @@ def unpack(header: Header, tensors: Mapping[Any, Tensor], wire: Wire = _PICKLING
 
 
 def _describe(key: Any, value: Tensor, slicing: Slicing) -> TensorMeta:
-    if value.layout is not torch.strided or value.is_quantized:
-        raise TypeError(f"{key!r} is not a dense tensor: {value.layout}, {value.dtype}")
+    if (why := why_not_dense(value)) is not None:
+        raise TypeError(f"{key!r} is not a dense tensor: {why}")
+    dtype = str(value.dtype)
+    if dtype not in _CARRIED:
+        raise TypeError(f"{key!r} is quantised: {dtype}")
     cut = slicing.cuts(key, value.numel())
     return TensorMeta(
-        str(value.dtype),
+        dtype,
         tuple(value.shape),
         value.device.type,
         value.requires_grad,

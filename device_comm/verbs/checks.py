@@ -18,12 +18,25 @@ def check_tensor(label: str, x: object, device: torch.device) -> None:
     """Require a dense tensor on ``device``."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{label} must be a tensor, not {type(x).__name__}")
-    if x.layout is not torch.strided or x.is_quantized:
-        raise TypeError(f"{label} must be a dense tensor, not {x.layout}, {x.dtype}")
-    if x._is_zerotensor():  # autograd makes them
-        raise TypeError(f"{label} has no memory: pass a clone() of it")
+    if (why := why_not_dense(x)) is not None:
+        raise TypeError(f"{label} must be a dense tensor, not {why}")
     if x.device != device:
         raise ValueError(f"{label} is on {x.device}; this communicator moves tensors on {device}")
+
+
+def why_not_dense(x: Tensor) -> str | None:
+    """What ``x`` is instead of a tensor whose elements lie in memory of its own; None if it is.
+
+    A subclass that handles operations itself, as DTensor does, wraps other tensors.
+    """
+    kind = type(x)
+    if kind is not Tensor and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"a {kind.__name__}: pass the tensor it wraps, of its .to_local() or .wait()"
+    if x.layout is not torch.strided or x.is_quantized:
+        return f"{x.layout}, {x.dtype}"
+    if x._is_zerotensor():  # autograd makes them
+        return "one without memory: pass a clone() of it"
+    return None
 
 
 def check_out(

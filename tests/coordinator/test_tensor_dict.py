@@ -24,10 +24,15 @@ from coordinator.messages.tensor_dict import (
     unpack,
 )
 from shm_broadcast import MessageDecodeError
+from tests.device_comm.cases_named import Wrapping
 
 
 class Colour(enum.IntEnum):
     RED = 1
+
+
+class Named(torch.Tensor):
+    """A subclass with memory of its own."""
 
 
 def through(values: dict[str, Any]) -> dict[str, Any]:
@@ -100,6 +105,13 @@ def test_keys_of_any_kind() -> None:
             assert found[key] == value
 
 
+def test_parameters_and_subclasses_with_memory_of_their_own() -> None:
+    x = torch.arange(3.0)
+    values = {"p": torch.nn.Parameter(x, requires_grad=False), "s": x.as_subclass(Named)}
+    for found in through(values).values():
+        assert torch.equal(found, x)
+
+
 def test_empty_dict_and_empty_tensors() -> None:
     assert through({}) == {}
     header, parts = pack({"empty": torch.empty(0, 5), "one": torch.tensor(3.0)})
@@ -162,6 +174,8 @@ def test_cutting_what_does_not_divide_is_refused_before_anything_is_sent() -> No
         ({float("nan"): 1}, "tuples of these; got nan"),
         ({"f": lambda: 0}, r"of the values \['f'\]: cannot pickle"),
         ({"s": torch.ones(2).to_sparse()}, "'s' is not a dense tensor"),
+        ({"w": Wrapping(torch.ones(2))}, "'w' is not a dense tensor: a Wrapping: pass the tensor"),
+        ({"q": torch.ones(2).to(torch.uint8).view(torch.quint8)}, "'q' is quantised: torch.quint8"),
     ],
 )
 def test_what_cannot_be_sent(values: dict[Any, Any], message: str) -> None:
@@ -183,6 +197,12 @@ def test_bytes_that_are_no_header(data: bytes) -> None:
 def test_what_this_side_cannot_restore() -> None:
     with pytest.raises(MessageDecodeError, match=r"unknown dtype 'torch\.float1'"):
         _ = TensorMeta("torch.float1", (1,), "cpu").torch_dtype
+    for short_of_memory in ("torch.quint4x2", "torch.quint2x4"):
+        meta = TensorMeta(short_of_memory, (1400,), "cpu")
+        head = encode(Header(["k"], {"k": meta}, small=[0]))
+        payload = len(head).to_bytes(4, "little") + head + b"A" * 1400
+        with pytest.raises(MessageDecodeError, match="unknown dtype"):
+            from_payload(memoryview(payload))
     with pytest.raises(MessageDecodeError, match="cannot restore an object"):
         unpack(Header(["k"], {}, {}, b"no pickle"), {})
     with pytest.raises(MessageDecodeError, match="the value of a key did not come"):

@@ -231,6 +231,20 @@ def empty_tensors(comm: Communicator) -> None:
     same(comm.all_reduce(_tensor(comm, [1.0])), torch.tensor([float(n)]))
 
 
+class Wrapping(torch.Tensor):
+    """A tensor without memory of its own, as DTensor is one."""
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inside.shape, dtype=inside.dtype, device=inside.device
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("nothing is to be computed of it")
+
+
 def wrong_arguments_move_nothing(comm: Any) -> None:  # whose types would refuse them
     n, device = comm.world_size, comm.device
     x = torch.zeros(n + 1, 3, device=device)
@@ -246,6 +260,8 @@ def wrong_arguments_move_nothing(comm: Any) -> None:  # whose types would refuse
         (TypeError, lambda: comm.all_reduce(x.to_sparse())),
         (TypeError, lambda: comm.all_reduce(torch._efficientzerotensor((3,), device=x.device))),
         (TypeError, lambda: comm.broadcast(torch._efficientzerotensor((3,), device=x.device))),
+        (TypeError, lambda: comm.all_reduce(Wrapping(x))),
+        (TypeError, lambda: comm.all_reduce(x, out=Wrapping(x))),
         (ValueError, lambda: comm.all_reduce(meta)),
         (ValueError, lambda: comm.all_reduce(x, timeout=-1)) if n > 1 else _never(),
         (ValueError, lambda: comm.all_reduce(x, out=x[:1])),
