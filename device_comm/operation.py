@@ -59,7 +59,7 @@ ALL_VERBS: Final = frozenset(
 REDUCTIONS: Final = frozenset({"all_reduce", "reduce_scatter", "reduce_scatterv", "reduce"})
 """The verbs that reduce tensors of several ranks to one."""
 
-NO_TENSOR: Final = torch.empty(0)
+NO_TENSOR: Final = torch.empty(0, device="cpu")
 """The source of a rank that has no input, or the output of one that gets no result."""
 
 

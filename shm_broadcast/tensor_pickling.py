@@ -71,7 +71,7 @@ def _rebuild_tensor(
         writable = bytearray(memory) if values.readonly else memory
         tensor = torch.frombuffer(writable, dtype=dtype).view(shape)
     else:
-        tensor = torch.empty(0, dtype=torch.uint8).view(dtype).view(shape)
+        tensor = torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype).view(shape)
     if device is not None:
         tensor = tensor.to(device)
     return tensor.requires_grad_() if requires_grad else tensor

@@ -119,7 +119,8 @@ class ObjectMessenger(MessageTransport):
             own, kind, refused = why_refused(error).encode(), Kind.REFUSED, error
         sealed = self.wire.close(kind, own, EVERYONE)
         mine = torch.frombuffer(bytearray([kind]) + sealed, dtype=torch.uint8)
-        lengths = self.cpu.all_gather(torch.tensor([mine.numel()]), timeout=deadline).tolist()
+        length = torch.tensor([mine.numel()], device="cpu")
+        lengths = self.cpu.all_gather(length, timeout=deadline).tolist()
         everyone = self.cpu.all_gatherv(mine, sizes=lengths, timeout=deadline)
         dues = {src: self.wire.expect(src, EVERYONE) for src in self._others}
         if refused is not None:

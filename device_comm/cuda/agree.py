@@ -34,9 +34,9 @@ def swap_over(comm: Communicator, timeout: float | Deadline | None = None) -> Sw
     """A `Swap` over a CPU communicator; ``timeout`` as for its calls. Collective: no."""
 
     def swap(payload: bytes) -> list[bytes]:
-        size = torch.tensor([len(payload)])
+        size = torch.tensor([len(payload)], device="cpu")
         sizes = comm.all_gather(size, dim=0, timeout=timeout).tolist()
-        own = torch.empty(len(payload), dtype=torch.uint8)
+        own = torch.empty(len(payload), dtype=torch.uint8, device="cpu")
         own.numpy()[:] = memoryview(payload)
         whole = comm.all_gatherv(own, sizes=sizes, timeout=timeout)
         return [part.numpy().tobytes() for part in whole.split(sizes)]  # type: ignore[no-untyped-call]

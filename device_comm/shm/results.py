@@ -28,7 +28,7 @@ class Results:
         """A new contiguous tensor of ``shape``."""
         size = math.prod(shape) * dtype.itemsize
         if size < RECYCLED_BYTES:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         flat = torch.frombuffer(self._pool.take(size), dtype=dtype)
         return flat if len(shape) == 1 else flat.view(shape)
 

@@ -240,5 +240,5 @@ def break_off(group: dist.ProcessGroup) -> None:
         return
     peer = (group.rank() + 1) % group.size()
     with contextlib.suppress(RuntimeError):
-        never = group.recv([torch.empty(1)], peer, _NEVER_SENT)
+        never = group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT)
         never.wait(timedelta(milliseconds=1))

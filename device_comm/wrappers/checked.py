@@ -54,7 +54,7 @@ class CheckedBackend(Wrapper):
     def _agree(self, operation: Operation) -> None:
         ours = _describe(operation).encode()[:_BYTES]
         row = torch.frombuffer(bytearray(ours.ljust(_BYTES)), dtype=torch.uint8)
-        rows = torch.empty((self.world_size, _BYTES), dtype=torch.uint8)
+        rows = torch.empty((self.world_size, _BYTES), dtype=torch.uint8, device="cpu")
         pending = self._over.start(operation.instead(row, rows, verb="all_gather"))
         if pending is not None:
             pending.wait(operation.deadline)

@@ -57,7 +57,7 @@ class HostStaging(Wrapper):
     def start(self, operation: Operation) -> Pending | None:
         """Carry out ``operation`` on the CPU, then copy its output back."""
         output = operation.output
-        there = torch.empty(output.shape, dtype=output.dtype)
+        there = torch.empty(output.shape, dtype=output.dtype, device="cpu")
         pending = self._inner.start(operation.instead(operation.source.cpu(), there))
         if pending is not None:
             return Followed(pending, lambda: output.copy_(there))

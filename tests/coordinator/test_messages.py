@@ -300,6 +300,25 @@ def undecodable(group: GroupCoordinator, me: int, other: int) -> None:
         assert group.recv_object(0) == "good"
 
 
+def another_default_device(group: GroupCoordinator, me: int, other: int) -> None:
+    """Tensors are made where they belong, whatever ``torch.set_default_device`` says."""
+    small, large = torch.arange(4.0), torch.arange(3000.0)
+    with torch.device("meta"):
+        for send in (group.send_tensor_dict, group.isend_tensor_dict):
+            send({"small": small, "large": large, "step": 3}, other)
+            agree(group.recv_tensor_dict(other), {"small": small, "large": large, "step": 3})
+        found = group.broadcast_tensor_dict({"small": small} if me == 0 else None)
+        agree(found, {"small": small})
+        group.isend_object({"text": "x" * 10000, "empty": small[:0]}, other)
+        assert group.recv_object(other)["empty"].device.type == "cpu"
+        assert group.all_gather_object(me) == [0, 1]
+        group.isend(small, other)
+        assert torch.equal(group.recv(4, torch.float32, other), small)
+        assert torch.equal(group.all_reduce(small), small * 2)
+        assert group.all_gather(small.view(2, 2).t(), 1).device.type == "cpu"
+        assert group.reduce_scatterv(small, 0, [3, 1]).numel() == 3 - 2 * me
+
+
 class Unloadable:
     def __reduce__(self) -> Any:
         return refuse, ()
@@ -324,6 +343,7 @@ CASES = [
     refused,
     told_to_both,
     undecodable,
+    another_default_device,
 ]
 
 

@@ -118,7 +118,7 @@ def slowest(values: Sequence[float], groups: Sequence[GroupCoordinator]) -> list
 
     Collective: yes, every rank of the mesh.
     """
-    found = torch.tensor(values, dtype=torch.float64)
+    found = torch.tensor(values, dtype=torch.float64, device="cpu")
     for group in groups:
         found = group.all_reduce(found.to(group.device), op=ReduceOp.MAX).cpu()
     return found.tolist()
