@@ -39,6 +39,7 @@ from device_comm.call_number import call_number, naming_call
 from shm_broadcast import (
     CoordinatorError,
     DivergenceError,
+    GroupTimeoutError,
     MessageRefusedError,
     MessageSealError,
 )
@@ -83,18 +84,29 @@ class ObjectMessenger(MessageTransport):
         return self.cpu.runner.skip("broadcast", obj, async_op)
 
     def broadcast_through(self, queue: MessageQueue, obj: Any, timeout: Timeout) -> Any:
-        """The object of the queue's writer, rank 0, on all members. Collective: yes."""
+        """The object of the queue's writer, rank 0, on all members. Collective: yes.
+
+        Raises:
+            GroupTimeoutError: it took too long; the group has been aborted.
+        """
         self.cpu.begun.count("broadcast")
         ours = call_number()
         deadline = self._deadline(timeout)
         try:
             theirs, found = queue.broadcast_object((ours, obj), deadline)
+        except GroupTimeoutError as error:
+            self.cpu.abort(error)
+            raise
         except CoordinatorError:
             raise
         except Exception as error:
             if not queue.is_writer:
                 raise
-            queue.enqueue((ours, _Refused(why_refused(error))), deadline)
+            try:
+                queue.enqueue((ours, _Refused(why_refused(error))), deadline)
+            except GroupTimeoutError as late:
+                self.cpu.abort(late)
+                raise
             self._refused(error)
         if theirs != ours:
             what = Kind.BROADCAST_OBJECT

@@ -189,6 +189,23 @@ def outside(rank: int, n: int, path: str) -> None:
             source.shutdown()
 
 
+def late_for_the_queue(rank: int, n: int, path: str) -> None:
+    """A broadcast that timed out ends the group: nobody is a message behind."""
+    init_gloo(rank, n, path)
+    group = GroupCoordinator([[0, 1]], rank, "gloo", False, True, "tp")
+    group.broadcast_object("first" if rank == 0 else None)
+    if rank == 1:
+        with pytest.raises(GroupTimeoutError):
+            group.broadcast_object(timeout=0.2)
+    dist.barrier()
+    with pytest.raises(GroupAbortedError, match="GroupTimeoutError"):
+        group.broadcast_object("late" if rank == 0 else None, timeout=20)
+
+
+def test_a_broadcast_through_the_queue_that_times_out(store_path: str) -> None:
+    run_ranks(2, late_for_the_queue, store_path)
+
+
 def test_a_queue_whose_writer_is_outside(store_path: str) -> None:
     run_ranks(2, outside, store_path)
 
