@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, overload
 
-from coordinator.messages.tensor_dict import WHOLE
+from coordinator.messages.tensor_dict import WHOLE, encode
 from coordinator.pipeline.inflow import Inflow
 from coordinator.pipeline.message import NEXT, PREV, to_dict, way_of
 from device_comm import Joined, Work
 from device_comm.verbs.checks import check_rank
+from shm_broadcast import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -183,14 +184,17 @@ class PipelineEnd:
         sends = [(send_next, NEXT, to_next), (send_prev, PREV, to_prev)]
         # what the previous stage sends goes to its next one
         receives = [(NEXT, to_prev) if recv_prev else None, (PREV, to_next) if recv_next else None]
-        messages = self._prepare(sends, scatter_gather_tensors)
+        allowed = self.pp.device_communicator.timeout if timeout is None else timeout
+        if not async_op:
+            allowed = Deadline.after(allowed)
         inflows = [each and (each[0], self._inflow_of(each[1])) for each in receives]
+        messages = self._prepare(sends, scatter_gather_tensors)
         if not async_op and not any(inflows):
             for each in messages:
-                self._messenger.send_packed(each.dst, each.header, each.parts, timeout)
+                self._messenger.send_packed(each.dst, each.header, each.parts, allowed)
             return pick([None for _ in receives])
         sending = [
-            self._messenger.isend_packed(each.dst, each.header, each.parts, timeout)
+            self._messenger.isend_packed(each.dst, each.header, each.parts, allowed)
             for each in messages
         ]
         requests = [each and each[1].want(each[0]) for each in inflows]
@@ -199,14 +203,14 @@ class PipelineEnd:
             None,
             Joined([*under_way, *sending]),
             lambda: pick([request and request.finish() for request in requests]),
-            self.pp.device_communicator.timeout if timeout is None else timeout,
+            allowed,
         )
         return work if async_op else self._messenger.finish(work)
 
     def _prepare(
         self, sends: Sequence[tuple[Any, str, int]], scatter_gather_tensors: bool | None
     ) -> list[_Message]:
-        """Everything that is to be sent, checked, before anything is."""
+        """Everything that is to be sent, checked, before anything is; what is promised with it."""
         slicing = self._slicing(scatter_gather_tensors)
         messages: list[_Message] = []
         promised = dict(self._promised)
@@ -216,7 +220,7 @@ class PipelineEnd:
             self._check_peer(dst)
             header, parts = self._messenger.pack(to_dict(tree, way), slicing)
             known = promised.setdefault(dst, header) if self._once else None
-            if known is not None and known != header:
+            if known is not None and encode(known) != encode(header):
                 raise _broken_promise(dst, known, header)
             is_first = dst not in self._promised and all(each.dst != dst for each in messages)
             messages.append(_Message(dst, header if not self._once or is_first else None, parts))

@@ -235,6 +235,12 @@ TWO = (
 def once(pp: Any) -> None:
     """Only the first message has a header; what is promised is checked before it is broken."""
     stage = Stage(pp, once=True)
+    if stage.is_first:  # what is refused promises nothing
+        tree: Any = {"x": torch.ones(2), "name": "same"}
+        with pytest.raises(ValueError, match="rank"):
+            stage.exchange(send_next=tree, recv_prev=True, prev_rank=7)
+        with pytest.raises(ValueError, match="timeout"):
+            stage.exchange(send_next=tree, timeout=-1)
     for step in range(3):
         if stage.is_first:
             stage.send_forward({"x": torch.full((2,), float(step)), "name": "same"})
@@ -247,8 +253,15 @@ def once(pp: Any) -> None:
         for tree in ({"x": torch.ones(3), "name": "same"}, {"x": torch.ones(2), "name": "other"}):
             with pytest.raises(ValueError, match="promised"):
                 stage.send_forward(tree)
+        scalars = Stage(pp, once=True)
+        scalars.send_forward({"k": 1, "x": 0.0})
+        for tree in ({"k": True, "x": 0.0}, {"k": 1.0, "x": 0.0}, {"k": 1, "x": -0.0}):
+            with pytest.raises(ValueError, match="promised"):
+                scalars.send_forward(tree)
         with pytest.raises(ValueError, match="the first went to the next one, so all must"):
             stage.exchange(send_prev={"x": torch.ones(2), "name": "same"})
+    else:
+        assert same(Stage(pp, once=True).recv_forward(), {"k": 1, "x": 0.0})
     pp.barrier()
 
 
