@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from coordinator.messages.tensor_dict import Header, TensorMeta
     from coordinator.messages.wire import Wire
     from device_comm import Communicator
+    from device_comm.verbs.arguments import Timeout
 
 T = TypeVar("T")
 
@@ -66,10 +67,16 @@ class Incoming(Generic[T]):
         self._wire = wire
         self._src = src
         self._dst = dst
-        self._due = wire.expect(src, dst) if framed else 0
+        self._framed = framed
+        self._due = 0
         self._message = Message(kind)
         self._next: Callable[[], Sequence[Tensor]] = self._frame
         self._error: MessageRefusedError | None = None
+
+    def ask(self) -> None:
+        """Be the message that is due now: call it in the order of the messages, once."""
+        if self._framed:
+            self._due = self._wire.expect(self._src, self._dst)
 
     def following(self) -> Sequence[Tensor]:
         """The tensors on the CPU that come next; none once all are there.
@@ -95,16 +102,20 @@ class Incoming(Generic[T]):
                 f"what rank {self._src} sends cannot be taken in: {why}"
             ) from error
 
-    def result(self) -> T:
+    def result(self, timeout: Timeout) -> T:
         """What was sent.
 
+        Args:
+            timeout: of what it takes of other peers to make it whole.
+
         Raises:
+            GroupTimeoutError: they did not come.
             MessageRefusedError: its sender could not send it.
             MessageDecodeError: it cannot be restored here.
         """
         if self._error is not None:
             raise self._error
-        return self._restore()
+        return self._restore(timeout)
 
     def _frame(self) -> Sequence[Tensor]:
         self._next = self._rest
@@ -125,7 +136,7 @@ class Incoming(Generic[T]):
         """Take in the payload; returns the tensors to receive behind it."""
         raise NotImplementedError
 
-    def _restore(self) -> T:
+    def _restore(self, timeout: Timeout) -> T:
         """What was sent, from all that has come."""
         raise NotImplementedError
 
@@ -137,7 +148,7 @@ class IncomingObject(Incoming[Any]):
         self._payload = payload
         return ()
 
-    def _restore(self) -> Any:
+    def _restore(self, timeout: Timeout) -> Any:  # noqa: ARG002 - it is whole
         return self._wire.load(self._payload)
 
 
@@ -205,7 +216,7 @@ class IncomingDict(Incoming[dict[Any, Any]]):
             raise ValueError(f"{key!r} comes from a {meta.device}; this group is on {comm.device}")
         return comm.empty((meta.numel_sent,), meta.torch_dtype)
 
-    def _restore(self) -> dict[Any, Any]:
+    def _restore(self, timeout: Timeout) -> dict[Any, Any]:
         header, peers, tensors = self.header(), self._peers, self._tensors
         for key, meta in header.tensors.items():
             if meta.slices and (
@@ -219,7 +230,7 @@ class IncomingDict(Incoming[dict[Any, Any]]):
         for key, meta in header.tensors.items():
             tensor = tensors[key]
             if meta.slices and peers is not None:
-                tensor = peers.of(meta.device).all_gather(tensor, dim=0)
+                tensor = peers.of(meta.device).all_gather(tensor, dim=0, timeout=timeout)
             tensor = tensor.view(meta.shape)
             may_require = meta.requires_grad and torch.is_grad_enabled()
             whole[key] = tensor.requires_grad_() if may_require else tensor

@@ -94,8 +94,9 @@ class Messenger(ObjectMessenger):
         self, dst: int, header: Header | None, parts: Sequence[Tensor], timeout: Timeout
     ) -> None:
         """Send what `pack` made; a header of None is one that ``dst`` knows."""
+        deadline = self._deadline(timeout)
         message, apart = self._framed(dst, header, parts)
-        self._outgoing.send(message, apart, dst, self._deadline(timeout))
+        self._outgoing.send(message, apart, dst, deadline)
 
     def isend_packed(
         self, dst: int, header: Header | None, parts: Sequence[Tensor], timeout: Timeout

@@ -68,10 +68,11 @@ class MessageTransport:
 
     def send(self, kind: Kind, dst: int, make: Make, timeout: Timeout) -> None:
         """Send what ``make`` makes; if it cannot, say so in its place."""
+        deadline = self._deadline(timeout)
         with self._or_refuse(dst):
             payload, parts = make()
         message = self.wire.message(kind, payload, dst)
-        self._outgoing.send(message, parts, dst, self._deadline(timeout))
+        self._outgoing.send(message, parts, dst, deadline)
 
     def isend(
         self, kind: Kind, dsts: Sequence[int], make: Make, result: T, timeout: Timeout
@@ -90,23 +91,26 @@ class MessageTransport:
     def receive(self, incoming: Incoming[T], src: int, timeout: Timeout) -> T:
         """The next message of ``src``. Collective: no."""
         deadline = self._deadline(timeout)
+        self._ask(incoming, src)
         if src in self._turns:
             self._turns[src].has_asked(deadline)
         self.cpu.begun.count_received(src)
         self.cpu.recv_series(incoming.following, src, timeout=deadline)
         for part in incoming.on_device:
             self.routes.device.recv(out=part, src=src, timeout=deadline)
-        return incoming.result()
+        return incoming.result(deadline)
 
     def ireceive(self, incoming: Incoming[T], src: int, timeout: Timeout) -> Work[T]:
         """Begin to receive the next message of ``src``. Collective: no."""
         pending = self.begin(incoming, src)
-        work: Work[Any] = Work(None, pending, incoming.result, self._allowed(timeout))
+        allowed = self._allowed(timeout)
+        work: Work[Any] = Work(None, pending, lambda: incoming.result(allowed), allowed)
         return work
 
     def begin(self, incoming: Incoming[Any], src: int) -> Pending:
         """Begin to receive a message, behind what was asked for before. Never blocks."""
         cpu, device = self.routes
+        self._ask(incoming, src)
         cpu.begun.count_received(src)
         if device is cpu:
             return cpu.irecv_series(incoming.following, src)
@@ -115,6 +119,10 @@ class MessageTransport:
             lambda: [device.irecv(out=part, src=src) for part in incoming.on_device],
             lambda: cpu.irecv_series(incoming.following, src),
         )
+
+    def _ask(self, incoming: Incoming[Any], src: int) -> None:
+        check_peer("src", src, self.cpu.rank, self.cpu.world_size)
+        incoming.ask()
 
     def _in_turn(
         self,
@@ -145,6 +153,7 @@ class MessageTransport:
         if async_op:
             return self.ireceive(incoming, src, timeout)
         deadline = self._deadline(timeout)
+        incoming.ask()
         try:
             while parts := incoming.following():
                 self._broadcast_parts(parts, deadline, src)
@@ -152,7 +161,7 @@ class MessageTransport:
             self.cpu.abort(error)
             raise
         self._broadcast_parts(incoming.on_device, deadline, src)
-        return incoming.result()
+        return incoming.result(deadline)
 
     def _broadcast_parts(
         self, parts: Sequence[Tensor], deadline: Deadline, src: int | None = None

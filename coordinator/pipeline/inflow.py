@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from coordinator.messages.incoming import IncomingDict
     from coordinator.messages.messenger import Messenger
     from device_comm import Pending
+    from device_comm.verbs.arguments import Timeout
     from shm_broadcast import Deadline
 
 
@@ -49,12 +50,12 @@ class Request:
         while self.message is None:
             self._inflow.settle(deadline)
 
-    def finish(self) -> Any:
+    def finish(self, timeout: Timeout) -> Any:
         """The tree. Collective: yes over the peers' group, if it came in slices."""
         if self.message is None:
             raise RuntimeError("a message is finished once it is ready, not before")
         way_of(self.message.header())
-        return from_dict(self.message.result())
+        return from_dict(self.message.result(timeout))
 
 
 class Inflow:

@@ -202,7 +202,7 @@ class PipelineEnd:
         work = Work(
             None,
             Joined([*under_way, *sending]),
-            lambda: pick([request and request.finish() for request in requests]),
+            lambda: pick([request and request.finish(allowed) for request in requests]),
             allowed,
         )
         return work if async_op else self._messenger.finish(work)

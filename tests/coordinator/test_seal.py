@@ -189,6 +189,35 @@ def test_forged_changed_and_repeated_frames_are_refused(tmp_path: Path) -> None:
     ]
 
 
+def refused_before_it_is_counted(rank: int, n: int, port: int) -> None:
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(
+        tp=n, rank=rank, world_size=n, store=store, timeout=30, torch_only=True
+    ) as groups:
+        group, other = groups.tp, 1 - rank
+        wrong: list[Callable[[], Any]] = [
+            lambda: group.send_object("lost", other, timeout=-1),
+            lambda: group.send_tensor_dict({}, other, timeout=-1),
+            lambda: group.recv_object(other, timeout=-1),
+            lambda: group.recv_tensor_dict(other, timeout=-1),
+            lambda: group.recv_object(rank),
+            lambda: group.irecv_object(n),
+            lambda: group.broadcast_object(1, 1, timeout=-1),
+            lambda: PipelineEnd(group).exchange(send_next=torch.ones(1), timeout=-1),
+        ]
+        for call in wrong:
+            with pytest.raises(ValueError, match=r"timeout|rank"):
+                call()
+            group.isend_object("right", other)
+            assert group.recv_object(other) == "right"
+            assert group.broadcast_object("all", 1) == "all"
+
+
+def test_a_call_that_is_refused_is_no_message() -> None:
+    store = host_store()
+    run_ranks(2, refused_before_it_is_counted, store.port)
+
+
 # --- between hosts ------------------------------------------------------------------------
 
 PLAIN: list[Any] = [

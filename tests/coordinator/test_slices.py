@@ -9,7 +9,7 @@ import torch
 
 import coordinator
 from coordinator import host_store
-from shm_broadcast import MessageRefusedError
+from shm_broadcast import GroupAbortedError, GroupTimeoutError, MessageRefusedError
 from tests.coordinator.sent import agree, counting
 from tests.ranks import run_ranks
 
@@ -63,6 +63,24 @@ def sliced(rank: int, n: int, port: int) -> None:
                 pp.recv_tensor_dict(0)
             agree(pp.recv_tensor_dict(0), {"after": x})
         groups.world.barrier()
+
+
+def a_peer_that_does_not_gather(rank: int, n: int, port: int) -> None:
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(tp=2, pp=2, rank=rank, store=store, timeout=60) as groups:
+        pp, tp = groups.pp, groups.tp
+        if pp.is_first_rank:
+            pp.send_tensor_dict({"x": torch.arange(800)}, 1, tp)
+        elif tp.is_first_rank:
+            with pytest.raises(GroupTimeoutError):
+                pp.recv_tensor_dict(0, tp, timeout=2)
+        with pytest.raises(GroupAbortedError, match="GroupTimeoutError: tp all_gather"):
+            groups.world.barrier(timeout=30)
+
+
+def test_slices_are_gathered_in_the_time_of_the_call() -> None:
+    store = host_store()
+    run_ranks(4, a_peer_that_does_not_gather, store.port)
 
 
 def test_slices_of_replicated_tensors() -> None:
