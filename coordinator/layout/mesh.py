@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from coordinator.group import GroupCoordinator
 from coordinator.layout.planning.costs import MeshCosts
+from coordinator.setup import torch_groups
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,7 +58,9 @@ class Mesh:
     def from_device_mesh(cls, mesh: DeviceMesh, costs: MeshCosts | None = None) -> Self:
         """Make groups along the dimensions of a torch mesh, which must have names.
 
-        The caller closes ``axes`` and ``flat``.
+        The torch mesh stays as it is, so it gets no flattened dimension: torch would use one for
+        DTensors too, wrongly if they are cut unevenly twice. The caller closes ``axes`` and
+        ``flat``.
 
         Collective: yes, every rank of the mesh.
 
@@ -70,7 +73,13 @@ class Mesh:
         axes = tuple(GroupCoordinator.from_device_mesh(mesh[name]) for name in names)
         flat = axes[0]
         if len(axes) > 1:
-            flat = GroupCoordinator.from_device_mesh(mesh._flatten())
+            flat = GroupCoordinator(
+                [mesh.mesh.flatten().tolist()],
+                flat.rank,
+                torch_groups.backend_of(mesh.get_group(0)),
+                True,
+                group_name="_".join(names),
+            )
         return cls(axes, flat, costs)
 
     @property

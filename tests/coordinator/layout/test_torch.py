@@ -210,6 +210,9 @@ def a_device_mesh_of_two_axes(rank: int, n: int) -> None:
         for group in (*mesh.axes, mesh.flat):
             if group is not None:
                 group.close()
+    whole = torch.arange(5.0)
+    nested = dt.distribute_tensor(whole, device_mesh, [dt.Shard(0), dt.Shard(0)])
+    assert torch.equal(nested.full_tensor(), whole)
     with pytest.raises(ValueError, match="names"):
         Mesh.from_device_mesh(init_device_mesh("cpu", (n,)))
 
