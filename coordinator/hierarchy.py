@@ -12,7 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+import torch
+
 from device_comm import ReduceOp, check_reduction
+from device_comm.verbs.checks import check_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,22 +63,31 @@ class Hierarchy(Generic[G_co]):
     ) -> Tensor:
         """Reduce ``x`` over the world, in three steps. Collective: yes, every member.
 
-        An average is a sum, divided once: right for nodes of different sizes too. The result
-        is bitwise identical on all members.
+        An average is a sum, divided once: right for nodes of different sizes too. That of half
+        types is summed in float32 and rounded once. The result is bitwise identical on all members.
 
         Returns:
             ``out``, or a tensor like ``x``; ``x`` itself in a group of one.
+
+        Raises:
+            TypeError: ``op`` is not for this dtype, or ``out`` has another one.
+            ValueError: ``out`` has another shape or device.
         """
         world, intra = self.world.device_communicator, self.intra.device_communicator
         if self.intra is self.world:
             return world.all_reduce(x, op=op, out=out, timeout=timeout)
         check_reduction(op, x.dtype)
-        inner = ReduceOp.SUM if op is ReduceOp.AVG else op
-        total = intra.reduce(x, op=inner, timeout=timeout)
+        if out is not None:
+            check_out(out, x.shape, x.dtype, world.device)
+        inner, wide = op, x
+        if op is ReduceOp.AVG:
+            inner = ReduceOp.SUM
+            wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        total = intra.reduce(wide, op=inner, timeout=timeout)
         if self.inter is not None and total is not None:
             between = self.inter.device_communicator
             total = between.all_reduce(total, op=inner, timeout=timeout)
             if op is ReduceOp.AVG:
-                total = total / self.world.world_size
+                total = (total / self.world.world_size).to(x.dtype)
         result = intra.broadcast(x if total is None else total, timeout=timeout)
         return result if out is None else out.copy_(result)

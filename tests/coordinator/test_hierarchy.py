@@ -51,6 +51,15 @@ def two_and_two(rank: int, n: int, port: int) -> None:
         out = torch.empty(2)
         assert world.all_reduce(x.float(), op=ReduceOp.AVG, hierarchical=True, out=out) is out
         assert out.tolist() == [2.5, 6.5]
+        for dtype in (torch.float16, torch.bfloat16):
+            large = torch.tensor([40000.0, 1.0], dtype=dtype)
+            average = world.all_reduce(large, op=ReduceOp.AVG, hierarchical=True)
+            assert average.dtype == dtype
+            assert torch.equal(average, large)
+        with pytest.raises(TypeError, match="out is"):
+            world.all_reduce(x, hierarchical=True, out=torch.zeros(2, dtype=torch.int32))
+        with pytest.raises(ValueError, match="out has shape"):
+            world.all_reduce(x, hierarchical=True, out=torch.zeros(3, 2, dtype=torch.int64))
         work = world.all_reduce(x, hierarchical=True, async_op=True)
         assert work.wait().tolist() == [10, 26]
         assert torch.equal(x, before)
