@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+_METADATA = "__metadata__"
+
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -56,9 +58,15 @@ def encode_header(
         metadata: texts by name.
 
     Raises:
-        ValueError: the format does not support a dtype.
+        ValueError: the format does not support a dtype, a tensor has the name that the format
+            keeps for the texts, or ``metadata`` has another key or value than a text.
     """
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    texts = dict(metadata or {})
+    if not all(isinstance(text, str) for pair in texts.items() for text in pair):
+        raise ValueError(f"metadata must be texts by name; got {texts}")
+    if _METADATA in tensors:
+        raise ValueError(f"safetensors keeps the name {_METADATA} for itself")
+    entries: dict[str, object] = {_METADATA: texts} if texts else {}
     end = 0
     for name, (dtype, shape) in tensors.items():
         if dtype not in _CODES:

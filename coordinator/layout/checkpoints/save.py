@@ -17,7 +17,7 @@ from coordinator.layout.planning.route import SubMesh
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -56,7 +56,8 @@ def save_sharded(
     Raises:
         KeyError: a name is not in ``tensors``.
         ValueError: a layout does not fit its tensor or the group, a shape is missing, two
-            tensors get one name, or the format does not support a dtype. Nothing was sent.
+            tensors get one name, or the format does not support a dtype or a name. Nothing was
+            sent. On the rank that writes also: ``path`` or ``metadata`` is none.
         OSError: on the rank that writes: the file cannot be written.
         CheckpointError: on the other ranks: the file could not be written.
 
@@ -71,19 +72,33 @@ def save_sharded(
     announced = {names[name]: (part.x.dtype, part.shape) for name, part in parts.items()}
     if len(announced) != len(names):
         raise ValueError(f"several tensors get one name: {names}")
-    header = encode_header(announced, metadata)
-    file = Path(path) / SINGLE if Path(path).is_dir() else Path(path)
-    wholes = (part.collect() for part in parts.values())
-    error: OSError | None = None
+    encode_header(announced)
+    file = Path(path)
+    torn = False
+
+    def collected() -> Iterator[Tensor | None]:
+        nonlocal torn
+        for part in parts.values():
+            torn = True
+            whole = part.collect()
+            torn = False
+            yield whole
+
+    wholes = collected()
+    error: Exception | None = None
     if not any(axis.rank_in_group for axis in axes):
         try:
-            write_checkpoint(file, header, (whole for whole in wholes if whole is not None))
-        except OSError as found:
+            header = encode_header(announced, metadata)
+            whole_file = file / SINGLE if file.is_dir() else file
+            write_checkpoint(whole_file, header, (whole for whole in wholes if whole is not None))
+        except Exception as found:
+            if torn:
+                raise
             error = found
     # The wholes are collected together: the ranks that do not write, or cannot, must take part.
     for _ in wholes:
         pass
-    failure = _tell(None if error is None else str(error), axes)
+    failure = _tell(None if error is None else f"{type(error).__name__}: {error}", axes)
     if error is not None:
         raise error
     if failure is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -111,6 +111,22 @@ def a_disk_that_fails(mesh: Mesh, folder: Path) -> None:
     assert axis.all_reduce(torch.ones(1)).item() == 4
 
 
+def what_only_the_writer_finds(mesh: Mesh, folder: Path) -> None:
+    """It is no error of the disk; every rank hears of it, and the group goes on."""
+    axis = mesh.axes[0]
+    writes = axis.rank_in_group == 0
+    x, layouts = {"x": torch.ones(2)}, {"x": Shard(0)}
+    texts: Any = {"step": 3} if writes else None
+    for file, metadata, match in (
+        (folder / "a\0b", None, "null"),
+        (folder / "x.safetensors", texts, "metadata"),
+    ):
+        with pytest.raises(ValueError if writes else CheckpointError, match=match):
+            save_sharded(file, x, layouts, axis, shapes={"x": (8,)}, metadata=metadata)
+    assert not (folder / "x.safetensors").exists()
+    assert axis.all_reduce(torch.ones(1)).item() == 4
+
+
 def refused(mesh: Mesh, folder: Path) -> None:
     if mesh.axes[0].rank_in_group:
         return
@@ -127,13 +143,17 @@ def refused(mesh: Mesh, folder: Path) -> None:
     wide = {"x": torch.ones(1, dtype=torch.complex128)}
     with pytest.raises(ValueError, match="complex128"):
         save_sharded(folder / "f", wide, {"x": Replicate()}, axis)
+    kept = "__metadata__"
+    with pytest.raises(ValueError, match=kept):
+        save_sharded(folder / "f", {kept: torch.ones(1)}, {kept: Replicate()}, axis)
     assert not (folder / "f").exists()
 
 
 def saving(rank: int, n: int, path: str, folder: str) -> None:
     with ExitStack() as stack:
         line = open_mesh(stack, rank, (4,), path)
-        for case in (one_axis, to_a_folder, a_disk_that_fails, refused):
+        cases = (one_axis, to_a_folder, a_disk_that_fails, what_only_the_writer_finds, refused)
+        for case in cases:
             case(line, Path(folder))
     with ExitStack() as stack:
         two_axes(open_mesh(stack, rank, (2, 2), path + "grid"), Path(folder))
@@ -159,6 +179,14 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         write_checkpoint(file, header, fails())
     assert [each.name for each in tmp_path.iterdir()] == ["x.safetensors"]
     assert load_file(file)["x"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "metadata", [{"step": 3}, {3: "x"}, {"a": None}, {"a": ["b"]}, {"a": "b", "c": b"d"}]
+)
+def test_metadata_are_texts(metadata: Any) -> None:
+    with pytest.raises(ValueError, match="metadata must be texts"):
+        encode_header({"x": (torch.float32, (2,))}, metadata)
 
 
 def test_one_element_of_a_column(tmp_path: Path) -> None:
