@@ -125,6 +125,17 @@ def collectives(rank: int, n: int, path: str) -> None:
     assert torch.equal(group.reduce_scatter_along_dim(rows, dim=0), mine)
     assert torch.equal(group.reduce_scatterv(rows, part.zero_(), [2] * n), mine)
     assert torch.equal(part, mine)
+    lists: list[tuple[type[Exception], list[torch.Tensor]]] = [
+        (TypeError, [torch.zeros(3, 2, dtype=torch.int32) for _ in range(n)]),
+        (ValueError, [torch.zeros(2, 3, 2) for _ in range(n)]),
+        (ValueError, listed[1:]),
+    ]
+    for error, outputs in lists:
+        with pytest.raises(error):
+            group.all_gather(x, output_tensor_list=outputs)
+    for parts in ([rows[:1], rows[1:4]], [rows[:2]]):
+        with pytest.raises(ValueError, match=r"a part has 2 elements|1 inputs for a group"):
+            group.reduce_scatter(part, parts)
     gathered = torch.empty(3, 2)
     assert group.all_gatherv(x[: rank + 1], [1, 2], gathered) is gathered
     assert torch.equal(gathered, torch.cat([inputs[0][:1], inputs[1][:2]]))

@@ -12,6 +12,7 @@ from coordinator.compat.group_face import GroupFace
 from coordinator.compat.sglang.tagged import P2PWork, TaggedMail
 from coordinator.compat.vllm.device_communicators.shm_broadcast import MessageQueue
 from coordinator.graph_capture import GraphCaptureContext
+from device_comm.verbs.checks import check_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,9 +127,16 @@ class GroupCoordinator(GroupFace):
         Args:
             input_: the same shape on all members.
             dim: without effect where there is a list.
-            output_tensor_list: one tensor for each member's ``input_``; then None is returned.
+            output_tensor_list: one tensor like ``input_`` for each member's; then None is returned.
+
+        Raises:
+            TypeError: an output has another dtype than ``input_``.
+            ValueError: an output has another shape, or there is not one for each member.
         """
         if output_tensor_list is not None:
+            self._check_parts("outputs", output_tensor_list)
+            for output in output_tensor_list:
+                check_out(output, input_.shape, input_.dtype, self.device)
             gathered: Tensor = self.group.all_gather(input_.unsqueeze(0), 0)
             for output, part in zip(output_tensor_list, gathered, strict=True):
                 output.copy_(part)
@@ -167,7 +175,14 @@ class GroupCoordinator(GroupFace):
             input_list: a part for each member, of as many elements as ``output``.
 
         Collective: yes, every member.
+
+        Raises:
+            ValueError: a part has more or fewer, or there is not one for each member.
         """
+        self._check_parts("inputs", input_list)
+        for part in input_list:
+            if part.numel() != output.numel():
+                raise ValueError(f"a part has {part.numel()} elements; output has {output.numel()}")
         parts = torch.cat([part.reshape(-1) for part in input_list])
         self.group.reduce_scatter(parts, 0, out=output.view(-1))
         return output
@@ -196,6 +211,10 @@ class GroupCoordinator(GroupFace):
     def all_to_all_single(self, output: Tensor, input: Tensor) -> None:  # noqa: A002
         """Part r of ``input``'s rows goes to rank r's ``output``. Collective: yes."""
         self.group.all_to_all(input, 0, out=output)
+
+    def _check_parts(self, label: str, parts: Sequence[Tensor]) -> None:
+        if len(parts) != self.world_size:
+            raise ValueError(f"{len(parts)} {label} for a group of {self.world_size}")
 
     # --- objects and dicts ---------------------------------------------------------------
 
