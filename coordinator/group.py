@@ -35,15 +35,25 @@ if TYPE_CHECKING:
     from shm_broadcast import QueueHandle
 
 
-def own_group(group_ranks: Sequence[Sequence[int]], rank: int) -> Sequence[int]:
+def own_group(
+    group_ranks: Sequence[Sequence[int]], rank: int, world_size: int | None = None
+) -> Sequence[int]:
     """The group of ``group_ranks`` that contains ``rank``.
 
+    Args:
+        group_ranks: global ranks of all groups of a kind.
+        rank: a global rank.
+        world_size: how many ranks there are; None: it is not known.
+
     Raises:
-        ValueError: none or several contain it, or one has a rank twice.
+        ValueError: none or several contain it, or one has a rank twice or one that is not in the
+            world.
     """
     mine = [ranks for ranks in group_ranks if rank in ranks]
     if len(mine) != 1 or len(set(mine[0])) != len(mine[0]):
         raise ValueError(f"rank {rank} has to be in one group, once; got {group_ranks}")
+    if world_size is not None and not all(0 <= each < world_size for each in mine[0]):
+        raise ValueError(f"{mine[0]} are not all ranks of a world of {world_size}")
     return mine[0]
 
 
@@ -91,13 +101,13 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
         Collective: yes, every member of this process's group, and nobody else.
 
         Raises:
-            ValueError: this process is in none of the groups or in several, or torch has no default
-                process group.
+            ValueError: this process is in none of the groups or in several, its group has a rank
+                that is not in the world, or torch has no default process group.
             GroupTimeoutError: some members did not come in time; names them.
             SecretError: the secret is too short, or other users may read its file.
         """
         rank = dist.get_rank()
-        ranks = own_group(group_ranks, rank)
+        ranks = own_group(group_ranks, rank, dist.get_world_size())
         name = group_name or "anonymous"
         settings = Settings.of(
             torch_distributed_backend,

@@ -204,13 +204,14 @@ def open_store(launch: Launch, deadline: Deadline) -> TCPStore:
         OSError: rank 0 cannot bind its port.
         ValueError: the port is 0, or the address is a wildcard.
     """
-    if launch.rank == 0 and not launch.hosted:
-        return host_store(launch.master_addr, launch.master_port)
-    if not launch.master_port:
+    hosts = launch.rank == 0 and not launch.hosted
+    if not launch.master_port and not (hosts and launch.world_size == 1):
         raise ValueError(
             "master_port 0 tells nobody where to meet: let one process call host_store() "
             "and give its port to the ranks"
         )
+    if hosts:
+        return host_store(launch.master_addr, launch.master_port)
     return connect_store(launch.master_addr, launch.master_port, deadline)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from coordinator.group import GroupCoordinator
+from coordinator.group import GroupCoordinator, own_group
 from coordinator.hosts.nodes import find_nodes, known_nodes, lone_node
 from coordinator.setup.bootstrap import DEFAULT_TIMEOUT, meet
 from coordinator.setup.link import alone, connect
@@ -116,7 +116,10 @@ class Topology:
 
         Raises:
             GroupTimeoutError: some of them did not come in time; names them.
+            ValueError: this process is not among them, one is there twice, or one is not in the
+                world.
         """
+        own_group([ranks], self.rank, self.world_size)
         nodes = self.nodes and self.nodes.sub(ranks)
         if self.exchange is None or len(ranks) == 1:
             link = alone(name, self.rank, self.settings, nodes)

@@ -99,6 +99,12 @@ def by_file(rank: int, n: int, path: str) -> None:
             sorted_group.destroy()
         else:
             assert sorted_group is None
+        if rank == 1:
+            for stranger in (9, -1):
+                with pytest.raises(ValueError, match="world of 4"):
+                    ps.new_group([1, stranger])
+                with pytest.raises(ValueError, match="world of 4"):
+                    ps.init_model_parallel_group([[1, stranger]], rank, "gloo")
         own = ps.init_model_parallel_group([[0, 3], [2, 1]], rank, "gloo", group_name="own")
         assert own.all_gather(torch.tensor([rank])).tolist() == own.ranks
         sibling = own.make_sibling_device_group("beside")

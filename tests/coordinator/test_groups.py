@@ -244,6 +244,7 @@ def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"tp": 0, "world_size": 2}, "size of axis 'tp' must be at least 1"),
         ({"tp": 2, "rank": 2}, "rank 2 is not in a world of 2"),
         ({"tp": 2, "rank": 1, "master_port": 0}, "master_port 0 tells nobody"),
+        ({"tp": 2, "rank": 0, "master_port": 0}, "master_port 0 tells nobody"),
     ],
 )
 def test_wrong_sizes(arguments: dict[str, Any], message: str) -> None:
