@@ -19,6 +19,7 @@ from coordinator.stores.secret import launcher_secret
 from coordinator.verbs.experts import ExpertVerbs
 from coordinator.verbs.message_verbs import MessageVerbs
 from coordinator.verbs.tensor_verbs import TensorVerbs
+from device_comm.verbs.checks import check_rank
 from shm_broadcast import Deadline, MessageQueue
 
 if TYPE_CHECKING:
@@ -265,8 +266,12 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
             The process group; it is destroyed when this group is closed.
 
         Collective: yes, every member.
+
+        Raises:
+            GroupClosedError: this group is closed.
+            GroupTimeoutError: some members did not come in time.
         """
-        return self._link.sibling(group_desc or "sibling", timeout)
+        return self._open_link().sibling(group_desc or "sibling", timeout)
 
     @contextmanager
     def graph_capture(
@@ -342,6 +347,7 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
         Raises:
             ValueError: ``writer_rank`` is not in the group.
         """
+        check_rank("writer_rank", writer_rank, self.world_size)
         nodes = self._link.nodes
         if nodes is not None and len(nodes.all()) == 1 < self.world_size:
             wanted = external_writer_handle is None

@@ -155,6 +155,9 @@ def queues(rank: int, n: int, path: str) -> None:
                 else:
                     assert queue.dequeue(timeout=20) == {"from": writer, "payload": payload}
                 group.barrier()
+        for writer in (n, -1):
+            with pytest.raises(ValueError, match="writer_rank"):
+                group.create_mq_broadcaster(writer)
         mine, handles = group.create_single_reader_mq_broadcasters(1)
         assert bool(handles) == (rank == 1)
         ends = [MessageQueue.create_from_handle(each, 0) for each in handles]

@@ -63,6 +63,8 @@ def in_a_default_group(rank: int, n: int, path: str) -> None:
         dist.get_process_group_ranks(kept)
     with pytest.raises(GroupClosedError, match="tp is closed"):
         _ = alone.cpu_group
+    with pytest.raises(GroupClosedError, match="tp is closed"):
+        alone.make_sibling_device_group("late")
 
 
 def test_they_are_torchs_until_the_group_is_closed(store_path: str) -> None:
