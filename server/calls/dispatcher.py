@@ -35,7 +35,7 @@ from shm_broadcast import (
     PeerLostError,
 )
 from shm_broadcast.doorbell import AdaptiveSpin
-from shm_broadcast.queue.timed_lock import TimedLock
+from shm_broadcast.queue.timed_lock import new_turn
 
 from ..control.protocol import Call, Reply
 
@@ -93,8 +93,8 @@ class Dispatcher:
         self._calls = calls
         self._replies = tuple(replies)
         self._spin = AdaptiveSpin(_LOOK_SECONDS)
-        self._sending = TimedLock().turn
-        self._listening = TimedLock().turn
+        self._sending = new_turn()
+        self._listening = new_turn()
         # Not empty when calls are under way and nobody may be listening: wakes the collector. An
         # Event's lock would stay taken if a signal handler raised in `set`.
         self._needs_collector: SimpleQueue[None] = SimpleQueue()
@@ -168,9 +168,8 @@ class Dispatcher:
 
     def _send(self, call: PendingCall, deadline: Deadline) -> None:
         wanted = -1 if call.reply_rank is None else call.reply_rank
-        number = call.number
         message = Call(
-            *(number, call.method, call.args, call.kwargs, wanted, call.stream, call.begins),
+            *(call.number, call.method, call.args, call.kwargs, wanted, call.stream, call.begins),
             call.trace,
         )
         try:

@@ -298,13 +298,11 @@ class Ledger:
             error: what its future gets, if it has one.
         """
         with self._lock:
-            self._calls.withdraw(call)
-            self._lateness.forget(call)
-            if self._calls.find(call.number) is call:
-                self._cancelled.mark(call.number)
+            self.give_up(call)
+            self.cancel(call)
             if self._calls.busy:
                 self._calls.follow_up(call)
-            self._notify_waiters()
+                self._to_send.notify()
             call.error = call.error or error
             actions = [] if call.error is None else [call.finish()]
         _run(actions)
@@ -445,7 +443,7 @@ class Ledger:
         """
         actions: Actions = []
         while (oldest := self._calls.oldest) is not None and oldest.settled:
-            actions += self._settle(oldest)  # the same, between its last answer and what follows
+            actions += self._settle(oldest)  # interrupted between its last answer and this
         while (call := self._calls.oldest_of(rank)) is not None and call.number < number:
             lost = "a signal handler interrupted the thread that sent the call or took the reply"
             call.spoil(rank, WorkerError(rank, call.method, "KeyboardInterrupt", lost, ""))

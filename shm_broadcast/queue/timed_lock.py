@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from shm_broadcast.deadline import Deadline
 
 
+def new_turn() -> Turn | PythonTurn:
+    """A turn that no thread has."""
+    return PythonTurn() if native is None else native.Turn()
+
+
 class TimedLock:
     """A lock whose `take` honours a deadline and the group's abort.
 
@@ -35,7 +40,7 @@ class TimedLock:
     """
 
     def __init__(self) -> None:
-        self.turn: Turn | PythonTurn = PythonTurn() if native is None else native.Turn()
+        self.turn = new_turn()
 
     def take(self, deadline: Deadline, operation: str, check: Callable[[str], None]) -> None:
         """Wait for the turn, inside ``with lock.turn``.
