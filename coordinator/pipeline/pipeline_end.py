@@ -67,7 +67,7 @@ class PipelineEnd:
         self._messenger = pp._messenger
         self._peers = None if tp is None else tp._messenger
         self._inflows: dict[int, Inflow] = {}
-        self._promised: dict[int, Header] = {}
+        self._promised: dict[int, tuple[bytes, Header]] = {}  # encoded, and as it is
 
     @overload
     def exchange(
@@ -219,9 +219,11 @@ class PipelineEnd:
                 continue
             self._check_peer(dst)
             header, parts = self._messenger.pack(to_dict(tree, way), slicing)
-            known = promised.setdefault(dst, header) if self._once else None
-            if known is not None and encode(known) != encode(header):
-                raise _broken_promise(dst, known, header)
+            if self._once:
+                encoded = encode(header)
+                promise = promised.setdefault(dst, (encoded, header))
+                if promise[0] != encoded:
+                    raise _broken_promise(dst, promise[1], header)
             is_first = dst not in self._promised and all(each.dst != dst for each in messages)
             messages.append(_Message(dst, header if not self._once or is_first else None, parts))
         self._promised = promised
