@@ -22,6 +22,7 @@ from coordinator.setup.settings import OPERATION_TIMEOUT
 from coordinator.setup.topology import Topology
 from coordinator.stores.secret import launcher_secret
 from shm_broadcast import Deadline
+from shm_broadcast.forked_child import Closing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -253,7 +254,7 @@ def init(
             + (f"; {advice}" if launch.world_size == 1 else "")
         )
     deadline = Deadline.after(timeout)
-    with ExitStack() as undo:
+    with Closing() as undo:
         topology = Topology.meet(
             launch,
             undo,

@@ -9,7 +9,6 @@ until it is closed. Only the members of the new group take part.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
 from coordinator.group import GroupCoordinator, own_group
@@ -24,9 +23,11 @@ from coordinator.setup.torch_groups import SocketChoice
 from coordinator.stores.secret import launcher_secret
 from device_comm import ReduceOp
 from shm_broadcast import Deadline
+from shm_broadcast.forked_child import Closing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import ExitStack
 
     from torch import Tensor
     from torch.distributed.distributed_c10d import Store
@@ -177,7 +178,7 @@ class StatelessProcessGroup:
             GroupTimeoutError: some did not come in time; names them.
         """
         deadline = Deadline.after(timeout)
-        with ExitStack() as undo:
+        with Closing() as undo:
             launch = Launch(rank, world_size, 0, host, port, secret=launcher_secret(secret))
             topology = Topology.meet(launch, undo, store=store, backend="gloo", timeout=deadline)
             group = topology.group("stateless", list(range(world_size)), deadline)

@@ -8,8 +8,8 @@ What `Backend.start` may rely on
     - There are two ranks or more: communicators handle a single rank themselves.
     - Every tensor is contiguous, on the backend's device, without autograd history or lazy
       conjugation. Its shape has no meaning, only the order of its elements; sizes are numbers of
-      elements. Arguments are valid. Reductions are defined for the dtype. No collective with
-      equal sizes is empty; single entries of explicit sizes may be 0.
+      elements. Arguments are valid. Reductions are defined for the dtype. Where nothing moves
+      only backends that detect divergence are asked; single entries of explicit sizes may be 0.
     - The group is neither closed nor aborted, and the operation was stamped on the watch.
 
 What `Backend.start` must do
@@ -26,7 +26,7 @@ What `Backend.start` must do
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -39,6 +39,7 @@ from device_comm.recorder import Recorder
 from device_comm.watch import LoneWatch
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupAbortedError, GroupClosedError
+from shm_broadcast.forked_child import Closing, disown_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +63,8 @@ class Capabilities:
         identical: whether reductions are bitwise identical on all ranks.
         stream_ordered: whether a call returns when the work is queued on the current CUDA stream;
             otherwise it returns when the result is there.
-        detects_divergence: whether ranks that call different operations get `DivergenceError`.
+        detects_divergence: whether ranks that call different operations get `DivergenceError`. Then
+            it is given those of empty tensors, too, in which ranks only meet.
         detects_loss: whether the end of a peer's process is noticed before the deadline.
         sends_ahead: whether a send can be done before its recv is called: it copies the tensor,
             up to a limit.
@@ -203,7 +205,8 @@ class Backend(ABC):
         self.begun = Begun(identity.world_size)
         self.recorder = Recorder(identity.watch, identity.name, identity.world_size)
         self.closed = False
-        self._closing = ExitStack()
+        self._closing = Closing()
+        disown_in_children(self)
 
     @abstractmethod
     def start(self, operation: Operation) -> Pending | None:
@@ -269,6 +272,10 @@ class Backend(ABC):
         if not isinstance(error, (GroupAbortedError, GroupClosedError)):
             self.watch.abort(error)
         self.discard()
+
+    def disown(self) -> None:
+        """In a forked child: its calls are refused by the watch, and closing it closes nothing."""
+        self.shortcut = None
 
     def close(self) -> None:
         """Release everything except the watch; idempotent. Collective: no."""

@@ -59,6 +59,9 @@ ALL_VERBS: Final = frozenset(
 REDUCTIONS: Final = frozenset({"all_reduce", "reduce_scatter", "reduce_scatterv", "reduce"})
 """The verbs that reduce tensors of several ranks to one."""
 
+ROOTED: Final = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
+"""The verbs that have a root, and whether data come from it or go to it."""
+
 NO_TENSOR: Final = torch.empty(0, device="cpu")
 """The source of a rank that has no input, or the output of one that gets no result."""
 
@@ -103,10 +106,16 @@ class Operation:
         ended: of an operation in the background: to be told of its end by a backend that knows of
             it before somebody waits.
         norm: what an all-reduce goes on with; None: its output is the sum.
+        shape: of the callers' tensors, where all ranks must have the same one, or in a scatter of
+            their parts: what backends compare. A -1 stands for rows of which each rank has its own
+            number.
+        dim: the dimension along which the callers' tensors are cut or concatenated, where all
+            ranks must say the same one.
     """
 
     __slots__ = (
         "background",
+        "dim",
         "ended",
         "following",
         "name",
@@ -115,6 +124,7 @@ class Operation:
         "output",
         "output_sizes",
         "peer",
+        "shape",
         "source",
         "source_sizes",
         "timeout",
@@ -136,6 +146,8 @@ class Operation:
         following: Callable[[], Sequence[Tensor]] | None = None,
         ended: Ended | None = None,
         norm: Norm | None = None,
+        shape: Sequence[int] = (),
+        dim: int = 0,
     ) -> None:
         """Make an operation. Communicators set ``name``, and ``timeout`` if the caller gave none.
 
@@ -155,6 +167,8 @@ class Operation:
         self.following = following
         self.ended = ended
         self.norm = norm
+        self.shape = shape
+        self.dim = dim
 
     @property
     def deadline(self) -> Deadline:
@@ -165,8 +179,16 @@ class Operation:
 
     @property
     def buffer(self) -> Tensor:
-        """The tensor of a broadcast: the root's source, the others' output."""
+        """The source, or of a rank that gives nothing the output: the tensor of a broadcast."""
         return self.output if self.source is NO_TENSOR else self.source
+
+    @property
+    def moves_nothing(self) -> bool:
+        """Whether the tensors are such that no rank has anything to move, if all call the same."""
+        if self.source.numel() or self.output.numel():
+            return False
+        own_sizes = self.verb == "all_to_all" and self.source_sizes is not None
+        return not own_sizes and self.verb != "barrier" and self.following is None
 
     def source_parts(self, world_size: int) -> Sequence[int]:
         """The number of elements of each part of ``source``."""
@@ -204,6 +226,8 @@ class Operation:
             self.name,
             self.following if same else None,
             self.ended if same else None,
+            shape=self.shape if same else source.shape,
+            dim=self.dim if same else 0,
         )
 
     def __repr__(self) -> str:

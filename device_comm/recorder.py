@@ -44,8 +44,7 @@ class Recorder:
         elif verb == "recv":
             place = 1 + self._world_size + peer
         number = self.numbers[place] = (self.numbers[place] + 1) & _MOST
-        source = operation.source
-        tensor = operation.output if source is NO_TENSOR else source
+        tensor = operation.buffer
         entry = self._watch.stamp(
             operation.name,
             self._group,
@@ -60,10 +59,8 @@ class Recorder:
         return entry
 
     def begin_nothing(self, verb: str, name: str) -> int:
-        """As `begin`, of an operation in which nothing has to move."""
-        number = 0
-        if verb not in ("send", "recv"):
-            number = self.numbers[0] = (self.numbers[0] + 1) & _MOST
+        """As `begin`, of an operation of one rank, or of no tensors."""
+        number = self.numbers[0] = (self.numbers[0] + 1) & _MOST
         return self._watch.stamp(name, self._group, _CODES[verb], 0, number)
 
     def end(self, entry: int, error: BaseException | None = None) -> None:

@@ -11,7 +11,8 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS
-from shm_broadcast.errors import Failure, GroupAbortedError, MemberStatus
+from shm_broadcast.errors import Failure, GroupAbortedError, GroupClosedError, MemberStatus
+from shm_broadcast.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.layout import NO_PEER
 
 if TYPE_CHECKING:
@@ -108,7 +109,9 @@ class LoneWatch:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._failure: Failure | None = None
+        self._disowned = False
         self._bell = threading.Event()
+        disown_in_children(self)
 
     @property
     def member(self) -> int:
@@ -150,7 +153,13 @@ class LoneWatch:
         """Do nothing: no other process reads it."""
 
     def check(self, operation: str) -> None:
-        """Raise `GroupAbortedError` if this process has aborted the group."""
+        """Raise `GroupAbortedError` if this process has aborted the group.
+
+        Raises:
+            GroupClosedError: a forked child's process is none of the group.
+        """
+        if self._disowned:
+            raise GroupClosedError(f"{operation}: {DISOWNED}")
         if self._failure is not None:
             raise GroupAbortedError(operation, self._failure)
 
@@ -182,6 +191,10 @@ class LoneWatch:
                 continue
             self._bell.wait(deadline.remaining(at_most=poll or _SLICE))
             self._bell.clear()
+
+    def disown(self) -> None:
+        """In a forked child: the group is its parent's."""
+        self._disowned = True
 
     def ring(self, member: int) -> None:  # noqa: ARG002 - there is only this one
         """Wake this process's waiting thread."""

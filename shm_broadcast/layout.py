@@ -254,6 +254,7 @@ DTYPE_NAMES: Final = (
     "other",
     *("float16", "bfloat16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64"),
     *("uint16", "uint32", "bool", "complex64", "complex128", "uint64", "complex32"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 """The dtypes of entries and of what ranks compare, by code."""
 

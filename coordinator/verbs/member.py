@@ -9,6 +9,7 @@ from coordinator.compiling import compile_ops
 from coordinator.explain import explain
 from coordinator.messages.messenger import Messenger
 from shm_broadcast import GroupClosedError
+from shm_broadcast.forked_child import disown_in_children
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,7 @@ class Member:
         self._counted = self._count() if self.world_size > 1 else []
         self.unique_name = compile_ops.register(self)
         self._closed = False
+        disown_in_children(self)
         one_of_many = self.world_size > 1 and self.name != "world" and "." not in self.name
         if link.nodes is not None and one_of_many:
             link.nodes.board.add_place(link.name, link.rank_in_group)
@@ -186,6 +188,10 @@ class Member:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
+
+    def disown(self) -> None:
+        """In a forked child: closing it does nothing."""
+        self._closed = True
 
     def close(self, linger: float = LINGER) -> None:
         """Give everything back; the second time does nothing. Collective: no.

@@ -78,7 +78,7 @@ static void stamp_state(Comm *self, uint32_t state) {
     gc_store32(slot, MEMBER_STATE, state);
 }
 
-plan *direct_plan(Comm *self, int verb, shape agreed, int op, size_t root, uint64_t length) {
+plan *direct_plan(Comm *self, int verb, shape agreed, int op, size_t place, uint64_t length) {
     steps *s = &self->steps;
     plan *p = &s->plan;
     const tensor *x = agreed.like;
@@ -86,8 +86,8 @@ plan *direct_plan(Comm *self, int verb, shape agreed, int op, size_t root, uint6
     memset(p->signature, 0, SIGNATURE_BYTES);
     p->signature[SIGNATURE_VERB] = (unsigned char)verb;
     p->signature[SIGNATURE_OP] = (unsigned char)op;
-    uint32_t root32 = (uint32_t)root;
-    memcpy(p->signature + SIGNATURE_ROOT, &root32, sizeof root32);
+    uint32_t place32 = (uint32_t)place;
+    memcpy(p->signature + SIGNATURE_PLACE, &place32, sizeof place32);
     memcpy(p->signature + SIGNATURE_CALL, &the_call, sizeof the_call);
     if (x != NULL) {
         uint64_t dims[SHAPE_DIMS] = {0};
@@ -167,9 +167,9 @@ static PyObject *make_large(Comm *self, PyObject *x, shape wanted, char **data) 
 
 void direct_start(Comm *self, int verb) {
     const plan *p = &self->steps.plan;
-    uint32_t root;
-    memcpy(&root, p->signature + SIGNATURE_ROOT, sizeof root);
-    self->about.peer = verb >= VERB_BROADCAST ? (uint16_t)root : NO_PEER;
+    uint32_t place;
+    memcpy(&place, p->signature + SIGNATURE_PLACE, sizeof place);
+    self->about.peer = verb >= VERB_BROADCAST ? (uint16_t)place : NO_PEER;
     self->about.dtype = p->signature[SIGNATURE_DTYPE];
     self->about.number = ++((uint32_t *)self->numbers.buf)[0];
     uint64_t bytes = p->addressed && p->puts ? p->length * self->steps.n : p->length;

@@ -35,8 +35,9 @@ bool direct_lands(const Comm *self, PyObject *out, PyObject *object, const tenso
 uint64_t direct_stamp(Comm *self, int operation, uint64_t bytes, uint64_t begin, uint64_t end);
 
 /* A plan in which every rank needs every other, and nothing is put or taken yet. What the ranks
- * must agree on has the shape `agreed`, and the dtype of its model. */
-plan *direct_plan(Comm *self, int verb, shape agreed, int op, size_t root, uint64_t length);
+ * must agree on has the shape `agreed`, and the dtype of its model; `place` is the root, or the
+ * dimension along which all ranks cut or concatenate. */
+plan *direct_plan(Comm *self, int verb, shape agreed, int op, size_t place, uint64_t length);
 
 /* This rank puts all of `x`, for everyone. */
 void direct_give(plan *p, const tensor *x);

@@ -34,7 +34,7 @@ PyObject *direct_all_gather(PyObject *object, PyObject *const *args, Py_ssize_t 
     shape wanted = {.like = &x, .dim = dim, .rows = (uint64_t)x.shape[dim] * s->n};
     if (!direct_fits(self, args[2], &x, wanted, &result)) Py_RETURN_NOTIMPLEMENTED;
     uint64_t bytes = tensor_bytes(&x);
-    direct_give(direct_plan(self, VERB_ALL_GATHER, shape_of(&x), NO_OP, 0, bytes), &x);
+    direct_give(direct_plan(self, VERB_ALL_GATHER, shape_of(&x), NO_OP, (size_t)dim, bytes), &x);
     PyObject *filled = direct_make(self, VERB_ALL_GATHER, args[0], args[2], wanted, &result);
     if (filled == NULL) return NULL;
     direct_take_in_a_row(self, &result, bytes);
@@ -54,7 +54,7 @@ PyObject *direct_reduce_scatter(PyObject *object, PyObject *const *args, Py_ssiz
     shape wanted = {.like = &x, .dim = dim, .rows = (uint64_t)x.shape[dim] / s->n};
     if (!direct_fits(self, args[3], &x, wanted, &result)) Py_RETURN_NOTIMPLEMENTED;
     uint64_t bytes = tensor_bytes(&x) / s->n;
-    plan *p = direct_plan(self, VERB_REDUCE_SCATTER, shape_of(&x), op, 0, bytes);
+    plan *p = direct_plan(self, VERB_REDUCE_SCATTER, shape_of(&x), op, (size_t)dim, bytes);
     p->kind = KIND_REDUCE;
     direct_give_parts(self, &x, bytes);
     PyObject *filled = direct_make(self, VERB_REDUCE_SCATTER, args[0], args[3], wanted, &result);
@@ -73,7 +73,7 @@ PyObject *direct_all_to_all(PyObject *object, PyObject *const *args, Py_ssize_t 
     if (dim < 0 || (uint64_t)x.shape[dim] % s->n) Py_RETURN_NOTIMPLEMENTED;
     if (!direct_fits(self, args[2], &x, shape_of(&x), &result)) Py_RETURN_NOTIMPLEMENTED;
     uint64_t bytes = tensor_bytes(&x) / s->n;
-    direct_plan(self, VERB_ALL_TO_ALL, shape_of(&x), NO_OP, 0, bytes);
+    direct_plan(self, VERB_ALL_TO_ALL, shape_of(&x), NO_OP, (size_t)dim, bytes);
     direct_give_parts(self, &x, bytes);
     PyObject *filled = direct_make(self, VERB_ALL_TO_ALL, args[0], args[2], shape_of(&x), &result);
     if (filled == NULL) return NULL;

@@ -4,15 +4,17 @@
 
      0                1        2        3        4                8
     +--------+--------+--------+--------+----------------+
-    | verb   | op     | dtype  | n dims | root u32       |
+    | verb   | op     | dtype  | n dims | place u32      |
     +--------+--------+--------+--------+----------------+
     | shape: 5 sizes, u64; of more dimensions the first ones are multiplied   |
     +----------------+----------------+-----------------------------------------+
     | chunk u32      | call u32       |
     +----------------+----------------+
 
-The chunk is the number of the step within the collective, the call that of the call it is part of
-(`device_comm.call_number`). Whoever carries out a collective puts them in.
+The place is the root, or in verbs without one the dimension along which all ranks cut or
+concatenate. A size of which each rank has its own is -1. The chunk is the number of the step within
+the collective, the call that of the call it is part of (`device_comm.call_number`). Whoever carries
+out a collective puts these two in.
 """
 
 from __future__ import annotations
@@ -20,14 +22,18 @@ from __future__ import annotations
 import math
 import struct
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from device_comm.begun import VERBS
 from device_comm.call_number import naming_call
+from device_comm.operation import REDUCTIONS, ROOTED
 from device_comm.reduce_op import ReduceOp
 from shm_broadcast.layout import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from device_comm.operation import Operation
 
 SIGNATURE: Final = struct.Struct("<BBBBI5QII")
 COMPARED: Final = 48
@@ -35,7 +41,10 @@ CALL: Final = 52
 SHAPE_DIMS: Final = 5
 NO_OP: Final = 255
 
-_ROOTED = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
+_CUT: Final = frozenset(
+    {"all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv", "all_to_all"}
+)
+_SIZE: Final = (1 << 64) - 1
 DTYPE_CODES: Final = {getattr(torch, name): code for code, name in enumerate(DTYPE_NAMES) if code}
 """The dtypes that signatures tell apart. All others count as one; their sizes still differ."""
 
@@ -46,7 +55,7 @@ def sign(
     dtype: torch.dtype | None = None,
     shape: tuple[int, ...] = (),
     op: ReduceOp | None = None,
-    root: int = 0,
+    place: int = 0,
 ) -> bytes:
     """The signature of one collective; chunk 0, in no call."""
     dims = tuple(shape)  # of a torch.Size as well
@@ -58,11 +67,25 @@ def sign(
         NO_OP if op is None else op,
         0 if dtype is None else DTYPE_CODES.get(dtype, 0),
         len(shape),
-        root,
-        *dims,
+        place,
+        *(size & _SIZE for size in dims),
         *(0,) * (SHAPE_DIMS - len(dims)),
         0,
         0,
+    )
+
+
+def signature_of(operation: Operation) -> bytes:
+    """The signature of a collective."""
+    verb = operation.verb
+    if verb == "barrier":
+        return sign(verb)
+    return sign(
+        verb,
+        operation.buffer.dtype,
+        tuple(operation.shape),
+        operation.op if verb in REDUCTIONS else None,
+        operation.peer if verb in ROOTED else operation.dim,
     )
 
 
@@ -78,14 +101,16 @@ def with_call(signature: bytes, number: int) -> bytes:
 
 def describe(signature: bytes) -> str:
     """A signature in words: ``all_reduce SUM float32[2, 3]``."""
-    verb, op, dtype, n_dims, root, *dims, chunk, call = SIGNATURE.unpack(signature)
+    verb, op, dtype, n_dims, place, *dims, chunk, call = SIGNATURE.unpack(signature)
     words = [VERBS[verb] if verb < len(VERBS) else f"verb {verb}"]
     if op != NO_OP:
         words.append(ReduceOp(op).name)
     if n_dims:
-        shown = dims[: min(n_dims, SHAPE_DIMS)]
+        shown = [-1 if size == _SIZE else size for size in dims[: min(n_dims, SHAPE_DIMS)]]
         words.append(f"{DTYPE_NAMES[dtype]}{shown}")
-    if words[0] in _ROOTED:
-        words.append(f"{_ROOTED[words[0]]} rank {root}")
+    if words[0] in ROOTED:
+        words.append(f"{ROOTED[words[0]]} rank {place}")
+    elif words[0] in _CUT and n_dims > 1:
+        words.append(f"along dim {place}")
     step = f", step {chunk + 1}" if chunk else ""
     return naming_call(" ".join(words) + step, call)

@@ -125,8 +125,6 @@ class AllToAllVerbs:
             return run.identity("all_to_all", x, out, async_op)
         source = pieces_first(x, dim, rows)
         buffer, finish = landing_pieces(run.new, out, shape, dim, total, source, x)
-        if input_sizes is None and x.numel() == 0:
-            return run.skip("all_to_all", buffer if finish is None else finish(), async_op)
         row = row_elements(shape, dim)
         operation = Operation(
             "all_to_all",
@@ -136,6 +134,8 @@ class AllToAllVerbs:
             timeout,
             source_sizes=None if input_sizes is None else elements_of(gives, row),
             output_sizes=None if input_sizes is None else elements_of(takes, row),
+            shape=x.shape if input_sizes is None else resized(shape, dim, -1),
+            dim=dim,
         )
         return run.run(operation, buffer, finish)
 

@@ -189,8 +189,6 @@ class PointToPointVerbs:
         check_tensor("x", x, run.device)
         peer = self._check_peer("dst", dst, 1)
         source = plain(x)
-        if x.numel() == 0:
-            return run.skip("send", None, async_op)
         operation = Operation("send", source, NO_TENSOR, async_op, timeout, peer=peer)
         return run.run(operation, None)
 
@@ -214,8 +212,6 @@ class PointToPointVerbs:
             shape = tuple(out.shape) if size is None else check_shape("size", size)
             check_out(out, shape, out.dtype if dtype is None else dtype, run.device)
             buffer, finish = landing(run.new, out, out.shape, out, None)
-        if buffer.numel() == 0:
-            return run.skip("recv", buffer if out is None else out, async_op)
         operation = Operation("recv", NO_TENSOR, buffer, async_op, timeout, peer=peer)
         return run.run(operation, buffer, finish)
 

@@ -48,7 +48,7 @@ def reduce_and_norm(
     if fit and run.world_size > 1 and run.backend.norms(x, weight):
         output, kept = run.new(x.shape, x.dtype, x), run.new(x.shape, x.dtype, x)
         norm = Norm(residual, weight, kept, epsilon)
-        run.run(Operation("all_reduce", x, output, timeout=timeout, norm=norm), None)
+        run.run(Operation("all_reduce", x, output, timeout=timeout, norm=norm, shape=x.shape), None)
         return output, kept
     return _in_steps(all_reduce, x, residual, weight, epsilon)
 

@@ -71,14 +71,14 @@ class RootedVerbs:
         if run.world_size == 1:
             return run.identity("broadcast", x, out, async_op)
         buffer, finish = landing(run.new, out, x.shape, x, x, in_place=out is x)
-        if x.numel() == 0:
-            return run.skip("broadcast", buffer if out is None else out, async_op)
         source, output = NO_TENSOR, buffer
         if run.rank == src:
             source, output = buffer, NO_TENSOR
             if not shares_memory(buffer, x):
                 buffer.copy_(x.detach())
-        operation = Operation("broadcast", source, output, async_op, timeout, peer=src)
+        operation = Operation(
+            "broadcast", source, output, async_op, timeout, peer=src, shape=x.shape
+        )
         return run.run(operation, buffer, finish)
 
     @overload
@@ -146,10 +146,10 @@ class RootedVerbs:
         buffer, finish = None, None
         if run.rank == dst:
             buffer, finish = landing(run.new, out, x.shape, source, x, in_place=out is x)
-        if x.numel() == 0:
-            return run.skip("reduce", buffer if out is None else out, async_op)
         output = NO_TENSOR if buffer is None else buffer
-        operation = Operation("reduce", source, output, async_op, timeout, op=op, peer=dst)
+        operation = Operation(
+            "reduce", source, output, async_op, timeout, op=op, peer=dst, shape=x.shape
+        )
         return run.run(operation, buffer, finish)
 
     @overload

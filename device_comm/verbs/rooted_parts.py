@@ -80,10 +80,8 @@ class RootedPartVerbs:
         buffer, finish = None, None
         if run.rank == dst:
             buffer, finish = landing_pieces(run.new, out, shape, dim, n, source, x)
-        if x.numel() == 0:
-            return run.skip("gather", buffer if finish is None else finish(), async_op)
         output = NO_TENSOR if buffer is None else buffer
-        operation = Operation("gather", source, output, async_op, timeout, peer=dst)
+        operation = Operation("gather", source, output, async_op, timeout, peer=dst, shape=x.shape)
         return run.run(operation, buffer, finish)
 
     @overload
@@ -195,9 +193,9 @@ class RootedPartVerbs:
         check_tensor("out", out, run.device)
         check_dim(dim, out)
         buffer, finish = landing(run.new, out, out.shape, out, None)
-        if out.numel() == 0:
-            return run.skip("scatter", out, async_op)
-        operation = Operation("scatter", NO_TENSOR, buffer, async_op, timeout, peer=src)
+        operation = Operation(
+            "scatter", NO_TENSOR, buffer, async_op, timeout, peer=src, shape=out.shape
+        )
         return run.run(operation, buffer, finish)
 
     @overload
@@ -255,7 +253,5 @@ class RootedPartVerbs:
             return run.identity("scatter", x, out, async_op)
         source = pieces_first(x, dim, n)
         buffer, finish = landing(run.new, out, shape, source, x)
-        if x.numel() == 0:
-            return run.skip("scatter", buffer if out is None else out, async_op)
-        operation = Operation("scatter", source, buffer, async_op, timeout, peer=src)
+        operation = Operation("scatter", source, buffer, async_op, timeout, peer=src, shape=shape)
         return run.run(operation, buffer, finish)

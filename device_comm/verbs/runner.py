@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from device_comm.operation import Operation
     from device_comm.reduce_op import ReduceOp
     from device_comm.verbs.checks import Shape
+    from device_comm.work import Pending
 
 
 class Traced(Protocol):
@@ -108,11 +109,11 @@ class Runner:
         operation.name = self._enter(operation.verb)
         entries = [self._recorder.begin(operation)]
         try:
-            pending = backend.start(operation)
+            pending = self._start(operation)
             for each in more:
                 each.name, each.timeout = operation.name, operation.deadline
                 entries.append(self._recorder.begin(each))
-                pending = join([pending, backend.start(each)])
+                pending = join([pending, self._start(each)])
             if operation.background and pending is not None:
                 allowed = backend.timeout if given is None else given
                 done = Followed(pending, lambda: self._end(entries))
@@ -131,8 +132,14 @@ class Runner:
             return Work(result, None, finish)
         return result if finish is None else finish()
 
+    def _start(self, operation: Operation) -> Pending | None:
+        """Start it, unless nothing moves and the ranks need not meet to be compared."""
+        if operation.moves_nothing and not self.backend.capabilities.detects_divergence:
+            return None
+        return self.backend.start(operation)
+
     def skip(self, verb: str, result: Any, async_op: bool) -> Any:
-        """Return ``result`` of an operation in which nothing has to move."""
+        """Return ``result`` of an operation of one rank, or of no tensors."""
         self._recorder.end(self._recorder.begin_nothing(verb, self._enter(verb)))
         self._watch.idle()
         return Work(result) if async_op else result

@@ -98,9 +98,7 @@ class SymmetricVerbs:
             return run.identity("all_reduce", x, out, async_op)
         source = plain(x)
         buffer, finish = landing(run.new, out, x.shape, source, x, in_place=out is x)
-        if x.numel() == 0:
-            return run.skip("all_reduce", buffer if out is None else out, async_op)
-        operation = Operation("all_reduce", source, buffer, async_op, timeout, op=op)
+        operation = Operation("all_reduce", source, buffer, async_op, timeout, op=op, shape=x.shape)
         return run.run(operation, buffer, finish)
 
     @overload
@@ -218,9 +216,9 @@ class SymmetricVerbs:
             return run.identity("all_gather", x, out, async_op)
         source = plain(x)
         buffer, finish = landing_pieces(run.new, out, shape, dim, n, source, x)
-        if x.numel() == 0:
-            return run.skip("all_gather", buffer if finish is None else finish(), async_op)
-        operation = Operation("all_gather", source, buffer, async_op, timeout)
+        operation = Operation(
+            "all_gather", source, buffer, async_op, timeout, shape=x.shape, dim=dim
+        )
         return run.run(operation, buffer, finish)
 
     @overload
@@ -302,9 +300,9 @@ class SymmetricVerbs:
             return run.identity("reduce_scatter", x, out, async_op)
         source = pieces_first(x, dim, n)
         buffer, finish = landing(run.new, out, shape, source, x)
-        if x.numel() == 0:
-            return run.skip("reduce_scatter", buffer if out is None else out, async_op)
-        operation = Operation("reduce_scatter", source, buffer, async_op, timeout, op=op)
+        operation = Operation(
+            "reduce_scatter", source, buffer, async_op, timeout, op=op, shape=x.shape, dim=dim
+        )
         return run.run(operation, buffer, finish)
 
     @overload

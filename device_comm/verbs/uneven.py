@@ -131,9 +131,17 @@ class UnevenVerbs:
             return done[0] if isinstance(x, Tensor) else done
 
         operations = [
-            Operation("all_gatherv", source, buffer, async_op, timeout, output_sizes=elements)
-            for source, buffer, _, elements in plans
-            if buffer.numel()
+            Operation(
+                "all_gatherv",
+                source,
+                buffer,
+                async_op,
+                timeout,
+                output_sizes=elements,
+                shape=resized(given.shape, check_dim(dim, given), -1),
+                dim=check_dim(dim, given),
+            )
+            for given, (source, buffer, _, elements) in zip(inputs, plans, strict=True)
         ]
         if not operations:
             return run.skip("all_gatherv", finish(), async_op)
@@ -215,11 +223,16 @@ class UnevenVerbs:
             return run.identity("reduce_scatterv", x, out, async_op)
         source = pieces_first(x, dim, rows)
         buffer, finish = landing_pieces(run.new, out, shape, dim, mine, source, x)
-        if x.numel() == 0:
-            return run.skip("reduce_scatterv", buffer if finish is None else finish(), async_op)
-        elements = elements_of(parts, row_elements(shape, dim))
         operation = Operation(
-            "reduce_scatterv", source, buffer, async_op, timeout, op=op, source_sizes=elements
+            "reduce_scatterv",
+            source,
+            buffer,
+            async_op,
+            timeout,
+            op=op,
+            source_sizes=elements_of(parts, row_elements(shape, dim)),
+            shape=resized(shape, dim, -1),
+            dim=dim,
         )
         return run.run(operation, buffer, finish)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from device_comm import Wrapper
-from device_comm.operation import NO_TENSOR, REDUCTIONS
+from device_comm.operation import REDUCTIONS, ROOTED
 from shm_broadcast import DivergenceError
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 _BYTES = 160
 """Bytes of an operation's description that are compared."""
-
-_ROOTED = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
 
 
 class CheckedBackend(Wrapper):
@@ -49,7 +47,7 @@ class CheckedBackend(Wrapper):
         """
         if operation.verb not in ("send", "recv"):
             self._agree(operation)
-        return self._inner.start(operation)
+        return None if operation.moves_nothing else self._inner.start(operation)
 
     def _agree(self, operation: Operation) -> None:
         ours = _describe(operation).encode()[:_BYTES]
@@ -67,18 +65,15 @@ class CheckedBackend(Wrapper):
 def _describe(operation: Operation) -> str:
     """The text that must be equal on all members: without sizes that may differ between them."""
     verb, about = operation.verb, [operation.verb]
-    x = operation.output if verb == "scatter" else operation.source
-    if verb == "broadcast":
-        x = operation.buffer
-    if x is not NO_TENSOR:
-        about.append(str(x.dtype))
-        sizes = operation.output_sizes or operation.source_sizes
-        if sizes is None:
-            about.append(str(tuple(x.shape)))
-        elif verb != "all_to_all":
-            about.append(str(list(sizes)))
+    if verb != "barrier":
+        about += [str(operation.buffer.dtype), str(tuple(operation.shape))]
+    sizes = operation.output_sizes or operation.source_sizes
+    if sizes is not None and verb != "all_to_all":
+        about.append(str(list(sizes)))
     if verb in REDUCTIONS:
         about.append(operation.op.name)
-    if verb in _ROOTED:
-        about.append(f"{_ROOTED[verb]} {operation.peer}")
+    if verb in ROOTED:
+        about.append(f"{ROOTED[verb]} {operation.peer}")
+    elif operation.dim:
+        about.append(f"along dim {operation.dim}")
     return " ".join(about)

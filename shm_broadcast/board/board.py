@@ -40,6 +40,7 @@ from shm_broadcast.errors import (
     GroupTimeoutError,
     PeerLostError,
 )
+from shm_broadcast.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Board:
         self.name = name
         self.member = member
         self._closed = False
+        self._why_closed = "the group has been closed in this process"
         self._given_back = False
         self._members = Members(segment, ranks, name)
         self._doorbells = tuple(
@@ -115,6 +117,7 @@ class Board:
             self.history = layout.history_slot(member, n_members)
         if member is not None:
             self._join(member)
+            disown_in_children(self)
 
     @classmethod
     def create(
@@ -293,7 +296,7 @@ class Board:
         if self._closed:
             self._mark_closed()  # again: this thread may have stamped its operation since
             title = self._titled(operation)
-            raise GroupClosedError(f"{title}: the group has been closed in this process")
+            raise GroupClosedError(f"{title}: {self._why_closed}")
         if self.words.load32(layout.BOARD_ABORT):
             failure = self.aborted
             if failure is not None:
@@ -488,6 +491,10 @@ class Board:
             self._mark_closed()
             self.ring_all()
 
+    def disown(self) -> None:
+        """In a forked child: it is no member, whoever its parent is."""
+        self._closed, self._why_closed = True, DISOWNED
+
     def close(self) -> None:
         """Leave the group, if that was not done, and give the memory back."""
         if not self._given_back:
@@ -558,6 +565,8 @@ class Board:
         return f"{self.name} {operation}" if self.name else operation
 
     def _require_member(self, operation: str) -> int:
+        if self._why_closed is DISOWNED:
+            raise GroupClosedError(f"{self._titled(operation)}: {DISOWNED}")
         return self._refuse(operation) if self.member is None else self.member
 
     def _refuse(self, operation: str) -> NoReturn:

@@ -5,10 +5,11 @@ How queues are made and joined stands in `shm_broadcast.queue.message_queue`.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import GroupClosedError
+from shm_broadcast.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.queue.writer import QueueWriter
 
 if TYPE_CHECKING:
@@ -49,11 +50,11 @@ class QueueEnd:
         self._handle = handle
         self._board = board
         self._ring = ring
-        self._end = end
+        self._end: QueueWriter | QueueReader | None = end
         self._writer = end if isinstance(end, QueueWriter) else None
         self._reader = None if isinstance(end, QueueWriter) else end
         self._owns_board = owns_board
-        self._pid = os.getpid()
+        disown_in_children(self)
 
     def export_handle(self) -> QueueHandle:
         """What the other members join with; valid while this process keeps the queue open."""
@@ -76,7 +77,7 @@ class QueueEnd:
             GroupTimeoutError: names those that have not joined.
             PeerLostError, GroupAbortedError, GroupClosedError: as for `dequeue`.
         """
-        self._end.wait_until_ready(Deadline.within(timeout))
+        (self._end or self._refuse("wait_until_ready")).wait_until_ready(Deadline.within(timeout))
 
     def enqueue(self, message: Any, timeout: float | Deadline | None = None) -> None:
         """Send ``message`` to every reader.
@@ -225,7 +226,7 @@ class QueueEnd:
         reader shuts down, the writer no longer waits for it. In a forked child it only lets go of
         the child's copy: the end is its parent's. A signal handler may call it in any call.
         """
-        if os.getpid() == self._pid:
+        if self._end is not None:
             self._end.close()
         if self._ring is not None:
             self._ring.close()
@@ -233,6 +234,10 @@ class QueueEnd:
             self._board.close()
 
     close = shutdown
+
+    def disown(self) -> None:
+        """In a forked child: this end is its parent's."""
+        self._end = self._writer = self._reader = None
 
     def __enter__(self) -> Self:
         return self
@@ -245,6 +250,8 @@ class QueueEnd:
         return f"MessageQueue({'writer' if self.is_writer else 'reader'}, {where})"
 
     def _refuse(self, operation: str) -> NoReturn:
+        if self._end is None:
+            raise GroupClosedError(f"{operation}: {DISOWNED}")
         raise TypeError(
             f"{operation}: this end of the queue {'writes' if self.is_writer else 'reads'}"
         )

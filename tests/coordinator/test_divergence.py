@@ -9,12 +9,34 @@ import pytest
 import torch
 
 import coordinator
-from coordinator import ParallelGroups, ReduceOp, host_store
+from coordinator import GroupCoordinator, ParallelGroups, ReduceOp, host_store
 from shm_broadcast import CoordinatorError, Deadline, DivergenceError, GroupAbortedError
 from tests.coordinator.test_verbs import run_tables
 from tests.device_comm.suite import check_table
 from tests.patience import all_here
 from tests.ranks import run_ranks
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+KINDS = (
+    "verb",
+    "dtype",
+    "float8",
+    "shape",
+    "op",
+    "root",
+    "destination",
+    "empty",
+    "empty, later",
+    "empty gathered",
+    "empty among empty",
+    "dim of all_gather",
+    "dim of reduce_scatter",
+    "dim of all_to_all",
+    "dim of all_gatherv",
+    "dim of reduce_scatterv",
+    "dim of sizes",
+    "columns",
+)
 
 
 def join(rank: int, n: int, port: int, torch_only: bool, **options: Any) -> ParallelGroups:
@@ -30,28 +52,46 @@ def join(rank: int, n: int, port: int, torch_only: bool, **options: Any) -> Para
     )
 
 
+def slips(tp: GroupCoordinator) -> dict[str, Any]:
+    """What each rank calls, by what rank 1 does otherwise than the other two."""
+    odd, x, n = tp.rank_in_group == 1, torch.ones(4), tp.world_size
+    cube, none, two = torch.ones(n, n, n), torch.ones(0, 3), torch.ones(2, 3)
+    dim, sizes = int(odd), [1] * n
+    return {
+        "verb": lambda: tp.all_gather(x) if odd else tp.all_reduce(x),
+        "dtype": lambda: tp.all_reduce(x.double() if odd else x),
+        "float8": lambda: tp.broadcast(cube.to(FLOAT8[odd])),
+        "shape": lambda: tp.all_reduce(x[:2] if odd else x),
+        "op": lambda: tp.all_reduce(x, op=ReduceOp.MAX if odd else ReduceOp.SUM),
+        "root": lambda: [tp.broadcast(x, int(odd)), tp.barrier()],
+        "destination": lambda: [tp.reduce(x, (tp.rank_in_group + 1) % n), tp.barrier()],
+        "empty": lambda: tp.all_reduce(none if odd else two),
+        "empty, later": lambda: tp.all_gather(none if odd else two, 0, async_op=True).wait(),
+        "empty gathered": lambda: tp.all_gatherv(none if odd else two, 0),
+        "empty among empty": lambda: tp.all_reduce(none.T if odd else none),
+        "dim of all_gather": lambda: tp.all_gather(cube, dim),
+        "dim of reduce_scatter": lambda: tp.reduce_scatter(cube, dim),
+        "dim of all_to_all": lambda: tp.all_to_all(cube, dim),
+        "dim of all_gatherv": lambda: tp.all_gatherv(cube, dim),
+        "dim of reduce_scatterv": lambda: tp.reduce_scatterv(cube, dim),
+        "dim of sizes": lambda: tp.all_to_all(cube, dim, input_sizes=sizes, output_sizes=sizes),
+        "columns": lambda: tp.all_gatherv(torch.ones(2, 6) if odd else torch.ones(3, 4), 0),
+    }
+
+
 def diverge(rank: int, n: int, port: int, torch_only: bool, kind: str) -> str:
     store = coordinator.connect_store("127.0.0.1", port)
     with join(rank, n, port, torch_only, operation_timeout=60) as groups:
-        tp, x = groups.tp, torch.ones(4)
-        assert tp.all_reduce(x).tolist() == [n] * 4
+        tp = groups.tp
+        assert tp.all_reduce(torch.ones(4)).tolist() == [n] * 4
         all_here(store, n)
-        odd = rank == 1
-        calls: dict[str, Any] = {
-            "verb": lambda: tp.all_gather(x) if odd else tp.all_reduce(x),
-            "dtype": lambda: tp.all_reduce(x.double() if odd else x),
-            "shape": lambda: tp.all_reduce(x[:2] if odd else x),
-            "op": lambda: tp.all_reduce(x, op=ReduceOp.MAX if odd else ReduceOp.SUM),
-            "root": lambda: [tp.broadcast(x, int(odd)), tp.barrier()],
-            "destination": lambda: [tp.reduce(x, (rank + 1) % n), tp.barrier()],
-        }
         with pytest.raises((DivergenceError, GroupAbortedError)) as caught:
-            calls[kind]()
+            slips(tp)[kind]()
         return str(caught.value)
 
 
 @pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
-@pytest.mark.parametrize("kind", ["verb", "dtype", "shape", "op", "root", "destination"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_members_that_diverge_are_told(kind: str, torch_only: bool) -> None:
     store = host_store()
     for text in run_ranks(3, diverge, store.port, torch_only, kind, timeout=120):

@@ -8,20 +8,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from device_comm import ReduceOp, _native
 from device_comm.begun import VERBS, Begun
 from device_comm.shm import layout
 from device_comm.shm.collectives.python_steps import PythonSteps
-from device_comm.shm.collectives.slot_plan import SlotPlanner
+from device_comm.shm.collectives.slot_plan import SlotPlan, SlotPlanner
 from device_comm.shm.collectives.steps import Status, Steps
 from device_comm.shm.layout import GroupLayout
-from device_comm.shm.signature import DTYPE_CODES, describe
+from device_comm.shm.signature import DTYPE_CODES, describe, sign
 from shm_broadcast import Board, Segment
 from tests.device_comm.oracle import REDUCED, ops_for, reduced, same, values
 
 N = 2
 SMALL = GroupLayout(N, 1024, 256)
+SENT = sign("broadcast", torch.float32, (3,))
 """Small slots: 1,000 floats take several chunks, or are shared out."""
 
 
@@ -58,6 +60,13 @@ class Ends:
             "test",
         )
 
+    def all_reduce(
+        self, rank: int, output: Tensor, source: Tensor, op: ReduceOp = ReduceOp.SUM
+    ) -> SlotPlan:
+        """The plan of a rank."""
+        signature = sign("all_reduce", source.dtype, source.shape, op)
+        return self.planners[rank].all_reduce(signature, output, source, op, self.whole)
+
     def finish(self) -> None:
         """Advance both until both are done."""
         for _ in range(10_000):
@@ -83,7 +92,7 @@ def ends(request: pytest.FixtureRequest) -> Ends:
 def test_a_rank_waits_for_the_arrival_and_names_who_is_missing(ends: Ends) -> None:
     first, second = ends.steps
     for steps, planner in zip(ends.steps, ends.planners, strict=True):
-        steps.begin(planner.barrier(), 0)
+        steps.begin(planner.barrier(sign("barrier")), 0)
     assert first.advance(0) == Status.BLOCKED
     assert not first.ready()
     assert first.missing() == [1]
@@ -99,28 +108,29 @@ def test_a_root_may_run_two_steps_ahead_and_no_more(ends: Ends) -> None:
     first, second = ends.steps
     sent = [torch.full((3,), float(i)) for i in range(3)]
     for x in sent[:2]:
-        first.begin(ends.planners[0].broadcast(x, 0), 0)
+        first.begin(ends.planners[0].broadcast(SENT, x, 0), 0)
         assert first.advance(0) == Status.DONE
-    first.begin(ends.planners[0].broadcast(sent[2], 0), 0)
+    first.begin(ends.planners[0].broadcast(SENT, sent[2], 0), 0)
     assert first.advance(0) == Status.BLOCKED
     assert first.missing() == [1]
     assert not first.ready()
     got = torch.zeros(3)
-    second.begin(ends.planners[1].broadcast(got, 0), 0)
+    second.begin(ends.planners[1].broadcast(SENT, got, 0), 0)
     assert second.advance(0) == Status.DONE
     assert torch.equal(got, sent[0])
     assert first.ready()
     assert first.advance(0) == Status.DONE
     for expected in sent[1:]:
-        second.begin(ends.planners[1].broadcast(got, 0), 0)
+        second.begin(ends.planners[1].broadcast(SENT, got, 0), 0)
         assert second.advance(0) == Status.DONE
         assert torch.equal(got, expected)
 
 
 def test_ranks_that_diverge_find_out_before_data_is_used(ends: Ends) -> None:
     x, outputs = torch.ones(3), [torch.zeros(3), torch.zeros(6)]
-    ends.steps[0].begin(ends.planners[0].all_reduce(outputs[0], x, ReduceOp.SUM, ends.whole), 0)
-    ends.steps[1].begin(ends.planners[1].all_gather(outputs[1], x), 0)
+    ends.steps[0].begin(ends.all_reduce(0, outputs[0], x), 0)
+    gathering = sign("all_gather", x.dtype, x.shape)
+    ends.steps[1].begin(ends.planners[1].all_gather(gathering, outputs[1], x), 0)
     assert ends.steps[0].advance(0) == Status.BLOCKED
     assert ends.steps[0].divergent() is None
     assert ends.steps[1].advance(0) == Status.DIVERGED
@@ -138,7 +148,7 @@ def test_the_same_operation_of_two_calls_is_not_taken_for_one(ends: Ends) -> Non
     for size in (3, 1000):
         x, outputs = torch.ones(size), [torch.zeros(size), torch.zeros(size)]
         for rank, call in enumerate((3, 4)):
-            plan = ends.planners[rank].all_reduce(outputs[rank], x, ReduceOp.SUM, ends.whole)
+            plan = ends.all_reduce(rank, outputs[rank], x)
             ends.steps[rank].begin(plan, call)
         assert ends.steps[0].advance(0) == Status.BLOCKED
         assert ends.steps[1].advance(0) == Status.DIVERGED
@@ -153,8 +163,8 @@ def test_the_same_operation_of_two_calls_is_not_taken_for_one(ends: Ends) -> Non
 
 
 ROOTS = {
-    "broadcast": lambda planner, x, root: planner.broadcast(x, root),
-    "reduce": lambda planner, x, root: planner.reduce(None, x, root, ReduceOp.SUM),
+    "broadcast": lambda planner, said, x, root: planner.broadcast(said, x, root),
+    "reduce": lambda planner, said, x, root: planner.reduce(said, None, x, root, ReduceOp.SUM),
 }
 
 
@@ -163,7 +173,8 @@ def test_of_two_that_wait_for_nobody_the_second_finds_out(ends: Ends, verb: str)
     """Both think that they are the root of a broadcast, or that the other is that of a reduce."""
     mine, x = [0, 1] if verb == "broadcast" else [1, 0], torch.ones(3)
     for rank, (steps, planner) in enumerate(zip(ends.steps, ends.planners, strict=True)):
-        steps.begin(ROOTS[verb](planner, x, mine[rank]), 0)
+        said = sign(verb, x.dtype, x.shape, place=mine[rank])
+        steps.begin(ROOTS[verb](planner, said, x, mine[rank]), 0)
     assert ends.steps[0].advance(0) == Status.DONE
     assert ends.steps[1].advance(0) == Status.DIVERGED
     found = ends.steps[1].divergent()
@@ -181,7 +192,7 @@ def test_all_reduce_of_every_size(ends: Ends, count: int, in_place: bool) -> Non
         outputs = [x.clone() if in_place else torch.zeros(count) for x in inputs]
         for rank in range(N):
             source = outputs[rank] if in_place else inputs[rank]
-            made = ends.planners[rank].all_reduce(outputs[rank], source, ReduceOp.SUM, ends.whole)
+            made = ends.all_reduce(rank, outputs[rank], source)
             ends.steps[rank].begin(made, 0)
         ends.finish()
         for output in outputs:
@@ -203,9 +214,7 @@ def test_reductions_of_every_dtype_are_the_same_bits_in_c_and_python(dtype: torc
                 ends = Ends(native)
                 outputs = [torch.zeros(count, dtype=dtype) for _ in range(N)]
                 for rank in range(N):
-                    made = ends.planners[rank].all_reduce(
-                        outputs[rank], inputs[rank], op, ends.whole
-                    )
+                    made = ends.all_reduce(rank, outputs[rank], inputs[rank], op)
                     ends.steps[rank].begin(made, 0)
                 ends.finish()
                 results += outputs
@@ -223,7 +232,7 @@ def test_halves_of_every_bit_pattern_add_like_torch(dtype: torch.dtype) -> None:
     ends = Ends((True, True))
     outputs = [torch.empty_like(every) for _ in range(N)]
     for rank, x in enumerate((every, other)):
-        made = ends.planners[rank].all_reduce(outputs[rank], x, ReduceOp.SUM, ends.whole)
+        made = ends.all_reduce(rank, outputs[rank], x)
         ends.steps[rank].begin(made, 0)
     ends.finish()
     expected = (every.float() + other.float()).to(dtype)
@@ -241,7 +250,7 @@ def test_nan_wins(native: bool, op: ReduceOp) -> None:
     ends = Ends((native, native))
     outputs = [torch.zeros(3) for _ in range(N)]
     for rank in range(N):
-        made = ends.planners[rank].all_reduce(outputs[rank], inputs[rank], op, ends.whole)
+        made = ends.all_reduce(rank, outputs[rank], inputs[rank], op)
         ends.steps[rank].begin(made, 0)
     ends.finish()
     for output in outputs:
@@ -250,7 +259,7 @@ def test_nan_wins(native: bool, op: ReduceOp) -> None:
 
 def test_plans_that_cannot_be_are_refused_by_the_extension() -> None:
     ends = Ends((True, True))
-    made = ends.planners[0].barrier()
+    made = ends.planners[0].barrier(sign("barrier"))
     for wrong in (
         made._replace(signature=b"short"),
         made._replace(awaits=b"\1"),

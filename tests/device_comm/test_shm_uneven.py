@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from device_comm import ReduceOp
 from device_comm.shm.collectives.collective import Collective
 from device_comm.shm.collectives.planned import Plans
+from device_comm.shm.signature import sign
 from shm_broadcast import DivergenceError
 from tests.device_comm.test_shm_steps import Ends, N
 
@@ -51,7 +52,12 @@ def numbers(count: int, rank: int) -> Tensor:
 def test_all_gatherv_of_any_sizes(parts: Sequence[int], native: tuple[bool, bool]) -> None:
     inputs = [numbers(size, rank) for rank, size in enumerate(parts)]
     outputs = [torch.zeros(sum(parts)) for _ in range(N)]
-    run(native, lambda agree, rank: agree.all_gatherv(outputs[rank], inputs[rank], parts))
+    run(
+        native,
+        lambda agree, rank: agree.all_gatherv(
+            sign("all_gatherv"), outputs[rank], inputs[rank], parts
+        ),
+    )
     for output in outputs:
         assert torch.equal(output, torch.cat(inputs))
 
@@ -63,7 +69,9 @@ def test_reduce_scatterv_of_any_sizes(parts: Sequence[int], native: tuple[bool, 
     outputs = [torch.zeros(size) for size in parts]
     run(
         native,
-        lambda agree, rank: agree.reduce_scatterv(outputs[rank], inputs[rank], parts, ReduceOp.SUM),
+        lambda agree, rank: agree.reduce_scatterv(
+            sign("reduce_scatterv"), outputs[rank], inputs[rank], parts, ReduceOp.SUM
+        ),
     )
     for output, expected in zip(outputs, (inputs[0] + inputs[1]).split(list(parts)), strict=True):
         assert torch.equal(output, expected)
@@ -79,7 +87,7 @@ def test_all_to_all_of_any_sizes(table: list[list[int]], native: tuple[bool, boo
     run(
         native,
         lambda agree, rank: agree.all_to_all(
-            outputs[rank], inputs[rank], columns[rank], table[rank]
+            sign("all_to_all"), outputs[rank], inputs[rank], columns[rank], table[rank]
         ),
     )
     cut = [x.split(row) for x, row in zip(inputs, table, strict=True)]
@@ -96,7 +104,9 @@ def test_ranks_that_differ_about_any_sizes_use_no_data(ours: list[int], theirs: 
 
     def plans(agree: Plans, rank: int) -> Iterator[SlotPlan]:
         each = (ours, theirs)[rank]
-        return agree.all_gatherv(outputs[rank], numbers(each[rank], rank), each)
+        return agree.all_gatherv(
+            sign("all_gatherv"), outputs[rank], numbers(each[rank], rank), each
+        )
 
     with pytest.raises(DivergenceError, match="issued all_gatherv of"):
         run((True, False), plans)

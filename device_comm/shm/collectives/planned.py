@@ -6,7 +6,7 @@ from array import array
 from typing import TYPE_CHECKING, Final
 
 from device_comm.shm.collectives.slot_plan import SlotPlanner
-from device_comm.shm.signature import sign
+from device_comm.shm.signature import signature_of
 from device_comm.span import Span
 from shm_broadcast.errors import DivergenceError
 
@@ -41,64 +41,64 @@ class Plans:
     def of(self, operation: Operation) -> Iterator[SlotPlan]:
         """What to carry out, one after the other; the next is asked for when the last is done."""
         planner, source, output = self._planner, operation.source, operation.output
+        signature, op, root = signature_of(operation), operation.op, operation.peer
         match operation.verb:
             case "all_reduce":
-                plan = planner.all_reduce(output, source, operation.op, self._whole_bytes)
+                plan = planner.all_reduce(signature, output, source, op, self._whole_bytes)
             case "all_gather":
-                plan = planner.all_gather(output, source)
+                plan = planner.all_gather(signature, output, source)
             case "reduce_scatter":
-                plan = planner.reduce_scatter(output, source, operation.op)
+                plan = planner.reduce_scatter(signature, output, source, op)
             case "broadcast":
-                plan = planner.broadcast(operation.buffer, operation.peer)
+                plan = planner.broadcast(signature, operation.buffer, root)
             case "reduce":
-                plan = planner.reduce(output, source, operation.peer, operation.op)
+                plan = planner.reduce(signature, output, source, root, op)
             case "gather":
-                plan = planner.gather(output, source, operation.peer)
+                plan = planner.gather(signature, output, source, root)
             case "scatter":
-                plan = planner.scatter(output, source, operation.peer)
+                plan = planner.scatter(signature, output, source, root)
             case "all_to_all" if operation.source_sizes is None:
-                plan = planner.all_to_all(output, source, operation.source_parts(self._n))
+                parts = operation.source_parts(self._n)
+                plan = planner.all_to_all(signature, output, source, parts)
             case "barrier":
-                plan = planner.barrier()
+                plan = planner.barrier(signature)
             case _:
-                return self._agreed(operation)
+                return self._agreed(signature, operation)
         return iter((plan,))
 
-    def _agreed(self, operation: Operation) -> Iterator[SlotPlan]:
+    def _agreed(self, signature: bytes, operation: Operation) -> Iterator[SlotPlan]:
         """The plans of verbs in which the ranks' shares may differ in size."""
         source, output = operation.source, operation.output
         takes, gives = operation.output_parts(self._n), operation.source_parts(self._n)
         if operation.verb == "all_gatherv":
-            return self.all_gatherv(output, source, takes)
+            return self.all_gatherv(signature, output, source, takes)
         if operation.verb == "reduce_scatterv":
-            return self.reduce_scatterv(output, source, gives, operation.op)
-        return self.all_to_all(output, source, takes, gives)
+            return self.reduce_scatterv(signature, output, source, gives, operation.op)
+        return self.all_to_all(signature, output, source, takes, gives)
 
     def all_gatherv(
-        self, output: Tensor, source: Tensor, sizes: Sequence[int]
+        self, signature: bytes, output: Tensor, source: Tensor, sizes: Sequence[int]
     ) -> Generator[SlotPlan, None, None]:
         """Plans that concatenate every rank's ``source``."""
-        signature = sign("all_gatherv", source.dtype)
         yield from self._agree("all_gatherv", signature, sizes)
         yield self._planner.gather_parts(signature, output, source, sizes)
 
     def reduce_scatterv(
-        self, output: Tensor, source: Tensor, sizes: Sequence[int], op: ReduceOp
+        self, signature: bytes, output: Tensor, source: Tensor, sizes: Sequence[int], op: ReduceOp
     ) -> Generator[SlotPlan, None, None]:
         """Plans that reduce this rank's part of every rank's ``source``."""
-        signature = sign("reduce_scatterv", source.dtype, op=op)
         yield from self._agree("reduce_scatterv", signature, sizes)
         yield self._planner.reduce_parts(signature, output, source, sizes, op)
 
     def all_to_all(
         self,
+        signature: bytes,
         output: Tensor,
         source: Tensor,
         output_sizes: Sequence[int],
         source_sizes: Sequence[int],
     ) -> Generator[SlotPlan, None, None]:
         """Plans that give each rank its part of every rank's ``source``."""
-        signature = sign("all_to_all", source.dtype)
         table = yield from self._swap(signature, source_sizes)
         for rank, row in enumerate(table):
             if row[self._rank] != output_sizes[rank]:

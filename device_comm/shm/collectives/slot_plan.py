@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from device_comm.shm.signature import DTYPE_CODES, NO_OP, sign
+from device_comm.shm.signature import DTYPE_CODES, NO_OP
 from device_comm.span import NOTHING, Span
 
 if TYPE_CHECKING:
@@ -55,7 +55,10 @@ class SlotPlan(NamedTuple):
 
 
 class SlotPlanner:
-    """Makes the plans of one rank. Tensors are contiguous; sizes are in elements."""
+    """Makes the plans of one rank. Tensors are contiguous; sizes are in elements.
+
+    Each is given the signature of what it plans.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -65,21 +68,19 @@ class SlotPlanner:
         self._nobody = bytes(world_size)
         self._only_rank = [bytes(other == root for other in everyone) for root in everyone]
 
-    def barrier(self) -> SlotPlan:
+    def barrier(self, signature: bytes) -> SlotPlan:
         """Meet, and move nothing."""
-        return self._move(sign("barrier"), self._everyone, 0)
+        return self._move(signature, self._everyone, 0)
 
     def all_reduce(
-        self, output: Tensor, source: Tensor, op: ReduceOp, whole_bytes: int
+        self, signature: bytes, output: Tensor, source: Tensor, op: ReduceOp, whole_bytes: int
     ) -> SlotPlan:
         """Reduce all ``source``; those of up to ``whole_bytes`` in one step."""
-        signature = sign("all_reduce", source.dtype, source.shape, op)
         kind = REDUCE if source.nbytes <= whole_bytes else ALL_REDUCE
         return self._reduce(signature, output, source, op, (_span(source),), kind=kind)
 
-    def all_gather(self, output: Tensor, source: Tensor) -> SlotPlan:
+    def all_gather(self, signature: bytes, output: Tensor, source: Tensor) -> SlotPlan:
         """Put all ``source`` of one size in a row."""
-        signature = sign("all_gather", source.dtype, source.shape)
         return self.gather_parts(signature, output, source, (source.numel(),) * self._n)
 
     def gather_parts(
@@ -88,9 +89,10 @@ class SlotPlanner:
         """Put all ``source``, of which rank r's has ``sizes[r]``, in a row."""
         return self._gather(signature, output, source, sizes, (_span(source),))
 
-    def reduce_scatter(self, output: Tensor, source: Tensor, op: ReduceOp) -> SlotPlan:
+    def reduce_scatter(
+        self, signature: bytes, output: Tensor, source: Tensor, op: ReduceOp
+    ) -> SlotPlan:
         """Reduce this rank's part of all ``source``, of equal parts."""
-        signature = sign("reduce_scatter", source.dtype, source.shape, op)
         sizes = (source.numel() // self._n,) * self._n
         return self.reduce_parts(signature, output, source, sizes, op)
 
@@ -110,9 +112,10 @@ class SlotPlanner:
             own=gives[self._rank].address,
         )
 
-    def all_to_all(self, output: Tensor, source: Tensor, sizes: Sequence[int]) -> SlotPlan:
+    def all_to_all(
+        self, signature: bytes, output: Tensor, source: Tensor, sizes: Sequence[int]
+    ) -> SlotPlan:
         """Give part r to rank r, put what rank r gives in part r; all parts are of one size."""
-        signature = sign("all_to_all", source.dtype, source.shape)
         return self.exchange_parts(signature, output, source, sizes, sizes, sizes[0])
 
     def exchange_parts(
@@ -136,32 +139,30 @@ class SlotPlanner:
             own=gives[self._rank].address,
         )
 
-    def broadcast(self, buffer: Tensor, root: int) -> SlotPlan:
+    def broadcast(self, signature: bytes, buffer: Tensor, root: int) -> SlotPlan:
         """Fill ``buffer`` with the root's."""
-        signature = sign("broadcast", buffer.dtype, buffer.shape, root=root)
         if root == self._rank:
             return self._move(signature, self._nobody, buffer.nbytes, gives=(_span(buffer),))
         takes = self._only(root, buffer)
         return self._move(signature, self._only_rank[root], buffer.nbytes, takes=takes)
 
-    def reduce(self, output: Tensor, source: Tensor, root: int, op: ReduceOp) -> SlotPlan:
+    def reduce(
+        self, signature: bytes, output: Tensor, source: Tensor, root: int, op: ReduceOp
+    ) -> SlotPlan:
         """Reduce into the root's ``output``."""
-        signature = sign("reduce", source.dtype, source.shape, op, root)
         if root != self._rank:
             return self._move(signature, self._nobody, source.nbytes, gives=(_span(source),))
         return self._reduce(signature, output, source, op, ())
 
-    def gather(self, output: Tensor, source: Tensor, root: int) -> SlotPlan:
+    def gather(self, signature: bytes, output: Tensor, source: Tensor, root: int) -> SlotPlan:
         """Put all ``source`` in a row in the root's ``output``."""
-        signature = sign("gather", source.dtype, source.shape, root=root)
         if root != self._rank:
             return self._move(signature, self._nobody, source.nbytes, gives=(_span(source),))
         sizes = (source.numel(),) * self._n
         return self._gather(signature, output, source, sizes, ())
 
-    def scatter(self, output: Tensor, source: Tensor, root: int) -> SlotPlan:
+    def scatter(self, signature: bytes, output: Tensor, source: Tensor, root: int) -> SlotPlan:
         """Fill ``output`` with this rank's part of the root's ``source``."""
-        signature = sign("scatter", output.dtype, output.shape, root=root)
         takes = self._only(root, output)
         if root != self._rank:
             awaits = self._only_rank[root]

@@ -12,10 +12,11 @@ A pipe is a segment of its own (`device_comm.shm.pipes.peer_pipes` makes and fin
      64  | ``used`` bytes of data and what fills up 64, unless they are in the spill         |
 
 A chunk brings ``used`` bytes of a transfer of ``total`` bytes, from ``offset`` on: inside, or in a
-spill (`device_comm.shm.pipes.spills`). Its call is the sender's (`device_comm.call_number`). Large
-transfers are cut into chunks of `PIECE_BYTES`, so that both ends copy at the same time. The last
-`RESERVED_BYTES` of room are for chunks about spills and for the ends of transfers up to
-`SMALL_BYTES`: however large transfers are, some never lack room.
+spill (`device_comm.shm.pipes.spills`). A transfer of no bytes is one chunk, without data. Its call
+is the sender's (`device_comm.call_number`). Large transfers are cut into chunks of `PIECE_BYTES`,
+so that both ends copy at the same time. The last `RESERVED_BYTES` of room are for chunks about
+spills and for the ends of transfers up to `SMALL_BYTES`: however large transfers are, some never
+lack room.
 
 The sender writes a chunk, then stores ``posted`` with release; the receiver loads it with acquire,
 reads the chunk, and stores ``taken`` with release, which the sender loads with acquire before it
@@ -90,7 +91,8 @@ class Chunk(NamedTuple):
     def continues(self, total: int, dtype: int, call: int, offset: int) -> bool:
         """Whether it brings what comes next of a transfer."""
         about = (self.total, self.dtype, self.call, self.offset)
-        return about == (total, dtype, call, offset) and 0 < self.used <= total - offset
+        some = 0 < self.used <= total - offset or self.used == total == 0
+        return some and about == (total, dtype, call, offset)
 
 
 class Mover(Protocol):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from device_comm.call_number import call_number, naming_call
 from device_comm.shm.memory import copy
-from device_comm.shm.pipes.pipe import HEADER_BYTES, SMALL_BYTES, SPILL, Chunk
+from device_comm.shm.pipes.pipe import HEADER_BYTES, INSIDE, SMALL_BYTES, SPILL, Chunk
 from device_comm.shm.signature import DTYPE_CODES
 from shm_broadcast.errors import DivergenceError, GroupClosedError, PeerLostError, SharedMemoryError
 
@@ -49,6 +49,8 @@ class SendTask:
 
     def advance(self, spin_ns: int) -> bool:
         """Send what there is room for; whether all is sent."""
+        if not self._total:
+            return self._send_empty()
         patience, spare = PATIENCE_NS if self._left > SMALL_BYTES else spin_ns, 0
         while True:
             self._sent = self._end.mover.push(
@@ -75,6 +77,13 @@ class SendTask:
     @property
     def _left(self) -> int:
         return self._total - self._sent
+
+    def _send_empty(self) -> bool:
+        """Say that a tensor without elements comes, if there is room; whether it was said."""
+        room = self._end.takes_inside(0)
+        if room:
+            self._end.post(Chunk(INSIDE, self._dtype, False, 0, 0, 0, 0, call=self._call))
+        return room
 
     def _may_spill(self) -> bool:
         """Whether more may go into spills: of a tensor, all or nothing."""
@@ -123,6 +132,7 @@ class ReceiveTask:
         self._following = following
         self._tensors: Iterator[Tensor] = iter(tensors)
         self._total = self._received = 0
+        self._filled = True
         if tensors:
             self._take_next()
             self._received = received
@@ -136,7 +146,7 @@ class ReceiveTask:
             PeerLostError: the sender ended before what it has sent could be found.
         """
         try:
-            while self._received < self._total or self._take_next():
+            while not self._filled or self._take_next():
                 if self._pull(spin_ns):
                     continue
                 chunk = self._end.peek()
@@ -148,6 +158,9 @@ class ReceiveTask:
                 self._check(chunk)
                 if chunk.kind == SPILL:
                     self._take_from_spill(chunk)
+                elif not self._total:
+                    self._end.take(chunk)
+                    self._filled = True
         except SharedMemoryError as error:
             raise PeerLostError(self.operation, self._board.member_status(self._member)) from error
         return True
@@ -173,18 +186,19 @@ class ReceiveTask:
             return False
         self._tensor = tensor
         self._address = tensor.data_ptr()
-        self._total, self._received = tensor.nbytes, 0
+        self._total, self._received, self._filled = tensor.nbytes, 0, False
         self._dtype = DTYPE_CODES.get(tensor.dtype, 0)
         return True
 
     def _pull(self, spin_ns: int) -> bool:
         """Take what has come inside chunks; whether the tensor is filled."""
-        mover = self._end.find_mover()
+        mover = self._end.find_mover() if self._total else None
         if mover is not None:
             self._received = mover.pull(
                 self._address, self._total, self._dtype, self._call, self._received, spin_ns
             )
-        return self._received == self._total
+            self._filled = self._received == self._total
+        return self._filled
 
     def _check(self, chunk: Chunk) -> None:
         if not chunk.continues(self._total, self._dtype, self._call, self._received):
@@ -205,3 +219,4 @@ class ReceiveTask:
             spill.segment.close()
         self._end.take(chunk)
         self._received += chunk.used
+        self._filled = self._received == self._total

@@ -1,0 +1,53 @@
+"""What a process has joined does not belong to the children that it forks.
+
+A child that `os.fork` makes holds copies of its parent's ends: cursors, counters and numbers of
+messages, without the threads that carry them on. Were both to use them, one would take what is
+meant for the other. So in a child they refuse, and closing them there touches nothing shared.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from typing import Final, Protocol
+from weakref import WeakSet
+
+DISOWNED: Final = "it belongs to the process that this one was forked from"
+"""Why calls of a forked child are refused."""
+
+
+class Joined(Protocol):
+    """Something that one process has joined, and no child of it."""
+
+    def disown(self) -> None:
+        """Refuse from now on: this is a forked child. It has one thread."""
+
+
+_joined: Final[WeakSet[Joined]] = WeakSet()
+"""All that this process has joined and that is still in use."""
+
+
+def disown_in_children(joined: Joined) -> None:
+    """Have ``joined`` told in every child that this process forks."""
+    _joined.add(joined)
+
+
+class Closing(ExitStack):
+    """What a process gives back when it closes something. A forked child gives nothing back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        disown_in_children(self)
+
+    def disown(self) -> None:
+        """In a forked child: close nothing, and free nothing, which might wait for threads."""
+        self._parents = self.pop_all()
+
+
+def _disown_all() -> None:
+    for joined in tuple(_joined):
+        joined.disown()
+    _joined.clear()
+
+
+os.register_at_fork(after_in_child=_disown_all)

@@ -1,0 +1,69 @@
+"""A child that a member forks is no member, and leaves its parent's ends alone."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import pytest
+
+from shm_broadcast import Board, GroupClosedError, MessageQueue, forked_child
+from shm_broadcast.forked_child import DISOWNED
+from tests.forked import in_a_child
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LIMIT = 60.0
+
+
+def refuse(*calls: Callable[[], object]) -> None:
+    for call in calls:
+        with pytest.raises(GroupClosedError, match=DISOWNED):
+            call()
+
+
+def test_a_child_is_refused_by_both_ends_of_a_queue_which_go_on() -> None:
+    with (
+        MessageQueue(n_reader=1, n_local_reader=1) as writer,
+        MessageQueue.create_from_handle(writer.export_handle(), 0) as reader,
+    ):
+        writer.enqueue("before", LIMIT)
+
+        def body() -> None:
+            refuse(
+                lambda: writer.enqueue("a child's"),
+                lambda: writer.wait_until_ready(0),
+                lambda: writer.behind(),
+                lambda: reader.dequeue(0),
+                lambda: reader.broadcast_object(timeout=0),
+            )
+            reader.shutdown()
+            writer.shutdown()
+
+        in_a_child(body)
+        writer.enqueue("after", LIMIT)
+        assert [reader.dequeue(LIMIT), reader.dequeue(LIMIT)] == ["before", "after"]
+
+
+def test_a_child_is_no_member_of_its_parents_board_and_may_join_others() -> None:
+    with Board.create(2) as board, Board.attach(board.handle(), 1) as other:
+
+        def body() -> None:
+            refuse(lambda: board.check("wait"), lambda: board.abort("a child's"))
+            board.close()
+            with Board.create(1) as own:
+                own.check("wait")
+
+        in_a_child(body)
+        board.check("wait")
+        assert [each.state for each in other.status()] == ["idle", "idle"]
+
+
+def test_what_is_no_longer_used_is_not_kept_for_children() -> None:
+    gc.collect()
+    before = len(forked_child._joined)
+    for _ in range(10):
+        Board.create(1).close()
+    gc.collect()
+    assert len(forked_child._joined) <= before
