@@ -23,7 +23,7 @@ from coordinator.setup.torch_groups import SocketChoice
 from coordinator.stores.secret import launcher_secret
 from device_comm import ReduceOp
 from shm_broadcast import Deadline
-from shm_broadcast.forked_child import Closing
+from shm_broadcast.board.forked_child import Closing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,9 +10,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from shm_broadcast.board.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS
 from shm_broadcast.errors import Failure, GroupAbortedError, GroupClosedError, MemberStatus
-from shm_broadcast.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.layout import NO_PEER
 
 if TYPE_CHECKING:

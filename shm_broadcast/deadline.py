@@ -38,7 +38,10 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
             return NEVER
         if not timeout >= 0:
             raise ValueError(f"timeout must be 0 or more seconds, or None; got {timeout!r}")
-        return cls(time.monotonic() + timeout, timeout)
+        try:
+            return cls(time.monotonic() + timeout, timeout)
+        except OverflowError:  # an int that no float holds
+            return cls(math.inf, math.inf)
 
     @classmethod
     def within(cls, timeout: float | Deadline | None) -> Deadline:

@@ -68,7 +68,9 @@ class PointToPointVerbs:
         """As `send`, at once and without a matching `recv`. Collective: no.
 
         Returns:
-            A `Work`; ``x`` must not be changed until it is done. ``timeout`` is its `wait`'s.
+            A `Work`; ``x`` must not be changed until it is done. ``timeout`` is its `wait`'s. It
+            may be done before the receiver has come: closing the group then waits for that, for
+            some seconds (`GroupCoordinator.close`); closing a communicator does not: see `flush`.
         """
         return self._start_send(x, dst, async_op=True, timeout=timeout)  # type: ignore[no-any-return]
 

@@ -28,6 +28,7 @@ import msgspec
 
 from shm_broadcast import layout
 from shm_broadcast.board.failures import describe, first_failure, forget_failure, report_failure
+from shm_broadcast.board.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.board.history import outcome_of, read_history
 from shm_broadcast.board.members import Members
 from shm_broadcast.board.outward import Outward
@@ -40,7 +41,6 @@ from shm_broadcast.errors import (
     GroupTimeoutError,
     PeerLostError,
 )
-from shm_broadcast.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:

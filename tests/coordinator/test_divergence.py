@@ -60,7 +60,7 @@ def slips(tp: GroupCoordinator) -> dict[str, Any]:
     return {
         "verb": lambda: tp.all_gather(x) if odd else tp.all_reduce(x),
         "dtype": lambda: tp.all_reduce(x.double() if odd else x),
-        "float8": lambda: tp.broadcast(cube.to(FLOAT8[odd])),
+        "float8": lambda: [tp.broadcast(cube.to(FLOAT8[odd])), tp.barrier()],
         "shape": lambda: tp.all_reduce(x[:2] if odd else x),
         "op": lambda: tp.all_reduce(x, op=ReduceOp.MAX if odd else ReduceOp.SUM),
         "root": lambda: [tp.broadcast(x, int(odd)), tp.barrier()],

@@ -184,6 +184,38 @@ def test_a_message_of_another_dtype_or_size_is_refused(pipes: list[PeerPipes]) -
     assert torch.equal(out, torch.ones(3))
 
 
+def test_a_message_without_elements_is_not_taken_for_the_next_one(pipes: list[PeerPipes]) -> None:
+    """Nor the next one for it: whoever expects the other is told."""
+    none, some, out = torch.ones(0, 3), torch.ones(3), torch.zeros(3)
+    assert not receive(pipes, none.clone()).advance(0)
+    for x in (none, some):
+        assert send(pipes, x).advance(0)
+    with pytest.raises(DivergenceError, match=r"send of 0 bytes of torch\.float32"):
+        receive(pipes, out).advance(0)
+    with pytest.raises(DivergenceError, match=r"recv of 0 bytes of torch\.int64"):
+        receive(pipes, torch.zeros(0, dtype=torch.int64)).advance(0)
+    assert receive(pipes, none.clone()).advance(0)
+    with pytest.raises(DivergenceError, match="send of 12 bytes"):
+        receive(pipes, none.clone()).advance(0)
+    assert receive(pipes, out).advance(0)
+    assert out.all()
+
+
+def test_a_full_pipe_makes_a_message_without_elements_wait(pipes: list[PeerPipes]) -> None:
+    count = RING_BYTES // HEADER_BYTES
+    for _ in range(count):
+        assert send(pipes, torch.ones(0)).advance(0)
+    last = send(pipes, torch.ones(0))
+    assert not last.advance(0)
+    assert not last.ready()
+    assert receive(pipes, torch.ones(0)).advance(0)
+    assert last.ready()
+    assert last.advance(0)
+    for _ in range(count):
+        assert receive(pipes, torch.ones(0)).advance(0)
+    assert not receive(pipes, torch.ones(0)).ready()
+
+
 def test_a_sender_that_closes(pipes: list[PeerPipes]) -> None:
     out = torch.zeros(3)
     receiving = receive(pipes, out, "tp recv")

@@ -192,7 +192,7 @@ def test_no_wrapper_is_forgotten_here() -> None:
             if not engine and not module.name.endswith((".cupy_driver", "_native")):
                 importlib.import_module(module.name)
     assert of_the_project(Wrapper) | {SelectingBackend} == set(WRAPPERS)
-    assert {"start", "fail"} | set(ARGUMENTS) == FACE
+    assert {"start", "fail", "disown"} | set(ARGUMENTS) == FACE
 
 
 @pytest.mark.parametrize("method", sorted(ARGUMENTS))

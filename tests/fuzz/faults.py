@@ -1,8 +1,8 @@
 """What befalls one rank in the middle of a program, and what the others may then see.
 
 A rank that is stopped for a while changes nothing. A rank that is killed is named by every error
-that comes of it, soon. A rank that gives a verb other arguments than its peers is found out before
-anybody sees wrong data.
+that comes of it, soon. A rank that gives a verb another dtype than its peers, or no rows, is found
+out before anybody sees wrong data.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class Fault:
         elif self.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif step.verb in TENSOR_VERBS and step.group not in COMPARE_NOTHING:
+            if self.place % 2 and step.shape:
+                return replace(step, shape=(0, *step.shape[1:]))
             other = torch.int16 if step.dtype.itemsize != torch.int16.itemsize else torch.int32
             return replace(step, dtype=other)
         return step

@@ -28,6 +28,7 @@ class Mutant:
 
 
 _HERE = "tests/shm_broadcast"
+_DIVERGE = "tests/coordinator/test_divergence.py::test_members_that_diverge_are_told"
 
 MUTANTS = (
     Mutant(
@@ -284,6 +285,40 @@ MUTANTS = (
         "memcpy(p->signature + SIGNATURE_CALL, &the_call, sizeof the_call);",
         "",
         ("tests/device_comm/test_call_number.py::test_ranks_in_different_calls_do_not_meet",),
+    ),
+    Mutant(
+        "R1 a rank that has nothing to give is not an operation ahead",
+        "device_comm/verbs/runner.py",
+        "if operation.moves_nothing and not self.backend.capabilities.detects_divergence:",
+        "if operation.moves_nothing:",
+        (f"{_DIVERGE}[empty-shared memory]",),
+    ),
+    Mutant(
+        "R1 ranks agree on the dimension",
+        "device_comm/shm/signature.py",
+        "operation.peer if verb in ROOTED else operation.dim,",
+        "operation.peer,",
+        (f"{_DIVERGE}[dim of reduce_scatter-shared memory]",),
+    ),
+    Mutant(
+        "R1 a message without elements is a message",
+        "device_comm/shm/pipes/transfers.py",
+        "            return self._send_empty()",
+        "            return True",
+        (
+            "tests/device_comm/test_shm_pipes.py::"
+            "test_a_message_without_elements_is_not_taken_for_the_next_one",
+        ),
+    ),
+    Mutant(
+        "R1 a forked child takes nothing that is its parent's",
+        "shm_broadcast/board/forked_child.py",
+        "        inherited.disown()",
+        "        pass",
+        (
+            "tests/coordinator/test_forked_child.py::"
+            "test_a_child_takes_no_part_and_its_parent_goes_on",
+        ),
     ),
     Mutant(
         "R1 no answer holds another call's data, whatever the transport",

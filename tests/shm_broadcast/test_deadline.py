@@ -60,3 +60,9 @@ def test_infinite_seconds_never_pass() -> None:
     deadline = Deadline.after(math.inf)
     assert not deadline.expired
     assert deadline.remaining(0.04) == 0.04
+
+
+def test_more_seconds_than_a_float_holds_never_pass() -> None:
+    deadline = Deadline.after(10**400)
+    assert not deadline.expired
+    assert deadline.remaining(at_most=3) == 3

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shm_broadcast import Board, GroupClosedError, MessageQueue, forked_child
-from shm_broadcast.forked_child import DISOWNED
+from shm_broadcast import Board, GroupClosedError, MessageQueue
+from shm_broadcast.board import forked_child
+from shm_broadcast.board.forked_child import DISOWNED
 from tests.forked import in_a_child
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ def test_a_child_is_no_member_of_its_parents_board_and_may_join_others() -> None
 
 def test_what_is_no_longer_used_is_not_kept_for_children() -> None:
     gc.collect()
-    before = len(forked_child._joined)
+    before = len(forked_child._inherited)
     for _ in range(10):
         Board.create(1).close()
     gc.collect()
-    assert len(forked_child._joined) <= before
+    assert len(forked_child._inherited) <= before

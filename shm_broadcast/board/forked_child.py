@@ -16,20 +16,20 @@ DISOWNED: Final = "it belongs to the process that this one was forked from"
 """Why calls of a forked child are refused."""
 
 
-class Joined(Protocol):
+class Inherited(Protocol):
     """Something that one process has joined, and no child of it."""
 
     def disown(self) -> None:
         """Refuse from now on: this is a forked child. It has one thread."""
 
 
-_joined: Final[WeakSet[Joined]] = WeakSet()
+_inherited: Final[WeakSet[Inherited]] = WeakSet()
 """All that this process has joined and that is still in use."""
 
 
-def disown_in_children(joined: Joined) -> None:
-    """Have ``joined`` told in every child that this process forks."""
-    _joined.add(joined)
+def disown_in_children(inherited: Inherited) -> None:
+    """Have ``inherited`` told in every child that this process forks."""
+    _inherited.add(inherited)
 
 
 class Closing(ExitStack):
@@ -45,9 +45,9 @@ class Closing(ExitStack):
 
 
 def _disown_all() -> None:
-    for joined in tuple(_joined):
-        joined.disown()
-    _joined.clear()
+    for inherited in tuple(_inherited):
+        inherited.disown()
+    _inherited.clear()
 
 
 os.register_at_fork(after_in_child=_disown_all)
