@@ -36,7 +36,9 @@ SLICE_SECONDS: Final = 0.04
 """How long a waiting call sleeps at most before it calls the caller's ``check`` again."""
 
 LINGER_SECONDS: Final = 1.0
-"""How long `RemoteEnd.close` waits at most until messages that were sent have left this host."""
+"""How long `RemoteEnd.close` waits at most until messages that were sent have left this host. Not 0
+where messages have several frames: libzmq 4.3.5 ends the process (`clean_pipes`) if a socket that
+does not linger is closed in the middle of one and the connection ends just then."""
 
 _HANDSHAKE_SECONDS: Final = 5.0
 _FRAME_SLACK: Final = 512
@@ -188,9 +190,7 @@ class RemoteEnd(ABC):
     def _tear_down(self) -> None:
         if self._zmq.closed:
             return
-        if self._torn:
-            self._zmq.linger = 0
-        else:
+        if not self._torn:
             self._farewell()
         self._zmq.close()
         self._release()

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 PAYLOAD = b"what nobody else should read" * 40
 """What the ends exchange; a tap takes only what is larger for a message."""
 
+LINGER_MILLISECONDS = 100
+"""Not 0, with which libzmq may abort: see `shm_broadcast.remote.end.LINGER_SECONDS`."""
+
 
 def port_of(handle: RemoteHandle) -> tuple[str, int]:
     host, port = handle.address.removeprefix("tcp://").split(":")
@@ -178,7 +181,7 @@ def raw_reader(handle: RemoteHandle, rank: int) -> Iterator[zmq.Socket[bytes]]:
     """A plain socket with a reader's key."""
     key = reader_key(SECRET, handle.nonce, rank)
     with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
-        raw.linger = 0
+        raw.linger = LINGER_MILLISECONDS
         raw.curve_publickey, raw.curve_secretkey = key.public, key.secret
         raw.curve_serverkey = writer_key(SECRET, handle.nonce).public
         raw.connect(handle.address)
@@ -190,7 +193,7 @@ def raw_writer() -> Iterator[tuple[zmq.Socket[bytes], RemoteHandle]]:
     """A plain socket with a writer's key, and the handle that names it."""
     nonce = secrets.token_bytes(32)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as raw:
-        raw.linger = 0
+        raw.linger = LINGER_MILLISECONDS
         raw.rcvtimeo = int(LIMIT * 1000)
         raw.curve_server = True
         raw.curve_secretkey = writer_key(SECRET, nonce).secret
