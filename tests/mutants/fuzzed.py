@@ -54,13 +54,6 @@ FUZZED_MUTANTS = (
         (f"{_FAULTS}[slip]",),
     ),
     Mutant(
-        "F11 agreement: who has nothing to give meets the others",
-        "device_comm/verbs/runner.py",
-        "if operation.moves_nothing and not self.backend.capabilities.detects_divergence:",
-        "if operation.moves_nothing:",
-        (f"{_FAULTS}[slip]",),
-    ),
-    Mutant(
         "F7 liveness: who died is named",
         "shm_broadcast/board/members.py",
         'self.state(member) in ("lost", "closed")',
