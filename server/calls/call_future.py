@@ -38,10 +38,22 @@ class CallFuture(Future[Any]):
         `worker.WorkerContext.cancelled`.
         """
         if super().cancel():
+            self._forget()
             return True
-        if self._cancelled is not None:
-            self._cancelled()
+        cancelled = self._cancelled
+        if cancelled is not None:
+            cancelled()
         return False
+
+    def set_result(self, result: Any) -> None:
+        """As every future's."""
+        super().set_result(result)
+        self._forget()
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """As every future's."""
+        super().set_exception(exception)
+        self._forget()
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the call's result.
@@ -54,19 +66,26 @@ class CallFuture(Future[Any]):
         try:
             return super().result(timeout)
         except TimeoutError:
+            late = self._late
             # Done all the same: the call's own error is a TimeoutError, or it ended just now.
             if self.done():
                 return super().result()
-            raise self._why(timeout) from None
+            raise _why(late, timeout) from None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the call to end; its error, or ``None``. Raises as `result` on a time-out."""
         try:
             return super().exception(timeout)
         except TimeoutError:
+            late = self._late
             if self.done():
                 return super().exception()
-            raise self._why(timeout) from None
+            raise _why(late, timeout) from None
 
-    def _why(self, timeout: float | None) -> TimeoutError:
-        return TimeoutError() if self._late is None else self._late(timeout)
+    def _forget(self) -> None:
+        """Let go of the call, which holds this future: no garbage collection has to find them."""
+        self._late = self._cancelled = None
+
+
+def _why(late: Late | None, timeout: float | None) -> TimeoutError:
+    return TimeoutError() if late is None else late(timeout)

@@ -435,6 +435,13 @@ class Ledger:
             actions = self._break(error, final=True) if self._end is None else []
         _run(actions)
 
+    def let_go(self) -> None:
+        """Ask nobody any more, after `end`: the owner is freed with its last reference, not by a
+        garbage collection, for which its shared memory would wait.
+        """
+        self._hooks = LedgerHooks(*(_ignore,) * 6)
+        self.move = None
+
     def _spoil_before(self, rank: int, number: int) -> Actions:
         """Count replies of ``rank`` to calls before ``number`` as lost.
 
@@ -523,6 +530,10 @@ class Ledger:
                 self._calls.put_back(staying)
                 self._to_send.notify_all()
         _run(actions)
+
+
+def _ignore(*_: object) -> None:
+    pass
 
 
 def _run(actions: Actions) -> None:

@@ -288,6 +288,7 @@ class Crew:
                 with self._counting:
                     self._leave_links.close()
                     self._stopped = True
+            self._ledger.let_go()
 
     def is_own(self, thread: threading.Thread) -> bool:
         """Whether `stop` joins ``thread``, which must therefore not call it."""

@@ -9,9 +9,11 @@ import os
 import subprocess
 import threading
 import time
+import weakref
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,13 @@ from tests.server.workers import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+
+@dataclass(frozen=True)
+class Given:
+    """An argument that can be told from its copies."""
+
+    number: int
 
 
 def settled() -> Counter[tuple[str, object]]:
@@ -82,6 +91,43 @@ def test_pools_one_after_another_in_two_threads_leave_nothing(fork: bool, count:
         for sequence in [threads.submit(run_pools, count, fork=fork) for _ in range(2)]:
             sequence.result()
     assert_nothing_left(before)
+
+
+def segments() -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]
+
+
+def test_memory_of_a_pool_goes_with_it_and_not_by_a_garbage_collection() -> None:
+    """Engines that must not pause switch the collector off."""
+    run_pools(1)
+    gc.collect()
+    before = segments()
+    gc.disable()
+    try:
+        run_pools(2)
+        assert segments() == before
+    finally:
+        gc.enable()
+
+
+def test_what_a_call_was_given_and_gave_goes_with_its_future() -> None:
+    with WorkerPool(Worker) as pool:
+        pool.submit("echo", 0).result(timeout=60)
+        gc.collect()
+        gc.disable()
+        try:
+            given = {Given(turn) for turn in range(3)}
+            gone = [weakref.ref(each) for each in given]
+            for each in given:
+                assert pool.submit("echo", each).result(timeout=60) == each
+            cancelled = pool.submit("echo", given.pop())
+            cancelled.cancel()
+            wait([cancelled], timeout=60)
+            del each, given, cancelled
+            assert pool.call("echo", 1) == 1
+            assert [each() for each in gone] == [None] * 3
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("fork", [True, False])
