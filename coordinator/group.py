@@ -70,8 +70,6 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
     in place is to change the input. With ``out=`` the input is copied there.
     """
 
-    hierarchy: Hierarchy[GroupCoordinator]
-
     def __init__(
         self,
         group_ranks: Sequence[Sequence[int]],
@@ -212,24 +210,32 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
 
     def _adopt(self, link: Link) -> None:
         super()._adopt(link)
-        self.hierarchy = self._divide()
+        self._parts: dict[str, GroupCoordinator] = {}
+        self._first_on_node = True
+        if self.world_size > 1:
+            self._divide(self.nodes)
 
-    def _divide(self) -> Hierarchy[GroupCoordinator]:
-        """Build the groups within this node and between nodes. Collective: yes, every member."""
-        if self.world_size == 1:
-            return Hierarchy(self, self, self)
-        me, nodes = self.rank_in_group, self.nodes
+    def _divide(self, nodes: Sequence[Sequence[int]]) -> None:
+        """Build the groups within this node and between nodes, where they are not this one.
+        Collective: yes, every member.
+        """
         firsts = [node[0] for node in nodes]
-        mine = next(node for node in nodes if me in node)
-        intra = self if len(nodes) == 1 else self._part("intra", mine)
-        if me not in firsts:
-            return Hierarchy(self, intra, None)
-        one_each = len(nodes) == self.world_size
-        return Hierarchy(self, intra, self if one_each else self._part("inter", firsts))
+        self._first_on_node = self.rank_in_group in firsts
+        if len(nodes) > 1:
+            mine = next(node for node in nodes if self.rank_in_group in node)
+            self._parts["intra"] = self._part("intra", mine)
+        if self._first_on_node and len(nodes) < self.world_size:
+            self._parts["inter"] = self._part("inter", firsts)
 
-    def _part(self, name: str, members: list[int]) -> GroupCoordinator:
-        link = self._link.part(f"{self.name}.{name}", members)
+    def _part(self, name: str, members: Sequence[int]) -> GroupCoordinator:
+        link = self._link.part(f"{self.name}.{name}", list(members))
         return self._link.closing.enter_context(GroupCoordinator.from_link(link))
+
+    @property
+    def hierarchy(self) -> Hierarchy[GroupCoordinator]:
+        """The group seen as its nodes. Collective: no."""
+        inter = self._parts.get("inter", self) if self._first_on_node else None
+        return Hierarchy(self, self._parts.get("intra", self), inter)
 
     # --- together ------------------------------------------------------------------------
 

@@ -269,8 +269,7 @@ class Backend(ABC):
 
     def fail(self, error: CoordinatorError) -> None:
         """Abort the group with ``error``, unless it is aborted or closed already."""
-        if not isinstance(error, (GroupAbortedError, GroupClosedError)):
-            self.watch.abort(error)
+        end_group(self.watch, error)
         self.discard()
 
     def disown(self) -> None:
@@ -282,3 +281,9 @@ class Backend(ABC):
         if not self.closed:
             self.closed = True
             self._closing.close()
+
+
+def end_group(watch: Watch, error: CoordinatorError) -> None:
+    """Abort a group with ``error``, unless that says that it is aborted or closed already."""
+    if not isinstance(error, (GroupAbortedError, GroupClosedError)):
+        watch.abort(error)

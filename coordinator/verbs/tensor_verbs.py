@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from coordinator.compiling.compile_ops import OpsOfGraph
@@ -29,12 +30,12 @@ class TensorVerbs(Member, SymmetricVerbs, UnevenVerbs, AllToAllVerbs, RootedVerb
     what the call would have returned. A group of one returns its input itself, from every verb:
     whoever changes the result in place there changes the input. `device_comm.communicator` says
     what is raised, and that a deadline that passes ends the group.
-
-    Attributes:
-        hierarchy: the group seen as its nodes.
     """
 
-    hierarchy: Hierarchy[TensorVerbs]
+    @property
+    @abstractmethod
+    def hierarchy(self) -> Hierarchy[TensorVerbs]:
+        """The group seen as its nodes. Collective: no."""
 
     def _adopt(self, link: Link) -> None:
         super()._adopt(link)

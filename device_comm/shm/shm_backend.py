@@ -16,12 +16,13 @@ keeps at most 4 MiB of that.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 import msgspec
 import torch
 
-from device_comm.backend import Backend, Capabilities, Identity
+from device_comm.backend import Backend, Capabilities, Identity, end_group
 from device_comm.begun import VERBS
 from device_comm.reduce_op import ReduceOp
 from device_comm.shm import layout
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from device_comm.choice import Explanation
     from device_comm.operation import Operation
     from device_comm.shm.collectives.steps import Steps
-    from device_comm.shm.pipes.pipe import Mover
+    from device_comm.shm.pipes.pipe import MakeMover, Mover
     from device_comm.work import Pending
     from shm_broadcast.board.board import Board
     from shm_broadcast.progress import Task
@@ -101,13 +102,15 @@ class ShmBackend(Backend):
         self._layout = GroupLayout.read(segment.words)
         self._results = Results()
         self._plans: Plans
-        self._pipes = PeerPipes(board, self.members, rank, segment, self._layout, self._make_mover)
+        module = native if use_native and size > 1 else None
+        movers = _movers(board, self.members, module)
+        self._pipes = PeerPipes(board, self.members, rank, segment, self._layout, movers)
         self._closing.callback(self._pipes.close)
         if progress is None:
             progress = Progress(board, f"{name} progress")
             self._closing.callback(progress.close)
-        self._execution = Execution(progress, self.fail)
-        self._native = self._make_native() if use_native and size > 1 else None
+        self._execution = Execution(progress, partial(end_group, board))
+        self._native = None if module is None else self._make_native(module)
         self._steps: Steps = self._native or PythonSteps(
             segment, self._layout, rank, self._ring_others
         )
@@ -224,10 +227,8 @@ class ShmBackend(Backend):
 
     # --- setting up ----------------------------------------------------------------------
 
-    def _make_native(self) -> Comm | None:
-        if native is None:
-            return None
-        comm: Comm = native.Comm(
+    def _make_native(self, module: ModuleType) -> Comm:
+        comm: Comm = module.Comm(
             self._segment.memory,
             self.board.memory,
             self.rank,
@@ -243,15 +244,6 @@ class ShmBackend(Backend):
             self.name,
         )
         return comm
-
-    def _make_mover(self, segment: Segment, peer: int) -> Mover:
-        member = self.members[peer]
-        if self._native is None or native is None:
-            return PythonMover(segment, lambda: self.board.ring(member))
-        mover: Mover = native.Pipe(
-            segment.memory, self.board.memory, self.board.doorbell_offset(member)
-        )
-        return mover
 
     def _leave_shortcut(self) -> None:
         self.shortcut = None
@@ -280,6 +272,19 @@ class ShmBackend(Backend):
         self._segment.touch()
         whole_bytes = GroupLayout.read(words).whole_bytes
         self._plans = Plans(self.rank, self.world_size, whole_bytes)
+
+
+def _movers(board: Board, members: Sequence[int], module: ModuleType | None) -> MakeMover:
+    """What makes the movers of a rank: those of the extension, or without it in Python."""
+
+    def make(segment: Segment, peer: int) -> Mover:
+        member = members[peer]
+        if module is None:
+            return PythonMover(segment, partial(board.ring, member))
+        mover: Mover = module.Pipe(segment.memory, board.memory, board.doorbell_offset(member))
+        return mover
+
+    return make
 
 
 def _rank_of(board: Board, members: Sequence[int]) -> int:

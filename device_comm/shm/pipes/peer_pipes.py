@@ -172,8 +172,8 @@ class ReceivingEnd:
 
     def __init__(self, pipes: PeerPipes, peer: int) -> None:
         """Look for the pipe when asked. Collective: no."""
-        self._pipes = pipes
-        self._peer = peer
+        self._group, self._board, self._member = pipes.group, pipes.board, pipes.members[peer]
+        self._make_mover, self._peer = pipes.make_mover, peer
         self._place = pipes.layout.pipe(peer, pipes.rank)
         self._segment: Segment | None = None
         self.mover: Mover | None = None
@@ -205,7 +205,7 @@ class ReceivingEnd:
         """Give the room of the next chunk back, which is ``chunk``."""
         if self._segment is not None:
             take(self._segment.words, chunk)
-            self._pipes.board.ring(self._pipes.members[self._peer])
+            self._board.ring(self._member)
 
     def spill(self, chunk: Chunk) -> Spill:
         """The spill that a chunk is about."""
@@ -220,12 +220,12 @@ class ReceivingEnd:
         self._spills.close()
 
     def _find(self) -> Segment | None:
-        group = self._pipes.group
+        group = self._group
         if self._segment is None and group.words.load32(self._place + PIPE_OPEN):
             fd, pid, start, size, nonce = _HANDLE.unpack_from(
                 group.memory, self._place + PIPE_HANDLE
             )
             self._sender = SegmentHandle(pid, start, fd, nonce, size)
             self._segment = Segment.attach(self._sender)
-            self.mover = self._pipes.make_mover(self._segment, self._peer)
+            self.mover = self._make_mover(self._segment, self._peer)
         return self._segment

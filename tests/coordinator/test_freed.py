@@ -1,0 +1,50 @@
+"""What groups had is freed with their last reference, since engines may collect no garbage."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import torch
+
+import coordinator
+from tests.ranks import run_ranks
+
+
+def segments() -> int:
+    return sum("memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def use(groups: coordinator.ParallelGroups, rank: int) -> None:
+    tp, x = groups.tp, torch.ones(1000)
+    tp.all_reduce(x)
+    tp.all_reduce(x, async_op=True).wait()
+    tp.all_gatherv(x, 0)
+    if rank == 0:
+        tp.isend(x, 1).wait()
+        tp.send_tensor_dict({"x": x, "n": 1}, 1)
+    else:
+        tp.irecv(x.shape, x.dtype, 0).wait()
+        tp.recv_tensor_dict(0)
+    tp.broadcast_object({"n": 1} if rank == 0 else None)
+    tp.barrier()
+
+
+def make_and_leave(rank: int, n: int, path: str) -> tuple[int, int]:
+    """Pieces of shared memory that are mapped at the end, and objects that only a collector finds
+    after operations."""
+    gc.collect()
+    gc.disable()
+    for turn in range(2):
+        store = torch.distributed.FileStore(f"{path}{turn}", n)
+        with coordinator.init(tp=n, rank=rank, store=store) as groups:
+            use(groups, rank)
+            gc.collect()
+            use(groups, rank)
+            garbage = gc.collect()
+        del groups
+    return segments(), garbage
+
+
+def test_groups_and_operations_leave_nothing_to_a_garbage_collector(store_path: str) -> None:
+    assert run_ranks(2, make_and_leave, store_path) == [(0, 0), (0, 0)]
