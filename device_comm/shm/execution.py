@@ -51,6 +51,10 @@ class Execution:
         except CoordinatorError:
             raise
         except BaseException as error:
+            if isinstance(
+                error, RuntimeError
+            ):  # the one before was given up, and the group with it
+                lane.board.check(task.operation)
             # Interrupted midway: this rank is out of step for good.
             lane.board.abort(error)
             raise

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
+from device_comm.operation import Operation
 from device_comm.shm import layout
 from shm_broadcast import (
     Board,
@@ -391,3 +392,30 @@ def never_comes(rank: int, n: int, path: str, board: BoardHandle) -> list[int]:
 def test_set_up_names_who_does_not_come(store_path: str) -> None:
     with Board.create(2, None) as board:
         assert run_ranks(2, never_comes, store_path, board.handle())[0] == [1]
+
+
+def begin_two(rank: int, n: int, board: BoardHandle, path: str, native: bool) -> None:
+    """As a call that begins two operations, when the first is given up before the second begins."""
+    with make_comm(rank, board, path, use_native=native) as comm:
+        backend, x = shm_of(comm), torch.ones(4)
+        comm.barrier()
+        if rank == 1:
+            comm.abort("enough")
+            return
+        first, second = (
+            Operation("all_reduce", x, x.clone(), True, 20.0, name="tp all_reduce", shape=x.shape)
+            for _ in range(2)
+        )
+        for operation in (first, second):
+            with pytest.raises(GroupAbortedError, match="enough"):
+                started = backend.start(operation)
+                assert started is not None
+                started.wait(operation.deadline)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_the_second_operation_of_a_call_is_told_why_the_first_was_given_up(
+    tmp_path: Path, native: bool
+) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, begin_two, board.handle(), str(tmp_path / "handle"), native)
