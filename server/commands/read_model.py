@@ -183,5 +183,7 @@ def read_decoder(args: argparse.Namespace, path: Path, nnodes: int = 1) -> Decod
     folder.config.check_parallel(args.tp, args.pp)
     if args.dp != 1:
         raise ValueError(f"--dp must be 1 with a model that completes; got {args.dp}")
+    if args.context == 1:
+        raise ValueError("--context must be at least 2: a token of the prompt, one of the answer")
     context = min(args.context or CONTEXT, folder.config.max_position_embeddings)
     return DecoderModel(folder, DecoderText(folder), workers, args.slots or SLOTS, context)

@@ -67,6 +67,7 @@ def test_wrong_options_are_refused(given: Any, text: str) -> None:
         ({"context": 0}, "--context must be at least 1"),
         ({"max_batch_tokens": 8}, "--max-batch-tokens must be at least 16, the slots"),
         ({"slots": 300}, "--max-batch-tokens must be at least 300, the slots"),
+        ({"context": 1}, "--context must be at least 2: a token of the prompt, one of the answer"),
     ],
 )
 def test_options_that_are_wrong_for_completions(tmp_path: Path, given: Any, text: str) -> None:
