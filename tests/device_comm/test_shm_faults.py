@@ -406,11 +406,15 @@ def begin_two(rank: int, n: int, board: BoardHandle, path: str, native: bool) ->
             Operation("all_reduce", x, x.clone(), True, 20.0, name="tp all_reduce", shape=x.shape)
             for _ in range(2)
         )
+
+        def carry_out(operation: Operation) -> None:
+            started = backend.start(operation)
+            assert started is not None
+            started.wait(operation.deadline)
+
         for operation in (first, second):
             with pytest.raises(GroupAbortedError, match="enough"):
-                started = backend.start(operation)
-                assert started is not None
-                started.wait(operation.deadline)
+                carry_out(operation)
 
 
 @pytest.mark.parametrize("native", [True, False])
