@@ -26,6 +26,7 @@ class Comm:
         numbers: Buffer,
         history: int,
         name: str,
+        crowded: bool,
         /,
     ) -> None: ...
     def begin(self, plan: SlotPlan, call: int, /) -> None: ...

@@ -247,19 +247,21 @@ static int read_history(Comm *self, PyObject *numbers, Py_ssize_t history, PyObj
 }
 
 /* (group, board, rank, slot, doorbells, operations, tensor type, ReduceOp, allocate, begun, numbers,
- * history, name) */
+ * history, name, crowded) */
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *group, *board, *doorbells, *operations, *tensor_type, *reduce_op;
     PyObject *allocate, *begun, *numbers, *name;
     Py_ssize_t rank, slot, history;
-    if (!PyArg_ParseTuple(args, "OOnnO!O!OOOOOnO", &group, &board, &rank, &slot, &PyTuple_Type,
+    int crowded;
+    if (!PyArg_ParseTuple(args, "OOnnO!O!OOOOOnOp", &group, &board, &rank, &slot, &PyTuple_Type,
                           &doorbells, &PyTuple_Type, &operations, &tensor_type, &reduce_op,
-                          &allocate, &begun, &numbers, &history, &name))
+                          &allocate, &begun, &numbers, &history, &name, &crowded))
         return NULL;
     allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Comm *self = (Comm *)make(type, 0);
     if (self == NULL) return NULL;
     self->slot = (size_t)slot;
+    self->steps.crowded = crowded;
     self->tensor_type = Py_NewRef(tensor_type);
     self->reduce_op_type = Py_NewRef(reduce_op);
     self->allocate = Py_NewRef(allocate);

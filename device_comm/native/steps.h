@@ -32,6 +32,7 @@ typedef struct {
     char *group, *board;
     size_t rank, n;
     size_t *doorbells; /* by rank, in the board */
+    bool crowded;      /* the ranks share cores: who waits gives its core up at once */
     uint64_t slot_bytes, slots;
 
     uint64_t begun;    /* the last step that this rank has taken on */
@@ -62,7 +63,7 @@ void steps_put_first(steps *s);
 /* Goes on until done, or until nothing has come for `spin_ns`. Without the GIL, if need be. */
 steps_status steps_run(steps *s, uint64_t spin_ns);
 
-/* As steps_run, for about a microsecond of looking. */
+/* As steps_run, for about a microsecond of looking; for one look where ranks share cores. */
 steps_status steps_run_briefly(steps *s);
 
 /* Whether steps_run would get further, or find that ranks diverge. */

@@ -242,6 +242,7 @@ class ShmBackend(Backend):
             self.recorder.numbers,
             self.board.history,
             self.name,
+            self.world_size > len(GIVEN_CORES),
         )
         return comm
 

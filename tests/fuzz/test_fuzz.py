@@ -26,7 +26,7 @@ SOCKET_SECONDS = 3.0
 NO_VERBS = {
     *("from_device_mesh", "from_link", "from_process_group", "make_sibling_device_group"),
     *("start_broadcaster", "create_mq_broadcaster", "create_single_reader_mq_broadcasters"),
-    *("abort", "check", "close", "destroy", "explain", "status", "graph_capture"),
+    *("abort", "check", "close", "destroy", "disown", "explain", "status", "graph_capture"),
     *("allocate_combine_input", "prepare_communication_buffer_for_model"),
 }
 """What a group can do besides exchanging something among its members."""
