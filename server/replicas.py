@@ -25,6 +25,7 @@ from shm_broadcast import CoordinatorError
 from .driver.binding import bound_here, written
 from .driver.cores import worker_threads
 from .driver.devices import assign, count_gpus
+from .errors import PoolClosedError
 from .pool import WorkerPool
 from .pool_config import PoolConfig
 
@@ -172,7 +173,9 @@ class Replicas:
     def failure(self) -> CoordinatorError | None:
         """What broke the last replica, or `PoolClosedError`; ``None`` while one takes calls."""
         failures = [pool.failure for pool in self.pools]
-        return None if None in failures else failures[-1]
+        if None in failures:
+            return None
+        return next((each for each in failures if isinstance(each, PoolClosedError)), failures[-1])
 
     @property
     def restarting(self) -> CoordinatorError | None:

@@ -13,6 +13,8 @@ import msgspec
 
 from shm_broadcast.errors import GroupTimeoutError
 
+_MOST_MILLISECONDS = (1 << 31) - 1
+
 
 class Deadline(msgspec.Struct, frozen=True, gc=False):
     """A moment to give up at. A Struct, as it is made in a fifth of a dataclass's time.
@@ -74,3 +76,8 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
 
 
 NEVER = Deadline(math.inf, None)
+
+
+def milliseconds(seconds: float) -> float | None:
+    """A time-out as poll(2) takes it: of 24 days at most, or None for ever."""
+    return None if seconds == math.inf else min(seconds * 1000, _MOST_MILLISECONDS)

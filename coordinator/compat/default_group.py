@@ -55,6 +55,12 @@ def meet_with_default_group(
         backend = "gloo"
     if dist.is_initialized():
         launch = _launch_of_default_group(local_rank)
+        there = (launch.world_size, launch.rank)
+        if world_size not in (-1, there[0]) or rank not in (-1, there[1]):
+            raise ValueError(
+                f"torch's default group, which is there already, has {there[0]} ranks, and this is "
+                f"rank {there[1]}; asked for were {world_size} and {rank}"
+            )
         return Topology.meet(
             launch, closing, store=torch_groups.default_store(), backend=backend, timeout=deadline
         )

@@ -96,6 +96,8 @@ class DefaultTopology(Generic[F]):
                 raise ValueError(f"the world has {self.world.world_size} ranks, not {world_size}")
             return
         with ExitStack() as undo:
+            if not dist.is_initialized():
+                undo.callback(_leave_default_group)
             topology = meet_with_default_group(
                 world_size, rank, method, local_rank, backend, deadline, undo
             )
@@ -160,5 +162,9 @@ class DefaultTopology(Generic[F]):
         """Close the world group and torch's default group. Collective: no."""
         self._topology = self.world = self.store = None
         self._environment.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _leave_default_group()
+
+
+def _leave_default_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -3,7 +3,7 @@
 It needs nothing but the store; process groups, boards and queues are set up with it. Each swap has
 a name, and keys under that name:
 
-    NAME/RANK   the value of that member
+    NAME/RANK   how many members there are, as that one was told, a space, and its value
     NAME/count  the number of members that have put their value
     NAME/all    set by the last of them: all values are there
 
@@ -14,12 +14,13 @@ wait cannot be interrupted, and prints to stderr when it times out.
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import DistError, PrefixStore, Store
 
-from shm_broadcast.errors import GroupTimeoutError, MemberStatus
+from shm_broadcast.errors import GroupTimeoutError, MemberStatus, TransportError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +76,8 @@ class Exchange:
         Collective: no.
         """
         place = f"group-coordinator/{place}"
-        count = store.add(f"{place}/visits/{rank}", 1)
+        with _reaching(name, host):
+            count = store.add(f"{place}/visits/{rank}", 1)
         prefixed = PrefixStore(f"{place}/{count}", store)
         return cls(prefixed, rank, size, name, deadline, host, keeper, tuple(called))
 
@@ -90,15 +92,16 @@ class Exchange:
 
         Raises:
             GroupTimeoutError: the deadline passed; ``waiting_for`` lists the absent members.
+            ValueError: a member was told that there are more or fewer.
+            TransportError: the store has gone.
         """
-        keys = [f"{what}/{rank}" for rank in range(self.size)]
-        self._put(keys[self.rank], payload)
-        if self.store.add(f"{what}/count", 1) == self.size:
-            self._put(f"{what}/all", b"")
-        self._wait_for(f"{what}/all", what, lambda: self._absent(keys))
-        if self.store.has_extended_api():  # type: ignore[attr-defined]
-            return self.store.multi_get(keys)
-        return [self.store.get(key) for key in keys]
+        operation = f"{self.name} {what}"
+        with _reaching(operation, self.host):
+            self._put(f"{what}/{self.rank}", b"%d %b" % (self.size, payload))
+            if self.store.add(f"{what}/count", 1) == self.size:
+                self._put(f"{what}/all", b"")
+            self._wait_for(f"{what}/all", operation, lambda: self._absent(what))
+            return list(self._payloads(what).values())
 
     def broadcast(self, what: str, payload: bytes | None, src: int = 0) -> bytes:
         """Return the payload of member ``src``.
@@ -112,16 +115,18 @@ class Exchange:
 
         Raises:
             GroupTimeoutError: ``src`` did not put it in time.
+            TransportError: the store has gone.
             ValueError: ``payload`` is ``None`` at ``src``.
         """
-        key = f"{what}/{src}"
-        if self.rank == src:
-            if payload is None:
-                raise ValueError(f"{self.name}: member {src} has to give what it broadcasts")
-            self._put(key, payload)
-            return payload
-        self._wait_for(key, what, lambda: [src])
-        return self.store.get(key)
+        key, operation = f"{what}/{src}", f"{self.name} {what}"
+        if self.rank == src and payload is None:
+            raise ValueError(f"{self.name}: member {src} has to give what it broadcasts")
+        with _reaching(operation, self.host):
+            if payload is not None and self.rank == src:
+                self._put(key, payload)
+                return payload
+            self._wait_for(key, operation, lambda: [src])
+            return self.store.get(key)
 
     def sub(self, name: str, ranks: Sequence[int], deadline: Deadline | None = None) -> Exchange:
         """The exchange of a subgroup.
@@ -152,21 +157,52 @@ class Exchange:
     def _put(self, key: str, value: bytes) -> None:
         self.store.set(key, value)  # type: ignore[arg-type] # the stub knows text only
 
-    def _absent(self, keys: Sequence[str]) -> list[int]:
-        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+    def _payloads(self, what: str) -> dict[int, bytes]:
+        """What members have put by now, by rank; all of them must have been told the same size."""
+        keys = {rank: f"{what}/{rank}" for rank in range(self.size)}
+        if not self.store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        if self.store.has_extended_api():  # type: ignore[attr-defined]
+            values = self.store.multi_get(list(keys.values()))
+        else:
+            values = [self.store.get(key) for key in keys.values()]
+        payloads = {}
+        for rank, value in zip(keys, values, strict=True):
+            told, _, payloads[rank] = value.partition(b" ")
+            if int(told) != self.size:
+                raise ValueError(
+                    f"{self.name}: rank {self.global_rank(rank)} was told that there are "
+                    f"{int(told)} members, this one that there are {self.size}"
+                )
+        return payloads
 
-    def _wait_for(self, key: str, what: str, absent: Callable[[], list[int]]) -> None:
+    def _absent(self, what: str) -> list[int]:
+        there = self._payloads(what)
+        return [rank for rank in range(self.size) if rank not in there]
+
+    def _wait_for(self, key: str, operation: str, absent: Callable[[], list[int]]) -> None:
         for nap in naps():
             if self.store.check([key]):
                 return
             if self.deadline.expired:
                 raise GroupTimeoutError(
-                    f"{self.name} {what}",
+                    operation,
                     self.deadline.timeout,
                     tuple(MemberStatus(self.global_rank(rank), 0, "absent") for rank in absent()),
                     self.host and f"over the store at {self.host}",
                 )
             time.sleep(self.deadline.remaining(at_most=nap))
+
+
+@contextmanager
+def _reaching(operation: str, host: str) -> Iterator[None]:
+    """Say of a store that cannot be reached any more what has become of it."""
+    try:
+        yield
+    except DistError as error:
+        where = f"the store at {host}" if host else "the store"
+        detail = f"{where} has gone: the member that keeps it has ended, or given up ({error})"
+        raise TransportError(operation, detail) from error
 
 
 def naps() -> Iterator[float]:

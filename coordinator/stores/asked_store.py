@@ -52,7 +52,8 @@ class AskedStore(Store):
         super().__init__()
         self.address = address
         self._ask = ask
-        self.set_timeout(_FOR_EVER if timeout is None else timedelta(seconds=timeout))
+        longest = _FOR_EVER.total_seconds()
+        self.set_timeout(timedelta(seconds=longest if timeout is None else min(timeout, longest)))
         self._numbers = itertools.count(1)
         self._asking = threading.Lock()
         self._closed = False

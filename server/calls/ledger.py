@@ -207,12 +207,14 @@ class Ledger:
 
     def wait_until_over(self, generation: int, timeout: float) -> bool:
         """Wait until a generation has broken or was closed; False after ``timeout`` seconds."""
-        return self.over(generation) or self._over.wait(timeout)
+        return self.over(generation) or self._over.wait(min(timeout, threading.TIMEOUT_MAX))
 
     def wait_until_idle(self, timeout: float) -> bool:
         """Wait until no call is queued or under way; False after ``timeout`` seconds."""
         with self._lock:
-            return self._idle.wait_for(lambda: self._calls.empty, timeout)
+            return self._idle.wait_for(
+                lambda: self._calls.empty, min(timeout, threading.TIMEOUT_MAX)
+            )
 
     def accept(self, call: PendingCall, generation: int, *, may_send: bool = True) -> bool:
         """Take a call in. If it returns True, the caller must send the call now, to the workers of

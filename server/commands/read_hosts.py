@@ -29,6 +29,8 @@ def read_hosts(args: argparse.Namespace) -> Hosts | RayCluster | None:
         if several:
             raise ValueError("--launcher local: this host is alone, but options name others")
         return None
+    if args.dp != 1:
+        raise ValueError(f"--dp must be 1 over several hosts; got {args.dp}")
     if launcher == "ray":
         if several:
             raise ValueError("--launcher ray: Ray says which hosts there are, so name none")
@@ -36,8 +38,6 @@ def read_hosts(args: argparse.Namespace) -> Hosts | RayCluster | None:
     hosts = Hosts.of_torchrun() if launcher == "torchrun" else Hosts.read(*given, args.master_port)
     if args.headless and hosts.is_head:
         raise ValueError("--headless: this is host 0, the one that serves")
-    if args.dp != 1:
-        raise ValueError(f"--dp must be 1 over several hosts; got {args.dp}")
     facts = {
         f"--{name}": str(getattr(args, name))
         for name, default in args.defaults.items()

@@ -21,6 +21,7 @@ from shm_broadcast import (
     MessageDecodeError,
 )
 from shm_broadcast.codec import UNDECODABLE
+from shm_broadcast.deadline import milliseconds
 
 if TYPE_CHECKING:
     import socket
@@ -126,6 +127,5 @@ class Channel:
     def _wait(self, events: int, deadline: Deadline, operation: str) -> None:
         poll = select.poll()
         poll.register(self._connection, events)
-        remaining = deadline.remaining()
-        if not poll.poll(None if deadline is NEVER else remaining * 1000):
+        if not poll.poll(milliseconds(deadline.remaining())):
             raise GroupTimeoutError(f"control channel {operation}", deadline.timeout)

@@ -93,7 +93,7 @@ class Crew:
             self._staff = Staff(plan)
             undo.callback(self._staff.close, 0.0)
             self._begin(lambda: math.inf)
-            self._staff.supervisor.start(self, self._tick)
+            self._staff.supervisor.start(self, self._tick, self._unwatched)
             undo.pop_all()
 
     def on_message(self, rank: int, message: FromWorker) -> None:
@@ -124,6 +124,10 @@ class Crew:
             # The worker that aborted the board reports why over its control channel. Give it time,
             # but not for ever: it may be the one that has just ended.
             self._reason_by = time.monotonic() + self._plan.config.settle_seconds
+
+    def _unwatched(self, error: Exception) -> None:
+        """End the pool because nobody would notice any more that workers end or hang."""
+        self._ledger.end(CoordinatorError(f"the pool's supervisor has failed: {error!r}"))
 
     @property
     def load(self) -> int:

@@ -7,7 +7,7 @@ end of a process at once, whatever other threads wait for.
 
 from __future__ import annotations
 
-import math
+import logging
 import os
 import select
 import threading
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec import structs
 
 from shm_broadcast import MessageDecodeError
+from shm_broadcast.deadline import milliseconds
 
 from ..control.channel import ChannelClosedError
 from ..control.worker_failure import describe
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
     from ..control.protocol import FromWorker
     from ..launchers.worker_handle import WorkerHandle
+
+
+_log = logging.getLogger(__name__)
 
 
 class Watcher(Protocol):
@@ -75,7 +79,7 @@ class Supervisor:
 
     def step(self, watcher: Watcher, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for events, and pass them to ``watcher``."""
-        ready = self._poll.poll(None if timeout == math.inf else timeout * 1000)
+        ready = self._poll.poll(milliseconds(timeout))
         fds = {fd for fd, _ in ready}
         if self._wake in fds:
             os.eventfd_read(self._wake)
@@ -88,15 +92,18 @@ class Supervisor:
                 self._ignore(worker.channel.fileno())
                 watcher.on_death(worker.rank, worker.bury(), worker.stack_file.read())
 
-    def start(self, watcher: Watcher, tick: Callable[[], float]) -> None:
+    def start(
+        self, watcher: Watcher, tick: Callable[[], float], failed: Callable[[Exception], None]
+    ) -> None:
         """Watch in a new thread from now on.
 
         Args:
             watcher: handles the events.
             tick: called after every event and `wake`; returns the seconds until its next call.
+            failed: called if the thread ends by an exception: nobody watches any more.
         """
         self.thread = threading.Thread(
-            target=self._run, args=(watcher, tick), name="pool-supervisor", daemon=True
+            target=self._run, args=(watcher, tick, failed), name="pool-supervisor", daemon=True
         )
         self.thread.start()
 
@@ -117,12 +124,18 @@ class Supervisor:
                 os.close(self._wake)
             self._wake = -1
 
-    def _run(self, watcher: Watcher, tick: Callable[[], float]) -> None:
-        while not self._stopping:
-            seconds = tick()
-            # A restart happens within `tick` and calls `step`, which may have taken `stop`'s wake.
-            if not self._stopping:
-                self.step(watcher, seconds)
+    def _run(
+        self, watcher: Watcher, tick: Callable[[], float], failed: Callable[[Exception], None]
+    ) -> None:
+        try:
+            while not self._stopping:
+                seconds = tick()
+                # A restart within `tick` calls `step`, which may have taken `stop`'s wake.
+                if not self._stopping:
+                    self.step(watcher, seconds)
+        except Exception as error:  # noqa: BLE001 - told to the pool, which ends
+            _log.exception("the thread that watches the workers has failed")
+            failed(error)
 
     def _read(self, worker: WorkerHandle, watcher: Watcher) -> None:
         try:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shm_broadcast import Deadline, GroupTimeoutError
 from shm_broadcast.board.stacks import STACK_SIGNAL, StackFile
+from shm_broadcast.deadline import milliseconds
 
 from ..control.channel import Channel, ChannelClosedError
 from ..control.protocol import FromWorker
@@ -139,7 +140,7 @@ class LocalWorker:
         """Wait until the process and its keeper have ended; False after ``timeout`` seconds."""
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(timeout * 1000))
+        return bool(poll.poll(milliseconds(timeout)))
 
     def signal(self, number: int) -> None:
         """Send SIGTERM, SIGKILL or `STACK_SIGNAL` to the worker, unless it has ended."""

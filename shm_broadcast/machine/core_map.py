@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+_MOST_NUMBERS: Final = 1 << 16
 _SYSTEM: Final = Path("/sys/devices/system")
 
 
@@ -53,11 +54,13 @@ def listed(text: str) -> set[int]:
     """The numbers of a list such as ``0-3,8,10-11``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none, or has numbers of 65,536 and more.
     """
     numbers: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
+        if int(last or first) >= _MOST_NUMBERS:
+            raise ValueError(f"{part}: no machine has so many")
         numbers.update(range(int(first), int(last or first) + 1))
     return numbers
 

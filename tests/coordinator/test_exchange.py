@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from coordinator.setup.exchange import Exchange
-from shm_broadcast import Deadline, GroupTimeoutError
-from tests.patience import STALL_SECONDS
+from shm_broadcast import Deadline, GroupTimeoutError, TransportError
+from tests.patience import STALL_SECONDS, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,3 +84,38 @@ def test_subgroups_do_not_meet() -> None:
         return sub.all_gather("who", bytes([exchange.rank]))
 
     assert members(4, body) == [[b"\0", b"\2"], [b"\3", b"\1"], [b"\0", b"\2"], [b"\3", b"\1"]]
+
+
+@pytest.mark.parametrize("told", [(2, 3), (3, 2), (2, 3, 3), (3, 3, 2)])
+def test_members_that_were_told_different_numbers_say_so_in_time(told: tuple[int, ...]) -> None:
+    """Whoever comes first: none waits for members that nobody else knows of."""
+    store = HashStore()
+
+    def meet(rank: int) -> str:
+        time.sleep(0.02 * rank)
+        exchange = Exchange(store, rank, told[rank], "group", Deadline.after(1))
+        with pytest.raises((ValueError, GroupTimeoutError)) as caught:
+            exchange.all_gather("hosts", b"x")
+        return str(caught.value)
+
+    begin = time.monotonic()
+    with ThreadPoolExecutor(len(told)) as threads:
+        texts = list(threads.map(meet, range(len(told))))
+    assert time.monotonic() - begin < 1 + STALL_SECONDS
+    for rank, text in enumerate(texts):
+        assert re.search(rf"was told that there are \d members, .* there are {told[rank]}", text)
+
+
+def test_a_store_that_has_gone_is_an_error_of_ours() -> None:
+    hosts = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    port = hosts[0].port
+    guest = TCPStore("127.0.0.1", port, is_master=False)
+    exchange = Exchange(guest, 1, 2, "tp", Deadline.after(30), f"127.0.0.1:{port}", 0)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(exchange.all_gather, "hosts", b"x")
+        until(lambda: hosts[0].check(["hosts/1"]))
+        hosts.clear()
+        with pytest.raises(TransportError, match=r"tp hosts: .* the store at 127\.0\.0\.1:\d+ has"):
+            waiting.result(60)
+    with pytest.raises(TransportError, match="tp members"):
+        exchange.broadcast("members", None)

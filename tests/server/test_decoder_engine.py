@@ -333,3 +333,28 @@ def test_every_stage_has_a_step_under_way(llama: Path) -> None:
     # Which of its slots a lane needs depends on how long the other one keeps the only worker.
     assert {4, 3} <= {row.slot for rows in pool.steps for row in rows} <= {*range(5)}
     assert all(len({row.slot % 2 for row in rows}) == 1 for rows in pool.steps)
+
+
+def test_short_prompts_that_keep_coming_do_not_starve_a_long_one(
+    pool: OneWorker, engine: Engine
+) -> None:
+    """A step has room for 16 tokens, and a worker for 3 sequences."""
+    pool.hold()
+    long = engine.submit([1] * 40, 1)
+    asked = [engine.submit([2] * 12, 1) for _ in range(7)]
+    pool.go()
+    assert len(list(long)) == 1
+    assert [each.reason for each in asked].count("length") <= 3
+    for each in asked:
+        list(each)
+
+
+def test_those_that_have_left_do_not_wait_for_a_slot(pool: OneWorker, engine: Engine) -> None:
+    pool.hold()
+    asked = [engine.submit([1] * 4, 1) for _ in range(8)]
+    until(lambda: engine.waiting == 5)
+    asked[-1].cancel()
+    assert engine.waiting == 4
+    pool.go()
+    for each in asked[:-1]:
+        list(each)

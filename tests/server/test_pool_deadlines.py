@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from server.errors import CallTimeoutError
+from server.calls.ledger import Ledger
+from server.errors import CallTimeoutError, WorkerLostError
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
-from tests.patience import STALL_SECONDS, until
+from shm_broadcast import CoordinatorError
+from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.server.workers import Gate, Worker
 
 if TYPE_CHECKING:
@@ -116,3 +120,29 @@ def test_a_cancelled_call_fails_with_nothing(pool: WorkerPool, gate: Gate) -> No
 def test_no_time_at_all_is_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="call_seconds must be more than 0"):
         PoolConfig(call_seconds=wrong)
+
+
+@pytest.mark.parametrize("seconds", [3e6, 1e10, 1e300])
+def test_limits_that_no_system_call_takes_leave_deaths_noticed(seconds: float) -> None:
+    """poll(2) takes 24 days at most, a lock 292 years."""
+    config = PoolConfig(call_seconds=seconds, settle_seconds=seconds)
+    with WorkerPool(
+        Worker, tp=2, start_timeout=seconds, stuck_after=seconds, config=config
+    ) as pool:
+        assert pool.submit("echo", 1, timeout=seconds).result(PATIENCE_SECONDS) == 1
+        until(lambda: pool.status()[1].state == "idle")
+        os.kill(pool.status()[1].pid, signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match="rank 1"):
+            pool.submit("sleep", 60).result(PATIENCE_SECONDS)
+        pool.shutdown(seconds)
+
+
+def test_a_supervisor_that_fails_ends_the_pool_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with WorkerPool(Worker, tp=2) as pool:
+        monkeypatch.setattr(Ledger, "tick", lambda ledger: ledger.no_such_thing)
+        with pytest.raises(CoordinatorError, match=r"supervisor has failed.*no_such_thing"):
+            pool.submit("sleep", 60).result(PATIENCE_SECONDS)
+        assert pool.failure is not None
+    assert "the thread that watches the workers has failed" in caplog.text

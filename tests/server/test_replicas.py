@@ -131,6 +131,17 @@ def test_replicas_that_are_not_restarted_end_one_by_one() -> None:
         assert isinstance(replicas.failure, WorkerLostError)
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_replicas_of_which_one_was_lost_are_closed_when_they_are_shut_down(lost: int) -> None:
+    """A service that was told to end has not failed."""
+    with Replicas(Worker, dp=2, restart="never") as replicas:
+        (pid,) = where(replicas.pools[lost])
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: replicas.pools[lost].failure is not None)
+        assert replicas.failure is None
+    assert isinstance(replicas.failure, PoolClosedError)
+
+
 def test_a_replica_that_broke_too_often_gives_its_calls_away(tmp_path: Path) -> None:
     gate = Gate(tmp_path)
     with Replicas(Worker, dp=2, max_restarts=1, config=PATIENT) as replicas:

@@ -108,3 +108,9 @@ def bound(rank: int, n: int) -> list[set[int]]:
 def test_all_threads_are_bound() -> None:
     (found,) = run_ranks(1, bound)
     assert found == [{max(os.sched_getaffinity(0))}] * 3
+
+
+@pytest.mark.parametrize("text", ["0-999999999", "65536", "1,0-70000"])
+def test_more_cores_than_any_machine_has_are_refused_before_they_are_listed(text: str) -> None:
+    with pytest.raises(ValueError, match="no machine has so many"):
+        listed(text)

@@ -87,7 +87,7 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests that wait for a slot."""
-        return len(self._waiting)
+        return sum(not each.cancelled for each in tuple(self._waiting))
 
     @property
     def running(self) -> int:
@@ -260,9 +260,11 @@ class _Lane:
                 self.free.append(slot)
 
     def rows(self, chunk: int) -> list[Row]:
-        """The next tokens of each sequence; those that need one come before long prompts."""
+        """The next tokens of each sequence; those that need one come before prompts, which come in
+        the order in which they were taken in.
+        """
         rows = []
-        for slot, each in sorted(self.taken.items(), key=lambda item: item[1].behind):
+        for slot, each in sorted(self.taken.items(), key=lambda item: item[1].behind > 1):
             if chunk:
                 rows.append(each.row(slot, chunk))
                 chunk -= len(rows[-1].tokens)
