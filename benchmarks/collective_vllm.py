@@ -14,6 +14,7 @@ import os
 import pickle
 import sys
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,8 @@ class Vllm:
         dist.barrier()
         self._ops.join_shm_manager(handle, name)
         dist.barrier()
+        # All have it open: its name need not outlive this process, however that ends.
+        Path(f"/dev/shm/{name}_{rank}").unlink()
         return handle
 
     def bind(self, verb: str, x: Tensor) -> tuple[Callable[[], object], Tensor | None] | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch.distributed import DistError, PrefixStore, Store
@@ -76,10 +76,10 @@ class Exchange:
         Collective: no.
         """
         place = f"group-coordinator/{place}"
-        with _reaching(name, host):
+        outside = cls(store, rank, size, name, deadline, host, keeper, tuple(called))
+        with outside._reaching(name):
             count = store.add(f"{place}/visits/{rank}", 1)
-        prefixed = PrefixStore(f"{place}/{count}", store)
-        return cls(prefixed, rank, size, name, deadline, host, keeper, tuple(called))
+        return replace(outside, store=PrefixStore(f"{place}/{count}", store))
 
     def all_gather(self, what: str, payload: bytes = b"") -> list[bytes]:
         """Put ``payload``, wait for everyone's, and return them by rank.
@@ -96,7 +96,7 @@ class Exchange:
             TransportError: the store has gone.
         """
         operation = f"{self.name} {what}"
-        with _reaching(operation, self.host):
+        with self._reaching(operation):
             self._put(f"{what}/{self.rank}", b"%d %b" % (self.size, payload))
             if self.store.add(f"{what}/count", 1) == self.size:
                 self._put(f"{what}/all", b"")
@@ -119,14 +119,14 @@ class Exchange:
             ValueError: ``payload`` is ``None`` at ``src``.
         """
         key, operation = f"{what}/{src}", f"{self.name} {what}"
-        if self.rank == src and payload is None:
-            raise ValueError(f"{self.name}: member {src} has to give what it broadcasts")
-        with _reaching(operation, self.host):
-            if payload is not None and self.rank == src:
-                self._put(key, payload)
-                return payload
-            self._wait_for(key, operation, lambda: [src])
-            return self.store.get(key)
+        with self._reaching(operation):
+            if self.rank != src:
+                self._wait_for(key, operation, lambda: [src])
+                return self.store.get(key)
+            if payload is None:
+                raise ValueError(f"{self.name}: member {src} has to give what it broadcasts")
+            self._put(key, payload)
+            return payload
 
     def sub(self, name: str, ranks: Sequence[int], deadline: Deadline | None = None) -> Exchange:
         """The exchange of a subgroup.
@@ -156,6 +156,17 @@ class Exchange:
 
     def _put(self, key: str, value: bytes) -> None:
         self.store.set(key, value)  # type: ignore[arg-type] # the stub knows text only
+
+    @contextmanager
+    def _reaching(self, operation: str) -> Iterator[None]:
+        """Say of a store that cannot be reached any more who kept it."""
+        try:
+            yield
+        except DistError as error:
+            where = f"the store at {self.host}" if self.host else "the store"
+            detail = f"{where} has gone: the process that keeps it has ended, or given up ({error})"
+            keeper = None if self.keeper is None else self.global_rank(self.keeper)
+            raise TransportError(operation, detail, keeper) from error
 
     def _payloads(self, what: str) -> dict[int, bytes]:
         """What members have put by now, by rank; all of them must have been told the same size."""
@@ -192,17 +203,6 @@ class Exchange:
                     self.host and f"over the store at {self.host}",
                 )
             time.sleep(self.deadline.remaining(at_most=nap))
-
-
-@contextmanager
-def _reaching(operation: str, host: str) -> Iterator[None]:
-    """Say of a store that cannot be reached any more what has become of it."""
-    try:
-        yield
-    except DistError as error:
-        where = f"the store at {host}" if host else "the store"
-        detail = f"{where} has gone: the member that keeps it has ended, or given up ({error})"
-        raise TransportError(operation, detail) from error
 
 
 def naps() -> Iterator[float]:

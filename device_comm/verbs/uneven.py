@@ -26,7 +26,7 @@ from device_comm.verbs.checks import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from device_comm.verbs.arguments import Later, Maybe, Now, Out, Sizes, Timeout
     from device_comm.verbs.runner import Runner
@@ -122,27 +122,15 @@ class UnevenVerbs:
             ]
             return run.skip("all_gatherv", same[0] if isinstance(x, Tensor) else same, async_op)
         plans = [
-            self._plan_gatherv(given, wanted, dim, parts, inputs)
+            self._plan_gatherv(given, wanted, dim, parts, inputs, async_op, timeout)
             for given, wanted, parts in zip(inputs, outputs, rows, strict=True)
         ]
 
         def finish() -> Tensor | list[Tensor]:
-            done = [buffer if last is None else last() for _, buffer, last, _ in plans]
+            done = [operation.output if last is None else last() for operation, last in plans]
             return done[0] if isinstance(x, Tensor) else done
 
-        operations = [
-            Operation(
-                "all_gatherv",
-                source,
-                buffer,
-                async_op,
-                timeout,
-                output_sizes=elements,
-                shape=resized(given.shape, check_dim(dim, given), -1),
-                dim=check_dim(dim, given),
-            )
-            for given, (source, buffer, _, elements) in zip(inputs, plans, strict=True)
-        ]
+        operations = [operation for operation, _ in plans]
         if not operations:
             return run.skip("all_gatherv", finish(), async_op)
         return run.run(operations[0], None, finish, operations[1:])
@@ -299,15 +287,32 @@ class UnevenVerbs:
         return parts
 
     def _plan_gatherv(
-        self, x: Tensor, out: Out, dim: int, parts: tuple[int, ...], inputs: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, Any, tuple[int, ...]]:
-        """One tensor's source, buffer, last step and elements; all ``inputs`` are read first."""
+        self,
+        x: Tensor,
+        out: Out,
+        dim: int,
+        parts: tuple[int, ...],
+        inputs: Sequence[Tensor],
+        async_op: bool,
+        timeout: Timeout,
+    ) -> tuple[Operation, Callable[[], Tensor] | None]:
+        """One tensor's operation, and its last step; all ``inputs`` are read first."""
         dim, total = check_dim(dim, x), sum(parts)
         shape = resized(x.shape, dim, total)
         source = pieces_first(x, dim, x.shape[dim])
         read = next((y for y in inputs if out is not None and shares_memory(out, y)), x)
         buffer, finish = landing_pieces(self.runner.new, out, shape, dim, total, source, read)
-        return source, buffer, finish, elements_of(parts, row_elements(shape, dim))
+        operation = Operation(
+            "all_gatherv",
+            source,
+            buffer,
+            async_op,
+            timeout,
+            output_sizes=elements_of(parts, row_elements(shape, dim)),
+            shape=resized(shape, dim, -1),
+            dim=dim,
+        )
+        return operation, finish
 
 
 def _match_outputs(

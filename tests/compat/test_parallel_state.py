@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from coordinator import host_store
 from coordinator.compat.vllm import parallel_state as ps
+from coordinator.setup.topology import Topology
 from shm_broadcast import GroupTimeoutError
 from tests.patience import all_here
 from tests.ranks import init_gloo, run_ranks
@@ -28,6 +29,29 @@ def test_before_and_after() -> None:
     assert ps.is_local_first_rank()
     ps.destroy_model_parallel()
     ps.destroy_distributed_environment()
+
+
+def test_a_set_up_that_fails_leaves_no_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise GroupTimeoutError("world members", 1.0)
+
+    monkeypatch.setattr(Topology, "group", fail)
+    with pytest.raises(GroupTimeoutError):
+        ps.init_distributed_environment(1, 0, "tcp://127.0.0.1:1", 0, "gloo")
+    assert not dist.is_initialized()
+
+
+def test_a_default_group_of_another_size_or_rank_is_not_taken() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for size, rank in ((2, 0), (1, 1), (2, -1)):
+            with pytest.raises(ValueError, match="has 1 ranks, and this is rank 0; asked for were"):
+                ps.init_distributed_environment(size, rank)
+        ps.init_distributed_environment(1, 0)
+        assert ps.get_world_group().world_size == 1
+    finally:
+        ps.destroy_distributed_environment()
+    assert not dist.is_initialized()
 
 
 def test_alone() -> None:

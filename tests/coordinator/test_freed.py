@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
+import os
 
 import torch
 
 import coordinator
+from benchmarks.memory import shared_bytes
 from tests.ranks import run_ranks
-
-
-def segments() -> int:
-    return sum("memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def use(groups: coordinator.ParallelGroups, rank: int) -> None:
@@ -31,8 +28,9 @@ def use(groups: coordinator.ParallelGroups, rank: int) -> None:
 
 
 def make_and_leave(rank: int, n: int, path: str) -> tuple[int, int]:
-    """Pieces of shared memory that are mapped at the end, and objects that only a collector finds
-    after operations."""
+    """Bytes of shared memory that are mapped at the end, and objects that operations have left to a
+    collector.
+    """
     gc.collect()
     gc.disable()
     for turn in range(2):
@@ -43,7 +41,7 @@ def make_and_leave(rank: int, n: int, path: str) -> tuple[int, int]:
             use(groups, rank)
             garbage = gc.collect()
         del groups
-    return segments(), garbage
+    return shared_bytes([os.getpid()]), garbage
 
 
 def test_groups_and_operations_leave_nothing_to_a_garbage_collector(store_path: str) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from benchmarks.memory import shared_bytes
 from server.control.meeting import WorkerMeeting
 from server.launchers.fork_servers import FORK_SERVERS
 from server.launchers.local import end, launch
@@ -93,19 +94,15 @@ def test_pools_one_after_another_in_two_threads_leave_nothing(fork: bool, count:
     assert_nothing_left(before)
 
 
-def segments() -> list[str]:
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]
-
-
 def test_memory_of_a_pool_goes_with_it_and_not_by_a_garbage_collection() -> None:
     """Engines that must not pause switch the collector off."""
     run_pools(1)
     gc.collect()
-    before = segments()
+    before = shared_bytes([os.getpid()])
     gc.disable()
     try:
         run_pools(2)
-        assert segments() == before
+        assert shared_bytes([os.getpid()]) == before
     finally:
         gc.enable()
 

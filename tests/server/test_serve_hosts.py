@@ -123,6 +123,7 @@ def test_a_headless_host_that_is_stopped_ends_the_service_which_names_it(tmp_pat
             ("--nnodes", "2", "--node-rank", "0", "--master-addr", "a", "--dp", "2"),
             "--dp must be 1",
         ),
+        (("--launcher", "ray", "--dp", "2"), "--dp must be 1"),
         (("--launcher", "local", "--nnodes", "2"), "--launcher local"),
         (("--launcher", "torchrun"), "torchrun did not start this process"),
     ],
