@@ -146,7 +146,7 @@ class Operation:
         following: Callable[[], Sequence[Tensor]] | None = None,
         ended: Ended | None = None,
         norm: Norm | None = None,
-        shape: Sequence[int] = (),
+        shape: tuple[int, ...] = (),
         dim: int = 0,
     ) -> None:
         """Make an operation. Communicators set ``name``, and ``timeout`` if the caller gave none.

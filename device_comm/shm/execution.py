@@ -51,9 +51,8 @@ class Execution:
         except CoordinatorError:
             raise
         except BaseException as error:
-            if isinstance(
-                error, RuntimeError
-            ):  # the one before was given up, and the group with it
+            # The steps refuse a plan if the one before was given up, and the group with it.
+            if isinstance(error, RuntimeError):
                 lane.board.check(task.operation)
             # Interrupted midway: this rank is out of step for good.
             lane.board.abort(error)

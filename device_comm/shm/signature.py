@@ -83,7 +83,7 @@ def signature_of(operation: Operation) -> bytes:
     return sign(
         verb,
         operation.buffer.dtype,
-        tuple(operation.shape),
+        operation.shape,
         operation.op if verb in REDUCTIONS else None,
         operation.peer if verb in ROOTED else operation.dim,
     )

@@ -87,7 +87,8 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests that wait for a slot."""
-        return sum(not each.cancelled for each in tuple(self._waiting))
+        with self._changed:
+            return sum(not each.cancelled for each in self._waiting)
 
     @property
     def running(self) -> int:
