@@ -350,10 +350,12 @@ def test_short_prompts_that_keep_coming_do_not_starve_a_long_one(
 
 def test_those_that_have_left_do_not_wait_for_a_slot(pool: OneWorker, engine: Engine) -> None:
     pool.hold()
-    asked = [engine.submit([1] * 4, 1) for _ in range(8)]
-    until(lambda: engine.waiting == 5)
+    asked = [engine.submit([1] * 4, 1)]
+    until(lambda: engine.waiting == 0)  # its step is held, so that no other one is taken in
+    asked += [engine.submit([1] * 4, 1) for _ in range(3)]
+    assert engine.waiting == 3
     asked[-1].cancel()
-    assert engine.waiting == 4
+    assert engine.waiting == 2
     pool.go()
     for each in asked[:-1]:
         list(each)
