@@ -119,7 +119,7 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
             return
         exchange = Exchange.visit(
             torch_groups.default_store(),
-            f"{name}:{'.'.join(map(str, ranks))}",
+            name,
             ranks.index(rank),
             len(ranks),
             name,

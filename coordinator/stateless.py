@@ -90,7 +90,7 @@ class StatelessGroupCoordinator(GroupCoordinator):
             return
         exchange = Exchange.visit(
             coord_store,
-            f"stateless/{name}:{'.'.join(map(str, ranks))}",
+            f"stateless/{name}",
             ranks.index(global_rank),
             len(ranks),
             name,

@@ -141,13 +141,17 @@ class DefaultTopology(Generic[F]):
 
     @contextmanager
     def replaced(self, others: Mapping[str, F]) -> Iterator[None]:
-        """Have other groups of these names inside this context. Collective: no."""
+        """Have other groups of these names inside this context. Collective: no.
+
+        Groups that are closed or built inside stay so.
+        """
         before = self.groups
-        self.groups = {**before, **others}
+        self.groups = replaced = {**before, **others}
         try:
             yield
         finally:
-            self.groups = before
+            if self.groups is replaced:
+                self.groups = before
 
     def keep(self, group: GroupCoordinator) -> None:
         """Close a group with the environment. Collective: no."""

@@ -140,7 +140,9 @@ def _start_heartbeat(
     exchange: Exchange, board: Board, node_of: Sequence[int], address: str, undo: ExitStack
 ) -> None:
     told = exchange.all_gather("hosts", msgspec.msgpack.encode((socket.gethostname(), address)))
-    names = _named([_NAME_AND_ADDRESS.decode(each) for each in told], node_of)
+    names = _named(
+        [exchange.decoded(_NAME_AND_ADDRESS, each, rank) for rank, each in enumerate(told)], node_of
+    )
     heartbeat = Heartbeat(
         exchange.store,
         board,
@@ -177,7 +179,7 @@ def _make_board(group: Exchange, members: Exchange) -> Board:
         board = Board.create(group.size, group.rank, "", group.called or None)
     offers = members.all_gather("boards", msgspec.msgpack.encode(board and board.handle()))
     if board is None:
-        board = _try_to_attach(offers[leader], group.rank)
+        board = _try_to_attach(members.decoded(_BOARD, offers[leader], leader), group.rank)
     decided = members.all_gather("decided", b"yes" if board else b"")
     if board is not None:
         return board
@@ -185,9 +187,9 @@ def _make_board(group: Exchange, members: Exchange) -> Board:
     return _make_board(group, members.sub("undecided", undecided))
 
 
-def _try_to_attach(offer: bytes, rank: int) -> Board | None:
+def _try_to_attach(offer: BoardHandle, rank: int) -> Board | None:
     try:
-        return Board.attach(_BOARD.decode(offer), rank)
+        return Board.attach(offer, rank)
     except ForeignMemoryError:
         raise
     except SharedMemoryError:

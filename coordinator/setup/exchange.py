@@ -16,16 +16,27 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from hashlib import blake2b
+from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import DistError, PrefixStore, Store
 
-from shm_broadcast.errors import GroupTimeoutError, MemberStatus, TransportError
+from shm_broadcast.codec import UNDECODABLE
+from shm_broadcast.errors import (
+    GroupTimeoutError,
+    MemberStatus,
+    PeerProtocolError,
+    TransportError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import msgspec
+
     from shm_broadcast.deadline import Deadline
+
+T = TypeVar("T")
 
 _FIRST_NAP = 0.0005
 _LONGEST_NAP = 0.05
@@ -70,12 +81,13 @@ class Exchange:
     ) -> Exchange:
         """An exchange under a key prefix, ``place``, that may have been used before.
 
-        The store counts each member's visits to the place. The n-th visit uses keys of its own, so
-        it meets the other members' n-th visits, and never an earlier one's values.
+        The store counts each member's visits to the place, which is another one for other members
+        ``called`` so. The n-th visit uses keys of its own, so it meets the other members' n-th
+        visits, and never an earlier one's values.
 
         Collective: no.
         """
-        place = f"group-coordinator/{place}"
+        place = f"group-coordinator/{place}{_digest(called)}"
         outside = cls(store, rank, size, name, deadline, host, keeper, tuple(called))
         with outside._reaching(name):
             count = store.add(f"{place}/visits/{rank}", 1)
@@ -93,6 +105,7 @@ class Exchange:
         Raises:
             GroupTimeoutError: the deadline passed; ``waiting_for`` lists the absent members.
             ValueError: a member was told that there are more or fewer.
+            PeerProtocolError: something else stands in the store.
             TransportError: the store has gone.
         """
         operation = f"{self.name} {what}"
@@ -140,7 +153,7 @@ class Exchange:
         """
         return Exchange.visit(
             self.store,
-            f"{name}:{'.'.join(map(str, ranks))}",
+            name,
             ranks.index(self.rank),
             len(ranks),
             name,
@@ -149,6 +162,17 @@ class Exchange:
             ranks.index(self.keeper) if self.keeper in ranks else None,
             [self.global_rank(rank) for rank in ranks],
         )
+
+    def decoded(self, decoder: msgspec.msgpack.Decoder[T], payload: bytes, rank: int) -> T:
+        """What a member has put, decoded. Collective: no.
+
+        Raises:
+            PeerProtocolError: it is something else; names the member.
+        """
+        try:
+            return decoder.decode(payload)
+        except UNDECODABLE as error:
+            raise PeerProtocolError(self.name, self.global_rank(rank), str(error)) from error
 
     def global_rank(self, rank: int) -> int:
         """What errors call the member of that rank in the group."""
@@ -180,6 +204,9 @@ class Exchange:
         payloads = {}
         for rank, value in zip(keys, values, strict=True):
             told, _, payloads[rank] = value.partition(b" ")
+            if not told.isdigit():
+                detail = "what stands in the store is not of this set-up"
+                raise PeerProtocolError(self.name, self.global_rank(rank), detail)
             if int(told) != self.size:
                 raise ValueError(
                     f"{self.name}: rank {self.global_rank(rank)} was told that there are "
@@ -203,6 +230,12 @@ class Exchange:
                     self.host and f"over the store at {self.host}",
                 )
             time.sleep(self.deadline.remaining(at_most=nap))
+
+
+def _digest(ranks: Sequence[int]) -> str:
+    """Ranks in few characters, as every key has them; none for no ranks."""
+    told = b".".join(b"%d" % rank for rank in ranks)
+    return f":{blake2b(told, digest_size=12).hexdigest()}" if ranks else ""
 
 
 def naps() -> Iterator[float]:

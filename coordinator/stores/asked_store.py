@@ -20,10 +20,13 @@ from coordinator.stores import key_values as kv
 from shm_broadcast import NEVER, Deadline, GroupClosedError, GroupTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 _FOR_EVER = timedelta(days=365)
+
+_BYTES_PER_CHARACTER = 4
+"""Of UTF-8, at most."""
 
 _LAST_LOOK_SECONDS = 1.0
 """How long a wait whose time is over may still ask which keys are there."""
@@ -101,7 +104,8 @@ class AskedStore(Store):
         """The values of ``keys``, which must all exist."""
         values: list[bytes] = []
         while len(values) < len(keys):
-            values += self._answer(kv.Get(self._number(), list(keys[len(values) :]))).values
+            asked = next(_askable(keys[len(values) :]))
+            values += self._answer(kv.Get(self._number(), asked)).values
         return values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -147,7 +151,8 @@ class AskedStore(Store):
         return Deadline.after(self.timeout.total_seconds())  # type: ignore[attr-defined]
 
     def _exist(self, keys: Sequence[str], deadline: Deadline) -> bool:
-        return bool(self._answer(kv.Check(self._number(), list(keys)), deadline).count)
+        parts = (kv.Check(self._number(), part) for part in _askable(keys))
+        return all(self._answer(part, deadline).count for part in parts)
 
     def _answer(self, question: kv.Question, latest: Deadline = NEVER) -> kv.Answer:
         deadline = min(latest, self._deadline(), key=lambda each: each.at)
@@ -169,6 +174,20 @@ def behind_prefixes(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
+
+
+def _askable(keys: Sequence[str]) -> Iterator[list[str]]:
+    """``keys`` in parts that one question may have."""
+    part: list[str] = []
+    size = 0
+    for key in keys:
+        size += len(key)
+        if part and size > kv.MAX_BYTES // _BYTES_PER_CHARACTER:
+            yield part
+            part, size = [], len(key)
+        part.append(key)
+    if part:
+        yield part
 
 
 def _bytes(value: str | bytes) -> bytes:

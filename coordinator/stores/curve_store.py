@@ -113,14 +113,16 @@ class StoreHost(RemoteEnd):
                 os.eventfd_write(self._wake, 1)
 
     def _serve(self) -> None:
-        while self._present and time.monotonic() < self._stay_until:
-            while (received := self._receive()) is not None:
-                self._reply(*received)
-            left = min(self._stay_until - time.monotonic(), _LOOK_SECONDS)
-            self._poller.poll(math.ceil(max(left, 0.0) * 1000))
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
-        self._tear_down()
+        try:
+            while self._present and time.monotonic() < self._stay_until:
+                while (received := self._receive()) is not None:
+                    self._reply(*received)
+                left = min(self._stay_until - time.monotonic(), _LOOK_SECONDS)
+                self._poller.poll(math.ceil(max(left, 0.0) * 1000))
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+        finally:
+            self._tear_down()
 
     def _reply(self, identity: zmq.Frame, frame: zmq.Frame, *_: zmq.Frame) -> None:
         if not frame.buffer:
@@ -180,14 +182,18 @@ class StoreGuest(RemoteEnd):
         """Send ``question`` and wait for its answer.
 
         Raises:
+            ValueError: the question has more than 2 `MAX_BYTES` bytes: nothing is sent.
             GroupTimeoutError: no answer before the deadline.
             TransportError: the connection broke, now or earlier.
             PeerProtocolError: the host does not admit this member, or sent something else.
             GroupClosedError: this end is closed.
         """
+        asked = msgspec.msgpack.encode(question)
+        if len(asked) > _FRAME_BYTES:
+            raise ValueError(f"a question may have {_FRAME_BYTES} bytes; got {len(asked)}")
         with self._use(_OPERATION, deadline):
             self._note_events()
-            self._tell(msgspec.msgpack.encode(question))
+            self._tell(asked)
             while True:
                 while (received := self._receive()) is not None:
                     answer = self._decoded(received[0])

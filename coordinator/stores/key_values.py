@@ -14,6 +14,10 @@ MAX_BYTES: Final = 64 << 10
 socket's buffer: the host must not wait for a slow asker."""
 
 
+_LEAST: Final = -(1 << 63)
+_MOST: Final = (1 << 63) - 1
+
+
 class Asked(msgspec.Struct, frozen=True, tag=True):
     """The base of all questions.
 
@@ -39,7 +43,10 @@ class Append(Asked, frozen=True):
 
 
 class Add(Asked, frozen=True):
-    """Add ``amount`` to the number in ``key``, 0 if it does not exist; answers the sum."""
+    """Add ``amount`` to the number in ``key``, 0 if it does not exist; answers the sum.
+
+    Sums are those of torch's stores: signed, of 64 bits.
+    """
 
     key: str
     amount: int
@@ -115,6 +122,8 @@ class KeyValues:
                 self._put(key, self._values.get(key, b"") + value)
             case Add(_, key, amount):
                 total = int(self._values.get(key, b"0")) + amount
+                if not _LEAST <= total <= _MOST:
+                    raise ValueError(f"{key} may be {_LEAST} to {_MOST}; it would be {total}")
                 self._put(key, b"%d" % total)
                 return total, []
             case CompareSet(_, key, expected, desired):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ..control.reference import main_of, name_of
 from ..defaults import RESTARTS
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from ..pool_config import PoolConfig
     from .binding import Bound
+
+_BYTES_OVER_HOSTS: Final = 16 << 20
+"""A worker's arguments go to its host in one frame, and no sign of life passes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,11 @@ class PoolPlan:
         name, arguments = name_of(worker), _pickled(worker_kwargs or {})
         found = _hosts(launcher, hosts, grid, device, start_timeout)
         try:
+            if found is not None and len(arguments) > _BYTES_OVER_HOSTS:
+                raise ValueError(
+                    f"worker_kwargs may have {_BYTES_OVER_HOSTS} bytes over hosts, pickled; got "
+                    f"{len(arguments)}: give workers a path, and let each load what lies there"
+                )
             devices = _devices(device, math.prod(grid), share_gpu, found)
             bound = bound_here(config.bind, len(_ranks_of(0, math.prod(grid), found)))
         except ValueError:

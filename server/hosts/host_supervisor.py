@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,7 +21,7 @@ from msgspec import structs
 
 from coordinator.hosts.remote_boards import compose, decode_beat
 from coordinator.setup.addresses import own_address
-from shm_broadcast import Deadline
+from shm_broadcast import Deadline, GroupTimeoutError
 from shm_broadcast.board.stacks import STACK_SIGNAL, read_stacks
 from shm_broadcast.remote.end import one_address
 
@@ -92,10 +93,16 @@ def serve_host(hosts: Hosts, timeout: float | None = 300.0) -> None:
     """
     if hosts.is_head:
         raise ValueError("node 0 is the head: make a WorkerPool there")
+    deadline = Deadline.after(timeout)
+    try:
+        hosts = replace(hosts, master_port=find_port(hosts, deadline))
+    except GroupTimeoutError as error:
+        raise HostError(hosts.node_rank, str(error)) from error
     stays = True
     while stays:
-        with HostSupervisor(hosts, Deadline.after(timeout)) as supervisor:
+        with HostSupervisor(hosts, deadline) as supervisor:
             stays = supervisor.run()
+        deadline = Deadline.after(timeout)
 
 
 class HostSupervisor:
@@ -103,6 +110,10 @@ class HostSupervisor:
 
     def __init__(self, hosts: Hosts, deadline: Deadline) -> None:
         """Wait until the head has admitted this host.
+
+        Args:
+            hosts: with the port at which the head listens.
+            deadline: for the head's answer.
 
         Raises:
             HostError: it did not answer in time, or refused.
@@ -310,7 +321,7 @@ class HostSupervisor:
             "node %d of %d, as %s say; the head is %s",
             *(hosts.node_rank, hosts.nnodes, hosts.told_by, hosts.master_addr),
         )
-        port = find_port(hosts, deadline)
+        port = hosts.master_port
         head = str(one_address(hosts.master_addr))
         self._address = own_address(head, port)
         hello = HostHello(socket.gethostname(), self._address, os.getpid(), facts_here(hosts.facts))

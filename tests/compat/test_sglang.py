@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -172,6 +174,20 @@ def test_collectives(store_path: str) -> None:
     run_ranks(2, collectives, store_path)
 
 
+def tagged_in_threads(rank: int, group: sglang.GroupCoordinator) -> None:
+    """Each thread gets its own, whichever of them took it in."""
+    for order in ((1, 2), (2, 1)):
+        if rank == 0:
+            time.sleep(0.1)  # both threads wait by then
+            for tag in order:
+                group.send_object(tag, 1, tag=tag)
+        else:
+            with ThreadPoolExecutor(2) as threads:
+                found = threads.map(lambda tag: group.recv_object(0, tag), (1, 2))
+                assert list(found) == [1, 2]
+        group.barrier()
+
+
 def messages(rank: int, n: int, path: str) -> None:
     group = start(rank, n, path, pp=n)
     group = sglang.get_pp_group()
@@ -197,6 +213,7 @@ def messages(rank: int, n: int, path: str) -> None:
         assert group.recv_object(0) == "after"
         assert group.recv_object(src=0, tag=P2PTag.GRAMMAR_PP_SYNC) == "other"
         assert [group.recv_object(src=0, tag=tag) for _ in range(2)] == [[1, "a"], "second"]
+    tagged_in_threads(rank, group)
     swapped: Any = group.send_recv_tensor_dict({"from": rank, "x": x + rank})
     assert swapped["from"] == 1 - rank
     assert torch.equal(swapped["x"], x + 1 - rank)
@@ -247,6 +264,9 @@ def test_before_and_after(store_path: str) -> None:
         assert group.send_tensor_dict({"x": x}) == {"x": x}
         assert group.recv_tensor_dict() is group.send_recv_tensor_dict({}) is None
         assert sglang.get_dcp_group_no_assert() is None
+        with sglang.patch_tensor_parallel_group(group, owns_attention=True):
+            sglang.destroy_model_parallel()
+        assert not sglang.model_parallel_is_initialized()
     finally:
         sglang.abort_distributed_environment()
     assert not sglang.model_parallel_is_initialized()

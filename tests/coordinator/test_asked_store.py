@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import torch
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroup
@@ -64,6 +65,32 @@ def test_a_wrong_question_changes_nothing(store: AskedStore) -> None:
         ):
             wrong()
     assert store.get("key") == b"x" * MAX_BYTES
+
+
+def test_many_keys_are_asked_in_questions_that_fit_a_frame(values: KeyValues) -> None:
+    longest = 0
+
+    def answer(question: Question, _: Deadline) -> Answer:
+        nonlocal longest
+        longest = max(longest, len(msgspec.msgpack.encode(question)))
+        return values.answer(question)
+
+    store = AskedStore(answer, 10.0)
+    keys = [f"{number:04}" + "\N{EURO SIGN}" * 700 for number in range(300)]
+    store.multi_set(keys, [str(number) for number in range(300)])
+    assert store.check(keys)
+    assert store.multi_get(keys) == [b"%d" % number for number in range(300)]
+    assert not store.check([*keys, "none"])
+    assert store.check([])
+    assert 40 << 10 < longest < 2 * MAX_BYTES
+    store.close()
+
+
+def test_sums_are_those_of_torch(store: AskedStore) -> None:
+    assert store.add("n", (1 << 63) - 1) == (1 << 63) - 1
+    with pytest.raises(ValueError, match=r"n may be -9223372036854775808 to .*; it would be 922"):
+        store.add("n", 1)
+    assert store.add("n", -(1 << 63)) == -1
 
 
 def test_an_answer_fits_a_sockets_buffer(values: KeyValues, store: AskedStore) -> None:

@@ -19,7 +19,7 @@ import coordinator
 from coordinator.setup.exchange import Exchange
 from coordinator.stores.authenticated import authenticated
 from coordinator.stores.curve_store import StoreAddress, StoreGuest, StoreHost
-from coordinator.stores.key_values import Add
+from coordinator.stores.key_values import Add, CompareSet
 from shm_broadcast import (
     CoordinatorError,
     Deadline,
@@ -115,6 +115,18 @@ def test_bytes_of_strangers_do_no_harm(host: StoreHost) -> None:
     with StoreGuest(host.at, 0, SECRET) as guest:
         assert ask(guest, 1) == 1
     context.term()
+
+
+def test_what_no_frame_holds_is_refused_and_the_store_goes_on(host: StoreHost) -> None:
+    with ExitStack() as closing:
+        guest = StoreGuest(host.at, 0, SECRET)
+        closing.callback(guest.close)
+        assert ask(guest, 1) == 1
+        with pytest.raises(ValueError, match=r"may have 131072 bytes; got 200\d{3}$"):
+            guest.ask(CompareSet(2, "n", b"x" * 100_000, b"y" * 100_000), Deadline.after(60))
+        refused = guest.ask(Add(3, "n", (1 << 64) - 1), Deadline.after(60))
+        assert "it would be 18446744073709551616" in refused.error
+        assert ask(guest, 4) == 2
 
 
 def test_the_end_of_the_host_is_noticed(host: StoreHost) -> None:

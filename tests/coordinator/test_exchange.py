@@ -7,11 +7,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from coordinator.setup.exchange import Exchange
-from shm_broadcast import Deadline, GroupTimeoutError, TransportError
+from shm_broadcast import Deadline, GroupTimeoutError, PeerProtocolError, TransportError
 from tests.patience import STALL_SECONDS, until
 
 if TYPE_CHECKING:
@@ -119,3 +120,26 @@ def test_a_store_that_has_gone_is_an_error_of_ours() -> None:
             waiting.result(60)
     with pytest.raises(TransportError, match="tp members"):
         exchange.broadcast("members", None)
+
+
+def test_what_is_no_value_of_a_member_is_a_typed_error() -> None:
+    store = HashStore()
+    store.set("hosts/1", "rubbish")
+    exchange = Exchange(store, 0, 2, "tp", Deadline.after(0.1), called=(4, 6))
+    with pytest.raises(PeerProtocolError, match=r"tp.* 6.* not of this set-up"):
+        exchange.all_gather("hosts", b"x")
+    with pytest.raises(PeerProtocolError, match=r"tp.* 6"):
+        exchange.decoded(msgspec.msgpack.Decoder(int), b"\xc1", 1)
+
+
+def test_groups_of_other_members_meet_elsewhere_under_the_same_name() -> None:
+    store = HashStore()
+
+    def meet(ranks: tuple[int, ...], rank: int) -> list[bytes]:
+        at = Exchange.visit(store, "tp", rank, 2, "tp", Deadline.after(30), called=ranks)
+        return at.all_gather("ranks", b"%d" % ranks[rank])
+
+    with ThreadPoolExecutor(4) as threads:
+        pairs = [(ranks, rank) for ranks in ((0, 11), (1, 1)) for rank in range(2)]
+        found = list(threads.map(lambda each: meet(*each), pairs))
+    assert found == [[b"0", b"11"]] * 2 + [[b"1", b"1"]] * 2

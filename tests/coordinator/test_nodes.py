@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+
+import pytest
+from torch.distributed import HashStore
 
 import coordinator.hosts.nodes
 from coordinator.hosts.nodes import Nodes, find_nodes
-from shm_broadcast import Board, SharedMemoryError
+from coordinator.setup.exchange import Exchange
+from shm_broadcast import Board, Deadline, PeerProtocolError, SharedMemoryError
 from shm_broadcast.progress import Progress
 from tests.coordinator.test_exchange import members
-
-if TYPE_CHECKING:
-    import pytest
-
-    from coordinator.setup.exchange import Exchange
 
 
 def close(found: list[object]) -> None:
@@ -77,3 +75,14 @@ def test_nodes_of_a_subgroup() -> None:
         assert some.members == (5, 3, 1, 2)
         assert some.node_of == (0, 1, 2, 1)
         assert some.all() == [[0], [1, 3], [2]]
+
+
+def test_a_board_that_is_none_blames_whoever_offered_it() -> None:
+    store = HashStore()
+    boot_id = coordinator.hosts.nodes._BOOT_ID.read_bytes()
+    for what, said in (("host", boot_id), ("boards", b"\xc1")):
+        store.set(f"{what}/0", b"2 " + said)
+        store.add(f"{what}/count", 1)
+    exchange = Exchange(store, 1, 2, "world", Deadline.after(30))
+    with pytest.raises(PeerProtocolError, match=r"world.* 0"):
+        find_nodes(exchange)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+from msgspec.structs import replace
 
+import coordinator
 from server.errors import HostError
 from server.hosts import host_supervisor
 from server.hosts.host_supervisor import serve_host
 from server.hosts.link_messages import HostAdmitted, HostDismissed, HostRefused
+from server.hosts.meeting_port import tell_port
 from server.hosts.place import Hosts
+from shm_broadcast import Deadline
 from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -66,3 +71,39 @@ def test_the_end_of_a_link_that_said_no_more_is_an_error(
     link.says = says
     with pytest.raises(HostError, match=f"{LOST}$"):
         serve_host(HERE, PATIENCE_SECONDS)
+
+
+def test_a_host_that_comes_again_knows_the_port_that_the_head_has_told(
+    link: type[BriefLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a head at a free port, which it tells once, in torchrun's store."""
+    store = coordinator.host_store()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    ports: list[int] = []
+    visits = iter([(replace(ADMITTED, stays=True),), (ADMITTED, HostDismissed())])
+
+    class Again(link):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            ports.append(args[2])
+            self.says = next(visits)
+
+    monkeypatch.setattr(host_supervisor, "HostLink", Again)
+    unknown = dataclasses.replace(HERE, master_port=0)
+    head = dataclasses.replace(unknown, node_rank=0)
+    tell_port(head, 4321, Deadline.after(PATIENCE_SECONDS))
+    serve_host(unknown, PATIENCE_SECONDS)
+    assert ports == [4321, 4321]
+
+
+def test_a_head_that_never_says_where_it_listens_is_an_error_of_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = coordinator.host_store()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    with pytest.raises(HostError, match="the head has not said where it listens"):
+        serve_host(dataclasses.replace(HERE, master_port=0), 0.2)

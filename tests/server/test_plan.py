@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from server.control.reference import load, main_of, name_of
+from server.hosts.place import Hosts
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from tests.server.workers import Worker
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+HEAD = Hosts(2, 0, "127.0.0.1", secret=b"known to both hosts")
 
 
 @pytest.mark.parametrize(
@@ -30,6 +33,11 @@ if TYPE_CHECKING:
         ({"worker": "no_colon"}, ValueError, "worker must be 'package.module:Class'"),
         ({"worker": len}, TypeError, "worker must be a class"),
         ({"worker_kwargs": {"f": lambda: 0}}, TypeError, r"worker_kwargs\['f'\] cannot be pickled"),
+        (
+            {"worker_kwargs": {"table": bytes(17 << 20)}, "launcher": "hosts", "hosts": HEAD},
+            ValueError,
+            r"worker_kwargs may have 16777216 bytes over hosts, pickled; got 178\d+: give workers",
+        ),
         ({"device": "abacus"}, ValueError, "device: .*abacus"),
     ],
 )

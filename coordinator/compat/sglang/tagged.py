@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass
+from threading import Condition
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -39,13 +40,28 @@ class P2PWork:
     payload: Tensor | None
 
 
+class _Sender:
+    """What has come of one member.
+
+    Attributes:
+        kept: what no receive has taken, by tag.
+        arrived: held to use these; notified when the thread that receives has done so.
+        receiving: whether a thread receives, for all that wait.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[int, deque[Any]] = defaultdict(deque)
+        self.arrived = Condition()
+        self.receiving = False
+
+
 class TaggedMail:
-    """One member's messages with tags."""
+    """One member's messages with tags. Threads may receive at once."""
 
     def __init__(self, group: GroupCoordinator) -> None:
         """Use ``group`` for these messages alone."""
         self._group = group
-        self._kept: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
+        self._senders: dict[int, _Sender] = {}
 
     def isend(self, obj: Any, dst: int, tag: int) -> P2PWork:
         """Begin to send an object. Collective: no, the two members."""
@@ -53,8 +69,23 @@ class TaggedMail:
 
     def recv(self, src: int, tag: int) -> Any:
         """The next object of ``src`` with this tag. Collective: no, the two members."""
-        kept = self._kept[src, tag]
-        while not kept:
+        sender = self._senders.setdefault(src, _Sender())
+        with sender.arrived:
+            while not sender.kept[tag]:
+                if sender.receiving:
+                    sender.arrived.wait()
+                else:
+                    self._receive(sender, src)
+            return sender.kept[tag].popleft()
+
+    def _receive(self, sender: _Sender, src: int) -> None:
+        """Take one object in, while others look for theirs among those that have come."""
+        sender.receiving = True
+        sender.arrived.release()
+        try:
             found, obj = self._group.recv_object(src)
-            self._kept[src, found].append(obj)
-        return kept.popleft()
+        finally:
+            sender.arrived.acquire()
+            sender.receiving = False
+            sender.arrived.notify_all()
+        sender.kept[found].append(obj)

@@ -45,12 +45,7 @@ def create_tcp_store(
     """
     if listen_socket is None:
         return TCPStore(host, port, **kwargs)
-    descriptor = listen_socket.detach()
-    try:
-        return TCPStore(host, port, master_listen_fd=descriptor, **kwargs)
-    except BaseException:
-        os.close(descriptor)
-        raise
+    return TCPStore(host, port, master_listen_fd=listen_socket.detach(), **kwargs)
 
 
 @lru_cache(maxsize=1)
