@@ -55,6 +55,7 @@ _HEADERS = st.one_of(
 )
 _ANYTHING = st.lists(_HEADERS.map(encode) | st.binary(max_size=40), min_size=1, max_size=4)
 _PARTS = st.lists(st.binary(max_size=40) | st.integers(500, 5000).map(bytes), max_size=4)
+_WAYS = ("insert", "lose", "repeat", "later", "resize", "cut", "lengthen", "flip")
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,7 @@ def streams(draw: Draw) -> Stream:
 
 def _disturb(draw: Draw, sent: list[list[bytes]], at: int) -> None:
     """Change what is sent from ``at`` on."""
-    ways = (
-        ["insert"]
-        if at == len(sent)
-        else ["insert", "lose", "repeat", "later", "resize", "cut", "flip"]
-    )
-    way = draw(st.sampled_from(ways))
+    way = draw(st.sampled_from(_WAYS)) if at < len(sent) else "insert"
     if way == "insert":
         sent.insert(at, draw(_ANYTHING))
     elif way == "lose":
@@ -116,6 +112,8 @@ def _disturb(draw: Draw, sent: list[list[bytes]], at: int) -> None:
         place = draw(st.integers(0, len(data)))
         if way == "cut":
             del data[place:]
+        elif way == "lengthen":
+            data[place:place] = bytes(draw(st.integers(1, 2000)))
         elif place < len(data):
             data[place] ^= 1 << draw(st.integers(0, 7))
         frames[index] = bytes(data)
