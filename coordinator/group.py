@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 import torch.distributed as dist
@@ -12,15 +13,14 @@ from coordinator.hierarchy import Hierarchy
 from coordinator.queues import MessengerGroup, queue_on_board
 from coordinator.setup import torch_groups
 from coordinator.setup.bootstrap import DEFAULT_TIMEOUT
-from coordinator.setup.exchange import Exchange
-from coordinator.setup.link import alone, connect
+from coordinator.setup.link import meet_in
 from coordinator.setup.settings import Settings
 from coordinator.stores.secret import launcher_secret
 from coordinator.verbs.experts import ExpertVerbs
 from coordinator.verbs.message_verbs import MessageVerbs
 from coordinator.verbs.tensor_verbs import TensorVerbs
 from device_comm.verbs.checks import check_rank
-from shm_broadcast import Deadline, MessageQueue
+from shm_broadcast import MessageQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -114,19 +114,8 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
             torch_only=not use_device_communicator,
             secret=launcher_secret(secret),
         )
-        if len(ranks) == 1:
-            self._adopt(alone(name, rank, settings))
-            return
-        exchange = Exchange.visit(
-            torch_groups.default_store(),
-            name,
-            ranks.index(rank),
-            len(ranks),
-            name,
-            Deadline.after(timeout),
-            called=ranks,
-        )
-        self._adopt(connect(exchange, ranks, settings))
+        store = torch_groups.default_store
+        self._adopt(meet_in(store, name, rank, ranks, name, settings, timeout))
         if use_message_queue_broadcaster:
             self.start_broadcaster()
 
@@ -166,18 +155,11 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
         backend = torch_groups.backend_of(process_group)
         local_rank = rank if local_rank is None else local_rank
         settings = Settings.of(backend, local_rank, secret=launcher_secret(secret)).on(stream)
-        if len(ranks) == 1:
-            return cls.from_link(alone(group_name, rank, settings, given=process_group))
-        exchange = Exchange.visit(
-            torch_groups.store_of(process_group),
-            f"wrapped:{group_name}",
-            process_group.rank(),
-            len(ranks),
-            group_name,
-            Deadline.after(timeout),
-            called=ranks,
+        store = partial(torch_groups.store_of, process_group)
+        place = f"wrapped:{group_name}"
+        return cls.from_link(
+            meet_in(store, place, rank, ranks, group_name, settings, timeout, process_group)
         )
-        return cls.from_link(connect(exchange, ranks, settings, given=process_group))
 
     @classmethod
     def from_device_mesh(

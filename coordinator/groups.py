@@ -10,7 +10,7 @@ neighbours, then come pipeline stages, then data-parallel replicas.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
@@ -231,6 +231,8 @@ def init(
             incomplete.
         SecretError: the secret is too short, or other users may read its file.
         GroupTimeoutError: some ranks did not come in time; names them.
+        PeerLostError: a rank has ended after the ranks of its host had met.
+        GroupAbortedError: likewise, one has given up; says why.
     """
     inner = RankGrid.of({"pp": pp, "pcp": pcp, "tp": tp})
     outer = RankGrid.of(axes or {})
@@ -267,7 +269,9 @@ def init(
             torch_only=torch_only,
             checked=checked,
         )
-        return ParallelGroups.build(topology, grid, undo, dcp=dcp, timeout=deadline)
+        # A launcher whose board it is hears of failures itself, and tells the others.
+        with topology.telling_why() if board is None else nullcontext():
+            return ParallelGroups.build(topology, grid, undo, dcp=dcp, timeout=deadline)
 
 
 def _needs(grid: RankGrid) -> str:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 from coordinator.group import GroupCoordinator, own_group
 from coordinator.setup.addresses import own_address
 from coordinator.setup.bootstrap import DEFAULT_TIMEOUT
-from coordinator.setup.exchange import Exchange
 from coordinator.setup.launcher import Launch
-from coordinator.setup.link import alone, connect
+from coordinator.setup.link import meet_in
 from coordinator.setup.settings import Settings
 from coordinator.setup.topology import Topology
 from coordinator.setup.torch_groups import SocketChoice
@@ -85,19 +84,9 @@ class StatelessGroupCoordinator(GroupCoordinator):
             torch_only=not use_device_communicator,
             secret=launcher_secret(secret),
         )
-        if len(ranks) == 1:
-            self._adopt(alone(name, global_rank, settings))
-            return
-        exchange = Exchange.visit(
-            coord_store,
-            f"stateless/{name}",
-            ranks.index(global_rank),
-            len(ranks),
-            name,
-            Deadline.after(timeout),
-            called=ranks,
-        )
-        self._adopt(connect(exchange, ranks, settings))
+        place = f"stateless/{name}"
+        link = meet_in(lambda: coord_store, place, global_rank, ranks, name, settings, timeout)
+        self._adopt(link)
         if use_message_queue_broadcaster:
             self.start_broadcaster()
 
@@ -181,7 +170,8 @@ class StatelessProcessGroup:
         with Closing() as undo:
             launch = Launch(rank, world_size, 0, host, port, secret=launcher_secret(secret))
             topology = Topology.meet(launch, undo, store=store, backend="gloo", timeout=deadline)
-            group = topology.group("stateless", list(range(world_size)), deadline)
+            with topology.telling_why():
+                group = topology.group("stateless", list(range(world_size)), deadline)
             undo.enter_context(group)
             return cls(group, undo.pop_all())
 

@@ -206,6 +206,7 @@ class Backend(ABC):
         self.recorder = Recorder(identity.watch, identity.name, identity.world_size)
         self.closed = False
         self._closing = Closing()
+        self._disowned = False
         disown_in_children(self)
 
     @abstractmethod
@@ -269,12 +270,14 @@ class Backend(ABC):
 
     def fail(self, error: CoordinatorError) -> None:
         """Abort the group with ``error``, unless it is aborted or closed already."""
-        end_group(self.watch, error)
-        self.discard()
+        if not self._disowned:
+            end_group(self.watch, error)
+            self.discard()
 
     def disown(self) -> None:
         """In a forked child: its calls are refused by the watch, and closing it closes nothing."""
         self.shortcut = None
+        self._disowned = True
 
     def close(self) -> None:
         """Release everything except the watch; idempotent. Collective: no."""

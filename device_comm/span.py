@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Span(NamedTuple):
@@ -11,6 +14,11 @@ class Span(NamedTuple):
     address: int
     size: int
     """Bytes."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """The memory of a contiguous tensor."""
+        return cls(tensor.data_ptr(), tensor.nbytes)
 
 
 NOTHING: Final = Span(0, 0)

@@ -158,13 +158,17 @@ class LoneWatch:
         Raises:
             GroupClosedError: a forked child's process is none of the group.
         """
-        if self._disowned:
-            raise GroupClosedError(f"{operation}: {DISOWNED}")
+        self._refuse_child(operation)
         if self._failure is not None:
             raise GroupAbortedError(operation, self._failure)
 
     def abort(self, error: BaseException | str, culprit: int | None = None) -> None:
-        """Keep the first failure and wake this process's waiting thread."""
+        """Keep the first failure and wake this process's waiting thread.
+
+        Raises:
+            GroupClosedError: a forked child's process is none of the group.
+        """
+        self._refuse_child("abort")
         if self._failure is None:
             kind = "abort" if isinstance(error, str) else type(error).__name__
             about = self._rank if culprit is None else culprit
@@ -191,6 +195,10 @@ class LoneWatch:
                 continue
             self._bell.wait(deadline.remaining(at_most=poll or _SLICE))
             self._bell.clear()
+
+    def _refuse_child(self, operation: str) -> None:
+        if self._disowned:
+            raise GroupClosedError(f"{operation}: {DISOWNED}")
 
     def disown(self) -> None:
         """In a forked child: the group is its parent's."""

@@ -264,14 +264,10 @@ class Replicas:
                 staying.append(call)
                 continue
             try:
-                self._on_one(partial(_adopt, call))
+                self._on_one(partial(WorkerPool.adopt, call=call))
             except CoordinatorError:
                 staying.append(call)
         return staying
-
-
-def _adopt(call: PendingCall, pool: WorkerPool) -> None:
-    pool.adopt(call)
 
 
 def _begin(start: Callable[[int], WorkerPool], number: int) -> Future[WorkerPool]:

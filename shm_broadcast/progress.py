@@ -21,9 +21,15 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
+from shm_broadcast.board.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.deadline import NEVER
 from shm_broadcast.doorbell import AdaptiveSpin
-from shm_broadcast.errors import CoordinatorError, GroupAbortedError, PeerLostError
+from shm_broadcast.errors import (
+    CoordinatorError,
+    GroupAbortedError,
+    GroupClosedError,
+    PeerLostError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -210,6 +216,14 @@ class Lane:
             return self.tickets[0].task.operation
         return ""
 
+    def disown(self) -> None:
+        """In a forked child: the tasks are its parent's, and are not waited for here."""
+        self._pushing = threading.RLock()
+        for ticket in self.tickets:
+            ticket.error = GroupClosedError(f"{ticket.task.operation}: {DISOWNED}")
+            ticket.done = True
+        self.tickets.clear()
+
     def fail(self, error: CoordinatorError) -> None:
         """End all tasks of the lane with ``error``."""
         with self._pushing:
@@ -239,6 +253,7 @@ class Progress:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
+        disown_in_children(self)
 
     def lane(self, failed: Callable[[CoordinatorError], None]) -> Lane:
         """A new lane; ``failed`` is called with the error when one ends the lane's tasks."""
@@ -257,6 +272,14 @@ class Progress:
     def wake(self) -> None:
         """Wake all threads of this process that wait on the board, to look again."""
         self.board.ring(self.board.member or 0)
+
+    def disown(self) -> None:
+        """In a forked child: the thread is its parent's, and so is all that is under way."""
+        self._lock = threading.Lock()
+        self._closed, self._thread = True, None
+        for lane in self._lanes:
+            lane.disown()
+        self._lanes.clear()
 
     def close(self) -> None:
         """End the background thread. Unfinished tasks then advance only when somebody waits."""

@@ -10,9 +10,8 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, cast
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
@@ -44,6 +43,8 @@ class RecyclingPool:
 
     def take(self, size: int) -> NDArray[np.uint8]:
         """A writable array of ``size`` bytes; its content is undefined."""
+        import numpy as np  # noqa: PLC0415 - 70 ms, which a process with small messages saves
+
         if size < RECYCLED_BYTES:
             return np.empty(size, dtype=np.uint8)
         capacity = size_class(size)

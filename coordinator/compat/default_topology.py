@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -12,9 +12,11 @@ from coordinator.compat.default_group import meet_with_default_group
 from coordinator.compat.errors import NotInitializedError
 from coordinator.compat.group_face import GroupFace
 from coordinator.setup.settings import Settings
+from shm_broadcast.board.forked_child import Closing, disown_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from contextlib import ExitStack
 
     from torch.distributed import TCPStore
 
@@ -49,8 +51,14 @@ class DefaultTopology(Generic[F]):
         self.groups: dict[str, F] = {}
         self.device_communicators = True
         self.store: TCPStore | None = None
-        self._environment = ExitStack()
-        self._model = ExitStack()
+        self._environment = Closing()
+        self._model = Closing()
+        self._is_own = True
+        disown_in_children(self)
+
+    def disown(self) -> None:
+        """In a forked child: torch's default group is its parent's, too."""
+        self._is_own = False
 
     @property
     def topology(self) -> Topology:
@@ -95,7 +103,7 @@ class DefaultTopology(Generic[F]):
             if world_size not in (-1, self.world.world_size):
                 raise ValueError(f"the world has {self.world.world_size} ranks, not {world_size}")
             return
-        with ExitStack() as undo:
+        with Closing() as undo:
             if not dist.is_initialized():
                 undo.callback(_leave_default_group)
             topology = meet_with_default_group(
@@ -131,7 +139,7 @@ class DefaultTopology(Generic[F]):
         world = self.world
         if world is None:
             raise NotInitializedError("the world group is not initialised")
-        with ExitStack() as undo:
+        with Closing() as undo:
             known = make(replace(topology, settings=settings), world.group, undo)
             faces = {id(world.group): world}
             for group, kind in known.values():
@@ -163,10 +171,11 @@ class DefaultTopology(Generic[F]):
         self._model.close()
 
     def close_environment(self) -> None:
-        """Close the world group and torch's default group. Collective: no."""
+        """Close the world group and torch's default group; not in a forked child. Collective: no."""
         self._topology = self.world = self.store = None
         self._environment.close()
-        _leave_default_group()
+        if self._is_own:
+            _leave_default_group()
 
 
 def _leave_default_group() -> None:

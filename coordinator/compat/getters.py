@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+import gc
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from coordinator.compat.errors import NotInitializedError
 from coordinator.compat.group_face import GroupFace
-from coordinator.compat.release import release_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
     from coordinator.compat.default_topology import DefaultTopology
 
 F = TypeVar("F", bound=GroupFace)
@@ -78,4 +85,26 @@ class Getters(Generic[F]):
         """
         self.destroy_model_parallel()
         self.destroy_distributed_environment()
-        release_memory(shutdown_ray=shutdown_ray)
+        if shutdown_ray:
+            import ray  # noqa: PLC0415 - an optional dependency
+
+            ray.shutdown()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def all_reduce(self, input_: Tensor) -> Tensor:
+        """The sum of every ``input_``. Collective: yes, every member."""
+        return self.tp_group().all_reduce(input_)
+
+    def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
+        """Every ``input_``, concatenated, on ``dst``; None elsewhere. Collective: yes."""
+        return self.tp_group().gather(input_, dst, dim)
+
+    def broadcast_tensor_dict(
+        self, tensor_dict: Mapping[str, Any] | None = None, src: int = 0
+    ) -> Any:
+        """The dict of ``src``, on all; without torch's default group, one's own. Collective: yes."""
+        if not dist.is_initialized():
+            return tensor_dict
+        return self.tp_group().broadcast_tensor_dict(tensor_dict, src)

@@ -154,3 +154,8 @@ class GroupFace:
 
     def __repr__(self) -> str:
         return f"<{type(self).__module__}.{type(self).__name__} over {self.group!r}>"
+
+
+def native_of(face: GroupFace | None) -> GroupCoordinator | None:
+    """The group that a face shows; None of none."""
+    return None if face is None else face.group

@@ -12,8 +12,8 @@ processes are isolated from each other, one round is enough.
 from __future__ import annotations
 
 import socket
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from shm_broadcast import Board, BoardHandle, ForeignMemoryError, SharedMemoryEr
 from shm_broadcast.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from coordinator.setup.exchange import Exchange
 
@@ -57,6 +57,10 @@ class Nodes:
             [rank for rank, first in enumerate(self.node_of) if first == node]
             for node in sorted(set(self.node_of))
         ]
+
+    def watched(self, exchange: Exchange) -> Exchange:
+        """The group's ``exchange``, in which nobody waits for members that have ended."""
+        return _watched(exchange, self.board, self.members)
 
     def sub(self, ranks: Sequence[int]) -> Nodes:
         """The nodes of the subgroup of ``ranks``; the board stays the same."""
@@ -92,6 +96,7 @@ def find_nodes(exchange: Exchange, board: Board | None = None, address: str = ""
 
     Raises:
         GroupTimeoutError: a member did not take part in time.
+        PeerLostError, GroupAbortedError: one of this host's has ended, or given up.
         SharedMemoryError: too little memory is free.
         ForeignMemoryError: somebody outside the group has offered a board.
     """
@@ -99,8 +104,10 @@ def find_nodes(exchange: Exchange, board: Board | None = None, address: str = ""
         made = board or _make_board(exchange, exchange)
         if board is None:
             undo.callback(made.close)
+            undo.enter_context(telling_why(made))
+        watched = _watched(exchange, made, range(exchange.size))
         # A board's nonce names its segment: members with the same segment are on one node.
-        segments = exchange.all_gather("board", made.handle().segment.nonce)
+        segments = watched.all_gather("board", made.handle().segment.nonce)
         node_of = tuple(segments.index(each) for each in segments)
         if any(node_of):
             _start_heartbeat(exchange, made, node_of, address, undo)
@@ -127,6 +134,23 @@ def known_nodes(board: Board, node_of: Sequence[int]) -> Nodes:
 def lone_node(board: Board) -> Nodes:
     """The nodes of a group of one, this process. Collective: no."""
     return _on_given(board, (board.member or 0,), (0,))
+
+
+@contextmanager
+def telling_why(board: Board) -> Iterator[None]:
+    """Whoever fails inside tells the others why: it is about to leave, and they wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        board.abort(error)
+        raise
+
+
+def _watched(exchange: Exchange, board: Board, members: Sequence[int]) -> Exchange:
+    def watch(operation: str, ready: Callable[[], bool]) -> None:
+        board.require(operation, lambda: members, ready)
+
+    return replace(exchange, watch=watch)
 
 
 def _on_given(board: Board, members: tuple[int, ...], node_of: tuple[int, ...]) -> Nodes:

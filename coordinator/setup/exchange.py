@@ -55,6 +55,8 @@ class Exchange:
         host: the store's address, for errors.
         keeper: the member whose process hosts the store; None: not a member, or not known.
         called: the members' global ranks, for errors; empty: the same as their ranks in the group.
+        watch: raises if a member has ended: called while something is waited for, with what that is
+            and with whether it is there; None: nobody knows.
     """
 
     store: Store
@@ -65,6 +67,7 @@ class Exchange:
     host: str = ""
     keeper: int | None = None
     called: tuple[int, ...] = ()
+    watch: Callable[[str, Callable[[], bool]], None] | None = None
 
     @classmethod
     def visit(
@@ -104,6 +107,8 @@ class Exchange:
 
         Raises:
             GroupTimeoutError: the deadline passed; ``waiting_for`` lists the absent members.
+            PeerLostError, GroupAbortedError: a member has ended, left, or given up before it put
+                its payload; only of an exchange that is watched.
             ValueError: a member was told that there are more or fewer.
             PeerProtocolError: something else stands in the store.
             TransportError: the store has gone.
@@ -128,6 +133,7 @@ class Exchange:
 
         Raises:
             GroupTimeoutError: ``src`` did not put it in time.
+            PeerLostError, GroupAbortedError: as in `all_gather`.
             TransportError: the store has gone.
             ValueError: ``payload`` is ``None`` at ``src``.
         """
@@ -219,9 +225,14 @@ class Exchange:
         return [rank for rank in range(self.size) if rank not in there]
 
     def _wait_for(self, key: str, operation: str, absent: Callable[[], list[int]]) -> None:
+        def there() -> bool:
+            return self.store.check([key])
+
         for nap in naps():
-            if self.store.check([key]):
+            if there():
                 return
+            if self.watch is not None:
+                self.watch(operation, there)
             if self.deadline.expired:
                 raise GroupTimeoutError(
                     operation,

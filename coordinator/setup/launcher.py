@@ -66,22 +66,37 @@ class Launch:
         if "RANK" not in environ:
             return cls(secret=launcher_secret(environ=environ))
         return cls(
-            rank=_number(environ, "RANK"),
-            world_size=_number(environ, "WORLD_SIZE"),
-            local_rank=_number(environ, "LOCAL_RANK", environ["RANK"]),
+            rank=number_in(environ, "RANK"),
+            world_size=number_in(environ, "WORLD_SIZE"),
+            local_rank=number_in(environ, "LOCAL_RANK", environ["RANK"]),
             master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=_number(environ, "MASTER_PORT"),
+            master_port=number_in(environ, "MASTER_PORT"),
             hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
+            attempt=number_in(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
             interface=environ.get("GLOO_SOCKET_IFNAME", ""),
             secret=launcher_secret(environ=environ),
         )
 
 
-def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+def text_in(environ: Mapping[str, str], name: str, default: str | None = None) -> str:
+    """A launcher's variable.
+
+    Raises:
+        ValueError: there is none, or it is empty.
+    """
     value = environ.get(name, default)
-    if value is None:
-        raise ValueError(f"the environment has RANK but not {name}")
+    if not value:
+        raise ValueError(f"the environment names a launcher, but has no {name}")
+    return value
+
+
+def number_in(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    """A launcher's variable that is a number.
+
+    Raises:
+        ValueError: there is none, or it is no number.
+    """
+    value = text_in(environ, name, default)
     try:
         return int(value)
     except ValueError:

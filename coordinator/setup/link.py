@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import HashStore
 
-from coordinator.hosts.nodes import Nodes, find_nodes
+from coordinator.hosts.nodes import Nodes, find_nodes, telling_why
 from coordinator.messages.wire import Wire, agree_on_wire
 from coordinator.setup.cuda_link import cuda_comm
 from coordinator.setup.exchange import Exchange
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
     from coordinator.setup.settings import Settings
 
@@ -91,10 +91,43 @@ class Link:
         """
         members = range(len(self.ranks))
         exchange = self.exchange.sub(f"{self.name}.{name}", members, Deadline.after(timeout))
+        exchange = replace(exchange, watch=self.exchange.watch)
         exchange.all_gather("members")
         return new_process_group(
             exchange, self.ranks, self.settings.backend, self.settings, self.closing
         )
+
+
+def meet_in(
+    store: Callable[[], Store],
+    place: str,
+    rank: int,
+    ranks: Sequence[int],
+    name: str,
+    settings: Settings,
+    timeout: float | None,
+    given: ProcessGroup | None = None,
+) -> Link:
+    """Build the link of a group whose members meet in a store.
+
+    Args:
+        store: the store; not asked for in a group of one.
+        place: where in it those of these ranks meet: see `Exchange.visit`.
+        rank: this member's global rank.
+        ranks, settings, given: as for `connect`.
+        name: the group's name.
+        timeout: seconds for set-up; None: for ever.
+
+    Collective: yes, every member, and nobody else.
+
+    Raises:
+        What `connect` raises.
+    """
+    if len(ranks) == 1:
+        return alone(name, rank, settings, given=given)
+    at, n = ranks.index(rank), len(ranks)
+    exchange = Exchange.visit(store(), place, at, n, name, Deadline.after(timeout), called=ranks)
+    return connect(exchange, ranks, settings, given=given)
 
 
 def alone(
@@ -153,6 +186,8 @@ def connect(
 
     Raises:
         GroupTimeoutError: some members did not come in time; names them.
+        PeerLostError: a member has ended, or left, on the way.
+        GroupAbortedError: a member has given up; says why.
         ValueError: the backend is unknown.
         SecretError: some members were given the launcher's secret, and some were not.
     """
@@ -162,6 +197,8 @@ def connect(
         if nodes is None:
             nodes = find_nodes(exchange, address=settings.sockets.address)
             closing.callback(nodes.close)
+            undo.enter_context(telling_why(nodes.board))
+        exchange = nodes.watched(exchange)
         groups = ProcessGroups(exchange, ranks, settings, given, closing)
         build = _Builder(exchange, settings, nodes, groups, closing)
         wire = build.wire()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from coordinator.setup import torch_groups
+from shm_broadcast import GroupTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,16 +44,20 @@ def new_process_group(
             exchange something.
 
     Collective: with a deadline, yes, every member.
+
+    Raises:
+        GroupTimeoutError: not all were connected in time.
+        PeerLostError, GroupAbortedError: likewise, and a member has ended, left, or given up.
     """
-    group = torch_groups.new_process_group(
-        exchange.store,
-        f"{exchange.name}:{backend}",
-        ranks,
-        exchange.rank,
-        backend,
-        settings.sockets,
-        deadline,
-    )
+    name = f"{exchange.name}:{backend}"
+    try:
+        group = torch_groups.new_process_group(
+            exchange.store, name, ranks, exchange.rank, backend, settings.sockets, deadline
+        )
+    except GroupTimeoutError:
+        if exchange.watch is not None:
+            exchange.watch(name, lambda: False)
+        raise
     closing.callback(torch_groups.destroy, group)
     return group
 

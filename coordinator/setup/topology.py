@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from coordinator.group import GroupCoordinator, own_group
-from coordinator.hosts.nodes import find_nodes, known_nodes, lone_node
+from coordinator.hosts.nodes import find_nodes, known_nodes, lone_node, telling_why
 from coordinator.setup.bootstrap import DEFAULT_TIMEOUT, meet
 from coordinator.setup.link import alone, connect
 from coordinator.setup.settings import OPERATION_TIMEOUT, Settings
@@ -16,7 +17,7 @@ from shm_broadcast import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import ExitStack
+    from contextlib import AbstractContextManager, ExitStack
 
     from torch.distributed.distributed_c10d import Store
 
@@ -101,6 +102,10 @@ class Topology:
         address = meeting.address or ("127.0.0.1" if len(nodes.all()) == 1 else "")
         settings = replace(settings, sockets=SocketChoice(launch.interface, address))
         return cls(launch.rank, launch.world_size, settings, nodes, exchange)
+
+    def telling_why(self) -> AbstractContextManager[None]:
+        """For set-up behind which this rank leaves if it fails: the others are told why."""
+        return nullcontext() if self.nodes is None else telling_why(self.nodes.board)
 
     def group(
         self, name: str, ranks: Sequence[int], timeout: float | Deadline | None = DEFAULT_TIMEOUT

@@ -58,7 +58,7 @@ class TorchBackend(Backend):
         self,
         process_group: dist.ProcessGroup,
         device: torch.device | str = "cpu",
-        board: Watch | None = None,
+        watch: Watch | None = None,
         members: Sequence[int] | None = None,
         name: str = "group",
         timeout: float | None = 60.0,
@@ -68,7 +68,7 @@ class TorchBackend(Backend):
         Args:
             process_group: of the ranks of this group; its backend must handle ``device``.
             device: where the tensors are.
-            board: the group's `shm_broadcast.Board`; None: deadlines only.
+            watch: the group's `shm_broadcast.Board`; None: deadlines only.
             members: the board's member number of each rank; None: the rank itself.
             name: the group's name, for errors and status.
             timeout: seconds that a call allows unless it says otherwise; None: for ever.
@@ -82,13 +82,13 @@ class TorchBackend(Backend):
                 device,
                 name=name,
                 timeout=timeout,
-                watch=board,
+                watch=watch,
                 members=members,
             ),
             Capabilities(
                 backend=backend,
                 stream_ordered=backend == "nccl",
-                detects_loss=board is not None and backend != "nccl",
+                detects_loss=watch is not None and backend != "nccl",
             ),
         )
         self._group = process_group

@@ -519,7 +519,8 @@ class Ledger:
 
     def _move(self, waiting: list[PendingCall]) -> None:
         """Let other ledgers have calls. Those that stay are queued again, or fail if it is over."""
-        staying = waiting if self.move is None else self.move(waiting)
+        move = self.move  # read once: `let_go` may take it away meanwhile
+        staying = waiting if move is None else move(waiting)
         actions: Actions = []
         with self._lock:
             for call in staying:

@@ -99,6 +99,6 @@ class _Steps:
     def failure(self) -> CoordinatorError | None:
         return self._pool.failure
 
-    def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:  # noqa: ARG002
+    def call(self, method: str, *args: Any) -> Any:
         sizes = [len(row.tokens) for row in args[0]] if args else []
         return self._pool.call(method, *args, sizes=sizes)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import CoordinatorError, Deadline, GroupAbortedError, GroupTimeoutError
-from shm_broadcast.board.stacks import read_stacks
+from shm_broadcast.board.stacks import STACK_SIGNAL, read_stacks
 from shm_broadcast.board.totals import added_up
 
 from ..calls.dispatcher import Dispatcher
@@ -126,8 +126,9 @@ class Crew:
             self._reason_by = time.monotonic() + self._plan.config.settle_seconds
 
     def _unwatched(self, error: Exception) -> None:
-        """End the pool because nobody would notice any more that workers end or hang."""
+        """End the pool, and its workers: nobody would notice any more that they end or hang."""
         self._ledger.end(CoordinatorError(f"the pool's supervisor has failed: {error!r}"))
+        end(list(self._staff.workers.values()), _LEAVE_SECONDS, self._plan.config.kill_seconds)
 
     @property
     def load(self) -> int:
@@ -259,7 +260,7 @@ class Crew:
             workers = {r: w for r, w in self._staff.workers.items() if r in ranks}
             stacks = read_stacks(
                 {rank: worker.stack_file for rank, worker in workers.items()},
-                lambda rank: workers[rank].ask_stack(),
+                lambda rank: workers[rank].signal(STACK_SIGNAL),
                 Deadline.after(self._plan.config.stack_seconds),
             )
             return tuple(self._links.board.member_status(rank) for rank in ranks), "", stacks

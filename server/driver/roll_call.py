@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from shm_broadcast import Deadline
-from shm_broadcast.board.stacks import read_stacks
+from shm_broadcast.board.stacks import STACK_SIGNAL, read_stacks
 
 from ..control.protocol import Failed, Hello, Left, Ready, WorkProgress
 from ..control.worker_failure import rebuild
@@ -115,7 +115,7 @@ class RollCall:
         if worker.greeted:
             files = {rank: worker.stack_file}
             stacks = read_stacks(
-                files, lambda _: worker.ask_stack(), Deadline.after(self._patience)
+                files, lambda _: worker.signal(STACK_SIGNAL), Deadline.after(self._patience)
             )
         late = ", ".join(map(str, sorted(self._absent)))
         reason = f"not ready after {deadline.timeout:g} s (late: {late})"

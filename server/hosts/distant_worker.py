@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import NEVER, Deadline
-from shm_broadcast.board.stacks import STACK_SIGNAL, StackFile
+from shm_broadcast.board.stacks import StackFile
 
 from ..control.channel import ChannelClosedError
 from .link_messages import SignalWorker, ToWorker
@@ -116,10 +116,6 @@ class DistantWorker:
         """Send SIGTERM, SIGKILL or `STACK_SIGNAL` to the worker, unless it has ended."""
         if not self.ended():
             self._post(SignalWorker(self.rank, number))
-
-    def ask_stack(self) -> None:
-        """Have the worker's stack come into `stack_file`."""
-        self.signal(STACK_SIGNAL)
 
     def bury(self) -> str:
         """Wait for a process that has ended, or was killed, and return how it ended."""

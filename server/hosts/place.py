@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
-from coordinator.setup.launcher import Launch
+from coordinator.setup.launcher import Launch, number_in, text_in
 from coordinator.stores.secret import ADVICE, SECRET_FILE, SecretError, launcher_secret
 
 from ..defaults import HEAD_PORT, LAUNCHERS, SILENCE_SECONDS
@@ -180,7 +180,7 @@ def hosts_of(launcher: str, given: Hosts | None) -> Hosts | None:
 
 
 def _by_torchrun(environ: Mapping[str, str]) -> Hosts:
-    here = _number(environ, "LOCAL_WORLD_SIZE", "1")
+    here = number_in(environ, "LOCAL_WORLD_SIZE", "1")
     if here != 1:
         raise ValueError(
             f"torchrun runs {here} processes on this host: start one with --nproc-per-node 1; "
@@ -199,26 +199,26 @@ def _by_torchrun(environ: Mapping[str, str]) -> Hosts:
 
 
 def _by_slurm(environ: Mapping[str, str]) -> Hosts:
-    if _number(environ, "SLURM_LOCALID", "0") != 0:
+    if number_in(environ, "SLURM_LOCALID", "0") != 0:
         raise ValueError(
             "Slurm runs several tasks on this host: use --ntasks-per-node=1; "
             "the task starts the host's workers itself"
         )
     return Hosts(
-        nnodes=_number(environ, "SLURM_NTASKS"),
-        node_rank=_number(environ, "SLURM_PROCID"),
-        master_addr=environ.get("MASTER_ADDR") or first_of(_text(environ, "SLURM_JOB_NODELIST")),
-        master_port=_number(environ, "MASTER_PORT", str(HEAD_PORT)),
+        nnodes=number_in(environ, "SLURM_NTASKS"),
+        node_rank=number_in(environ, "SLURM_PROCID"),
+        master_addr=environ.get("MASTER_ADDR") or first_of(text_in(environ, "SLURM_JOB_NODELIST")),
+        master_port=number_in(environ, "MASTER_PORT", str(HEAD_PORT)),
         told_by="Slurm's environment (SLURM_NTASKS, SLURM_PROCID, SLURM_JOB_NODELIST)",
     )
 
 
 def _by_leader_worker_set(environ: Mapping[str, str]) -> Hosts:
     return Hosts(
-        nnodes=_number(environ, "LWS_GROUP_SIZE"),
-        node_rank=_number(environ, "LWS_WORKER_INDEX"),
-        master_addr=_text(environ, "LWS_LEADER_ADDRESS"),
-        master_port=_number(environ, "MASTER_PORT", str(HEAD_PORT)),
+        nnodes=number_in(environ, "LWS_GROUP_SIZE"),
+        node_rank=number_in(environ, "LWS_WORKER_INDEX"),
+        master_addr=text_in(environ, "LWS_LEADER_ADDRESS"),
+        master_port=number_in(environ, "MASTER_PORT", str(HEAD_PORT)),
         told_by="the LeaderWorkerSet's environment (LWS_GROUP_SIZE, LWS_WORKER_INDEX)",
     )
 
@@ -242,18 +242,3 @@ def first_of(nodes: str) -> str:
     if not name:
         raise ValueError(f"SLURM_JOB_NODELIST must be a list of hosts; got {nodes!r}")
     return name
-
-
-def _text(environ: Mapping[str, str], name: str, default: str | None = None) -> str:
-    value = environ.get(name, default)
-    if not value:
-        raise ValueError(f"the environment names a launcher, but has no {name}")
-    return value
-
-
-def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
-    value = _text(environ, name, default)
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"{name} must be a number; the environment has {value!r}") from None

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from shm_broadcast import Deadline, GroupTimeoutError
-from shm_broadcast.board.stacks import STACK_SIGNAL, StackFile
+from shm_broadcast.board.stacks import StackFile
 from shm_broadcast.deadline import milliseconds
 
 from ..control.channel import Channel, ChannelClosedError
@@ -150,10 +150,6 @@ class LocalWorker:
                 # worker's pid cannot be reused. SIGKILL would end the keeper instead.
                 passed = END_SIGNAL if number == signal.SIGKILL else number
                 signal.pidfd_send_signal(self.pidfd, passed)
-
-    def ask_stack(self) -> None:
-        """Have the worker write its stack to `stack_file`; only after its `Hello` has come."""
-        self.signal(STACK_SIGNAL)
 
     def bury(self) -> str:
         """Wait for a process that has ended, or was killed, and return its exit status.

@@ -58,10 +58,10 @@ class WorkerHandle(Protocol):
         """Wait until the process has ended; False after ``timeout`` seconds."""
 
     def signal(self, number: int) -> None:
-        """Send SIGTERM, SIGKILL or `STACK_SIGNAL`, unless it has ended."""
+        """Send SIGTERM, SIGKILL or `STACK_SIGNAL`, unless it has ended.
 
-    def ask_stack(self) -> None:
-        """Have the worker's stack come into `stack_file`; only after its `Hello` has come."""
+        The last has its stack come into `stack_file`, and is for a worker whose `Hello` has come.
+        """
 
     def bury(self) -> str:
         """Wait for a process that has ended, or was killed; how it ended."""

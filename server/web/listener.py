@@ -41,8 +41,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise OSError(f"cannot listen at {host}, port {port}: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no host has such a name"
+        raise OSError(f"cannot listen at {host}, port {port}: {reason}") from error
     # Connections inherit it. asyncio sets it only for listeners of its own, and without it the end
     # of each answer waits 40 ms for the client to acknowledge the beginning.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

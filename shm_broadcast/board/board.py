@@ -302,6 +302,27 @@ class Board:
             if failure is not None:
                 raise GroupAbortedError(self._titled(operation), failure)
 
+    def require(
+        self, operation: str, peers: Callable[[], Iterable[int]], ready: Callable[[], bool]
+    ) -> None:
+        """Raise if one of ``peers`` has gone, and what is waited for is not there.
+
+        Args:
+            operation: what this is, for messages.
+            peers: the members that are waited for.
+            ready: whether what is waited for is there.
+
+        Raises:
+            PeerLostError: one of them has ended, or has left in good order.
+            GroupAbortedError, GroupClosedError: as `check`.
+        """
+        self._check_for(operation, peers)
+        gone = self._members.first_gone(peer for peer in peers() if peer != self.member)
+        # A peer may have finished what is waited for just before it ended.
+        if gone is not None and not ready():
+            self._check_for(operation, peers)  # it may have aborted before it left
+            raise PeerLostError(self._titled(operation), self.member_status(gone))
+
     @property
     def aborted(self) -> Failure | None:
         """The first failure, if the group was aborted."""
@@ -410,11 +431,7 @@ class Board:
                 late = [peer for peer in (shown or peers)() if peer != self.member]
                 if late or entry:
                     entry = self._outward.say_wait(entry, operation, began, late)
-            gone = self._members.first_gone(peer for peer in peers() if peer != self.member)
-            # A peer may have finished what is waited for just before it ended.
-            if gone is not None and not ready():
-                self._check_for(operation, peers)  # it may have aborted before it left
-                raise PeerLostError(self._titled(operation), self.member_status(gone))
+            self.require(operation, peers, ready)
 
         doorbell = self._doorbells[self._require_member(operation)]
         try:

@@ -27,8 +27,6 @@ import struct
 import weakref
 from typing import TYPE_CHECKING, Final, Protocol
 
-import numpy as np
-
 from shm_broadcast.errors import SharedMemoryError
 from shm_broadcast.layout import NONCE_BYTES
 from shm_broadcast.liveness import ProcessId
@@ -38,6 +36,7 @@ from shm_broadcast.segment import Segment, SegmentHandle
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from shm_broadcast.atomics import WordsLike
@@ -194,6 +193,8 @@ class BlockReader:
         if os.getpid() != self._holder & _PID:
             self._holder = _holder(os.getpid())
         segment.words.store64(self._line + _HOLDER, self._holder)
+        import numpy as np  # noqa: PLC0415 - as in `recycling`
+
         array = np.frombuffer(segment.memory[_DATA : _DATA + n_bytes], dtype=np.uint8)
         facts = segment.words, self._line, generation, os.getpid()
         release = weakref.finalize(array, _release, *facts)

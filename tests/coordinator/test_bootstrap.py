@@ -47,8 +47,8 @@ def test_alone_without_an_environment() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"WORLD_SIZE": None}, "the environment has RANK but not WORLD_SIZE"),
-        ({"MASTER_PORT": None}, "not MASTER_PORT"),
+        ({"WORLD_SIZE": None}, "the environment names a launcher, but has no WORLD_SIZE"),
+        ({"MASTER_PORT": None}, "has no MASTER_PORT"),
         ({"RANK": "three"}, "RANK must be a number; the environment has 'three'"),
         ({"RANK": "4"}, "rank 4 is not in a world of 4"),
         ({"LOCAL_RANK": "-1"}, "local_rank must be 0 or more"),

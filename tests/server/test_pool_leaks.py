@@ -27,6 +27,7 @@ from server.launchers.local import end, launch
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import NEVER
+from shm_broadcast.board.stacks import STACK_SIGNAL
 from tests.server.workers import Worker
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def test_a_worker_closed_by_many_threads_closes_each_descriptor_once() -> None:
         def close(worker: Any = worker, gate: Any = gate) -> None:
             gate.wait()
             worker.close()
-            worker.ask_stack()
+            worker.signal(STACK_SIGNAL)
             os.close(os.memfd_create("takes the number of one that was closed"))
 
         with ThreadPoolExecutor(8) as threads:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from coordinator.compat.sglang.parallel_state import (
+    _getters,
     get_attn_cp_group,
     get_attn_tp_group,
     get_moe_ep_group,
@@ -15,8 +14,6 @@ from coordinator.compat.sglang.parallel_state import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
 __all__ = [
@@ -34,10 +31,9 @@ __all__ = [
     "tensor_model_parallel_quant_all_reduce",
 ]
 
-
-def tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
-    """The sum of every ``input_``. Collective: yes, every member."""
-    return get_tp_group().all_reduce(input_)
+tensor_model_parallel_all_reduce = _getters.all_reduce
+tensor_model_parallel_gather = _getters.gather
+broadcast_tensor_dict = _getters.broadcast_tensor_dict
 
 
 def tensor_model_parallel_quant_all_reduce(input_: Tensor) -> Tensor:
@@ -66,18 +62,6 @@ def tensor_model_parallel_fused_allreduce_rmsnorm_quant_per_group(
 def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor | None:
     """Every ``input_``, concatenated along ``dim``. Collective: yes, every member."""
     return get_tp_group().all_gather(input_, dim)
-
-
-def tensor_model_parallel_gather(input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-    """Every ``input_``, concatenated, on ``dst``; None elsewhere. Collective: yes."""
-    return get_tp_group().gather(input_, dst, dim)
-
-
-def broadcast_tensor_dict(tensor_dict: Mapping[str, Any] | None = None, src: int = 0) -> Any:
-    """The dict of ``src``, on all; without torch's default group, one's own. Collective: yes."""
-    if not dist.is_initialized():
-        return tensor_dict
-    return get_tp_group().broadcast_tensor_dict(tensor_dict, src)
 
 
 def attn_cp_tp_broadcast_pyobj(data: list[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from coordinator import group as native
-from coordinator.compat.group_face import GroupFace
+from coordinator.compat.group_face import GroupFace, native_of
 from coordinator.compat.sglang.tagged import P2PWork, TaggedMail
 from coordinator.compat.vllm.device_communicators.shm_broadcast import MessageQueue
 from coordinator.graph_capture import GraphCaptureContext
@@ -267,7 +267,7 @@ class GroupCoordinator(GroupFace):
         """
         if self.world_size == 1:
             return tensor_dict
-        peers = _native(all_gather_group)
+        peers = native_of(all_gather_group)
         if async_send:
             return [P2PWork(self.group.isend_tensor_dict(tensor_dict, dst, peers), None)]
         self.group.send_tensor_dict(tensor_dict, dst, peers)
@@ -282,7 +282,7 @@ class GroupCoordinator(GroupFace):
         """
         if self.world_size == 1:
             return None
-        return self.group.recv_tensor_dict(src, _native(all_gather_group))
+        return self.group.recv_tensor_dict(src, native_of(all_gather_group))
 
     def send_recv_tensor_dict(
         self,
@@ -295,7 +295,7 @@ class GroupCoordinator(GroupFace):
         """Send one dict and receive another at once; None in a group of one. Collective: no."""
         if self.world_size == 1:
             return None
-        peers = _native(send_all_gather_group)
+        peers = native_of(send_all_gather_group)
         sent = self.group.isend_tensor_dict(send_tensor_dict, send_dst, peers)
         found = self.recv_tensor_dict(recv_src, recv_all_gather_group)
         sent.wait()
@@ -336,7 +336,3 @@ def refuse_elastic(*, recovered_rank: bool, max_world_size: int | None) -> None:
             "groups take no ranks in later (recovered_rank, max_world_size): "
             "build a coordinator.StatelessGroupCoordinator and call resized()"
         )
-
-
-def _native(face: GroupCoordinator | None) -> native.GroupCoordinator | None:
-    return None if face is None else face.group

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from coordinator.compat.vllm.parallel_state import get_tp_group
+from coordinator.compat.vllm.parallel_state import _getters, get_tp_group
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
 __all__ = [
@@ -21,10 +17,9 @@ __all__ = [
     "tensor_model_parallel_reduce_scatter",
 ]
 
-
-def tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
-    """The sum of every ``input_``. Collective: yes, every member."""
-    return get_tp_group().all_reduce(input_)
+tensor_model_parallel_all_reduce = _getters.all_reduce
+tensor_model_parallel_gather = _getters.gather
+broadcast_tensor_dict = _getters.broadcast_tensor_dict
 
 
 def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor:
@@ -35,15 +30,3 @@ def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor:
 def tensor_model_parallel_reduce_scatter(input_: Tensor, dim: int = -1) -> Tensor:
     """This rank's part of the sum, along ``dim``. Collective: yes, every member."""
     return get_tp_group().reduce_scatter(input_, dim)
-
-
-def tensor_model_parallel_gather(input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-    """Every ``input_``, concatenated, on ``dst``; None elsewhere. Collective: yes."""
-    return get_tp_group().gather(input_, dst, dim)
-
-
-def broadcast_tensor_dict(tensor_dict: Mapping[str, Any] | None = None, src: int = 0) -> Any:
-    """The dict of ``src``, on all; without torch's default group, one's own. Collective: yes."""
-    if not dist.is_initialized():
-        return tensor_dict
-    return get_tp_group().broadcast_tensor_dict(tensor_dict, src)

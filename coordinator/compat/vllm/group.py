@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from coordinator import group as native
+from coordinator.compat.group_face import native_of
 from coordinator.compat.vllm.device_communicators.base_device_communicator import (
     DeviceCommunicatorBase,
     RowVerbs,
@@ -96,7 +97,7 @@ class GroupCoordinator(RowVerbs):
         """
         if self.world_size == 1:
             return tensor_dict
-        peers = _native(all_gather_group)
+        peers = native_of(all_gather_group)
         self.group.send_tensor_dict(tensor_dict, dst, peers, all_gather_tensors)
         return None
 
@@ -114,7 +115,7 @@ class GroupCoordinator(RowVerbs):
         """
         if self.world_size == 1:
             return []
-        peers = _native(all_gather_group)
+        peers = native_of(all_gather_group)
         return [self.group.isend_tensor_dict(tensor_dict, dst, peers, all_gather_tensors)]
 
     def recv_tensor_dict(
@@ -129,7 +130,7 @@ class GroupCoordinator(RowVerbs):
         """
         if self.world_size == 1:
             return None
-        return self.group.recv_tensor_dict(src, _native(all_gather_group), all_gather_tensors)
+        return self.group.recv_tensor_dict(src, native_of(all_gather_group), all_gather_tensors)
 
     def irecv_tensor_dict(
         self,
@@ -145,7 +146,7 @@ class GroupCoordinator(RowVerbs):
         """
         if self.world_size == 1:
             return None, [], []
-        work = self.group.irecv_tensor_dict(src, _native(all_gather_group), all_gather_tensors)
+        work = self.group.irecv_tensor_dict(src, native_of(all_gather_group), all_gather_tensors)
         found: dict[str, Any] = {}
         return found, [work], [lambda: found.update(work.wait())]
 
@@ -185,7 +186,3 @@ class GroupCoordinator(RowVerbs):
             reader_rank_in_group, blocking
         )
         return MessageQueue.over(queue), [Handle.of(handle) for handle in handles]
-
-
-def _native(face: GroupCoordinator | None) -> native.GroupCoordinator | None:
-    return None if face is None else face.group

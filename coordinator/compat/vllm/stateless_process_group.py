@@ -45,7 +45,12 @@ def create_tcp_store(
     """
     if listen_socket is None:
         return TCPStore(host, port, **kwargs)
-    return TCPStore(host, port, master_listen_fd=listen_socket.detach(), **kwargs)
+    descriptor = listen_socket.detach()
+    try:
+        return TCPStore(host, port, master_listen_fd=descriptor, **kwargs)
+    except TypeError:  # of the arguments: torch closes what it has taken
+        os.close(descriptor)
+        raise
 
 
 @lru_cache(maxsize=1)

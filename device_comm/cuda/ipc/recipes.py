@@ -47,8 +47,8 @@ def recipe(
     messages = CAPTURED if captured else MESSAGES
     match operation.verb:
         case "all_reduce" if (norm := operation.norm) is not None:
-            given_rows = _span(source), _span(norm.residual), _span(norm.weight)
-            made_rows = _span(output), _span(norm.kept)
+            given_rows = Span.of(source), Span.of(norm.residual), Span.of(norm.weight)
+            made_rows = Span.of(output), Span.of(norm.kept)
             return Recipe(
                 lambda plan, _: plan.all_reduce_norm(given_rows, made_rows, dtype, norm.epsilon)
             )
@@ -97,10 +97,6 @@ def recipe(
             return Recipe(lambda plan, _: plan.recv(taken, output.nbytes, peer, messages))
         case _:
             return Recipe(lambda plan, _: plan.barrier())
-
-
-def _span(x: Tensor) -> Span:
-    return Span(x.data_ptr(), x.nbytes)
 
 
 def _in_bytes(sizes: Sequence[int], like: Tensor) -> list[int]:

@@ -6,7 +6,8 @@ Region, one for each rank, zeroed before anybody else maps it
 --------------------------------------------------------------
 ::
 
-    0     | abort u64: see `abort_word`; anybody writes it           |  a line of 64 bytes
+    0     | abort u64: code | reporter << 8 | culprit << 16; anybody |  a line of 64 bytes
+          | writes it, and the rank's kernels give up                |
     64    | claimed u32: the error record has its writer             |  a line
     128   | epoch u64 | tickets u32: of kernels that meet            |  a line
     192   | epoch u64 | tickets u32: of kernels that send packets    |  a line
@@ -133,11 +134,6 @@ class ErrorRecord(NamedTuple):
         """Read the record from a control block of `CONTROL_BYTES`."""
         code, culprit, reporter, phase, epoch = _RECORD.unpack_from(control, CONTROL_RECORD)
         return cls(ErrorCode(code), culprit, reporter, Phase(phase), epoch)
-
-
-def abort_word(code: ErrorCode, reporter: int, culprit: int) -> int:
-    """The value at `REGION_ABORT` that makes a rank's kernels give up."""
-    return code | reporter << 8 | culprit << 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class SlotPlanner:
     ) -> SlotPlan:
         """Reduce all ``source``; those of up to ``whole_bytes`` in one step."""
         kind = REDUCE if source.nbytes <= whole_bytes else ALL_REDUCE
-        return self._reduce(signature, output, source, op, (_span(source),), kind=kind)
+        return self._reduce(signature, output, source, op, (Span.of(source),), kind=kind)
 
     def all_gather(self, signature: bytes, output: Tensor, source: Tensor) -> SlotPlan:
         """Put all ``source`` of one size in a row."""
@@ -87,7 +87,7 @@ class SlotPlanner:
         self, signature: bytes, output: Tensor, source: Tensor, sizes: Sequence[int]
     ) -> SlotPlan:
         """Put all ``source``, of which rank r's has ``sizes[r]``, in a row."""
-        return self._gather(signature, output, source, sizes, (_span(source),))
+        return self._gather(signature, output, source, sizes, (Span.of(source),))
 
     def reduce_scatter(
         self, signature: bytes, output: Tensor, source: Tensor, op: ReduceOp
@@ -142,7 +142,7 @@ class SlotPlanner:
     def broadcast(self, signature: bytes, buffer: Tensor, root: int) -> SlotPlan:
         """Fill ``buffer`` with the root's."""
         if root == self._rank:
-            return self._move(signature, self._nobody, buffer.nbytes, gives=(_span(buffer),))
+            return self._move(signature, self._nobody, buffer.nbytes, gives=(Span.of(buffer),))
         takes = self._only(root, buffer)
         return self._move(signature, self._only_rank[root], buffer.nbytes, takes=takes)
 
@@ -151,13 +151,13 @@ class SlotPlanner:
     ) -> SlotPlan:
         """Reduce into the root's ``output``."""
         if root != self._rank:
-            return self._move(signature, self._nobody, source.nbytes, gives=(_span(source),))
+            return self._move(signature, self._nobody, source.nbytes, gives=(Span.of(source),))
         return self._reduce(signature, output, source, op, ())
 
     def gather(self, signature: bytes, output: Tensor, source: Tensor, root: int) -> SlotPlan:
         """Put all ``source`` in a row in the root's ``output``."""
         if root != self._rank:
-            return self._move(signature, self._nobody, source.nbytes, gives=(_span(source),))
+            return self._move(signature, self._nobody, source.nbytes, gives=(Span.of(source),))
         sizes = (source.numel(),) * self._n
         return self._gather(signature, output, source, sizes, ())
 
@@ -236,17 +236,13 @@ class SlotPlanner:
             op,
             source.nbytes if length is None else length,
             gives,
-            (_span(output),),
+            (Span.of(output),),
             addressed,
             source.data_ptr() if own is None else own,
         )
 
     def _only(self, root: int, buffer: Tensor) -> tuple[Span, ...]:
-        return (*(NOTHING,) * root, _span(buffer), *(NOTHING,) * (self._n - root - 1))
-
-
-def _span(tensor: Tensor) -> Span:
-    return Span(tensor.data_ptr(), tensor.nbytes)
+        return (*(NOTHING,) * root, Span.of(buffer), *(NOTHING,) * (self._n - root - 1))
 
 
 def _parts(tensor: Tensor, sizes: Sequence[int]) -> tuple[Span, ...]:

@@ -39,7 +39,7 @@ class StepPool(Protocol):
     def failure(self) -> CoordinatorError | None:
         """What broke it for good."""
 
-    def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         """See `WorkerPool.call`."""
 
 
@@ -50,7 +50,6 @@ class Engine:
         pool: of `DecoderWorker`; with ``restart="worker"``, answers go on when a worker is lost.
         chunk: tokens of a step at most: longer prompts take several, in which others go on.
         max_waiting: requests that may wait for a slot.
-        step_timeout: seconds for a step; ``None``: the pool's `PoolConfig.call_seconds`.
 
     Raises:
         ValueError: a step could not take a token of each sequence.
@@ -63,7 +62,6 @@ class Engine:
         *,
         chunk: int = CHUNK_TOKENS,
         max_waiting: int = 1024,
-        step_timeout: float | None = None,
     ) -> None:
         self.room: Room = pool.call("room")
         if chunk < self.room.slots:
@@ -71,7 +69,6 @@ class Engine:
         self._pool = pool
         self._chunk = chunk
         self._max_waiting = max_waiting
-        self._step_timeout = step_timeout
         self._waiting: deque[Generation] = deque()
         self._changed = threading.Condition()
         self._ended: Exception | None = None
@@ -173,7 +170,7 @@ class Engine:
         lost = 0
         while rows := self._next_step(lane):
             try:
-                lane.advance(rows, self._pool.call("step", rows, timeout=self._step_timeout))
+                lane.advance(rows, self._pool.call("step", rows))
             except Exception as error:  # noqa: BLE001 - readers get it
                 lost += 1
                 if self._pool.failure is not None or not isinstance(error, CoordinatorError):

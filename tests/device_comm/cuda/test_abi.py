@@ -118,4 +118,3 @@ def test_an_error_record_as_it_lies_in_memory() -> None:
     record = abi.ErrorRecord.read(control)
     assert record == (ErrorCode.PEER, 1, 3, Phase.TAKE, 2**40)
     assert abi.ErrorRecord.read(bytes(abi.CONTROL_BYTES)).code is ErrorCode.NONE
-    assert abi.abort_word(ErrorCode.TIMEOUT, 3, 1) == 0x010301

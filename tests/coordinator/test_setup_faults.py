@@ -1,0 +1,86 @@
+"""Ranks that end, or give up, while groups are set up: the others hear at once who it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+import coordinator.setup.link
+import coordinator.setup.torch_groups
+from coordinator import connect_store, host_store
+from shm_broadcast import CoordinatorError, GroupAbortedError, GroupTimeoutError, PeerLostError
+from tests.patience import STALL_SECONDS
+from tests.ranks import run_ranks
+
+LIMIT = 60.0
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def give_up(*_: object) -> None:
+    raise ValueError("no such thing here")
+
+
+def build(rank: int, n: int, port: int, timeout: float, torch_only: bool = False) -> None:
+    store = connect_store("127.0.0.1", port)
+    coordinator.init(n, rank=rank, store=store, timeout=timeout, torch_only=torch_only).close()
+
+
+def one_ends(rank: int, n: int, port: int, dies: bool) -> None:
+    """Once all share a board."""
+    if rank == 1:
+        coordinator.setup.link.agree_on_wire = die if dies else give_up  # type: ignore[assignment]
+    began = time.monotonic()
+    with pytest.raises(CoordinatorError if rank != 1 else ValueError) as caught:
+        build(rank, n, port, LIMIT)
+    assert time.monotonic() - began < 5 + STALL_SECONDS
+    if rank != 1 and dies:
+        assert isinstance(caught.value, PeerLostError)
+        assert caught.value.rank == 1
+    elif rank != 1:
+        assert isinstance(caught.value, GroupAbortedError)
+        assert caught.value.failure.culprit == 1
+        assert "no such thing here" in str(caught.value)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_one_that_ends_on_the_way_is_named_at_once(dies: bool) -> None:
+    store = host_store()
+    run_ranks(3, one_ends, store.port, dies, may_die=[1] if dies else [])
+
+
+def one_does_not_connect(rank: int, n: int, port: int) -> None:
+    """gloo cannot be told that a rank has ended: it waits out its time, and then it is named."""
+    if rank == 1:
+        coordinator.setup.torch_groups._gloo = die  # type: ignore[assignment]
+    with pytest.raises(PeerLostError, match=r"world:gloo: lost rank 1 ") as caught:
+        build(rank, n, port, 2.0, torch_only=True)
+    assert caught.value.rank == 1
+
+
+def test_one_that_ends_while_gloo_connects_is_named() -> None:
+    store = host_store()
+    run_ranks(3, one_does_not_connect, store.port, may_die=[1])
+
+
+def one_hangs(rank: int, n: int, port: int) -> None:
+    """Whoever is first out of time leaves, and is not taken for the culprit."""
+    if rank == 1:
+        coordinator.setup.link.agree_on_wire = lambda *_: time.sleep(4)  # type: ignore[assignment]
+        with pytest.raises(CoordinatorError):
+            build(rank, n, port, LIMIT)
+        return
+    with pytest.raises((GroupTimeoutError, GroupAbortedError), match="rank 1") as caught:
+        build(rank, n, port, 1.0 if rank == 0 else LIMIT)
+    if isinstance(caught.value, GroupAbortedError):
+        assert caught.value.failure.kind == "GroupTimeoutError"
+
+
+def test_one_that_hangs_is_named_by_all_others() -> None:
+    store = host_store()
+    run_ranks(3, one_hangs, store.port)
