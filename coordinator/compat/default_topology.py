@@ -171,7 +171,10 @@ class DefaultTopology(Generic[F]):
         self._model.close()
 
     def close_environment(self) -> None:
-        """Close the world group and torch's default group; not in a forked child. Collective: no."""
+        """Close the world group and torch's default group. Collective: no.
+
+        In a forked child it only forgets them.
+        """
         self._topology = self.world = self.store = None
         self._environment.close()
         if self._is_own:

@@ -104,7 +104,10 @@ class Getters(Generic[F]):
     def broadcast_tensor_dict(
         self, tensor_dict: Mapping[str, Any] | None = None, src: int = 0
     ) -> Any:
-        """The dict of ``src``, on all; without torch's default group, one's own. Collective: yes."""
+        """The dict of ``src``, on all; one's own without torch's default group.
+
+        Collective: yes, every member.
+        """
         if not dist.is_initialized():
             return tensor_dict
         return self.tp_group().broadcast_tensor_dict(tensor_dict, src)

@@ -303,7 +303,9 @@ class HostSupervisor:
 
         def show() -> None:
             files = {rank: worker.stack_file}
-            found = read_stacks(files, lambda _: worker.signal(STACK_SIGNAL), Deadline.after(seconds))
+            found = read_stacks(
+                files, lambda _: worker.signal(STACK_SIGNAL), Deadline.after(seconds)
+            )
             self._link.post(WorkerStack(rank, found.get(rank, "")))
 
         if worker.greeted:

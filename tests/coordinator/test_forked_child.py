@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,17 +14,31 @@ from coordinator import host_store
 from shm_broadcast import GroupClosedError
 from shm_broadcast.board.forked_child import DISOWNED
 from tests.forked import in_a_child
-from tests.patience import all_here
+from tests.patience import all_here, until
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from device_comm import Work
 
 
-def pretend(groups: coordinator.ParallelGroups, under_way: Work[Any]) -> None:
+def meddle(under_way: Work[Any], folder: Path) -> None:
+    """Look at an operation of the parent, which cannot go on with it meanwhile."""
+    os.kill(os.getppid(), signal.SIGSTOP)
+    try:
+        (folder / "stopped").touch()
+        until((folder / "sent").exists, "rank 1 has sent nothing")
+        under_way.is_completed()
+        with pytest.raises(GroupClosedError, match=DISOWNED):
+            under_way.wait()
+    finally:
+        os.kill(os.getppid(), signal.SIGCONT)
+
+
+def pretend(groups: coordinator.ParallelGroups) -> None:
     """What a child must not take part in, whichever way it tries."""
     tp, x = groups.tp, torch.ones(4)
-    under_way.is_completed()
     for call in (
         lambda: tp.all_reduce(x),
         lambda: tp.all_reduce(x, async_op=True),
@@ -31,24 +47,31 @@ def pretend(groups: coordinator.ParallelGroups, under_way: Work[Any]) -> None:
         lambda: tp.isend_tensor_dict({"x": x}, 1),
         lambda: tp.broadcast_object("a child's"),
         lambda: tp.abort("a child's"),
-        under_way.wait,
     ):
         with pytest.raises(GroupClosedError, match=DISOWNED):
             call()
     groups.close()
 
 
-def fork(rank: int, n: int, port: int, torch_only: bool) -> list[float]:
+def fork(rank: int, n: int, port: int, folder: Path, torch_only: bool) -> list[float]:
     store = coordinator.connect_store("127.0.0.1", port)
     with coordinator.init(tp=n, rank=rank, store=store, torch_only=torch_only) as groups:
         tp, x = groups.tp, torch.full((4,), float(rank))
         sums = [tp.all_reduce(x)[0].item()]
         tp.send(x, 1) if rank == 0 else tp.recv(x.shape, x.dtype, 0)
-        under_way = tp.irecv(x.shape, x.dtype, 1) if rank == 0 else tp.isend(x + 2, 0)
         all_here(store, n)
         if rank == 0:
-            in_a_child(lambda: pretend(groups, under_way))
-            sums.append(under_way.wait()[0].item())
+            under_way = tp.irecv(x.shape, x.dtype, 1)
+            in_a_child(lambda: meddle(under_way, folder))
+            in_a_child(lambda: pretend(groups))
+            found = under_way.wait()
+            assert found is not None
+            sums.append(found[0].item())
+        else:
+            until((folder / "stopped").exists, "rank 0 has forked no child")
+            sent = tp.isend(x + 2, 0)
+            (folder / "sent").touch()
+            sent.wait()
         sums += [tp.all_reduce(x)[0].item(), tp.broadcast_object(rank if rank == 0 else None)]
         tp.send(x + 5, 1) if rank == 0 else sums.append(tp.recv(x.shape, x.dtype, 0)[0].item())
         tp.barrier()
@@ -56,6 +79,6 @@ def fork(rank: int, n: int, port: int, torch_only: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("torch_only", [False, True], ids=["shared memory", "torch"])
-def test_a_child_takes_no_part_and_its_parent_goes_on(torch_only: bool) -> None:
+def test_a_child_takes_no_part_and_its_parent_goes_on(torch_only: bool, tmp_path: Path) -> None:
     store = host_store()
-    assert run_ranks(2, fork, store.port, torch_only) == [[1, 3, 1, 0], [1, 1, 0, 5]]
+    assert run_ranks(2, fork, store.port, tmp_path, torch_only) == [[1, 3, 1, 0], [1, 1, 0, 5]]

@@ -5,25 +5,36 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 
-import coordinator.setup.link
-import coordinator.setup.torch_groups
+import coordinator
 from coordinator import connect_store, host_store
+from coordinator.setup import link, torch_groups
 from shm_broadcast import CoordinatorError, GroupAbortedError, GroupTimeoutError, PeerLostError
 from tests.patience import STALL_SECONDS
 from tests.ranks import run_ranks
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 LIMIT = 60.0
 
 
-def die(*_: object) -> None:
+def die(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def give_up(*_: object) -> None:
+def give_up(*_: object, **__: object) -> None:
     raise ValueError("no such thing here")
+
+
+def instead(step: str, other: Callable[..., object]) -> None:
+    """Have this rank do something else in the place of a step of set-up."""
+    module = torch_groups if step == "_gloo" else link
+    assert hasattr(module, step)
+    setattr(module, step, other)
 
 
 def build(rank: int, n: int, port: int, timeout: float, torch_only: bool = False) -> None:
@@ -34,7 +45,7 @@ def build(rank: int, n: int, port: int, timeout: float, torch_only: bool = False
 def one_ends(rank: int, n: int, port: int, dies: bool) -> None:
     """Once all share a board."""
     if rank == 1:
-        coordinator.setup.link.agree_on_wire = die if dies else give_up  # type: ignore[assignment]
+        instead("agree_on_wire", die if dies else give_up)
     began = time.monotonic()
     with pytest.raises(CoordinatorError if rank != 1 else ValueError) as caught:
         build(rank, n, port, LIMIT)
@@ -57,7 +68,7 @@ def test_one_that_ends_on_the_way_is_named_at_once(dies: bool) -> None:
 def one_does_not_connect(rank: int, n: int, port: int) -> None:
     """gloo cannot be told that a rank has ended: it waits out its time, and then it is named."""
     if rank == 1:
-        coordinator.setup.torch_groups._gloo = die  # type: ignore[assignment]
+        instead("_gloo", die)
     with pytest.raises(PeerLostError, match=r"world:gloo: lost rank 1 ") as caught:
         build(rank, n, port, 2.0, torch_only=True)
     assert caught.value.rank == 1
@@ -71,7 +82,7 @@ def test_one_that_ends_while_gloo_connects_is_named() -> None:
 def one_hangs(rank: int, n: int, port: int) -> None:
     """Whoever is first out of time leaves, and is not taken for the culprit."""
     if rank == 1:
-        coordinator.setup.link.agree_on_wire = lambda *_: time.sleep(4)  # type: ignore[assignment]
+        instead("agree_on_wire", lambda *_, **__: time.sleep(4))
         with pytest.raises(CoordinatorError):
             build(rank, n, port, LIMIT)
         return
