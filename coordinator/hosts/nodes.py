@@ -12,7 +12,7 @@ processes are isolated from each other, one round is enough.
 from __future__ import annotations
 
 import socket
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from shm_broadcast import Board, BoardHandle, ForeignMemoryError, SharedMemoryEr
 from shm_broadcast.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from coordinator.setup.exchange import Exchange
 
@@ -104,7 +104,7 @@ def find_nodes(exchange: Exchange, board: Board | None = None, address: str = ""
         made = board or _make_board(exchange, exchange)
         if board is None:
             undo.callback(made.close)
-            undo.enter_context(telling_why(made))
+            undo.enter_context(TellingWhy(made))
         watched = _watched(exchange, made, range(exchange.size))
         # A board's nonce names its segment: members with the same segment are on one node.
         segments = watched.all_gather("board", made.handle().segment.nonce)
@@ -136,14 +136,18 @@ def lone_node(board: Board) -> Nodes:
     return _on_given(board, (board.member or 0,), (0,))
 
 
-@contextmanager
-def telling_why(board: Board) -> Iterator[None]:
+class TellingWhy:
     """Whoever fails inside tells the others why: it is about to leave, and they wait for it."""
-    try:
-        yield
-    except BaseException as error:
-        board.abort(error)
-        raise
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._board.abort(error)
 
 
 def _watched(exchange: Exchange, board: Board, members: Sequence[int]) -> Exchange:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import HashStore
 
-from coordinator.hosts.nodes import Nodes, find_nodes, telling_why
+from coordinator.hosts.nodes import Nodes, TellingWhy, find_nodes
 from coordinator.messages.wire import Wire, agree_on_wire
 from coordinator.setup.cuda_link import cuda_comm
 from coordinator.setup.exchange import Exchange
@@ -197,7 +197,7 @@ def connect(
         if nodes is None:
             nodes = find_nodes(exchange, address=settings.sockets.address)
             closing.callback(nodes.close)
-            undo.enter_context(telling_why(nodes.board))
+            undo.enter_context(TellingWhy(nodes.board))
         exchange = nodes.watched(exchange)
         groups = ProcessGroups(exchange, ranks, settings, given, closing)
         build = _Builder(exchange, settings, nodes, groups, closing)

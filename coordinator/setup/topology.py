@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from coordinator.group import GroupCoordinator, own_group
-from coordinator.hosts.nodes import find_nodes, known_nodes, lone_node, telling_why
+from coordinator.hosts.nodes import TellingWhy, find_nodes, known_nodes, lone_node
 from coordinator.setup.bootstrap import DEFAULT_TIMEOUT, meet
 from coordinator.setup.link import alone, connect
 from coordinator.setup.settings import OPERATION_TIMEOUT, Settings
@@ -105,7 +105,7 @@ class Topology:
 
     def telling_why(self) -> AbstractContextManager[None]:
         """For set-up behind which this rank leaves if it fails: the others are told why."""
-        return nullcontext() if self.nodes is None else telling_why(self.nodes.board)
+        return nullcontext() if self.nodes is None else TellingWhy(self.nodes.board)
 
     def group(
         self, name: str, ranks: Sequence[int], timeout: float | Deadline | None = DEFAULT_TIMEOUT
