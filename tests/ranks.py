@@ -18,6 +18,7 @@ already, so a rank costs milliseconds. What follows from it:
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -258,6 +259,7 @@ def _run_rank(
     connection: Connection, rank: int, n: int, call: bytes, stacks: str, timeout: float
 ) -> None:
     """What a rank's process does."""
+    gc.freeze()  # no collection looks among what the server had loaded
     with Path(stacks).open("w") as file:
         faulthandler.register(_DUMP_SIGNAL, file=file, all_threads=True, chain=True)
         faulthandler.dump_traceback_later(timeout + 2 * _GRACE, exit=True)  # if the parent is gone

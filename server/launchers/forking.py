@@ -21,7 +21,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
-import gc
 import importlib
 import json
 import os
@@ -88,14 +87,10 @@ def main() -> None:
 def _load(boot: ModuleType, modules: list[str]) -> str:
     """Import what workers need. Returns why workers cannot be forked then, or ``""``."""
     boot.ignore_shown_warnings()
-    gc.disable()  # what is imported stays: looking for garbage takes a tenth of the time
     try:
-        for needed in modules:
-            importlib.import_module(needed)
+        boot.load(modules)
     except Exception as error:  # noqa: BLE001 - a worker that is spawned reports it
         return f"importing what workers need failed: {type(error).__name__}: {error}"
-    finally:
-        gc.enable()
     if platform.machine() not in _CLONE:
         return f"the number of clone(2) on {platform.machine()} is not known"
     threads, uses_cuda = _after_a_fork()
@@ -103,8 +98,6 @@ def _load(boot: ModuleType, modules: list[str]) -> str:
         return f"importing what workers need has started threads: there are {threads}"
     if uses_cuda:
         return "importing what workers need has asked CUDA for its devices: no fork can use it then"
-    gc.collect()
-    gc.freeze()  # a collection in a worker would write into pages that all share
     return ""
 
 

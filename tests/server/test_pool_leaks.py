@@ -28,6 +28,7 @@ from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import NEVER
 from shm_broadcast.board.stacks import STACK_SIGNAL
+from tests.patience import until
 from tests.server.workers import Worker
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ def test_what_a_call_was_given_and_gave_goes_with_its_future() -> None:
             wait([cancelled], timeout=60)
             del each, given, cancelled
             assert pool.call("echo", 1) == 1
-            assert [each() for each in gone] == [None] * 3
+            # A thread of the pool may be about to let one go.
+            until(lambda: [each() for each in gone] == [None] * 3)
         finally:
             gc.enable()
 
