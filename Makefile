@@ -56,7 +56,7 @@ hosts-demo: $(STAMP)
 
 # Files of tests side by side, more than there are cores: most of the time they wait.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_FILES_AT_ONCE) --dist loadfile
+	$(BIN)/python -m pytest -n $(TEST_FILES_AT_ONCE) --dist loadfile --no-loadscope-reorder
 
 # The same with threads held up at random lines, which finds what seldom happens: make jitter FILES=...
 # Tables of thousands of cases would take longer than they may.
