@@ -109,7 +109,8 @@ class DefaultTopology(Generic[F]):
             topology = meet_with_default_group(
                 world_size, rank, method, local_rank, backend, deadline, undo
             )
-            world = topology.group("world", list(range(topology.world_size)), deadline)
+            with topology.telling_why():
+                world = topology.group("world", list(range(topology.world_size)), deadline)
             undo.enter_context(world)
             self._topology, self.world = topology, self._dialect.over(world)
             self._environment = undo.pop_all()

@@ -183,6 +183,8 @@ class BlockReader:
         Raises:
             SharedMemoryError: the block is not mapped yet, and its writer has ended.
         """
+        import numpy as np  # noqa: PLC0415 - as in `recycling`
+
         pid, fd, start_time, nonce, size, generation, n_bytes = _DESCRIPTOR.unpack(descriptor)
         segment = self._mapped.pop(nonce, None)
         if segment is None:
@@ -193,8 +195,6 @@ class BlockReader:
         if os.getpid() != self._holder & _PID:
             self._holder = _holder(os.getpid())
         segment.words.store64(self._line + _HOLDER, self._holder)
-        import numpy as np  # noqa: PLC0415 - as in `recycling`
-
         array = np.frombuffer(segment.memory[_DATA : _DATA + n_bytes], dtype=np.uint8)
         facts = segment.words, self._line, generation, os.getpid()
         release = weakref.finalize(array, _release, *facts)

@@ -13,6 +13,7 @@ from coordinator import host_store
 from coordinator.compat.vllm import parallel_state as ps
 from coordinator.setup.topology import Topology
 from shm_broadcast import GroupTimeoutError
+from tests.forked import in_a_child
 from tests.patience import all_here
 from tests.ranks import init_gloo, run_ranks
 
@@ -202,3 +203,20 @@ def one_is_missing(rank: int, n: int, path: str) -> None:
 
 def test_a_missing_rank_is_named(store_path: str) -> None:
     run_ranks(3, one_is_missing, store_path)
+
+
+def end_in_a_child(rank: int, n: int, path: str) -> float:
+    ps.init_distributed_environment(n, rank, f"file://{path}", rank, "gloo", timeout=60)
+    ps.initialize_model_parallel(n)
+    if rank == 0:
+        in_a_child(ps.cleanup_dist_env_and_memory)
+    total: float = ps.get_tp_group().all_reduce(torch.ones(1)).item()
+    default = torch.ones(1)
+    dist.all_reduce(default)
+    assert default.item() == n
+    ps.cleanup_dist_env_and_memory()
+    return total
+
+
+def test_a_child_that_ends_what_its_parent_has_joined_ends_nothing(store_path: str) -> None:
+    assert run_ranks(2, end_in_a_child, store_path) == [2.0, 2.0]

@@ -406,3 +406,24 @@ def queues_of_a_group(rank: int, n: int, path: str) -> None:
 
 def test_queues_of_a_group(store_path: str) -> None:
     run_ranks(3, queues_of_a_group, store_path)
+
+
+def test_a_stores_socket_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever has it: another thread may have its number by then."""
+    closed: list[int] = []
+    monkeypatch.setattr(os, "close", closed.append)
+    with socket.create_server(("127.0.0.1", 0)) as refused:
+        port, number = refused.getsockname()[1], refused.fileno()
+        with pytest.raises(TypeError):
+            create_tcp_store("127.0.0.1", port, refused, no_such_thing=True)
+        assert closed == [number]
+    monkeypatch.undo()
+    os.close(number)
+    monkeypatch.setattr(os, "close", closed.append)
+    taken = socket.create_server(("127.0.0.1", 0))
+    short = timedelta(milliseconds=10)
+    with pytest.raises(DistStoreError):
+        create_tcp_store(
+            "127.0.0.1", taken.getsockname()[1], taken, world_size=2, is_master=True, timeout=short
+        )
+    assert closed == [number]

@@ -140,9 +140,13 @@ def test_limits_that_no_system_call_takes_leave_deaths_noticed(seconds: float) -
 def test_a_supervisor_that_fails_ends_the_pool_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with WorkerPool(Worker, tp=2) as pool:
+    config = PoolConfig(kill_seconds=1.0)
+    with WorkerPool(Worker, tp=2, config=config) as pool:
+        pids = [pid for _, pid in pool.collective_rpc("where")]
         monkeypatch.setattr(Ledger, "tick", lambda ledger: ledger.no_such_thing)
         with pytest.raises(CoordinatorError, match=r"supervisor has failed.*no_such_thing"):
-            pool.submit("sleep", 60).result(PATIENCE_SECONDS)
+            pool.submit("hold_python", [1]).result(PATIENCE_SECONDS)
         assert pool.failure is not None
+        # One hangs in native code: nobody else would end it.
+        until(lambda: not any(map(psutil.pid_exists, pids)), "workers are left")
     assert "the thread that watches the workers has failed" in caplog.text

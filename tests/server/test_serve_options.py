@@ -111,3 +111,8 @@ def test_a_port_that_is_taken_is_told_before_workers_start(
     assert told.out == ""
     assert f"cannot listen at 127.0.0.1, port {port}: " in told.err
     assert told.err.count("\n") == 1
+
+
+def test_a_name_that_no_host_can_have_is_told_as_an_address_that_cannot_be_listened_at() -> None:
+    with pytest.raises(OSError, match=r"cannot listen at a{64}, port 0: no host has such a name"):
+        listen("a" * 64, 0)
