@@ -206,7 +206,7 @@ def test_a_missing_rank_is_named(store_path: str) -> None:
 
 
 def end_in_a_child(rank: int, n: int, path: str) -> float:
-    ps.init_distributed_environment(n, rank, f"file://{path}", rank, "gloo", timeout=60)
+    ps.init_distributed_environment(n, rank, f"file://{path}", rank, "gloo")
     ps.initialize_model_parallel(n)
     if rank == 0:
         in_a_child(ps.cleanup_dist_env_and_memory)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import DistError
 
 from coordinator.compat import vllm
 from coordinator.compat.vllm import utils
@@ -23,6 +24,7 @@ from coordinator.compat.vllm.device_communicators.shm_broadcast import (
     check_shm_free_space,
 )
 from coordinator.compat.vllm.stateless_coordinator import StatelessGroupCoordinator
+from coordinator.compat.vllm.stateless_process_group import create_tcp_store
 from shm_broadcast import GroupClosedError
 from tests.ranks import init_gloo, run_ranks
 
@@ -408,22 +410,25 @@ def test_queues_of_a_group(store_path: str) -> None:
     run_ranks(3, queues_of_a_group, store_path)
 
 
-def test_a_stores_socket_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whoever has it: another thread may have its number by then."""
+@pytest.mark.parametrize(
+    ("arguments", "error", "times"),
+    [
+        ({"no_such_thing": True}, TypeError, 1),
+        ({"world_size": 2, "is_master": True, "timeout": timedelta(seconds=0.2)}, DistError, 0),
+    ],
+    ids=["torch has not taken it", "torch closes it"],
+)
+def test_a_stores_socket_is_closed_by_whoever_has_it(
+    monkeypatch: pytest.MonkeyPatch, arguments: Any, error: type[Exception], times: int
+) -> None:
+    """And once: another thread may have its number by then."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port, number = listener.getsockname()[1], listener.fileno()
     closed: list[int] = []
-    monkeypatch.setattr(os, "close", closed.append)
-    with socket.create_server(("127.0.0.1", 0)) as refused:
-        port, number = refused.getsockname()[1], refused.fileno()
-        with pytest.raises(TypeError):
-            create_tcp_store("127.0.0.1", port, refused, no_such_thing=True)
-        assert closed == [number]
-    monkeypatch.undo()
-    os.close(number)
-    monkeypatch.setattr(os, "close", closed.append)
-    taken = socket.create_server(("127.0.0.1", 0))
-    short = timedelta(milliseconds=10)
-    with pytest.raises(DistStoreError):
-        create_tcp_store(
-            "127.0.0.1", taken.getsockname()[1], taken, world_size=2, is_master=True, timeout=short
-        )
-    assert closed == [number]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", closed.append)
+        with pytest.raises(error):
+            create_tcp_store("127.0.0.1", port, listener, **arguments)
+    assert closed.count(number) == times
+    if times:
+        os.close(number)

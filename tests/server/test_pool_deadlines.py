@@ -8,6 +8,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from server.calls.ledger import Ledger

@@ -12,6 +12,7 @@ import pytest
 from server.cli import main
 from server.commands import serve
 from server.commands.options import serve_options
+from server.web.listener import listen
 from tests.server.tiny_llama import make_llama
 
 if TYPE_CHECKING:
