@@ -11,6 +11,7 @@ import pytest
 
 import coordinator
 from coordinator import connect_store, host_store
+from coordinator.compat.vllm.parallel_state import init_distributed_environment
 from coordinator.setup import link, torch_groups
 from shm_broadcast import CoordinatorError, GroupAbortedError, GroupTimeoutError, PeerLostError
 from tests.patience import STALL_SECONDS
@@ -63,6 +64,17 @@ def one_ends(rank: int, n: int, port: int, dies: bool) -> None:
 def test_one_that_ends_on_the_way_is_named_at_once(dies: bool) -> None:
     store = host_store()
     run_ranks(3, one_ends, store.port, dies, may_die=[1] if dies else [])
+
+
+def one_gives_up_by_names_of_vllm(rank: int, n: int, path: str) -> None:
+    if rank == 1:
+        instead("agree_on_wire", give_up)
+    with pytest.raises(GroupAbortedError if rank != 1 else ValueError, match="no such thing here"):
+        init_distributed_environment(n, rank, f"file://{path}", rank, "gloo")
+
+
+def test_one_that_gives_up_tells_why_by_names_of_vllm(store_path: str) -> None:
+    run_ranks(3, one_gives_up_by_names_of_vllm, store_path)
 
 
 def one_does_not_connect(rank: int, n: int, port: int) -> None:
