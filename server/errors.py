@@ -24,7 +24,7 @@ restarted raises that failure again from every later call, with a note that says
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from shm_broadcast.errors import (
     CoordinatorError,
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shm_broadcast.errors import MemberStatus
+
+E = TypeVar("E", bound=BaseException)
 
 
 class WorkerError(CoordinatorError):
@@ -255,9 +257,18 @@ def again(error: BaseException, note: str = "") -> BaseException:
     reduced = cast("tuple[Any, ...]", error.__reduce__())
     copy: BaseException = reduced[0](*reduced[1])
     copy.__cause__ = error.__cause__
+    copy.__notes__ = [*getattr(error, "__notes__", ())]
     if note:
         copy.add_note(note)
     return copy
+
+
+def located(error: E, pool: str) -> E:
+    """``error``, with one note that names the pool it comes from; ``""``: with none."""
+    where = f"In {pool}."
+    if pool and where not in getattr(error, "__notes__", ()):
+        error.add_note(where)
+    return error
 
 
 def with_notes(error: BaseException) -> str:

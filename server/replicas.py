@@ -25,7 +25,7 @@ from shm_broadcast import CoordinatorError
 from .driver.binding import bound_here, written
 from .driver.cores import worker_threads
 from .driver.devices import assign, count_gpus
-from .errors import PoolClosedError
+from .errors import PoolClosedError, located
 from .pool import WorkerPool
 from .pool_config import PoolConfig
 
@@ -83,7 +83,8 @@ class Replicas:
             max_restarts: restarts of a replica within ``window`` before it is given up.
             window: seconds.
             stuck_after: seconds after which a replica breaks if its oldest call is not answered.
-            config: further settings, for each replica; ``bind`` is of all ranks of all replicas.
+            config: further settings, for each replica; ``bind`` is of all ranks of all replicas,
+                and ``name`` is ``replica`` with its number.
 
         Raises:
             ValueError, TypeError: an argument is out of range, or cannot be sent to the workers.
@@ -114,7 +115,12 @@ class Replicas:
                 max_restarts=max_restarts,
                 window=window,
                 stuck_after=stuck_after,
-                config=replace(settings, threads=threads, bind=written(bound[first : first + n])),
+                config=replace(
+                    settings,
+                    name=f"replica {number}",
+                    threads=threads,
+                    bind=written(bound[first : first + n]),
+                ),
             )
 
         with ExitStack() as undo:
@@ -199,6 +205,8 @@ class Replicas:
     def status(self) -> list[MemberStatus]:
         """What every worker was last seen doing; ranks are counted through all replicas.
 
+        Errors, logs and workers' output name the replica, and count ranks within it.
+
         Raises:
             PoolClosedError: the replicas were shut down.
         """
@@ -279,7 +287,7 @@ def _begin(start: Callable[[int], WorkerPool], number: int) -> Future[WorkerPool
             pool = start(number)
         except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
             with suppress(InvalidStateError):
-                starting.set_exception(error)
+                starting.set_exception(located(error, f"replica {number}"))
             return
         try:
             starting.set_result(pool)

@@ -119,7 +119,8 @@ def _run(channel: Channel, seat: int) -> bool:
         What is in `_ENDS`: the pool has broken, and this worker does not survive that.
     """
     start: Start = channel.receive()
-    label_output(f"[rank {start.rank}] ")
+    whose = start.name and f"{start.name}, "
+    label_output(f"[{whose}rank {start.rank}] ")
     store = take_seat(seat, start.timeout)
     worker: Any = None
     while True:
@@ -224,7 +225,8 @@ class _Serving:
             for axis, size in (("dp", start.dp), ("pp", start.pp), ("tp", start.tp))
             if size > 1
         )
-        retitle(f"group-coordinator worker {start.rank}{at}")
+        of = start.name and f" of {start.name}"
+        retitle(f"group-coordinator worker {start.rank}{at}{of}")
         context = WorkerContext(
             groups,
             device,

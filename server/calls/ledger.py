@@ -35,7 +35,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..control.worker_failure import rebuild
-from ..errors import PoolClosedError, WorkerError, again
+from ..errors import PoolClosedError, WorkerError, again, located
 from .backlog import Backlog
 from .call_clock import CallClock
 from .lateness import Lateness
@@ -93,6 +93,7 @@ class Ledger:
         in_flight: how many calls may be under way at once.
         call_seconds: calls are late when none was answered for so long.
         settle_seconds: how long the other ranks have to answer a call that one of them has failed.
+        name: the pool's, for its errors; ``""``: none.
         stuck_seconds: how long a call may be the oldest one, before it counts as stuck.
         restartable: whether the owner restarts the pool when it has broken, or calls `end`.
         hooks: the owner's functions.
@@ -105,6 +106,7 @@ class Ledger:
         settle_seconds: float,
         hooks: LedgerHooks,
         *,
+        name: str = "",
         stuck_seconds: float = math.inf,
         restartable: bool = False,
     ) -> None:
@@ -113,6 +115,7 @@ class Ledger:
         self.last_failure: tuple[float, CoordinatorError] | None = None
         self.move: Callable[[list[PendingCall]], list[PendingCall]] | None = None
         self._hooks = hooks
+        self._name = name
         self._restartable = restartable
         self._open = False
         self._lock = threading.RLock()  # a signal handler may ask for the status of its pool
@@ -380,7 +383,7 @@ class Ledger:
             else:
                 actions = []
                 detail = self._calls.told() if failed.diverged else ""
-                error = rebuild(failed, rank, call.method, detail)
+                error = located(rebuild(failed, rank, call.method, detail), self._name)
                 call.fail(rank, error, failed)
                 # The caller gets the error at once. One that only says that another rank has failed
                 # is kept back: that rank's own report is the better one.
@@ -494,7 +497,7 @@ class Ledger:
 
     def _break(self, error: CoordinatorError, *, final: bool) -> Actions:
         self._open = False
-        self._failure = error
+        self._failure = located(error, self._name)
         if final:
             self._end = error
         closed = isinstance(error, PoolClosedError)

@@ -190,8 +190,7 @@ def _packaged_text() -> Path:
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    print(text, flush=True)
 
 
 def _quiet(_text: str) -> None:

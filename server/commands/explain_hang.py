@@ -6,7 +6,6 @@ it catch. No debugger is needed, and nothing is stopped.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from shm_broadcast.deadline import Deadline
@@ -56,5 +55,5 @@ def run(pid: int | None) -> int:
         stacks = stacks_of(verdict.culprits[:_MOST_STACKS], Deadline.after(_STACK_SECONDS))
         width = size[0] if size else program_text.UNLIMITED
         texts.append(program_text.explanation(program, verdict, stacks, width))
-    sys.stdout.write("\n\n".join(texts) + "\n")
+    print("\n\n".join(texts))
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ..hosts.host_supervisor import serve_host
@@ -21,6 +22,7 @@ def read_hosts(args: argparse.Namespace) -> Hosts | RayCluster | None:
     Raises:
         ValueError: they do not say who is who, or contradict each other.
         SecretError: there is no secret that all hosts have.
+        ImportError: Ray is to find the hosts, and is not installed.
     """
     given = (args.nnodes, args.node_rank, args.master_addr)
     several = args.headless or any(value is not None for value in given)
@@ -34,6 +36,8 @@ def read_hosts(args: argparse.Namespace) -> Hosts | RayCluster | None:
     if launcher == "ray":
         if several:
             raise ValueError("--launcher ray: Ray says which hosts there are, so name none")
+        if find_spec("ray") is None:
+            raise ImportError("--launcher ray: install the extra 'ray'")
         return RayCluster()
     hosts = Hosts.of_torchrun() if launcher == "torchrun" else Hosts.read(*given, args.master_port)
     if args.headless and hosts.is_head:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +30,8 @@ _COUNTS = (
 )
 _TIMEOUTS = ("start", "request", "stall", "drain")
 _KEEP_ALIVE_SECONDS = 75
+_LONGEST_KEY = 4096
+"""Characters of a key; a file may have no end."""
 """Longer than clients keep idle connections: so they, not the server, close them. A request that is
 sent while the server closes its connection would fail."""
 
@@ -192,8 +193,7 @@ def _serve(plan: ServePlan) -> int:
     )
     server = WebServer(config, service.give_up, face.live.close, plan.drain_timeout)
     with server.hear_signals(), listener.listen(plan.host, plan.port) as listening:
-        sys.stdout.write(f"serving {plan.name} at {listener.url(listening)}\n")
-        sys.stdout.flush()
+        print(f"serving {plan.name} at {listener.url(listening)}", flush=True)
         server.run(sockets=[listening])
     if service.failure is not None:
         raise service.failure
@@ -232,7 +232,10 @@ def _api_key(given: str | None) -> str | None:
         return None
     key = given
     if given.startswith("@"):
-        key = Path(given[1:]).read_text(encoding="utf-8").strip()
-    if not key.isascii() or not key.isprintable() or not key or " " in key:
-        raise ValueError("--api-key must be one or more printable ASCII characters, no spaces")
+        with Path(given[1:]).open(encoding="utf-8") as file:
+            key = file.read(_LONGEST_KEY + 2).strip()  # also a line's end
+    plain = key.isascii() and key.isprintable() and " " not in key
+    if not plain or not 1 <= len(key) <= _LONGEST_KEY:
+        most = f"1 to {_LONGEST_KEY} printable ASCII characters, no spaces"
+        raise ValueError(f"--api-key must be {most}")
     return key

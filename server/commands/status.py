@@ -139,8 +139,7 @@ def _print(plan: StatusPlan, seen: Scan, found: list[Program]) -> None:
             text = _CLEAR + "\n".join(lines)
         elif plan.watch:
             text = f"{time.strftime('%H:%M:%S')}\n{text}\n"
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    print(text, flush=True)
 
 
 def _text(plan: StatusPlan, seen: Scan, found: list[Program], width: int) -> str:

@@ -15,7 +15,9 @@ def shown(line: str, width: int) -> str:
 
 def screen() -> tuple[int, int] | None:
     """The columns and lines of the terminal that is written to; None if it is none."""
-    return tuple(shutil.get_terminal_size()) if sys.stdout.isatty() else None  # type: ignore[return-value]
+    if sys.stdout is None or not sys.stdout.isatty():
+        return None
+    return tuple(shutil.get_terminal_size())  # type: ignore[return-value]
 
 
 def end_with_reader() -> None:

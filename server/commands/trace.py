@@ -74,7 +74,7 @@ def run(plan: TracePlan) -> int:
         trace = chrome_trace(boards, time.monotonic_ns())
         plan.output.write_text(json.dumps(trace))
         operations = sum(len(member.past) for board in boards for member in board)
-        sys.stdout.write(f"{plan.output}: {operations} operations\n")
+        print(f"{plan.output}: {operations} operations")
     return 0 if plan.dumps is None else _dump(plan.dumps, boards)
 
 
@@ -90,7 +90,7 @@ def _dump(folder: Path, boards: Sequence[Sequence[MemberPast]]) -> int:
         home.mkdir(exist_ok=True)
         for rank, entries in dump.items():
             (home / f"rank_{rank}").write_bytes(pickle.dumps(entries))
-        sys.stdout.write(f"{home}: {len(dump)} ranks\n")
+        print(f"{home}: {len(dump)} ranks")
     if not dumps:
         sys.stderr.write("no group whose members are all on this host\n")
     return 0 if dumps else 1

@@ -78,14 +78,13 @@ class CompletionFace(Face):
         writer = Writer(self.model.name, wish.is_chat)
         answer = _Answer(generation, self._completions.text.reader(wish.stops))
         request.state.facts["prompt_tokens"] = len(prompt)
-        self._completions.metrics.inputs.inc()
-        self._completions.metrics.tokens.inc(len(prompt))
         if wish.stream:
             events = self._streamed(request, wish, writer, answer, len(prompt))
             return EventStream(events, generation)
         with generation:
             text = await unless_client_leaves(request, answer.whole())
-        self._count_tokens(request, answer)
+        request.state.facts["tokens"] = answer.tokens
+        self._count(len(prompt) + answer.tokens)
         return json_answer(writer.whole(text, answer.reason, (len(prompt), answer.tokens)))
 
     async def _tokens(self, wish: Wish) -> list[int]:
@@ -120,17 +119,19 @@ class CompletionFace(Face):
             for event in writer.closing(answer.reason, usage):
                 yield event
             request.state.outcome = 200
+            self._count(n_prompt + answer.tokens)
         except Exception as error:  # noqa: BLE001 - told to the client and to the log
             told = self.as_api_error(error, request.state.request_id)
             request.state.outcome = told.status
             self._completions.metrics.errors.labels(told.code or told.kind).inc()
             yield error_event(told)
         finally:
-            self._count_tokens(request, answer)
+            request.state.facts["tokens"] = answer.tokens
 
-    def _count_tokens(self, request: Request, answer: _Answer) -> None:
-        request.state.facts["tokens"] = answer.tokens
-        self._completions.metrics.tokens.inc(answer.tokens)
+    def _count(self, tokens: int) -> None:
+        """Count an answer that was given, and the tokens of its prompt and its own."""
+        self._completions.metrics.inputs.inc()
+        self._completions.metrics.tokens.inc(tokens)
 
 
 class _Answer:

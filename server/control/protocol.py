@@ -98,6 +98,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         address: the worker's host's address, if the driver is on another host; its host fills it
             in.
         spans: where it records its spans, see `spans.record`; ``None``: nowhere.
+        name: the pool's; see `PoolConfig.name`.
         cores: those that it is to be bound to; ``()``: none. Its host fills it in.
     """
 
@@ -119,6 +120,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     store: StoreAddress | None = None
     address: str = ""
     spans: str | None = None
+    name: str = ""
     cores: tuple[int, ...] = ()
 
 

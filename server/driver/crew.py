@@ -13,7 +13,7 @@ import time
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shm_broadcast import CoordinatorError, Deadline, GroupAbortedError, GroupTimeoutError
 from shm_broadcast.board.stacks import STACK_SIGNAL, read_stacks
@@ -29,6 +29,7 @@ from ..errors import (
     PoolClosedError,
     RestartLimitError,
     WorkerLostError,
+    located,
     with_notes,
 )
 from ..launchers.local import end
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from ..calls.pending_call import PendingCall
     from ..control.protocol import FromWorker
     from .pool_plan import PoolPlan
+
+    Seen: TypeAlias = "tuple[tuple[MemberStatus, ...], str, dict[int, str]]"
 
 _log = logging.getLogger(__name__)
 _LEAVE_SECONDS = 0.5
@@ -69,6 +72,7 @@ class Crew:
         """
         self._begun = 0
         self._plan = plan
+        self._name = plan.config.name or "the pool"
         self._stopping = threading.Lock()
         self._counting = threading.Lock()
         self._past_totals: dict[int, tuple[VerbTotal, ...]] = {}
@@ -85,6 +89,7 @@ class Crew:
             LedgerHooks(
                 self._resume, self._wake, self._clock, self._broke, self._expire, self._expose
             ),
+            name=plan.config.name,
             stuck_seconds=math.inf if plan.stuck_after is None else plan.stuck_after,
             restartable=plan.restart != "never",
         )
@@ -118,7 +123,7 @@ class Crew:
         if failure is None or failure.culprit == rank != failure.rank:
             pid = self._staff.workers[rank].pid
             where = {"rank": rank, "generation": self.generation}
-            _log.info("rank %d (pid %d) was lost: %s", rank, pid, how, extra=where)
+            _log.info("rank %d (pid %d) of %s was lost: %s", rank, pid, self._name, how, extra=where)
             self._ledger.break_off(WorkerLostError(rank, pid, how, stack))
         elif self._reason_by == math.inf:
             # The worker that aborted the board reports why over its control channel. Give it time,
@@ -249,10 +254,12 @@ class Crew:
                 detail = "answered just afterwards"
             elif restarting is not None:
                 detail = f"not sent: the pool is being restarted after this: {restarting}"
-            return CallTimeoutError(call.method, timeout, detail=detail)
-        return CallTimeoutError(call.method, timeout, *self._seen(ranks))
+            seen: Seen = (), detail, {}
+        else:
+            seen = self._seen(ranks)
+        return located(CallTimeoutError(call.method, timeout, *seen), self._plan.config.name)
 
-    def _seen(self, ranks: list[int]) -> tuple[tuple[MemberStatus, ...], str, dict[int, str]]:
+    def _seen(self, ranks: list[int]) -> Seen:
         """What ranks are doing, that the pool was shut down if it was, and their stacks."""
         with self._staff.using:
             if self._stopped:
@@ -328,7 +335,8 @@ class Crew:
             [links.replies[rank] for rank in range(self._plan.n_workers)],
         )
         of, workers = {"generation": generation}, len(self._staff.workers)
-        _log.info("the pool has started: %d workers, generation %d", workers, generation, extra=of)
+        told = "%s has started: %d workers, generation %d"
+        _log.info(told, self._name, workers, generation, extra=of)
 
     def _restart(self, failure: Exception) -> None:
         """Begin generations until one stands, or there were too many."""
@@ -342,9 +350,8 @@ class Crew:
         with suppress(PoolClosedError):
             while (pause := self._budget.take(time.monotonic(), self._ledger.worked)) is not None:
                 of = {"generation": self.generation}
-                _log.error(
-                    "the pool has broken, and is restarted: %s", with_notes(failure), extra=of
-                )
+                why = with_notes(failure)
+                _log.error("%s has broken, and is restarted: %s", self._name, why, extra=of)
                 try:
                     self._staff.dismiss(pause, tick, keep=keep)
                     self._begin(tick)
@@ -355,7 +362,8 @@ class Crew:
                     keep = False  # those that stayed may be why it failed
                     continue
                 of = {"generation": self.generation}
-                _log.warning("the pool was restarted: generation %d", self.generation, extra=of)
+                told = "%s was restarted: generation %d"
+                _log.warning(told, self._name, self.generation, extra=of)
                 return
             limit = self._plan.max_restarts, self._plan.window
             limited = RestartLimitError(*limit, str(failure))

@@ -110,6 +110,7 @@ class Links:
             handles=handles,
             zero_copy=plan.config.zero_copy,
             spans=plan.config.spans,
+            name=plan.config.name,
             worker=plan.worker,
             worker_kwargs=plan.worker_kwargs,
             main=plan.main,

@@ -49,6 +49,14 @@ def test_help_of_a_command_loads_no_torch(command: str) -> None:
     assert len(text.splitlines()) > 5
 
 
+def test_a_program_without_standard_output_says_nothing() -> None:
+    """As a service is started whose output somebody has closed."""
+    code = "import sys; from server.cli import main; sys.exit(main(['status']))"
+    shell = ["sh", "-c", '"$0" -c "$1" >&-', sys.executable, code]
+    done = subprocess.run(shell, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.stderr == ""
+
+
 def test_help_names_every_command_and_loads_no_torch() -> None:
     text = said("--help")
     for name, (_, summary) in COMMANDS.items():

@@ -334,6 +334,8 @@ def test_a_token_that_does_not_come(llama: Path) -> None:
         here.service._request_timeout = 0.3
         with pytest.raises(openai.InternalServerError, match=r"no token within 0.3 s"):
             await here.complete("x")
+        counted = here.service.metrics.totals()
+        assert (counted["inputs"], counted["tokens"]) == (0, 0)
 
     with_site(llama, test)
 
@@ -358,7 +360,12 @@ def test_what_is_around_it(llama: Path) -> None:
             metrics = (await client.get("/metrics")).text
             assert 'completion_requests_total{status="200"} 1.0' in metrics
             assert "completion_items_waiting 0.0" in metrics
-            assert (await client.get("/status")).json()["totals"]["tokens"] == 1 + 4
+            totals = (await client.get("/status")).json()["totals"]
+            assert (totals["inputs"], totals["tokens"]) == (1, 1 + 4)
+            async for _ in await here.complete("x", max_tokens=3, stream=True):
+                pass
+            totals = (await client.get("/status")).json()["totals"]
+            assert (totals["inputs"], totals["tokens"]) == (2, 2 + 4 + 3)
             paths = (await client.get("/openapi.json")).json()["paths"]
             assert {"/v1/completions", "/v1/chat/completions"} <= {*paths}
             assert "/v1/embeddings" not in paths

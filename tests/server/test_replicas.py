@@ -16,7 +16,14 @@ import psutil
 import pytest
 
 from server.driver.cores import worker_threads
-from server.errors import PoolClosedError, RestartLimitError, WorkerLostError, WorkerStartError
+from server.errors import (
+    CallTimeoutError,
+    PoolClosedError,
+    RestartLimitError,
+    WorkerError,
+    WorkerLostError,
+    WorkerStartError,
+)
 from server.pool_config import PoolConfig
 from server.replicas import Replicas
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
@@ -115,6 +122,36 @@ def test_clients_notice_nothing_of_a_replica_that_always_dies() -> None:
             over.set()
             killer.join()
     assert answers == [[n * 1000 + turn for turn in range(300)] for n in range(6)]
+
+
+def test_what_goes_wrong_names_the_replica(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each counts its ranks from 0."""
+    caplog.set_level("INFO", "server.driver.crew")
+
+    def where_from(error: BaseException) -> list[str]:
+        return [note for note in error.__notes__ if note.startswith("In ")]
+
+    with Replicas(Worker, dp=2) as replicas:
+        for number, pool in enumerate(replicas.pools):
+            here = [f"In replica {number}."]
+            (pid,) = where(pool)
+            pool.call("say", f"said in {number}")
+            with pytest.raises(WorkerError) as failed:
+                pool.call("fail", [0])
+            with pytest.raises(CallTimeoutError) as late:
+                pool.call("sleep", 0.2, timeout=0.1)
+            with pytest.raises(WorkerLostError) as lost:
+                pool.call("exit", [0], 3)
+            assert [where_from(each.value) for each in (failed, late, lost)] == [here] * 3
+            assert f"rank 0 (pid {pid}) of replica {number} was lost: exit status 3" in caplog.text
+            until(lambda: replicas.restarts == number + 1)
+        lines = capfd.readouterr().out.splitlines()
+        assert lines == [f"[replica {number}, rank 0] said in {number}" for number in range(2)]
+    with pytest.raises(WorkerStartError) as unlucky:
+        Replicas(Unlucky, dp=2, worker_kwargs={"raises": [0], "hangs": []})
+    assert where_from(unlucky.value) in (["In replica 0."], ["In replica 1."])
 
 
 def test_replicas_that_are_not_restarted_end_one_by_one() -> None:

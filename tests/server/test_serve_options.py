@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from server.cli import main
-from server.commands import serve
+from server.commands import read_hosts, serve
 from server.commands.options import serve_options
 from server.web.listener import listen
 from tests.server.tiny_llama import make_llama
@@ -37,6 +37,8 @@ def arguments(**given: Any) -> Any:
         ({"http": "0.0.0.0:8000", "api_key": ""}, "printable ASCII"),
         ({"api_key": "two words"}, "printable ASCII"),
         ({"api_key": "schlüssel"}, "printable ASCII"),
+        ({"api_key": "k" * 4097}, "1 to 4096 printable ASCII"),
+        ({"api_key": "@/dev/zero"}, "printable ASCII"),
         ({"tp": 5}, "tp=5 does not divide"),
         ({"bind": "half"}, "bind must be none, auto, numa, or"),
         ({"bind": "0|1", "tp": 3}, "is for 2 workers, and this host has 3"),
@@ -83,6 +85,12 @@ def test_a_model_that_completes(tmp_path: Path) -> None:
     assert (plan.model.slots, plan.model.context) == (16, 128)
     with pytest.raises(ValueError, match="--slots and --context are for models that complete"):
         serve.prepare(arguments(slots=4))
+
+
+def test_ray_is_asked_for_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_hosts, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match="--launcher ray: install the extra 'ray'"):
+        serve.prepare(arguments(launcher="ray"))
 
 
 @pytest.mark.parametrize("where", ["[::1]:0", "localhost:1", "127.0.0.1:0", "127.8.9.10:0"])

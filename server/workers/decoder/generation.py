@@ -64,7 +64,8 @@ class Generation:
         self._ends = ends
         self._sampling = sampling
         self._timeout = timeout
-        self._random = random.Random(sampling.seed)  # not for secrets
+        # `Random` takes -1 for 1. It is not for secrets.
+        self._random = random.Random(sampling.seed and sampling.seed % (1 << 64))
         self._number = self._random.random()
         self._news: queue.SimpleQueue[int | Exception | None] = queue.SimpleQueue()
         self._ring = _nobody_waits
