@@ -25,7 +25,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from device_comm.shm.layout import LARGEST_SLOT, GroupLayout
+from device_comm.shm.layout import LARGEST_STEP, GroupLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -81,7 +81,7 @@ class Measured:
 
 def chunks(n: int, size: int) -> int:
     """How many pieces go through the slots one after the other."""
-    return max(math.ceil(size / GroupLayout.for_ranks(n).slot_bytes), 1)
+    return max(math.ceil(size / GroupLayout.for_ranks(n).step_bytes), 1)
 
 
 def meetings(n: int, size: int) -> int:
@@ -108,7 +108,7 @@ def reduce_and_broadcast(level: Level, n: int, size: int) -> float:
 
 def shared_out(level: Level, n: int, size: float) -> float:
     """Seconds of a reduce-scatter and an all-gather, with slots of 128 KiB however many ranks."""
-    steps = max(math.ceil(size / LARGEST_SLOT), 1) + 1
+    steps = max(math.ceil(size / LARGEST_STEP), 1) + 1
     return steps * level.meeting(n) + level.reading(2 * (n - 1) / n * size, n)
 
 

@@ -171,13 +171,18 @@ static int read_group(Comm *self, size_t rank) {
     s->group = self->group.buf;
     s->n = gc_load32(s->group, GROUP_RANKS);
     s->rank = rank;
-    s->slot_bytes = gc_load64(s->group, GROUP_SLOT_BYTES);
+    s->inside_bytes = gc_load64(s->group, GROUP_INSIDE_BYTES);
+    s->step_bytes = gc_load64(s->group, GROUP_STEP_BYTES);
+    s->ring_bytes = gc_load64(s->group, GROUP_RING_BYTES);
     s->slots = gc_load64(s->group, GROUP_SLOTS);
-    if (s->n < 2 || rank >= s->n || s->n > size / RANK_STRIDE || s->slot_bytes > size ||
+    s->rings = gc_load64(s->group, GROUP_RINGS);
+    if (s->n < 2 || rank >= s->n || s->n > size / RANK_STRIDE || s->inside_bytes > size ||
         s->slots > size || s->slots < RANK_LINES + s->n * RANK_STRIDE ||
-        (size - s->slots) / (SLOT_HEADER + s->slot_bytes) / s->n < BUFFERS ||
-        s->slot_bytes / s->n < PIECE_ALIGN)
+        (size - s->slots) / (SLOT_HEADER + s->inside_bytes) / s->n < BUFFERS)
         return wrong_memory("a slot");
+    if (s->rings > size || (size - s->rings) / s->n < s->ring_bytes ||
+        s->ring_bytes / RING_STEPS < s->step_bytes || s->step_bytes / s->n < PIECE_ALIGN)
+        return wrong_memory("a ring");
     return 0;
 }
 

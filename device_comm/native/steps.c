@@ -14,11 +14,21 @@ static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 static char *slot(const steps *s, uint64_t step, size_t rank) {
     uint64_t index = step % BUFFERS * s->n + rank;
-    return s->group + s->slots + index * (SLOT_HEADER + s->slot_bytes);
+    return s->group + s->slots + index * (SLOT_HEADER + s->inside_bytes);
+}
+
+static bool in_rings(const steps *s) { return s->stride > s->inside_bytes; }
+
+/* Where a payload of this plan, or of the next one that goes through the rings, begins in each. */
+static uint64_t place_of(const steps *s, uint64_t step) {
+    uint64_t index = step - s->first;
+    if (index < s->straight) return s->place + index * s->stride;
+    return (index - s->straight) % s->lap * s->stride;
 }
 
 static char *payload(const steps *s, uint64_t step, size_t rank) {
-    return slot(s, step, rank) + SLOT_HEADER;
+    if (!in_rings(s)) return slot(s, step, rank) + SLOT_HEADER;
+    return s->group + s->rings + rank * s->ring_bytes + place_of(s, step);
 }
 
 static size_t done_word(size_t rank) { return RANK_LINES + rank * RANK_STRIDE + RANK_DONE; }
@@ -261,13 +271,27 @@ static bool unblocked(steps *s) {
     return s->at_gate ? may_write(s, s->blocked_step) : arrived(s, s->blocked_step, s->met);
 }
 
+/* Takes no more room than the longest piece needs. */
+static void cut(steps *s) {
+    bool whole = s->plan.kind == KIND_ALL_REDUCE;
+    uint64_t pieces = whole || s->plan.addressed ? s->n : 1;
+    uint64_t longest = (s->plan.length + PIECE_ALIGN - 1) / PIECE_ALIGN * PIECE_ALIGN;
+    uint64_t most = s->step_bytes / pieces / PIECE_ALIGN * PIECE_ALIGN;
+    s->piece = whole ? most : smaller(most, longest);
+    s->stride = pieces * s->piece;
+    uint64_t chunk = whole ? s->stride : s->piece;
+    s->chunks = chunk == 0 ? 1 : (s->plan.length + chunk - 1) / chunk;
+}
+
 void steps_begin(steps *s) {
-    bool shared_out = s->plan.addressed || s->plan.kind == KIND_ALL_REDUCE;
-    s->piece = shared_out ? s->slot_bytes / s->n / PIECE_ALIGN * PIECE_ALIGN : s->slot_bytes;
-    uint64_t chunk = s->plan.kind == KIND_ALL_REDUCE ? s->piece * s->n : s->piece;
-    s->chunks = (s->plan.length + chunk - 1) / chunk;
-    if (s->chunks == 0) s->chunks = 1;
+    if (in_rings(s)) s->place = place_of(s, s->begun + 1);
+    cut(s);
     s->first = s->begun + 1;
+    if (in_rings(s)) {
+        uint64_t last = s->ring_bytes - s->step_bytes;
+        s->straight = (last - s->place) / s->stride + 1;
+        s->lap = last / s->stride + 1;
+    }
     s->begun += s->chunks + (s->plan.kind == KIND_ALL_REDUCE ? 1 : 0);
     s->put = s->taken = s->met = 0;
 }

@@ -33,7 +33,7 @@ typedef struct {
     size_t rank, n;
     size_t *doorbells; /* by rank, in the board */
     bool crowded;      /* the ranks share cores: who waits gives its core up at once */
-    uint64_t slot_bytes, slots;
+    uint64_t inside_bytes, step_bytes, ring_bytes, slots, rings;
 
     uint64_t begun;    /* the last step that this rank has taken on */
     uint64_t all_done; /* every rank is known to be done with this step */
@@ -41,7 +41,11 @@ typedef struct {
     plan plan;
     uint64_t first;        /* the step of chunk 0 */
     uint64_t chunks;       /* of the data */
-    uint64_t piece;        /* bytes of a piece in a slot */
+    uint64_t piece;        /* bytes of a piece in a step */
+    uint64_t stride;       /* bytes of a step's payload */
+    uint64_t place;        /* of the first step's payload, if it is in the rings */
+    uint64_t straight;     /* steps before the plan begins its rings anew */
+    uint64_t lap;          /* steps until it does so again */
     uint64_t put, taken;   /* chunks so far */
     size_t met;            /* ranks below this one have arrived at the step that is met */
     bool at_gate;          /* blocked before writing, not before reading */

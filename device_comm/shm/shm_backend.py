@@ -159,7 +159,7 @@ class ShmBackend(Backend):
         else:
             handle = _DECODER.decode(share(None))
             segment = Segment.attach(handle, lambda pid: board.runs(members[0], pid), touch=False)
-        for begin, end in group.slots_of(_rank_of(board, members)):
+        for begin, end in group.written_by(_rank_of(board, members)):
             segment.settle(begin, end)
         backend = cls(
             board,

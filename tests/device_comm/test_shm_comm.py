@@ -88,6 +88,6 @@ def test_every_rank_touches_its_slots_first(store_path: str) -> None:
         found = run_ranks(3, touches, store_path, board.handle())
     group = GroupLayout.for_ranks(3)
     for rank, events in enumerate(found):
-        settled = [("settles", slot) for slot in group.slots_of(rank)]
+        settled = [("settles", slot) for slot in group.written_by(rank)]
         made: list[tuple[str, Any]] = [("maps", [])] if rank == 0 else []
         assert events == [*made, *settled, ("maps", [1, 1, 1])]

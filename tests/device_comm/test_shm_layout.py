@@ -27,8 +27,9 @@ from shm_broadcast.recycling import RECYCLED_BYTES
 def test_the_extension_was_built_and_agrees() -> None:
     native: Any = importlib.import_module("device_comm._native")
 
-    for name in ("GROUP_RANKS", "GROUP_SLOT_BYTES", "GROUP_WHOLE_BYTES", "GROUP_SLOTS"):
-        assert getattr(native, name) == getattr(layout, name)
+    for name in ("RANKS", "INSIDE_BYTES", "WHOLE_BYTES", "STEP_BYTES", "RING_BYTES", "SLOTS"):
+        assert getattr(native, f"GROUP_{name}") == getattr(layout, f"GROUP_{name}")
+    assert (native.GROUP_RINGS, native.RING_STEPS) == (layout.GROUP_RINGS, layout.RING_STEPS)
     for name in ("RANK_LINES", "RANK_STRIDE", "RANK_DONE", "BUFFERS", "SLOT_HEADER"):
         assert getattr(native, name) == getattr(layout, name)
     for name in ("SLOT_ARRIVED", "SLOT_SIGNATURE", "PIECE_ALIGN"):
@@ -65,28 +66,48 @@ def test_nothing_overlaps_and_the_footprint_is_as_documented(n: int) -> None:
     assert group.rank_line(n) == group.pipe(0, 0)
     assert group.pipe(n - 1, n - 1) + layout.PIPE_STRIDE <= group.slots
     assert group.slots % 4096 == 0
-    slot = layout.SLOT_HEADER + group.slot_bytes
+    slot = layout.SLOT_HEADER + group.inside_bytes
     assert group.slot(0, 0) == group.slots
     assert group.slot(1, 0) == group.slot(0, n - 1) + slot
-    assert group.slot(1, n - 1) + slot <= group.size
-    assert group.piece_bytes * n <= group.slot_bytes
-    assert group.piece_bytes >= layout.PIECE_ALIGN
-    assert group.whole_bytes <= group.slot_bytes
-    documented = 2 * n * (group.slot_bytes + 64) + 64 * n * (n + 1)
+    assert group.slot(1, n - 1) + slot <= group.ring(0)
+    assert group.ring(0) % 4096 == group.ring_bytes % 4096 == 0
+    assert group.ring_bytes >= layout.RING_STEPS * group.step_bytes
+    for longest in (1, 64, 65, 1 << 30):
+        piece = group.piece_bytes(longest, n)
+        assert layout.PIECE_ALIGN <= piece <= group.step_bytes // n
+        assert piece % layout.PIECE_ALIGN == 0
+    assert group.whole_bytes <= group.step_bytes
+    documented = n * (group.ring_bytes + 2 * (group.inside_bytes + 64) + 64 * (n + 1))
     assert documented <= group.size <= documented + 128 + 2 * 4096
+
+
+@given(st.integers(2, 40), st.lists(st.integers(1, 3000), max_size=200))
+def test_no_payload_lies_on_the_one_before(n: int, lengths: list[int]) -> None:
+    group = GroupLayout(n, 0, n * 64, 3 * n * 64, 0)
+    place = last = before = 0
+    for length in lengths:
+        payload = n * group.piece_bytes(length, n)
+        assert place + payload <= group.ring_bytes
+        assert place + payload <= last or last + before <= place
+        last, before = place, payload
+        place = group.next_place(place, payload)
 
 
 @given(st.integers(1, 300))
 def test_every_slot_is_of_one_rank(n: int) -> None:
     group = GroupLayout.for_ranks(n)
-    slots = sorted(slot for rank in range(n) for slot in group.slots_of(rank))
+    written = sorted(each for rank in range(n) for each in group.written_by(rank))
+    slots, rings = written[: layout.BUFFERS * n], written[layout.BUFFERS * n :]
     assert slots[0][0] == group.slots
-    assert all(end == begin for (_, end), (begin, _) in pairwise(slots))
-    assert {end - begin for begin, end in slots} == {layout.SLOT_HEADER + group.slot_bytes}
-    assert len(slots) == layout.BUFFERS * n
+    for each in (slots, rings):
+        assert all(end == begin for (_, end), (begin, _) in pairwise(each))
+    assert slots[-1][1] <= rings[0][0]
+    assert {end - begin for begin, end in slots} == {layout.SLOT_HEADER + group.inside_bytes}
+    assert {end - begin for begin, end in rings} == {group.ring_bytes}
+    assert (len(rings), rings[-1][1]) == (n, group.size)
 
 
-@pytest.mark.parametrize(("n", "mib"), [(2, 0.6), (4, 1.1), (8, 2.1), (16, 4.1), (32, 4.2)])
+@pytest.mark.parametrize(("n", "mib"), [(2, 4.1), (4, 8.1), (8, 16.1), (16, 16.2), (32, 16.4)])
 def test_groups_are_small(n: int, mib: float) -> None:
     assert GroupLayout.for_ranks(n).size <= mib * (1 << 20)
 

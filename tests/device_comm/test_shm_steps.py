@@ -22,9 +22,9 @@ from shm_broadcast import Board, Segment
 from tests.device_comm.oracle import REDUCED, ops_for, reduced, same, values
 
 N = 2
-SMALL = GroupLayout(N, 1024, 256)
+SMALL = GroupLayout(N, 128, 1024, 3 * 1024, 256)
+"""Small: 1,000 floats take several steps, or are shared out, and go round the rings."""
 SENT = sign("broadcast", torch.float32, (3,))
-"""Small slots: 1,000 floats take several chunks, or are shared out."""
 
 
 class Ends:

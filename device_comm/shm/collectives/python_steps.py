@@ -51,7 +51,8 @@ class PythonSteps:
         self._ring_others = ring_others
         self._plan: SlotPlan
         self._signature: bytes
-        self._piece = 0
+        self._piece = self._payload_bytes = 0
+        self._place = 0  # in the rings, of the payload of this step, or of the next one there
         self._step = 1  # the one that is next, or under way; steps are counted from 1
         self._first = self._end = 1
         self._arrived_here = False
@@ -62,9 +63,11 @@ class PythonSteps:
             raise RuntimeError("the call before was interrupted when it had begun")
         self._plan = plan
         self._signature = with_call(plan.signature, call)
-        self._piece = self._layout.piece_bytes if plan.addressed else self._layout.slot_bytes
+        pieces = self._layout.n_ranks if plan.addressed else 1
+        self._piece = self._layout.piece_bytes(plan.length, pieces)
+        self._payload_bytes = pieces * self._piece
         self._first = self._step
-        self._end = self._first + max(-(-plan.length // self._piece), 1)
+        self._end = self._first + (-(-plan.length // self._piece) if self._piece else 1)
 
     def advance(self, spin_ns: int, /) -> int:
         """Go on as far as possible, and look ``spin_ns`` for more: a `Status`."""
@@ -109,12 +112,12 @@ class PythonSteps:
 
     def _put(self) -> None:
         """Write this rank's slot, and arrive (rule 2)."""
-        slot, begin = self._slot(self._rank), (self._step - self._first) * self._piece
+        slot, payload = self._slot(self._rank), self._payload(self._rank)
+        begin = (self._step - self._first) * self._piece
         for place, give in enumerate(self._plan.gives):
             if not (self._plan.addressed and place == self._rank):
                 piece = _part(give, begin, self._piece)
-                to = self._base + slot + layout.SLOT_HEADER + place * self._piece
-                copy(to, piece.address, piece.size)
+                copy(payload + place * self._piece, piece.address, piece.size)
         signature = with_chunk(self._signature, self._step - self._first)
         self._words.write(slot + layout.SLOT_SIGNATURE, signature)
         self._words.store64(slot + layout.SLOT_ARRIVED, self._step)
@@ -133,6 +136,8 @@ class PythonSteps:
             self._reduce(targets[0], begin)
         self._words.store64(self._layout.rank_line(self._rank) + layout.RANK_DONE, self._step)
         self._ring_others()
+        if self._in_rings:
+            self._place = self._layout.next_place(self._place, self._payload_bytes)
         self._step += 1
         self._arrived_here = False
 
@@ -149,13 +154,23 @@ class PythonSteps:
         if rank == self._rank:
             return self._plan.own + begin
         mine = self._rank * self._piece if self._plan.addressed else 0
-        return self._base + self._slot(rank) + layout.SLOT_HEADER + mine
+        return self._payload(rank) + mine
 
     def _arrived(self, rank: int) -> bool:
         return self._words.load64(self._slot(rank) + layout.SLOT_ARRIVED) == self._step
 
     def _done(self, rank: int) -> int:
         return self._words.load64(self._layout.rank_line(rank) + layout.RANK_DONE)
+
+    @property
+    def _in_rings(self) -> bool:
+        return self._payload_bytes > self._layout.inside_bytes
+
+    def _payload(self, rank: int) -> int:
+        """The address of a rank's payload in this step."""
+        if self._in_rings:
+            return self._base + self._layout.ring(rank) + self._place
+        return self._base + self._slot(rank) + layout.SLOT_HEADER
 
     def _slot(self, rank: int) -> int:
         return self._layout.slot(self._step % layout.BUFFERS, rank)
