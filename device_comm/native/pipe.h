@@ -9,7 +9,7 @@
 #define PIPE_POSTED 64
 #define PIPE_TAKEN 128
 #define PIPE_RING 192
-#define PIPE_RING_BYTES (256 << 10)
+#define PIPE_RING_BYTES (1 << 20)
 #define PIPE_PIECE_BYTES (64 << 10)
 #define PIPE_RESERVED_BYTES (16 << 10)
 #define PIPE_SMALL_BYTES 192
