@@ -84,7 +84,7 @@ class CompletionFace(Face):
         with generation:
             text = await unless_client_leaves(request, answer.whole())
         request.state.facts["tokens"] = answer.tokens
-        self._count(len(prompt) + answer.tokens)
+        self._count_answer(len(prompt) + answer.tokens)
         return json_answer(writer.whole(text, answer.reason, (len(prompt), answer.tokens)))
 
     async def _tokens(self, wish: Wish) -> list[int]:
@@ -119,7 +119,7 @@ class CompletionFace(Face):
             for event in writer.closing(answer.reason, usage):
                 yield event
             request.state.outcome = 200
-            self._count(n_prompt + answer.tokens)
+            self._count_answer(n_prompt + answer.tokens)
         except Exception as error:  # noqa: BLE001 - told to the client and to the log
             told = self.as_api_error(error, request.state.request_id)
             request.state.outcome = told.status
@@ -128,7 +128,7 @@ class CompletionFace(Face):
         finally:
             request.state.facts["tokens"] = answer.tokens
 
-    def _count(self, tokens: int) -> None:
+    def _count_answer(self, tokens: int) -> None:
         """Count an answer that was given, and the tokens of its prompt and its own."""
         self._completions.metrics.inputs.inc()
         self._completions.metrics.tokens.inc(tokens)
