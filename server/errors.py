@@ -257,9 +257,9 @@ def again(error: BaseException, note: str = "") -> BaseException:
     reduced = cast("tuple[Any, ...]", error.__reduce__())
     copy: BaseException = reduced[0](*reduced[1])
     copy.__cause__ = error.__cause__
-    copy.__notes__ = [*getattr(error, "__notes__", ())]
-    if note:
-        copy.add_note(note)
+    for each in (*getattr(error, "__notes__", ()), note):
+        if each and each not in getattr(copy, "__notes__", ()):
+            copy.add_note(each)
     return copy
 
 

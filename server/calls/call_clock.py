@@ -36,6 +36,11 @@ class CallClock:
         self._until = math.inf if call is None else time.monotonic() + self._seconds
         return call is not None
 
+    def forget(self, call: PendingCall) -> None:
+        """Time ``call`` no more, which is over: its arguments may be large."""
+        if self.call is call:
+            self.watch(None)
+
     def passed(self) -> PendingCall | None:
         """The call, if its time has passed; each one only once."""
         if self.left() > 0:

@@ -468,6 +468,7 @@ class Ledger:
             return []
         self._calls.settle(call)
         self._lateness.answered(call)
+        self._stuck.forget(call)
         self._notify_waiters()
         diverged = call.compare()
         if diverged is None:

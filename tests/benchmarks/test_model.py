@@ -39,7 +39,7 @@ LINK = Link("8 Gbit/s", latency=10e-6, bandwidth=1e9 / 2)
 def test_how_often_ranks_meet() -> None:
     assert [meetings(2, size) for size in (64, 128 * KIB, MIB)] == [1, 1, 9]
     assert [meetings(4, size) for size in (16 * KIB, 17 * KIB, MIB)] == [1, 2, 9]
-    assert chunks(64, 64 * MIB) == 2048  # slots of 32 KiB: 4 MiB / 2 / 64
+    assert chunks(64, 64 * MIB) == 1024  # steps of 64 KiB: of 16 MiB / 64, a quarter
 
 
 def test_what_a_rank_reads() -> None:

@@ -50,7 +50,7 @@ def test_a_pool_starts_and_loses_a_worker(
         pid = pool.status()[1].pid
         os.kill(pid, signal.SIGKILL)
         until(lambda: events("was lost"))
-        (lost,) = events(f"rank 1 (pid {pid}) was lost: ")
+        (lost,) = events(f"rank 1 (pid {pid}) of the pool was lost: ")
         assert (lost["rank"], lost["generation"]) == (1, 1)
         assert_documented(started["message"])
         assert_documented(lost["message"])

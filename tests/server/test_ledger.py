@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 from typing import Any
@@ -88,6 +89,19 @@ def test_a_call_is_done_when_every_rank_has_answered() -> None:
     book.reply(0, 2)
     assert one.result() == "c"
     assert not book.ledger.busy
+
+
+def test_nothing_holds_a_call_that_was_answered_also_if_the_clock_looked_at_it_meanwhile() -> None:
+    book = Book()
+    call = book.send()
+    book.ledger.tick()
+    book.reply(0, 1)
+    book.reply(1, 1)
+    gc.disable()
+    try:
+        assert [each for each in gc.get_referrers(call) if each is not globals()] == []
+    finally:
+        gc.enable()
 
 
 def test_a_failure_reaches_the_caller_at_once_and_its_rank_waits_for_the_others() -> None:

@@ -150,7 +150,7 @@ def test_what_goes_wrong_names_the_replica(
         lines = capfd.readouterr().out.splitlines()
         assert lines == [f"[replica {number}, rank 0] said in {number}" for number in range(2)]
     with pytest.raises(WorkerStartError) as unlucky:
-        Replicas(Unlucky, dp=2, worker_kwargs={"raises": [0], "hangs": []})
+        Replicas(Unlucky, dp=2, worker_kwargs={"raises": [1], "hangs": []})
     assert where_from(unlucky.value) in (["In replica 0."], ["In replica 1."])
 
 

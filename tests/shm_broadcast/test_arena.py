@@ -105,7 +105,7 @@ def test_any_view_holds_the_block(view: Callable[[Any], Any]) -> None:
     gc.collect()
     descriptors = open_descriptors()
     (third,) = rig.share(3)
-    assert open_descriptors() == descriptors
+    assert open_descriptors() <= descriptors  # a thread of another test may still close some
     assert (other == 2).all()
     assert (third == 3).all()
 

@@ -483,7 +483,7 @@ def test_no_descriptor_is_left() -> None:
         bury(board, 1)
         board.lost()
     del board, _
-    assert open_descriptors() == before
+    assert open_descriptors() <= before  # a thread of another test may still close some
 
 
 def test_a_board_that_was_forgotten_leaves_no_descriptor() -> None:
