@@ -89,7 +89,8 @@ static PyObject *begin(PyObject *object, PyObject *args) {
     uint32_t call;
     if (!PyArg_ParseTuple(args, "OI", &plan, &call)) return NULL;
     if (self->planned || self->result != NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "the call before was interrupted when it had begun");
+        PyErr_SetString(PyExc_RuntimeError, "another thread is in a call of this group, or one was "
+                                            "interrupted when it had begun");
         return NULL;
     }
     if (read_plan(self, plan) < 0) return NULL;

@@ -123,7 +123,8 @@ class Crew:
         if failure is None or failure.culprit == rank != failure.rank:
             pid = self._staff.workers[rank].pid
             where = {"rank": rank, "generation": self.generation}
-            _log.info("rank %d (pid %d) of %s was lost: %s", rank, pid, self._name, how, extra=where)
+            told = "rank %d (pid %d) of %s was lost: %s"
+            _log.info(told, rank, pid, self._name, how, extra=where)
             self._ledger.break_off(WorkerLostError(rank, pid, how, stack))
         elif self._reason_by == math.inf:
             # The worker that aborted the board reports why over its control channel. Give it time,

@@ -146,7 +146,7 @@ def test_what_goes_wrong_names_the_replica(
                 pool.call("exit", [0], 3)
             assert [where_from(each.value) for each in (failed, late, lost)] == [here] * 3
             assert f"rank 0 (pid {pid}) of replica {number} was lost: exit status 3" in caplog.text
-            until(lambda: replicas.restarts == number + 1)
+            until(lambda: replicas.restarts > number)  # noqa: B023 - called at once
         lines = capfd.readouterr().out.splitlines()
         assert lines == [f"[replica {number}, rank 0] said in {number}" for number in range(2)]
     with pytest.raises(WorkerStartError) as unlucky:

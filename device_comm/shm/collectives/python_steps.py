@@ -60,7 +60,10 @@ class PythonSteps:
     def begin(self, plan: SlotPlan, call: int, /) -> None:
         """Take on a plan, in the call of that number; the one before is done."""
         if self._step < self._end:
-            raise RuntimeError("the call before was interrupted when it had begun")
+            raise RuntimeError(
+                "another thread is in a call of this group, or one was interrupted when it had "
+                "begun"
+            )
         self._plan = plan
         self._signature = with_call(plan.signature, call)
         pieces = self._layout.n_ranks if plan.addressed else 1

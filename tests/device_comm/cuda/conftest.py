@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.built_once import built_once
 from tests.device_comm.cuda.compiled import compile_as_cupy_does, compile_kernels
-from tests.device_comm.cuda.emulator import Emulation, build_library, why_not
+from tests.device_comm.cuda.emulator import LIBRARY, Emulation, build_library, why_not
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def emulation_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernels built for the host, once a session; for `tests.device_comm.cuda.emulator`."""
+    """The kernels built for the host, once a run; for `tests.device_comm.cuda.emulator`."""
     if why_not():
         pytest.skip(why_not())
-    return build_library(tmp_path_factory.mktemp("emulation"))
+    return built_once(tmp_path_factory, "emulation", build_library) / LIBRARY
 
 
 @pytest.fixture(scope="session")
@@ -38,11 +39,15 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 
 
 @pytest.fixture(scope="session")
-def cubin() -> bytes:
-    """The kernels as CuPy has them compiled for an H100 or H200, once a session."""
+def cubin(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The kernels as CuPy has them compiled for an H100 or H200, once a run."""
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     try:
         cupy.cuda.nvrtc.getVersion()
     except (ImportError, OSError, RuntimeError) as error:
         pytest.skip(f"no NVRTC: {error}")
-    return compile_as_cupy_does(90)
+
+    def build(folder: Path) -> None:
+        (folder / "cubin").write_bytes(compile_as_cupy_does(90))
+
+    return (built_once(tmp_path_factory, "cubin", build) / "cubin").read_bytes()

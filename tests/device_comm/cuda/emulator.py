@@ -28,6 +28,7 @@ LIMITS = Limits(max_blocks=2, lanes=2, threads=16, packets_up_to=1 << 10, one_sh
 """What a machine of few cores runs in good time."""
 
 _FLAGS = ("-std=c++20", "-g", "-Wall", "-Wextra", "-Werror", "-fno-strict-aliasing")
+LIBRARY = "libemulation.so"
 _COMPILE_SECONDS = 240.0
 
 
@@ -65,9 +66,9 @@ def build(
     return output
 
 
-def build_library(folder: Path) -> Path:
-    """Build what `Emulation` loads."""
-    return build("emulate.cpp", folder / "libemulation.so", ("-O2", "-fPIC", "-shared"))
+def build_library(folder: Path) -> None:
+    """Build what `Emulation` loads, `LIBRARY`."""
+    build("emulate.cpp", folder / LIBRARY, ("-O2", "-fPIC", "-shared"))
 
 
 class Emulation:
