@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from device_comm import ReduceOp, _native
@@ -82,6 +84,34 @@ class Ends:
         return self.segment.words.load64(self.group.rank_line(rank) + layout.RANK_DONE)
 
 
+Made = tuple[SlotPlan, Tensor, Tensor]
+
+
+def reducing(ends: Ends, rank: int, inputs: list[Tensor], x: Tensor) -> Made:
+    output = torch.zeros_like(x)
+    return ends.all_reduce(rank, output, x), output, inputs[0] + inputs[1]
+
+
+def gathering(ends: Ends, rank: int, inputs: list[Tensor], x: Tensor) -> Made:
+    output = torch.zeros(N * len(x))
+    signature = sign("all_gather", x.dtype, x.shape)
+    return ends.planners[rank].all_gather(signature, output, x), output, torch.cat(inputs)
+
+
+def exchanging(ends: Ends, rank: int, inputs: list[Tensor], x: Tensor) -> Made:
+    output, sizes = torch.zeros_like(x), (len(x) // N,) * N
+    signature = sign("all_to_all", x.dtype, x.shape)
+    made = ends.planners[rank].all_to_all(signature, output, x, sizes)
+    return made, output, torch.cat([each.chunk(N)[rank] for each in inputs if len(x)] or [x])
+
+
+def broadcasting(ends: Ends, rank: int, inputs: list[Tensor], x: Tensor) -> Made:
+    output = x.clone()
+    signature = sign("broadcast", x.dtype, x.shape, place=1)
+    return ends.planners[rank].broadcast(signature, output, 1), output, inputs[1]
+
+
+SIZED = {each.__name__: each for each in (reducing, gathering, exchanging, broadcasting)}
 Make = Callable[[], Ends]
 
 
@@ -103,6 +133,14 @@ def test_a_rank_waits_for_the_arrival_and_names_who_is_missing(ends: Ends) -> No
     assert ends.done(1) == 1
     assert first.ready()
     assert first.advance(0) == Status.DONE
+
+
+def test_two_calls_at_a_time_are_refused(ends: Ends) -> None:
+    """As two threads make them, or a signal handler in the middle of one."""
+    first = ends.steps[0]
+    first.begin(ends.planners[0].barrier(sign("barrier")), 0)
+    with pytest.raises(RuntimeError, match="another thread is in a call of this group"):
+        first.begin(ends.planners[0].barrier(sign("barrier")), 0)
 
 
 def test_a_root_may_run_two_steps_ahead_and_no_more(ends: Ends) -> None:
@@ -198,6 +236,25 @@ def test_all_reduce_of_every_size(ends: Ends, count: int, in_place: bool) -> Non
         ends.finish()
         for output in outputs:
             same(output, reduced(inputs, ReduceOp.SUM))
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(SIZED)), st.integers(0, 700)), max_size=30))
+@settings(max_examples=60)
+def test_any_sizes_after_each_other_arrive(asked: list[tuple[str, int]]) -> None:
+    """Inside slots and through rings, which begin anew at other places each time."""
+    for native in ((True, True), (True, False)):
+        ends = Ends(native)
+        for turn, (verb, count) in enumerate(asked):
+            inputs = [torch.arange(N * count, dtype=torch.float32) + rank + turn for rank in (0, 1)]
+            outputs, expected = [], []
+            for rank, x in enumerate(inputs):
+                made, output, right = SIZED[verb](ends, rank, inputs, x)
+                ends.steps[rank].begin(made, 0)
+                outputs.append(output)
+                expected.append(right)
+            ends.finish()
+            for output, right in zip(outputs, expected, strict=True):
+                assert torch.equal(output, right), (native, turn)
 
 
 @pytest.mark.parametrize("dtype", REDUCED, ids=str)
