@@ -28,8 +28,8 @@ FUZZED_MUTANTS = (
     Mutant(
         "F3 sizes: the last chunk is shorter",
         "device_comm/native/steps.c",
-        "    s->chunks = (s->plan.length + chunk - 1) / chunk;",
-        "    s->chunks = s->plan.length / chunk;",
+        "    s->chunks = chunk == 0 ? 1 : (s->plan.length + chunk - 1) / chunk;",
+        "    s->chunks = chunk == 0 ? 1 : s->plan.length / chunk;",
         (f"{_PROGRAMS}[shm-4]",),
     ),
     Mutant(
