@@ -80,7 +80,7 @@ class Measured:
 
 
 def chunks(n: int, size: int) -> int:
-    """How many pieces go through the slots one after the other."""
+    """In how many steps the ranks put it all."""
     return max(math.ceil(size / GroupLayout.for_ranks(n).step_bytes), 1)
 
 
@@ -107,7 +107,7 @@ def reduce_and_broadcast(level: Level, n: int, size: int) -> float:
 
 
 def shared_out(level: Level, n: int, size: float) -> float:
-    """Seconds of a reduce-scatter and an all-gather, with slots of 128 KiB however many ranks."""
+    """Seconds of a reduce-scatter and an all-gather, in steps of 128 KiB however many ranks."""
     steps = max(math.ceil(size / LARGEST_STEP), 1) + 1
     return steps * level.meeting(n) + level.reading(2 * (n - 1) / n * size, n)
 

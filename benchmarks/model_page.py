@@ -69,17 +69,17 @@ socket; a small message is {
 }."""
 
 SOCKETS_CHANGE = """\
-What would have to change on one host. The slots of a group have 4 MiB together, so that 64 ranks
-send 64 MiB in 2,048 chunks and meet for each: slots have to grow with the ranks. In a meeting each
+What would have to change on one host. The rings of a group have 16 MiB together, so that 64 ranks
+send 64 MiB in 1,024 steps and meet for each: rings have to grow with the ranks. In a meeting each
 rank looks at each other one, over all sockets: ranks of a socket have to share out first, and each
-to reduce its part with one of every other socket. The last column is that, with slots of 128
+to reduce its part with one of every other socket. The last column is that, with steps of 128
 KiB."""
 
 HOSTS_CHANGE = """\
 What would have to change between hosts. `hierarchical=True` has one rank of each host read all that
 the others have, and send all of it through one connection, which does not fill the link at the
 price that sending has here. A reduce-scatter within the host, as many rings between hosts as it has
-ranks, and an all-gather share both out (the last column, with slots of 128 KiB). Small tensors wait
+ranks, and an all-gather share both out (the last column, with steps of 128 KiB). Small tensors wait
 for messages one after the other: 2 (n - 1) in a ring of n hosts, where recursive doubling takes
 log2 n of them; and most of a message's time is the transport's, whose ends sleep until the kernel
 wakes them, not the link's."""

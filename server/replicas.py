@@ -25,7 +25,7 @@ from shm_broadcast import CoordinatorError
 from .driver.binding import bound_here, written
 from .driver.cores import worker_threads
 from .driver.devices import assign, count_gpus
-from .errors import PoolClosedError, located
+from .errors import PoolClosedError
 from .pool import WorkerPool
 from .pool_config import PoolConfig
 
@@ -287,7 +287,7 @@ def _begin(start: Callable[[int], WorkerPool], number: int) -> Future[WorkerPool
             pool = start(number)
         except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
             with suppress(InvalidStateError):
-                starting.set_exception(located(error, f"replica {number}"))
+                starting.set_exception(error)
             return
         try:
             starting.set_result(pool)

@@ -177,12 +177,14 @@ static int read_group(Comm *self, size_t rank) {
     s->ring_bytes = gc_load64(s->group, GROUP_RING_BYTES);
     s->slots = gc_load64(s->group, GROUP_SLOTS);
     s->rings = gc_load64(s->group, GROUP_RINGS);
+    uint64_t offsets = s->slots | s->rings | s->inside_bytes | s->ring_bytes;
     if (s->n < 2 || rank >= s->n || s->n > size / RANK_STRIDE || s->inside_bytes > size ||
-        s->slots > size || s->slots < RANK_LINES + s->n * RANK_STRIDE ||
-        (size - s->slots) / (SLOT_HEADER + s->inside_bytes) / s->n < BUFFERS)
+        s->rings > size || s->slots > s->rings || s->slots < RANK_LINES + s->n * RANK_STRIDE ||
+        (s->rings - s->slots) / (SLOT_HEADER + s->inside_bytes) / s->n < BUFFERS ||
+        offsets % PIECE_ALIGN)
         return wrong_memory("a slot");
-    if (s->rings > size || (size - s->rings) / s->n < s->ring_bytes ||
-        s->ring_bytes / RING_STEPS < s->step_bytes || s->step_bytes / s->n < PIECE_ALIGN)
+    if ((size - s->rings) / s->n < s->ring_bytes || s->ring_bytes / RING_STEPS < s->step_bytes ||
+        s->step_bytes / s->n < PIECE_ALIGN)
         return wrong_memory("a ring");
     return 0;
 }

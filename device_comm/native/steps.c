@@ -205,7 +205,7 @@ static void put_parts(steps *s, uint64_t chunk) {
     }
 }
 
-/* Reduces this rank's part into the output, and into the next step's slot for the others. */
+/* Reduces this rank's part into the output, and into the next step's payload for the others. */
 static void reduce_part(steps *s, uint64_t chunk) {
     range part = part_of_chunk(s, chunk, s->rank);
     size_t place = s->rank * s->piece;
@@ -271,7 +271,7 @@ static bool unblocked(steps *s) {
     return s->at_gate ? may_write(s, s->blocked_step) : arrived(s, s->blocked_step, s->met);
 }
 
-/* Takes no more room than the longest piece needs. */
+/* Says how much room a step takes: no more than the longest piece needs, or all if it is shared out. */
 static void cut(steps *s) {
     bool whole = s->plan.kind == KIND_ALL_REDUCE;
     uint64_t pieces = whole || s->plan.addressed ? s->n : 1;

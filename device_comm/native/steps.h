@@ -1,4 +1,4 @@
-/* Collectives in steps over the slots of a group: the protocol of device_comm/shm/layout.py. */
+/* Collectives in steps over the memory of a group: the protocol of device_comm/shm/layout.py. */
 #ifndef GC_STEPS_H
 #define GC_STEPS_H
 

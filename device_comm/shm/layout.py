@@ -41,8 +41,9 @@ without a payload, and arrives; then it may read the payloads of others.
 5. After each of these stores: a full fence, then the doorbells of all other ranks.
 
 A payload that fits lies in the slot, any other in the rings. There it begins where that of the step
-before has ended; at 0 if less than ``step_bytes`` are left behind that. The longest piece that any
-rank puts says how long all payloads of a collective are, so all ranks know where they lie.
+before has ended; at 0 if less than ``step_bytes`` are left behind that. All payloads of a collective
+take as much room: the longest piece that any rank puts decides, and one that is shared out takes
+``step_bytes``. So all ranks know where they lie.
 
 Rings are long because a core writes slowly into lines that another core has read and still has in
 its own caches: by the time that a ring begins anew, they are in the cache that all share. Small
@@ -99,7 +100,8 @@ SLOT_ARRIVED: Final = 0
 SLOT_SIGNATURE: Final = 8
 PIECE_ALIGN: Final = 64
 
-INSIDE_BYTES: Final = 4 << 10
+INSIDE_BYTES: Final = mmap.PAGESIZE - SLOT_HEADER
+"""A slot is a page: one that ranks shared would lie with one of them."""
 LARGEST_STEP: Final = 128 << 10
 LARGEST_RING: Final = 2 << 20
 LARGEST_RINGS: Final = 16 << 20
@@ -129,7 +131,7 @@ class GroupLayout:
 
     @classmethod
     def for_ranks(cls, n_ranks: int) -> GroupLayout:
-        """The layout of a group of ``n_ranks``: rings of 2 MiB, of 16 MiB together."""
+        """The layout of a group of ``n_ranks``: rings of 2 MiB, of up to 8; less for more."""
         ring = min(LARGEST_RING, LARGEST_RINGS // n_ranks)
         step = min(LARGEST_STEP, ring // (RING_STEPS + 1))
         step = max(step // (n_ranks * PIECE_ALIGN), 1) * n_ranks * PIECE_ALIGN

@@ -1,16 +1,15 @@
 """Collectives and messages between ranks of one host, through shared memory.
 
-Every group has one segment, with two slots for each rank, through which all collectives go in
-steps: `device_comm.shm.layout` draws it and states the protocol. Reductions are in rank order, so
+Every group has one segment, with two slots and a ring for each rank, through which all collectives
+go in steps: `device_comm.shm.layout` draws it and states the protocol. Reductions are in rank order, so
 all ranks hold the same bits. Messages between two ranks go through a ring of their own, and what
 nobody has received yet through memory of its own (`device_comm.shm.pipes.transfers`). Nothing goes
 through a socket.
 
-Memory: for n ranks ``2 n (slot + 64) + 64 n (n + 1)`` bytes, in whole pages, where the slot is 128
-KiB, or less where n is more than 16: 0.5 MiB for two ranks, 1 MiB for four, never more than 4 MiB
-but for headers. Each ordered pair of ranks that exchanges messages adds a pipe of 256 KiB and a
-page. Messages that do not fit one take what they need while they wait to be received; each rank
-keeps at most 4 MiB of that.
+Memory: a ring of 2 MiB and two pages for each of n ranks, and ``64 n (n + 1)`` bytes; rings are
+shorter where n is more than 8, and have 16 MiB together. Each ordered pair of ranks that exchanges
+messages adds a pipe of 1 MiB and a page. Messages that do not fit one take what they need while
+they wait to be received; each rank keeps at most 4 MiB of that.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ _CUT: Final = frozenset(
 )
 _SIZE: Final = (1 << 64) - 1
 DTYPE_CODES: Final = {getattr(torch, name): code for code, name in enumerate(DTYPE_NAMES) if code}
-"""The dtypes that signatures tell apart. All others count as one; their sizes still differ."""
+"""The dtypes that signatures tell apart. All others count as one."""
 
 
 @lru_cache(maxsize=1024)

@@ -290,6 +290,7 @@ class Ledger:
         with self._lock:
             if self._calls.find(call.number) is call:
                 self._calls.unsent(call)
+                self._stuck.forget(call)
                 self._calls.follow_up(call)
                 self._notify_waiters()
 
@@ -360,7 +361,7 @@ class Ledger:
             call = None if self.over(generation) else self._calls.oldest_of(rank)
             actions: Actions = []
             if call is not None:
-                call.spoil(rank, error)
+                call.spoil(rank, located(error, self._name))
                 actions = self._settle(call)
         _run(actions)
 
@@ -510,6 +511,7 @@ class Ledger:
         for call in waiting:
             self._lateness.forget(call)
         self._clock()
+        self._stuck.watch(None)
         self._over.set()
         # Wakes `next_to_send` and `wait_until_idle`: both look at what has changed here.
         self._to_send.notify_all()

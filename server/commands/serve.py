@@ -29,9 +29,9 @@ _COUNTS = (
     *("slots", "context"),
 )
 _TIMEOUTS = ("start", "request", "stall", "drain")
-_KEEP_ALIVE_SECONDS = 75
 _LONGEST_KEY = 4096
 """Characters of a key; a file may have no end."""
+_KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections: so they, not the server, close them. A request that is
 sent while the server closes its connection would fail."""
 
@@ -233,7 +233,9 @@ def _api_key(given: str | None) -> str | None:
     key = given
     if given.startswith("@"):
         with Path(given[1:]).open(encoding="utf-8") as file:
-            key = file.read(_LONGEST_KEY + 2).strip()  # also a line's end
+            key = file.read(_LONGEST_KEY + 2)  # a line's end, and one that is too many
+        if len(key) <= _LONGEST_KEY + 1:
+            key = key.strip()
     plain = key.isascii() and key.isprintable() and " " not in key
     if not plain or not 1 <= len(key) <= _LONGEST_KEY:
         most = f"1 to {_LONGEST_KEY} printable ASCII characters, no spaces"

@@ -97,7 +97,11 @@ class Crew:
             undo.callback(self._leave_links.close)
             self._staff = Staff(plan)
             undo.callback(self._staff.close, 0.0)
-            self._begin(lambda: math.inf)
+            try:
+                self._begin(lambda: math.inf)
+            except CoordinatorError as error:
+                located(error, plan.config.name)
+                raise
             self._staff.supervisor.start(self, self._tick, self._unwatched)
             undo.pop_all()
 

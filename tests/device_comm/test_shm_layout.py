@@ -102,6 +102,7 @@ def test_every_slot_is_of_one_rank(n: int) -> None:
     for each in (slots, rings):
         assert all(end == begin for (_, end), (begin, _) in pairwise(each))
     assert slots[-1][1] <= rings[0][0]
+    assert all(at % 4096 == 0 for each in written for at in each), "a page would be two ranks'"
     assert {end - begin for begin, end in slots} == {layout.SLOT_HEADER + group.inside_bytes}
     assert {end - begin for begin, end in rings} == {group.ring_bytes}
     assert (len(rings), rings[-1][1]) == (n, group.size)

@@ -315,6 +315,26 @@ def test_nan_wins(native: bool, op: ReduceOp) -> None:
         assert output.isnan().all()
 
 
+HUGE = (1 << 64) - 1
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        *(("SLOTS", value) for value in (0, 128, SMALL.slots + 1, HUGE)),
+        *(("INSIDE_BYTES", value) for value in (3, SMALL.size, HUGE)),
+        *(("RINGS", value) for value in (0, SMALL.slots, SMALL.ring(0) + 1, SMALL.size, HUGE)),
+        *(("RING_BYTES", value) for value in (0, 3 * 1024 - 64, SMALL.ring_bytes + 1, HUGE)),
+        *(("STEP_BYTES", value) for value in (0, 64 * N - 1, SMALL.ring_bytes // 3 + 1, HUGE)),
+    ],
+)
+def test_the_extension_refuses_memory_that_is_not_a_groups(word: str, value: int) -> None:
+    ends = Ends((False, False))
+    ends.segment.words.store64(getattr(layout, f"GROUP_{word}"), value)
+    with pytest.raises(ValueError, match=r"a (slot|ring) does not lie in the memory given"):
+        ends._make(0, native=True)
+
+
 def test_plans_that_cannot_be_are_refused_by_the_extension() -> None:
     ends = Ends((True, True))
     made = ends.planners[0].barrier(sign("barrier"))

@@ -91,17 +91,23 @@ def test_a_call_is_done_when_every_rank_has_answered() -> None:
     assert not book.ledger.busy
 
 
-def test_nothing_holds_a_call_that_was_answered_also_if_the_clock_looked_at_it_meanwhile() -> None:
-    book = Book()
-    call = book.send()
-    book.ledger.tick()
-    book.reply(0, 1)
-    book.reply(1, 1)
-    gc.disable()
-    try:
-        assert [each for each in gc.get_referrers(call) if each is not globals()] == []
-    finally:
-        gc.enable()
+def test_nothing_holds_a_call_that_is_over_also_if_the_clock_looked_at_it_meanwhile() -> None:
+    def answered(book: Book, call: PendingCall) -> None:
+        book.reply(0, call.number)
+        book.reply(1, call.number)
+
+    def unsent(book: Book, call: PendingCall) -> None:
+        book.ledger.unsent(call)
+
+    def broken(book: Book, call: PendingCall) -> None:
+        book.ledger.break_off(WorkerLostError(0, 1, "killed"))
+
+    for end in (answered, unsent, broken):
+        book = Book()
+        call = book.send()
+        book.ledger.tick()
+        end(book, call)
+        assert [each for each in gc.get_referrers(call) if each is not globals()] == [], end
 
 
 def test_a_failure_reaches_the_caller_at_once_and_its_rank_waits_for_the_others() -> None:

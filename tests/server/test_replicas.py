@@ -24,6 +24,7 @@ from server.errors import (
     WorkerLostError,
     WorkerStartError,
 )
+from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from server.replicas import Replicas
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
@@ -31,8 +32,6 @@ from tests.server.workers import Gate, Unlucky, Worker
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from server.pool import WorkerPool
 
 PATIENT = PoolConfig(leave_seconds=PATIENCE_SECONDS)
 
@@ -152,6 +151,11 @@ def test_what_goes_wrong_names_the_replica(
     with pytest.raises(WorkerStartError) as unlucky:
         Replicas(Unlucky, dp=2, worker_kwargs={"raises": [1], "hangs": []})
     assert where_from(unlucky.value) in (["In replica 0."], ["In replica 1."])
+    with pytest.raises(WorkerStartError) as alone:
+        WorkerPool(
+            Unlucky, worker_kwargs={"raises": [1], "hangs": []}, config=PoolConfig(name="alpha")
+        )
+    assert where_from(alone.value) == ["In alpha."]
 
 
 def test_replicas_that_are_not_restarted_end_one_by_one() -> None:

@@ -1,4 +1,4 @@
-"""Steps over the slots of a group in Python, for machines without the C extension.
+"""Steps over the memory of a group in Python, for machines without the C extension.
 
 The smallest program that keeps the protocol of `device_comm.shm.layout`, whose rules are quoted by
 number: one chunk after the other, put, awaited and taken. It is slow, and the oracle of what
@@ -41,7 +41,7 @@ class PythonSteps:
         rank: int,
         ring_others: Callable[[], None],
     ) -> None:
-        """Work on the slots of ``rank``; ``ring_others`` wakes the other ranks."""
+        """Work on the memory of ``rank``; ``ring_others`` wakes the other ranks."""
         self._words = segment.words
         self._memory = segment.memory
         self._base = address_of(segment)

@@ -1,6 +1,6 @@
 """Collectives as plans: what one rank puts and takes. Pure functions over addresses.
 
-A plan is carried out chunk by chunk through the slots of the group (see `device_comm.shm.layout`),
+A plan is carried out chunk by chunk through the memory of the group (see `device_comm.shm.layout`),
 by the C extension or by `device_comm.shm.collectives.python_steps`; both take the same plans.
 """
 
