@@ -40,10 +40,10 @@ without a payload, and arrives; then it may read the payloads of others.
 4. A rank that will read nothing more of step k stores ``done`` = k with release.
 5. After each of these stores: a full fence, then the doorbells of all other ranks.
 
-A payload that fits lies in the slot, any other in the rings. There it begins where that of the step
-before has ended; at 0 if less than ``step_bytes`` are left behind that. All payloads of a collective
-take as much room: the longest piece that any rank puts decides, and one that is shared out takes
-``step_bytes``. So all ranks know where they lie.
+A payload that fits lies in the slot, any other in the rings. There it begins where that of the
+step before has ended; at 0 if less than ``step_bytes`` are left behind that. All payloads of a
+collective take as much room: the longest piece that any rank puts decides, and one that is shared
+out takes ``step_bytes``. So all ranks know where they lie.
 
 Rings are long because a core writes slowly into lines that another core has read and still has in
 its own caches: by the time that a ring begins anew, they are in the cache that all share. Small

@@ -110,7 +110,12 @@ def test_a_key_may_stand_in_a_file(tmp_path: Path) -> None:
         serve.prepare(arguments(api_key=f"@{tmp_path / 'none'}"))
     file.write_text("k" * 4096 + "\n")
     assert serve.prepare(arguments(api_key=f"@{file}")).api_key == "k" * 4096
-    for wrong in ("\n\n\n" + "k" * 4096, "k" * 4096 + " \nsecond", "k\n" * 2, "k" + "\n" * 4096 + "x"):
+    for wrong in (
+        "\n\n\n" + "k" * 4096,
+        "k" * 4096 + " \nsecond",
+        "k\n" * 2,
+        "k" + "\n" * 4096 + "x",
+    ):
         file.write_text(wrong)
         with pytest.raises(ValueError, match="1 to 4096 printable ASCII"):
             serve.prepare(arguments(api_key=f"@{file}"))
