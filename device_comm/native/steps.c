@@ -271,7 +271,7 @@ static bool unblocked(steps *s) {
     return s->at_gate ? may_write(s, s->blocked_step) : arrived(s, s->blocked_step, s->met);
 }
 
-/* Says how much room a step takes: no more than the longest piece needs, or all if it is shared out. */
+/* Says how much room a step takes: what the longest piece needs, or all if it is shared out. */
 static void cut(steps *s) {
     bool whole = s->plan.kind == KIND_ALL_REDUCE;
     uint64_t pieces = whole || s->plan.addressed ? s->n : 1;

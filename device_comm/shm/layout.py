@@ -100,8 +100,8 @@ SLOT_ARRIVED: Final = 0
 SLOT_SIGNATURE: Final = 8
 PIECE_ALIGN: Final = 64
 
-INSIDE_BYTES: Final = mmap.PAGESIZE - SLOT_HEADER
-"""A slot is a page: one that ranks shared would lie with one of them."""
+INSIDE_BYTES: Final = (4 << 10) - SLOT_HEADER
+"""So a slot is a page of 4 KiB: one that ranks shared would lie with one of them."""
 LARGEST_STEP: Final = 128 << 10
 LARGEST_RING: Final = 2 << 20
 LARGEST_RINGS: Final = 16 << 20
