@@ -14,8 +14,6 @@ class PoolConfig:
     """Settings of a `WorkerPool`; the defaults are right for most pools.
 
     Attributes:
-        name: what logs, errors and the workers' output call the pool, where there are several;
-            `Replicas` gives each of its pools one. ``""``: nothing but "the pool".
         in_flight: the number of calls that the workers may have at once; further calls are queued.
             ``None``: one per pipeline stage, and one more that waits before the first stage.
         call_capacity: bytes of shared memory for calls. Larger calls are streamed through it.
@@ -45,9 +43,10 @@ class PoolConfig:
             code that changes while the driver runs, or that starts threads when it is imported.
         spans: where each worker records its OpenTelemetry spans, as `spans.record` takes it;
             ``None``: nowhere, unless it sees to that itself.
+        name: what logs, errors and the workers' output call the pool, where there are several;
+            `Replicas` gives each of its pools one. ``""``: nothing but "the pool".
     """
 
-    name: str = ""
     in_flight: int | None = None
     call_capacity: int = 4 * MIB
     reply_capacity: int = 2 * MIB
@@ -62,6 +61,7 @@ class PoolConfig:
     fork: bool = True
     preload: tuple[str, ...] = ()
     spans: str | None = None
+    name: str = ""
 
     def __post_init__(self) -> None:
         """Check the values.

@@ -273,13 +273,13 @@ static bool unblocked(steps *s) {
 
 /* Says how much room a step takes: what the longest piece needs, or all if it is shared out. */
 static void cut(steps *s) {
-    bool whole = s->plan.kind == KIND_ALL_REDUCE;
-    uint64_t pieces = whole || s->plan.addressed ? s->n : 1;
+    bool shared_out = s->plan.kind == KIND_ALL_REDUCE;
+    uint64_t pieces = shared_out || s->plan.addressed ? s->n : 1;
     uint64_t longest = (s->plan.length + PIECE_ALIGN - 1) / PIECE_ALIGN * PIECE_ALIGN;
     uint64_t most = s->step_bytes / pieces / PIECE_ALIGN * PIECE_ALIGN;
-    s->piece = whole ? most : smaller(most, longest);
+    s->piece = shared_out ? most : smaller(most, longest);
     s->stride = pieces * s->piece;
-    uint64_t chunk = whole ? s->stride : s->piece;
+    uint64_t chunk = shared_out ? s->stride : s->piece;
     s->chunks = chunk == 0 ? 1 : (s->plan.length + chunk - 1) / chunk;
 }
 

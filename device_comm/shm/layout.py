@@ -131,7 +131,7 @@ class GroupLayout:
 
     @classmethod
     def for_ranks(cls, n_ranks: int) -> GroupLayout:
-        """The layout of a group of ``n_ranks``: rings of 2 MiB, of up to 8; less for more."""
+        """The layout of a group of ``n_ranks``: rings of 2 MiB, shorter for more than 8 ranks."""
         ring = min(LARGEST_RING, LARGEST_RINGS // n_ranks)
         step = min(LARGEST_STEP, ring // (RING_STEPS + 1))
         step = max(step // (n_ranks * PIECE_ALIGN), 1) * n_ranks * PIECE_ALIGN

@@ -310,7 +310,7 @@ class Ledger:
                 self._calls.follow_up(call)
                 self._to_send.notify()
             call.error = call.error or error
-            actions = [] if call.error is None else [call.finish()]
+            actions = [] if call.error is None else [call.finish(self._name)]
         _run(actions)
 
     def due(self, call: PendingCall) -> Deadline:
@@ -341,7 +341,7 @@ class Ledger:
         """Fail ``call`` because it is late, unless its result is known."""
         with self._lock:
             call.error = call.error or error
-            action = call.finish()
+            action = call.finish(self._name)
         action()
 
     def replied(self, rank: int, reply: Reply) -> None:
@@ -361,7 +361,7 @@ class Ledger:
             call = None if self.over(generation) else self._calls.oldest_of(rank)
             actions: Actions = []
             if call is not None:
-                call.spoil(rank, located(error, self._name))
+                call.spoil(rank, error)
                 actions = self._settle(call)
         _run(actions)
 
@@ -384,12 +384,12 @@ class Ledger:
             else:
                 actions = []
                 detail = self._calls.told() if failed.diverged else ""
-                error = located(rebuild(failed, rank, call.method, detail), self._name)
+                error = rebuild(failed, rank, call.method, detail)
                 call.fail(rank, error, failed)
                 # The caller gets the error at once. One that only says that another rank has failed
                 # is kept back: that rank's own report is the better one.
                 if not failed.consequence:
-                    actions.append(call.finish())
+                    actions.append(call.finish(self._name))
                 actions += self._clock()
                 if not final:
                     actions += self._settle(call)
@@ -474,9 +474,9 @@ class Ledger:
         diverged = call.compare()
         if diverged is None:
             resumed = [partial(self._hooks.resume, rank, call.number) for rank in call.failed]
-            return [call.finish(), *self._clock(), *resumed]
+            return [call.finish(self._name), *self._clock(), *resumed]
         call.error = call.error or call.failure or diverged
-        return [call.finish(), *self._clock(), *self._break_off(call.failure or diverged)]
+        return [call.finish(self._name), *self._clock(), *self._break_off(call.failure or diverged)]
 
     def _notify_waiters(self) -> None:
         """A call has left those under way: wake the sender, or `wait_until_idle`."""
@@ -521,7 +521,7 @@ class Ledger:
         # `broke` wakes all who wait, and after it the owner may take down what `wake` needs.
         before: Actions = [] if closed else [partial(self._hooks.broke, error)]
         after: Actions = [self._hooks.wake] if closed else [partial(self._move, waiting)]
-        return [*before, *(call.finish() for call in doomed), *after]
+        return [*before, *(call.finish(self._name) for call in doomed), *after]
 
     def _move(self, waiting: list[PendingCall]) -> None:
         """Let other ledgers have calls. Those that stay are queued again, or fail if it is over."""
@@ -534,7 +534,7 @@ class Ledger:
                     self._lateness.watch(call)
                 else:
                     call.error = call.error or self._end
-                    actions.append(call.finish())
+                    actions.append(call.finish(self._name))
             if self._end is None:
                 self._calls.put_back(staying)
                 self._to_send.notify_all()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shm_broadcast import Deadline
 
 from ..control.protocol import VOID
-from ..errors import CallDivergedError, WorkerError, again
+from ..errors import CallDivergedError, WorkerError, again, located
 from ..spans import carried
 from .agreement import difference
 from .call_future import CallFuture
@@ -145,8 +145,9 @@ class PendingCall:
             self.failure = self.error if isinstance(self.error, WorkerError) else error
         self.failure = self.failure or error
 
-    def finish(self) -> Callable[[], None]:
-        """Fix the result; returns the function that passes it to the future, if there is one.
+    def finish(self, pool: str = "") -> Callable[[], None]:
+        """Fix the result; returns the function that passes it to the future, if there is one. An
+        error gets a note that names the ``pool``, if that has a name.
 
         Run that without holding locks: a future runs its callbacks at once, and they may call the
         pool.
@@ -154,6 +155,8 @@ class PendingCall:
         if self.done:
             return _nothing
         self.error = self.error or self.failure or self._uneven_end()
+        if self.error is not None:
+            located(self.error, pool)
         self.done = True
         if self._ending is not None:
             self._ending.release()

@@ -20,6 +20,7 @@ from server.errors import (
     WorkerError,
     WorkerLostError,
 )
+from shm_broadcast import CoordinatorError, MessageDecodeError
 from tests.server.begun import begun
 
 
@@ -33,6 +34,7 @@ class Book:
         call_seconds: float = math.inf,
         stuck_seconds: float = math.inf,
         *,
+        name: str = "",
         restartable: bool = False,
     ) -> None:
         self.asked: list[Any] = []
@@ -49,6 +51,7 @@ class Book:
                 late=lambda calls: self.asked.append(("late", [call.method for call in calls])),
                 stuck=lambda call: self.asked.append(("stuck", call.method)),
             ),
+            name=name,
             restartable=restartable,
             stuck_seconds=stuck_seconds,
         )
@@ -108,6 +111,32 @@ def test_nothing_holds_a_call_that_is_over_also_if_the_clock_looked_at_it_meanwh
         book.ledger.tick()
         end(book, call)
         assert [each for each in gc.get_referrers(call) if each is not globals()] == [], end
+
+
+def test_whatever_goes_wrong_says_in_which_pool() -> None:
+    def failed(book: Book) -> None:
+        book.fail(0, 1)
+
+    def garbled(book: Book) -> None:
+        book.ledger.garbled(0, MessageDecodeError("what is this"), 1)
+        book.reply(1, 1)
+
+    def diverged(book: Book) -> None:
+        book.reply(0, 1, operations=1)
+        book.reply(1, 1, operations=2)
+
+    def lost(book: Book) -> None:
+        book.ledger.break_off(WorkerLostError(0, 1, "killed"))
+
+    for wrong in (failed, garbled, diverged, lost):
+        for name, told in (("replica 1", ["In replica 1."]), ("", [])):
+            book = Book(name=name)
+            call = book.send()
+            wrong(book)
+            with pytest.raises(CoordinatorError) as caught:
+                call.result()
+            notes = getattr(caught.value, "__notes__", [])
+            assert [note for note in notes if note.startswith("In ")] == told, wrong
 
 
 def test_a_failure_reaches_the_caller_at_once_and_its_rank_waits_for_the_others() -> None:

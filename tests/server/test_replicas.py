@@ -136,6 +136,8 @@ def test_what_goes_wrong_names_the_replica(
         for number, pool in enumerate(replicas.pools):
             here = [f"In replica {number}."]
             (pid,) = where(pool)
+            title = f"group-coordinator worker 0 of replica {number}"
+            assert psutil.Process(pid).cmdline()[0].rstrip("\0") == title
             pool.call("say", f"said in {number}")
             with pytest.raises(WorkerError) as failed:
                 pool.call("fail", [0])

@@ -45,6 +45,7 @@ CLOSED: Final = 72
 TAKEN: Final = 128
 RING: Final = 192
 RING_BYTES: Final = 1 << 20
+"""For the same reason as the rings of a group are long: see `device_comm.shm.layout`."""
 PIECE_BYTES: Final = 64 << 10
 RESERVED_BYTES: Final = 16 << 10
 SMALL_BYTES: Final = 192
