@@ -388,12 +388,19 @@ def test_a_model_goes_on_where_it_was_and_starts_without_torchs_compiler(tmp_pat
 
 
 def test_restarts_leave_nothing_behind() -> None:
+    def dispatching() -> list[str]:
+        names = [thread.name for thread in threading.enumerate()]
+        return sorted(name for name in names if name in ("pool-sender", "pool-collector"))
+
     def held() -> tuple[int, int, int]:
+        # Those of the generation before end by themselves, and hold its memory until then.
+        until(lambda: dispatching() == ["pool-collector", "pool-sender"])
         gc.collect()
         process = psutil.Process()
         return process.num_fds(), process.num_threads(), len(process.children(recursive=True))
 
     def worker_holds(pool: WorkerPool) -> tuple[int, int]:
+        pool.call("hang_in_group", 1, 0.3)  # who waits looks whether the other lives
         process = psutil.Process(pool.collective_rpc("where")[0][1])
         return process.num_fds(), process.num_threads()
 
