@@ -67,16 +67,33 @@ _LONGEST_RHYTHM: Final = 0.1
 what happens seldom need not happen fast."""
 
 
+_LOOK_SECONDS: Final = 0.001
+"""How long a look may last before all else that is waited for is looked at again."""
+
+
 class Lookout(NamedTuple):
     """When to be awake, because what is waited for is expected then.
 
     Attributes:
         at: from when on, in seconds of ``time.monotonic()``.
         seconds: for how long.
+        look: spins for so many seconds, without Python's lock, until that has come; whether it has.
+            One that does not wait is called all the more often.
     """
 
     at: float
     seconds: float
+    look: Callable[[float], bool]
+
+    def watch(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+        """Look, in its time, until ``ready()``; whether it is."""
+        end = Deadline(min(self.at + self.seconds, deadline.at), None)
+        while not ready():
+            if end.expired:
+                return False
+            if not self.look(end.remaining(_LOOK_SECONDS)):
+                time.sleep(0)  # takes 50 us and more before Python 3.13
+        return True
 
 
 class Doorbell:
@@ -126,7 +143,7 @@ class Doorbell:
         if lookout is not None and lookout.at < deadline.at:
             if wait_until(Deadline(lookout.at, None)):
                 return True
-            if _spin(ready, deadline.remaining(lookout.seconds), _yield_core_and_gil):
+            if lookout.watch(ready, deadline):
                 return True
         return wait_until(deadline)
 
@@ -199,28 +216,21 @@ class AdaptiveSpin:
             if self._alike <= 0:
                 self._usual_ns, self._alike = waited_ns, 0
 
-    def lookout(self, since_ns: int) -> Lookout | None:
-        """When to be awake in a wait that began at ``since_ns``; None if waits are not regular."""
+    def lookout(self, since_ns: int, look: Callable[[float], bool]) -> Lookout | None:
+        """When to ``look`` in a wait that began at ``since_ns``; None if waits are not regular."""
         usual = self._usual_ns * 1e-9
         if self._alike < _ENOUGH_ALIKE or not _SHORTEST_RHYTHM <= usual <= _LONGEST_RHYTHM:
             return None
         lead = usual * LOOKOUT_SHARE
-        return Lookout(since_ns * 1e-9 + usual - lead, 2 * lead)
+        return Lookout(since_ns * 1e-9 + usual - lead, 2 * lead, look)
 
 
-def _yield_core_and_gil() -> None:
-    os.sched_yield()
-    time.sleep(0)
-
-
-def _spin(
-    ready: Callable[[], bool], seconds: float, pause: Callable[[], None] = os.sched_yield
-) -> bool:
+def _spin(ready: Callable[[], bool], seconds: float) -> bool:
     if ready():
         return True
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        pause()
+        os.sched_yield()
         if ready():
             return True
     return False

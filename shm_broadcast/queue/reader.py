@@ -220,7 +220,7 @@ class LocalReader(QueueReader):
             lambda: (self._writer,),
             spin=0,
             watch=self._watch,
-            lookout=self._spin.lookout(started),
+            lookout=self._spin.lookout(started, self.readable),
         )
         self._spin.observe(time.monotonic_ns() - started)
         self._check(operation)

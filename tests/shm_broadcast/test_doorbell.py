@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,6 +22,9 @@ from shm_broadcast.doorbell import (
     Lookout,
 )
 from shm_broadcast.layout import DOORBELL_SLEEPERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 AT = 64
 
@@ -230,16 +234,30 @@ def learnt(*waits: float) -> AdaptiveSpin:
     ],
 )
 def test_regular_waits_are_looked_out_for(waits: tuple[float, ...], usual: float | None) -> None:
-    lookout = learnt(*waits).lookout(since_ns=1000 * MS)
+    lookout = learnt(*waits).lookout(since_ns=1000 * MS, look=in_vain)
     if usual is None:
         assert lookout is None
     else:
         assert lookout is not None
         assert lookout.at == pytest.approx(1 + usual * 0.95e-3)
         assert lookout.seconds == pytest.approx(usual * 0.1e-3)
+        assert lookout.look is in_vain
 
 
-def test_who_looks_out_needs_no_ring(doorbell: Doorbell, words: WordsLike) -> None:
+def in_vain(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def at_once(seconds: float) -> bool:
+    """A look that does not wait, as at a queue from another host."""
+    return False
+
+
+@pytest.mark.parametrize("look", [in_vain, at_once])
+def test_who_looks_out_needs_no_ring(
+    doorbell: Doorbell, words: WordsLike, look: Callable[[float], bool]
+) -> None:
     """Nor does whoever rings pay for a system call: nobody counts as a sleeper."""
     sleepers: list[int] = []
 
@@ -255,7 +273,7 @@ def test_who_looks_out_needs_no_ring(doorbell: Doorbell, words: WordsLike) -> No
     thread = threading.Thread(target=come)
     thread.start()
     began = time.monotonic()
-    lookout = Lookout(began + 0.1, 60)
+    lookout = Lookout(began + 0.1, 60, look)
     assert doorbell.wait(
         there.is_set, NEVER, slice_seconds=60, lookout=lookout, between_slices=nothing
     )
@@ -268,7 +286,7 @@ def test_who_has_looked_out_in_vain_sleeps_again(doorbell: Doorbell, words: Word
     looks: list[float] = []
     began = time.monotonic()
     deadline = Deadline.after(0.3)
-    lookout = Lookout(began + 0.02, 0.01)
+    lookout = Lookout(began + 0.02, 0.01, in_vain)
     assert not doorbell.wait(
         never,
         deadline,
@@ -282,8 +300,30 @@ def test_who_has_looked_out_in_vain_sleeps_again(doorbell: Doorbell, words: Word
     assert words.load32(AT + DOORBELL_SLEEPERS) == 0
 
 
+def test_a_look_out_calls_its_look_until_what_it_waits_for_is_there(doorbell: Doorbell) -> None:
+    asked: list[float] = []
+
+    def look(seconds: float) -> bool:
+        asked.append(seconds)
+        return len(asked) == 3
+
+    lookout = Lookout(time.monotonic(), 60, look)
+    wait = Deadline.after(30)
+    assert doorbell.wait(
+        lambda: len(asked) >= 3, wait, spin_seconds=0, lookout=lookout, between_slices=nothing
+    )
+    assert asked == [0.001] * 3  # of the window's 60 s a millisecond at a time
+
+
+def test_a_look_out_ends_with_the_deadline(doorbell: Doorbell) -> None:
+    began = time.monotonic()
+    lookout = Lookout(began, 60, in_vain)
+    assert not doorbell.wait(never, Deadline.after(0.02), lookout=lookout, between_slices=nothing)
+    assert time.monotonic() - began < 30
+
+
 def test_a_deadline_before_the_lookout_counts(doorbell: Doorbell) -> None:
     began = time.monotonic()
-    lookout = Lookout(began + 60, 1)
+    lookout = Lookout(began + 60, 1, in_vain)
     assert not doorbell.wait(never, Deadline.after(0.02), lookout=lookout, between_slices=nothing)
     assert time.monotonic() - began < 30
