@@ -68,9 +68,9 @@ def _make(folder: Path) -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     source = Path(found.origin).with_name(_GGUF)
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    quantized = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
-    # What was loaded holds plain weights by now, but is not saved as such: a new model is.
     config = AutoConfig.from_pretrained(**where)
+    quantized = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=torch.bfloat16)
+    # What was loaded holds plain weights by now, but is not saved as such: a new model is.
     plain = AutoModelForCausalLM.from_config(config).bfloat16()  # type: ignore[no-untyped-call]
     plain.load_state_dict(quantized.state_dict())
     plain.save_pretrained(folder)
