@@ -37,7 +37,7 @@ def page(
         INTRODUCTION,
         f"Machine: {told}.",
         f"## Targets: {met} of {measured} met",
-        _table(
+        table(
             ("what", "ours", "beside", "its figure", "times", "target", ""),
             [_line(verdict) for verdict in verdicts],
         ),
@@ -77,16 +77,20 @@ def _work(work: str, rows: Sequence[Row]) -> str:
         (params, *(figure(by_place.get((params, system))) for system in systems))
         for params in every
     ]
-    return f"**{work}**\n\n" + _table(("", *systems), lines)
+    return f"**{work}**\n\n" + table(("", *systems), lines)
 
 
 def figure(row: Row | None) -> str:
     """A median with its unit and spread; nothing for no row."""
     if row is None:
         return ""
+    return f"{spoken(row)} ±{50 * row.spread:.0f} %"
+
+
+def spoken(row: Row) -> str:
+    """A median with its unit."""
     timed = row.unit in ("us", "ms", "s")
-    told = duration(row.median / UNITS[row.unit]) if timed else f"{row.median:.3g} {row.unit}"
-    return f"{told} ±{50 * row.spread:.0f} %"
+    return duration(row.median / UNITS[row.unit]) if timed else f"{row.median:.3g} {row.unit}"
 
 
 def duration(seconds: float) -> str:
@@ -97,6 +101,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown."""
     rows = [head, ["---"] * len(head), *lines]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

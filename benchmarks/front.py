@@ -1,0 +1,71 @@
+"""The table on the README's first screen, made of the figures of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from benchmarks.page import spoken, table
+from benchmarks.targets import Figure
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from benchmarks.harness import Row
+
+BEGIN: Final = "<!-- Written by make bench, as is all up to the next such line. -->\n\n"
+END: Final = "\n\n<!-- Up to here. -->"
+
+COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
+    "this": ("ours",),
+    "vLLM's": ("vLLM", "vLLM (arena)", "vLLM's C++", "vLLM's executor loop"),
+    "SGLang's": ("SGLang",),
+    "gloo": ("gloo", "gloo broadcast_object_list"),
+    "Ray": ("Ray actors", "Ray's compiled graph"),
+}
+"""What stands in each column; of several the quickest."""
+
+_QUEUE, _RPC = "message_queue", "no-op collective_rpc"
+LINES: Final = {
+    "a dict to a reader and back": Figure(_QUEUE, "echo", "dict, 1 reader"),
+    "the same, 3 readers": Figure(_QUEUE, "echo", "dict, 3 readers"),
+    "a tensor of 64 MiB to a reader": Figure(_QUEUE, "one_way", "64MiB, 1 reader"),
+    "a core's share that an idle reader takes": Figure(
+        _QUEUE, "idle_cpu", "share of a core, 1 reader"
+    ),
+    "all-reduce of 1 KiB, in place": Figure("collectives", "all_reduce_", "fp32 1KiB 2 ranks"),
+    "all-reduce of 1 MiB, in place": Figure("collectives", "all_reduce_", "fp32 1MiB 2 ranks"),
+    "a tensor dict of 4 MiB, sent": Figure(
+        "tensor_dict", "tensor dict send/recv", "4 MiB, 2 ranks"
+    ),
+    "a call on two workers": Figure("pool", _RPC, "back to back"),
+    "the same, every 20 ms": Figure("pool", _RPC, "every 20 ms"),
+}
+
+
+def front(reports: Mapping[str, Sequence[Row]]) -> str:
+    """The table, with nothing where a run has no such figure."""
+    return table(
+        ("", *COLUMNS),
+        [
+            (what, *(_cell(line.of(*systems).find(reports)) for systems in COLUMNS.values()))
+            for what, line in LINES.items()
+        ],
+    )
+
+
+def _cell(row: Row | None) -> str:
+    return "" if row is None else spoken(row)
+
+
+def rewrite(page: Path, shown: str) -> None:
+    """Put the table into a page, in the place of the one that is there.
+
+    Raises:
+        ValueError: the page has no place for one.
+    """
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{page} has no place for the table")
+    page.write_text("".join((before, begin, shown, end, after)), encoding="utf-8")
