@@ -14,7 +14,7 @@ wait cannot be interrupted, and prints to stderr when it times out.
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeVar
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_GIVEN_UP = "given up"
 _FIRST_NAP = 0.0005
 _LONGEST_NAP = 0.05
 
@@ -57,6 +58,7 @@ class Exchange:
         called: the members' global ranks, for errors; empty: the same as their ranks in the group.
         watch: raises if a member has ended: called while something is waited for, with what that is
             and with whether it is there; None: nobody knows.
+        visited: whether others may come here later: see `visit`.
     """
 
     store: Store
@@ -68,6 +70,7 @@ class Exchange:
     keeper: int | None = None
     called: tuple[int, ...] = ()
     watch: Callable[[str, Callable[[], bool]], None] | None = None
+    visited: bool = False
 
     @classmethod
     def visit(
@@ -86,15 +89,19 @@ class Exchange:
 
         The store counts each member's visits to the place, which is another one for other members
         ``called`` so. The n-th visit uses keys of its own, so it meets the other members' n-th
-        visits, and never an earlier one's values.
+        visits, and never an earlier one's values. A visit that a member has given up, by an error
+        of a swap, is left out by those that come later: they meet that member's next one.
 
         Collective: no.
         """
         place = f"group-coordinator/{place}{_digest(called)}"
         outside = cls(store, rank, size, name, deadline, host, keeper, tuple(called))
         with outside._reaching(name):
-            count = store.add(f"{place}/visits/{rank}", 1)
-        return replace(outside, store=PrefixStore(f"{place}/{count}", store))
+            while True:
+                count = store.add(f"{place}/visits/{rank}", 1)
+                inside = PrefixStore(f"{place}/{count}", store)
+                if not inside.check([_GIVEN_UP]):
+                    return replace(outside, store=inside, visited=True)
 
     def all_gather(self, what: str, payload: bytes = b"") -> list[bytes]:
         """Put ``payload``, wait for everyone's, and return them by rank.
@@ -189,7 +196,7 @@ class Exchange:
 
     @contextmanager
     def _reaching(self, operation: str) -> Iterator[None]:
-        """Say of a store that cannot be reached any more who kept it."""
+        """Say of a store that cannot be reached any more who kept it; tell it of other errors."""
         try:
             yield
         except DistError as error:
@@ -197,6 +204,11 @@ class Exchange:
             detail = f"{where} has gone: the process that keeps it has ended, or given up ({error})"
             keeper = None if self.keeper is None else self.global_rank(self.keeper)
             raise TransportError(operation, detail, keeper) from error
+        except BaseException:
+            if self.visited:
+                with suppress(DistError):
+                    self._put(_GIVEN_UP, b"")
+            raise
 
     def _payloads(self, what: str) -> dict[int, bytes]:
         """What members have put by now, by rank; all of them must have been told the same size."""

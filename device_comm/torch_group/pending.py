@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from device_comm.torch_group import under_way
 from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS
 from shm_broadcast.errors import (
@@ -132,6 +133,7 @@ class CollectivePending:
         """Follow ``work``; ``finish`` is what is to be done when it has succeeded."""
         self._arrival = arrival
         self._work = work
+        under_way.keep(work)
         self._finish = finish
         self._operation = operation
         self._peers = peers
@@ -148,6 +150,7 @@ class CollectivePending:
                 self._wait_long(deadline)
             except GroupTimeoutError as late:
                 raise self._arrival.only_those_behind(late) from late.__cause__
+        under_way.let_go(self._work)
         if self._finish is not None:
             self._finish()
             self._finish = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -143,3 +144,50 @@ def test_groups_of_other_members_meet_elsewhere_under_the_same_name() -> None:
         pairs = [(ranks, rank) for ranks in ((0, 11), (1, 1)) for rank in range(2)]
         found = list(threads.map(lambda each: meet(*each), pairs))
     assert found == [[b"0", b"11"]] * 2 + [[b"1", b"1"]] * 2
+
+
+def visit(store: Store, rank: int, seconds: float) -> list[bytes]:
+    """One member's set-up, of two."""
+    exchange = Exchange.visit(store, "world", rank, 2, "world", Deadline.after(seconds))
+    return exchange.all_gather("hosts", b"%d" % rank)
+
+
+@pytest.mark.parametrize("tries", [1, 3])
+def test_who_comes_late_meets_those_that_try_again(tries: int) -> None:
+    """However often these have given up before it came, and without an error of its own."""
+    store = HashStore()
+    for _ in range(tries):
+        with pytest.raises(GroupTimeoutError, match="rank 1"):
+            visit(store, 0, 0.05)
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(visit, store, rank, 30) for rank in (0, 1)]
+        assert [each.result(60) for each in both] == [[b"0", b"1"]] * 2
+        again = [threads.submit(visit, store, rank, 30) for rank in (1, 0)]
+        assert [each.result(60) for each in again] == [[b"0", b"1"]] * 2
+
+
+def test_members_that_give_up_in_turns_meet_in_the_end() -> None:
+    """Each has waited for the other, which was not there then, a different number of times."""
+    store = HashStore()
+    for rank in (0, 1, 1, 1, 0, 1):
+        with pytest.raises(GroupTimeoutError):
+            visit(store, rank, 0.05)
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(visit, store, rank, 30) for rank in (0, 1)]
+        assert [each.result(60) for each in both] == [[b"0", b"1"]] * 2
+
+
+def test_a_visit_that_was_interrupted_is_given_up() -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(what: str, there: Callable[[], bool]) -> None:
+        raise Interrupted
+
+    store = HashStore()
+    exchange = Exchange.visit(store, "world", 0, 2, "world", Deadline.after(30))
+    with pytest.raises(Interrupted):
+        replace(exchange, watch=interrupt).all_gather("hosts")
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(visit, store, rank, 30) for rank in (0, 1)]
+        assert [each.result(60) for each in both] == [[b"0", b"1"]] * 2

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from device_comm import Communicator, ReduceOp, TorchBackend
+from device_comm.torch_group import under_way
 from device_comm.torch_group.pending import Boundary
 from shm_broadcast import (
     Board,
@@ -26,6 +27,7 @@ from shm_broadcast import (
 )
 from shm_broadcast.errors import TransportError
 from tests.device_comm.meeting import SOON, die, meet, moment_of_death
+from tests.forked import in_a_child
 from tests.patience import NAMED_WITHIN, quickest
 from tests.ranks import init_gloo, run_ranks
 
@@ -314,3 +316,52 @@ def test_what_hangs_does_not_hold_up_the_end_of_the_process(store_path: str) -> 
         late.communicate(timeout=20)
     assert ended.stdout.split() == ["GroupTimeoutError", "GroupAbortedError"]
     assert ended.returncode == 0, ended.stderr
+
+
+def give_up(rank: int, n: int, path: str, board: BoardHandle) -> list[int]:
+    comm = make(rank, n, path, board)
+    kept = []
+    for _ in range(3):
+        comm.all_reduce(torch.ones(1))
+        comm.all_reduce(torch.ones(1), async_op=True).wait()
+        kept.append(len(under_way._kept))
+    if rank == 0:
+        failure_of(lambda: comm.all_reduce(torch.ones(1), timeout=0.2))
+        kept.append(len(under_way._kept))
+        in_a_child(nothing_is_kept)
+    return kept
+
+
+def nothing_is_kept() -> None:
+    assert under_way._kept == set()
+
+
+def test_torchs_thread_is_not_the_one_that_drops_what_was_given_up(store_path: str) -> None:
+    """It would be ended by Python's end, and end the process: see `under_way`."""
+    with Board.create(2, None) as board:
+        assert run_ranks(2, give_up, store_path, board.handle()) == [[0, 0, 0, 1], [0, 0, 0]]
+
+
+class Ended:
+    """Stands for torch's handle of a collective."""
+
+    def __init__(self, ended: bool) -> None:
+        self.ended = ended
+
+    def is_completed(self) -> bool:
+        return self.ended
+
+
+def test_what_has_ended_is_kept_until_others_begin() -> None:
+    works = [Ended(ended=number % 2 == 0) for number in range(under_way.MOST_ENDED)]
+    last = Ended(ended=False)
+    try:
+        for work in works:
+            under_way.keep(work)
+        assert under_way._kept == {*works}
+        under_way.keep(last)
+        assert under_way._kept == {*works[1::2], last}
+    finally:
+        for work in (*works, last):
+            under_way.let_go(work)
+    assert under_way._kept == set()

@@ -1,0 +1,57 @@
+"""Keeps what gloo's threads work on, lest one of them lets go of it last.
+
+Whoever drops the last reference to a collective drops its tensors, and torch takes Python's lock
+for that. A thread that asks for it while Python comes to its end is ended by Python (before 3.14),
+in the middle of a destructor, which ends the process: "terminate called without an active
+exception". It happened where a collective was given up, as its peers were late, and the program
+ended soon after.
+
+So a collective is kept until it was waited for or, if nobody does that, until others begin after it
+has ended. What is left at the end of the process stays.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+MOST_ENDED: Final = 8
+"""How many are kept before those that have ended are looked for."""
+
+_kept: set[dist.Work] = set()
+_of_the_parent: list[set[dist.Work]] = []
+
+
+def keep(work: dist.Work) -> None:
+    """Keep ``work``, which has begun."""
+    if len(_kept) >= MOST_ENDED:
+        for each in [*_kept]:
+            if each.is_completed():
+                _kept.discard(each)
+    _kept.add(work)
+
+
+def let_go(work: dist.Work) -> None:
+    """Keep ``work`` no more: it was waited for."""
+    _kept.discard(work)
+
+
+def _stay() -> None:
+    for each in _kept:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+def _disown() -> None:
+    """In a forked child: what the parent works on is neither looked at here nor dropped."""
+    global _kept
+    _of_the_parent.append(_kept)
+    _kept = set()
+
+
+atexit.register(_stay)
+os.register_at_fork(after_in_child=_disown)
