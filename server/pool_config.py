@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from .driver.binding import check_bind
 
 MIB = 1 << 20
+MOST_THREADS = 8192
+"""As many cores as Linux knows; OpenMP ends a process that asks for too many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +28,8 @@ class PoolConfig:
             before they are killed and replaced as well.
         stack_seconds: how long to wait for the stacks of late workers.
         kill_seconds: how long workers have to end after SIGTERM, before SIGKILL.
-        threads: CPU threads of each worker. ``None``: ``OMP_NUM_THREADS``, or an equal share of the
-            cores that this process may use.
+        threads: CPU threads of each worker, at most 8192. ``None``: ``OMP_NUM_THREADS``, or an
+            equal share of the cores that this process may use.
         bind: which cores each worker is bound to. ``"none"``: to none. ``"auto"``: to cores of its
             own, an equal share of those that this process may use, within a node (NUMA) unless that
             would halve it. ``"numa"``: to all cores of a node; workers share nodes if there are
@@ -69,10 +71,10 @@ class PoolConfig:
         Raises:
             ValueError: one is out of range.
         """
-        for name in ("in_flight", "threads"):
-            count = getattr(self, name)
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be 1 or more; got {count}")
+        if self.in_flight is not None and self.in_flight < 1:
+            raise ValueError(f"in_flight must be 1 or more; got {self.in_flight}")
+        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
+            raise ValueError(f"threads must be 1 to {MOST_THREADS}; got {self.threads}")
         check_bind(self.bind)
         if not self.call_seconds > 0:
             raise ValueError(f"call_seconds must be more than 0; got {self.call_seconds!r}")

@@ -23,6 +23,7 @@ from torch.distributed import DistError, PrefixStore, Store
 
 from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.errors import (
+    CoordinatorError,
     GroupTimeoutError,
     MemberStatus,
     PeerProtocolError,
@@ -89,8 +90,8 @@ class Exchange:
 
         The store counts each member's visits to the place, which is another one for other members
         ``called`` so. The n-th visit uses keys of its own, so it meets the other members' n-th
-        visits, and never an earlier one's values. A visit that a member has given up, by an error
-        of a swap, is left out by those that come later: they meet that member's next one.
+        visits, and never an earlier one's values. A visit in which a member has waited in vain is
+        left out by those that come later: they meet that member's next one.
 
         Collective: no.
         """
@@ -196,7 +197,7 @@ class Exchange:
 
     @contextmanager
     def _reaching(self, operation: str) -> Iterator[None]:
-        """Say of a store that cannot be reached any more who kept it; tell it of other errors."""
+        """Say of a store that cannot be reached any more who kept it."""
         try:
             yield
         except DistError as error:
@@ -204,11 +205,12 @@ class Exchange:
             detail = f"{where} has gone: the process that keeps it has ended, or given up ({error})"
             keeper = None if self.keeper is None else self.global_rank(self.keeper)
             raise TransportError(operation, detail, keeper) from error
-        except BaseException:
-            if self.visited:
-                with suppress(DistError):
-                    self._put(_GIVEN_UP, b"")
-            raise
+
+    def _give_up(self) -> None:
+        """Let who comes later leave this visit out. The store has answered a moment ago."""
+        if self.visited:
+            with suppress(DistError, CoordinatorError):
+                self._put(_GIVEN_UP, b"")
 
     def _payloads(self, what: str) -> dict[int, bytes]:
         """What members have put by now, by rank; all of them must have been told the same size."""
@@ -243,16 +245,25 @@ class Exchange:
         for nap in naps():
             if there():
                 return
-            if self.watch is not None:
-                self.watch(operation, there)
-            if self.deadline.expired:
-                raise GroupTimeoutError(
-                    operation,
-                    self.deadline.timeout,
-                    tuple(MemberStatus(self.global_rank(rank), 0, "absent") for rank in absent()),
-                    self.host and f"over the store at {self.host}",
-                )
-            time.sleep(self.deadline.remaining(at_most=nap))
+            try:
+                self._linger(nap, operation, there, absent)
+            except BaseException:
+                self._give_up()
+                raise
+
+    def _linger(
+        self, nap: float, operation: str, there: Callable[[], bool], absent: Callable[[], list[int]]
+    ) -> None:
+        if self.watch is not None:
+            self.watch(operation, there)
+        if self.deadline.expired:
+            raise GroupTimeoutError(
+                operation,
+                self.deadline.timeout,
+                tuple(MemberStatus(self.global_rank(rank), 0, "absent") for rank in absent()),
+                self.host and f"over the store at {self.host}",
+            )
+        time.sleep(self.deadline.remaining(at_most=nap))
 
 
 def _digest(ranks: Sequence[int]) -> str:

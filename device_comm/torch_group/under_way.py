@@ -6,8 +6,8 @@ in the middle of a destructor, which ends the process: "terminate called without
 exception". It happened where a collective was given up, as its peers were late, and the program
 ended soon after.
 
-So a collective is kept until it was waited for or, if nobody does that, until others begin after it
-has ended. What is left at the end of the process stays.
+So a collective is kept until it was waited for or, if nobody does that, until another one begins
+after it has ended. What is left at the end of the process stays.
 """
 
 from __future__ import annotations
@@ -15,24 +15,20 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-MOST_ENDED: Final = 8
-"""How many are kept before those that have ended are looked for."""
 
 _kept: set[dist.Work] = set()
 _of_the_parent: list[set[dist.Work]] = []
 
 
 def keep(work: dist.Work) -> None:
-    """Keep ``work``, which has begun."""
-    if len(_kept) >= MOST_ENDED:
-        for each in [*_kept]:
-            if each.is_completed():
-                _kept.discard(each)
+    """Keep ``work``, which has begun, and those before it no more that have ended."""
+    for each in [*_kept]:
+        if each.is_completed():
+            _kept.discard(each)
     _kept.add(work)
 
 

@@ -10,7 +10,7 @@ from ..defaults import BATCH_TOKENS, CONTEXT, PACKAGED_DECODER, SLOTS
 from ..driver import devices
 from ..driver.binding import bound_here
 from ..driver.cores import worker_threads
-from ..pool_config import PoolConfig
+from ..pool_config import MOST_THREADS, PoolConfig
 from ..workers.decoder import DecoderFolder, DecoderText, DecoderWorker, is_decoder, smollm2
 from ..workers.minilm import (
     MiniLMWorker,
@@ -47,8 +47,8 @@ class WorkerOptions:
         Raises:
             ValueError, OSError, ImportError: one is wrong; the text says why, in one line.
         """
-        if args.threads is not None and args.threads < 1:
-            raise ValueError(f"--threads must be at least 1; got {args.threads}")
+        if args.threads is not None and not 1 <= args.threads <= MOST_THREADS:
+            raise ValueError(f"--threads must be 1 to {MOST_THREADS}; got {args.threads}")
         if args.dp < 1:
             raise ValueError(f"--dp must be at least 1; got {args.dp}")
         devices.check_arguments(args)

@@ -353,15 +353,12 @@ class Ended:
 
 
 def test_what_has_ended_is_kept_until_others_begin() -> None:
-    works = [Ended(ended=number % 2 == 0) for number in range(under_way.MOST_ENDED)]
-    last = Ended(ended=False)
+    first, second, third = Ended(ended=True), Ended(ended=False), Ended(ended=False)
     try:
-        for work in works:
+        for work, kept in (first, {first}), (second, {second}), (third, {second, third}):
             under_way.keep(work)
-        assert under_way._kept == {*works}
-        under_way.keep(last)
-        assert under_way._kept == {*works[1::2], last}
+            assert under_way._kept == kept
     finally:
-        for work in (*works, last):
+        for work in (first, second, third):
             under_way.let_go(work)
     assert under_way._kept == set()

@@ -46,7 +46,9 @@ def test_wrong_arguments_are_refused(arguments: Any, error: type[Exception], tex
         WorkerPool(arguments.pop("worker", Worker), **arguments)
 
 
-@pytest.mark.parametrize("wrong", [{"in_flight": 0}, {"kill_seconds": -1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"in_flight": 0}, {"kill_seconds": -1.0}, {"threads": 0}, {"threads": 10**8}]
+)
 def test_wrong_settings_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         PoolConfig(**wrong)
