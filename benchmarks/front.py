@@ -17,29 +17,34 @@ BEGIN: Final = "<!-- Written by make bench, as is all up to the next such line. 
 END: Final = "\n\n<!-- Up to here. -->"
 
 COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
-    "this": ("ours",),
-    "vLLM's": ("vLLM", "vLLM (arena)", "vLLM's C++", "vLLM's executor loop"),
-    "SGLang's": ("SGLang",),
+    "group-coordinator": ("ours",),
+    "vLLM": (
+        *("vLLM", "vLLM (arena)", "vLLM's C++", "vLLM's C++, tensors only"),
+        "vLLM's executor loop",
+    ),
+    "SGLang": ("SGLang",),
     "gloo": ("gloo", "gloo broadcast_object_list"),
+    "MPI": ("Open MPI", "MPICH", "Intel MPI"),
     "Ray": ("Ray actors", "Ray's compiled graph"),
 }
 """What stands in each column; of several the quickest."""
 
 _QUEUE, _RPC = "message_queue", "no-op collective_rpc"
 LINES: Final = {
-    "a dict to a reader and back": Figure(_QUEUE, "echo", "dict, 1 reader"),
-    "the same, 3 readers": Figure(_QUEUE, "echo", "dict, 3 readers"),
-    "a tensor of 64 MiB to a reader": Figure(_QUEUE, "one_way", "64MiB, 1 reader"),
-    "a core's share that an idle reader takes": Figure(
-        _QUEUE, "idle_cpu", "share of a core, 1 reader"
-    ),
+    "queue: a dict to a reader, and back": Figure(_QUEUE, "echo", "dict, 1 reader"),
+    "queue: the same with 3 readers": Figure(_QUEUE, "echo", "dict, 3 readers"),
+    "queue: 64 MiB to a reader": Figure(_QUEUE, "one_way", "64MiB, 1 reader"),
+    "queue: CPU of an idle reader": Figure(_QUEUE, "idle_cpu", "share of a core, 1 reader"),
     "all-reduce of 1 KiB, in place": Figure("collectives", "all_reduce_", "fp32 1KiB 2 ranks"),
     "all-reduce of 1 MiB, in place": Figure("collectives", "all_reduce_", "fp32 1MiB 2 ranks"),
-    "a tensor dict of 4 MiB, sent": Figure(
+    "all-reduce of 1 MiB, into new memory": Figure(
+        "collectives", "all_reduce", "fp32 1MiB 2 ranks"
+    ),
+    "a tensor dict of 4 MiB to a rank": Figure(
         "tensor_dict", "tensor dict send/recv", "4 MiB, 2 ranks"
     ),
-    "a call on two workers": Figure("pool", _RPC, "back to back"),
-    "the same, every 20 ms": Figure("pool", _RPC, "every 20 ms"),
+    "a call of two workers, one after another": Figure("pool", _RPC, "back to back"),
+    "a call of two workers, once in 20 ms": Figure("pool", _RPC, "every 20 ms"),
 }
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .driver.binding import check_bind
+from .driver.cores import MOST_THREADS
 
 MIB = 1 << 20
-MOST_THREADS = 8192
-"""As many cores as Linux knows; OpenMP ends a process that asks for too many."""
 
 
 @dataclass(frozen=True, slots=True)

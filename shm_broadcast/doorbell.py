@@ -78,7 +78,7 @@ class Lookout(NamedTuple):
         at: from when on, in seconds of ``time.monotonic()``.
         seconds: for how long.
         look: spins for so many seconds, without Python's lock, until that has come; whether it has.
-            One that does not wait is called all the more often.
+            After one that does not wait so long, others have Python's lock for a moment.
     """
 
     at: float
@@ -91,7 +91,8 @@ class Lookout(NamedTuple):
         while not ready():
             if end.expired:
                 return False
-            if not self.look(end.remaining(_LOOK_SECONDS)):
+            until = time.monotonic() + end.remaining(_LOOK_SECONDS)
+            if not self.look(until - time.monotonic()) and time.monotonic() < until:
                 time.sleep(0)  # takes 50 us and more before Python 3.13
         return True
 

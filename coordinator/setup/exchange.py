@@ -23,9 +23,10 @@ from torch.distributed import DistError, PrefixStore, Store
 
 from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.errors import (
-    CoordinatorError,
+    GroupAbortedError,
     GroupTimeoutError,
     MemberStatus,
+    PeerLostError,
     PeerProtocolError,
     TransportError,
 )
@@ -59,7 +60,7 @@ class Exchange:
         called: the members' global ranks, for errors; empty: the same as their ranks in the group.
         watch: raises if a member has ended: called while something is waited for, with what that is
             and with whether it is there; None: nobody knows.
-        visited: whether others may come here later: see `visit`.
+        marks: where those that come to the same place later look: see `visit`; None: nobody does.
     """
 
     store: Store
@@ -71,7 +72,7 @@ class Exchange:
     keeper: int | None = None
     called: tuple[int, ...] = ()
     watch: Callable[[str, Callable[[], bool]], None] | None = None
-    visited: bool = False
+    marks: Store | None = None
 
     @classmethod
     def visit(
@@ -91,7 +92,8 @@ class Exchange:
         The store counts each member's visits to the place, which is another one for other members
         ``called`` so. The n-th visit uses keys of its own, so it meets the other members' n-th
         visits, and never an earlier one's values. A visit in which a member has waited in vain is
-        left out by those that come later: they meet that member's next one.
+        left out by those that come later: they meet that member's next one. Those that are there
+        already wait until their own time is over.
 
         Collective: no.
         """
@@ -102,7 +104,7 @@ class Exchange:
                 count = store.add(f"{place}/visits/{rank}", 1)
                 inside = PrefixStore(f"{place}/{count}", store)
                 if not inside.check([_GIVEN_UP]):
-                    return replace(outside, store=inside, visited=True)
+                    return replace(outside, store=inside, marks=inside)
 
     def all_gather(self, what: str, payload: bytes = b"") -> list[bytes]:
         """Put ``payload``, wait for everyone's, and return them by rank.
@@ -188,6 +190,12 @@ class Exchange:
         except UNDECODABLE as error:
             raise PeerProtocolError(self.name, self.global_rank(rank), str(error)) from error
 
+    def give_up(self) -> None:
+        """Have those that come later leave this visit out. Collective: no."""
+        if self.marks is not None:
+            with suppress(Exception):  # what this member gives up for is told, not this
+                self.marks.set(_GIVEN_UP, "")
+
     def global_rank(self, rank: int) -> int:
         """What errors call the member of that rank in the group."""
         return self.called[rank] if self.called else rank
@@ -205,12 +213,6 @@ class Exchange:
             detail = f"{where} has gone: the process that keeps it has ended, or given up ({error})"
             keeper = None if self.keeper is None else self.global_rank(self.keeper)
             raise TransportError(operation, detail, keeper) from error
-
-    def _give_up(self) -> None:
-        """Let who comes later leave this visit out. The store has answered a moment ago."""
-        if self.visited:
-            with suppress(DistError, CoordinatorError):
-                self._put(_GIVEN_UP, b"")
 
     def _payloads(self, what: str) -> dict[int, bytes]:
         """What members have put by now, by rank; all of them must have been told the same size."""
@@ -246,24 +248,20 @@ class Exchange:
             if there():
                 return
             try:
-                self._linger(nap, operation, there, absent)
-            except BaseException:
-                self._give_up()
+                if self.watch is not None:
+                    self.watch(operation, there)
+            except (PeerLostError, GroupAbortedError):
+                self.give_up()
                 raise
-
-    def _linger(
-        self, nap: float, operation: str, there: Callable[[], bool], absent: Callable[[], list[int]]
-    ) -> None:
-        if self.watch is not None:
-            self.watch(operation, there)
-        if self.deadline.expired:
-            raise GroupTimeoutError(
-                operation,
-                self.deadline.timeout,
-                tuple(MemberStatus(self.global_rank(rank), 0, "absent") for rank in absent()),
-                self.host and f"over the store at {self.host}",
-            )
-        time.sleep(self.deadline.remaining(at_most=nap))
+            if self.deadline.expired:
+                self.give_up()  # first: the store has just answered
+                raise GroupTimeoutError(
+                    operation,
+                    self.deadline.timeout,
+                    tuple(MemberStatus(self.global_rank(rank), 0, "absent") for rank in absent()),
+                    self.host and f"over the store at {self.host}",
+                )
+            time.sleep(self.deadline.remaining(at_most=nap))
 
 
 def _digest(ranks: Sequence[int]) -> str:

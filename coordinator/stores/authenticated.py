@@ -19,7 +19,7 @@ from coordinator.setup.addresses import own_address
 from coordinator.stores.asked_store import AskedStore, behind_prefixes
 from coordinator.stores.curve_store import StoreAddress, StoreGuest, StoreHost
 from coordinator.stores.key_values import Check
-from shm_broadcast import PeerProtocolError
+from shm_broadcast import GroupTimeoutError, PeerProtocolError
 from shm_broadcast.codec import UNDECODABLE
 
 if TYPE_CHECKING:
@@ -67,6 +67,9 @@ def authenticated(
     except (*UNDECODABLE, ValueError) as error:
         detail = f"what stands in the store is no address: {error}"
         raise PeerProtocolError(exchange.name, 0, detail) from error
+    except GroupTimeoutError:
+        exchange.give_up()
+        raise
     return replace(exchange, store=store, host=at.address, keeper=0)
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ..defaults import BATCH_TOKENS, CONTEXT, PACKAGED_DECODER, SLOTS
 from ..driver import devices
 from ..driver.binding import bound_here
-from ..driver.cores import worker_threads
-from ..pool_config import MOST_THREADS, PoolConfig
+from ..driver.cores import MOST_THREADS, worker_threads
+from ..pool_config import PoolConfig
 from ..workers.decoder import DecoderFolder, DecoderText, DecoderWorker, is_decoder, smollm2
 from ..workers.minilm import (
     MiniLMWorker,

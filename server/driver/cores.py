@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from .binding import threads_of
 
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from .binding import Bound
+
+
+MOST_THREADS: Final = 8192
+"""As many cores as Linux knows. OpenMP ends a process that asks for far more."""
 
 
 class _Mount(NamedTuple):
@@ -46,7 +50,7 @@ def worker_threads(
         environment: where the variable is.
     """
     wanted = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if wanted.isdecimal() and int(wanted) > 0:
+    if wanted.isdecimal() and 0 < int(wanted) <= MOST_THREADS:
         return int(wanted)
     share = max(1, usable_cores() // n_workers)
     return min(share, threads_of(bound)) if bound else share

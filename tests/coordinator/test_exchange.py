@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,15 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from coordinator.setup.exchange import Exchange
-from shm_broadcast import Deadline, GroupTimeoutError, PeerProtocolError, TransportError
+from coordinator.stores.authenticated import authenticated
+from shm_broadcast import (
+    Deadline,
+    GroupTimeoutError,
+    MemberStatus,
+    PeerLostError,
+    PeerProtocolError,
+    TransportError,
+)
 from tests.patience import STALL_SECONDS, until
 
 if TYPE_CHECKING:
@@ -177,17 +186,34 @@ def test_members_that_give_up_in_turns_meet_in_the_end() -> None:
         assert [each.result(60) for each in both] == [[b"0", b"1"]] * 2
 
 
-def test_a_visit_that_was_interrupted_is_given_up() -> None:
-    class Interrupted(Exception):
-        pass
+def test_a_visit_is_given_up_where_a_member_is_seen_to_have_ended() -> None:
+    gone = PeerLostError("hosts", MemberStatus(1, 4242, "lost"))
 
-    def interrupt(what: str, there: Callable[[], bool]) -> None:
-        raise Interrupted
+    def see(what: str, there: Callable[[], bool]) -> None:
+        raise gone
 
     store = HashStore()
     exchange = Exchange.visit(store, "world", 0, 2, "world", Deadline.after(30))
-    with pytest.raises(Interrupted):
-        replace(exchange, watch=interrupt).all_gather("hosts")
+    with pytest.raises(PeerLostError):
+        replace(exchange, watch=see).all_gather("hosts")
     with ThreadPoolExecutor(2) as threads:
         both = [threads.submit(visit, store, rank, 30) for rank in (0, 1)]
+        assert [each.result(60) for each in both] == [[b"0", b"1"]] * 2
+
+
+def authenticate(store: Store, rank: int, seconds: float) -> list[bytes]:
+    """One member's set-up, of two that have a secret."""
+    deadline = Deadline.after(seconds)
+    with ExitStack() as closing:
+        exchange = Exchange.visit(store, "world", rank, 2, "world", deadline)
+        return authenticated(exchange, b"secret", closing).all_gather("hosts", b"%d" % rank)
+
+
+def test_who_comes_late_meets_those_that_try_again_with_a_secret() -> None:
+    """What the first try has left in the open store, an address, leads nowhere by then."""
+    store = HashStore()
+    with pytest.raises(GroupTimeoutError, match="rank 1"):
+        authenticate(store, 0, 0.3)
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(authenticate, store, rank, 30) for rank in (0, 1)]
         assert [each.result(60) for each in both] == [[b"0", b"1"]] * 2

@@ -76,7 +76,8 @@ def test_less_than_a_core_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "threads"), [("3", 3), ("2,1", 2), (" 4 ", 4), ("", None), ("0", None), ("x", None)]
+    ("said", "threads"),
+    [("3", 3), ("2,1", 2), (" 4 ", 4), ("", None), ("0", None), ("x", None), ("9" * 9, None)],
 )
 def test_what_the_user_says_counts(said: str, threads: int | None) -> None:
     assert worker_threads(1, (), {"OMP_NUM_THREADS": said}) == (threads or usable_cores())
