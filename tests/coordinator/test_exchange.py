@@ -206,7 +206,9 @@ def authenticate(store: Store, rank: int, seconds: float) -> list[bytes]:
     deadline = Deadline.after(seconds)
     with ExitStack() as closing:
         exchange = Exchange.visit(store, "world", rank, 2, "world", deadline)
-        return authenticated(exchange, b"known to both of them", closing).all_gather("hosts", b"%d" % rank)
+        return authenticated(exchange, b"known to both of them", closing).all_gather(
+            "hosts", b"%d" % rank
+        )
 
 
 def test_who_comes_late_meets_those_that_try_again_with_a_secret() -> None:

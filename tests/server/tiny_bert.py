@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import BertConfig, BertModel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,6 +44,8 @@ def make_model(
     **config: Any,
 ) -> Path:
     """Save a random model; no size is divisible by any other more than it must be."""
+    from transformers import BertConfig, BertModel
+
     torch.manual_seed(7)
     model = BertModel(
         BertConfig(

@@ -1,4 +1,7 @@
-"""Small decoders with random weights, and what transformers makes of them."""
+"""Small decoders with random weights, and what transformers makes of them.
+
+It is loaded where it is used: every process of the tests reads this file.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +29,8 @@ def make_llama(folder: Path, **changes: Any) -> Path:
 
     Its tokens are the 256 bytes and one that ends answers.
     """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(3)
     settings: dict[str, Any] = {
         "vocab_size": 257,
@@ -57,6 +61,8 @@ def make_llama(folder: Path, **changes: Any) -> Path:
 
 @cache
 def reference(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
