@@ -53,14 +53,10 @@ def front(reports: Mapping[str, Sequence[Row]]) -> str:
     return table(
         ("", *COLUMNS),
         [
-            (what, *(_cell(line.of(*systems).find(reports)) for systems in COLUMNS.values()))
+            (what, *(spoken(line.of(*systems).find(reports)) for systems in COLUMNS.values()))
             for what, line in LINES.items()
         ],
     )
-
-
-def _cell(row: Row | None) -> str:
-    return "" if row is None else spoken(row)
 
 
 def rewrite(page: Path, shown: str) -> None:

@@ -82,13 +82,13 @@ def _work(work: str, rows: Sequence[Row]) -> str:
 
 def figure(row: Row | None) -> str:
     """A median with its unit and spread; nothing for no row."""
+    return "" if row is None else f"{spoken(row)} ±{50 * row.spread:.0f} %"
+
+
+def spoken(row: Row | None) -> str:
+    """A median with its unit; nothing for no row."""
     if row is None:
         return ""
-    return f"{spoken(row)} ±{50 * row.spread:.0f} %"
-
-
-def spoken(row: Row) -> str:
-    """A median with its unit."""
     timed = row.unit in ("us", "ms", "s")
     return duration(row.median / UNITS[row.unit]) if timed else f"{row.median:.3g} {row.unit}"
 

@@ -85,14 +85,15 @@ class Lookout(NamedTuple):
     seconds: float
     look: Callable[[float], bool]
 
-    def watch(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+    def look_until(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
         """Look, in its time, until ``ready()``; whether it is."""
-        end = Deadline(min(self.at + self.seconds, deadline.at), None)
+        end = min(self.at + self.seconds, deadline.at)
         while not ready():
-            if end.expired:
+            now = time.monotonic()
+            if now >= end:
                 return False
-            until = time.monotonic() + end.remaining(_LOOK_SECONDS)
-            if not self.look(until - time.monotonic()) and time.monotonic() < until:
+            until = min(now + _LOOK_SECONDS, end)
+            if not self.look(until - now) and time.monotonic() < until:
                 time.sleep(0)  # takes 50 us and more before Python 3.13
         return True
 
@@ -144,7 +145,7 @@ class Doorbell:
         if lookout is not None and lookout.at < deadline.at:
             if wait_until(Deadline(lookout.at, None)):
                 return True
-            if lookout.watch(ready, deadline):
+            if lookout.look_until(ready, deadline):
                 return True
         return wait_until(deadline)
 

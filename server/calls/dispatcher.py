@@ -235,16 +235,16 @@ class Dispatcher:
                 deadline.check("call")  # `wait` below checks it as well
                 self._observe_wait(number, since)
                 number, since = oldest, time.monotonic_ns()
-            awaited = self._replies[rank]
+            replies = self._replies[rank]
             try:
-                if oldest and awaited.readable(self._spin.window_ns / 1e9):
-                    self._take_reply(rank, awaited, deadline)
+                if oldest and replies.readable(self._spin.window_ns / 1e9):
+                    self._take_reply(rank, replies, deadline)
                     continue
                 self._board.wait(
                     *(something, deadline, "call", tuple),
                     spin=0,
                     shown=self._awaited_rank,
-                    lookout=self._spin.lookout(since, awaited.readable) if oldest else None,
+                    lookout=self._spin.lookout(since, replies.readable) if oldest else None,
                 )
                 for each, queue in enumerate(self._replies):
                     if queue.readable():

@@ -47,7 +47,7 @@ def worker_threads(
     Args:
         n_workers: of this host.
         bound: the cores that they are bound to: no worker gets more threads than these keep busy.
-        environment: where the variable is.
+        environment: where the variable is; one of more than `MOST_THREADS` counts as none.
     """
     wanted = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if wanted.isdecimal() and 0 < int(wanted) <= MOST_THREADS:

@@ -17,6 +17,8 @@ from coordinator.setup.exchange import Exchange
 from coordinator.stores.authenticated import authenticated
 from shm_broadcast import (
     Deadline,
+    Failure,
+    GroupAbortedError,
     GroupTimeoutError,
     MemberStatus,
     PeerLostError,
@@ -186,29 +188,36 @@ def test_members_that_give_up_in_turns_meet_in_the_end() -> None:
         assert [each.result(60) for each in both] == [[b"0", b"1"]] * 2
 
 
-def test_a_visit_is_given_up_where_a_member_is_seen_to_have_ended() -> None:
-    gone = PeerLostError("hosts", MemberStatus(1, 4242, "lost"))
-
+@pytest.mark.parametrize(
+    "seen",
+    [
+        PeerLostError("hosts", MemberStatus(1, 4242, "lost")),
+        GroupAbortedError("hosts", Failure(1, "ValueError", "no", 1)),
+    ],
+    ids=["lost", "aborted"],
+)
+def test_a_visit_is_given_up_where_a_member_is_seen_to_have_ended(seen: Exception) -> None:
     def see(what: str, there: Callable[[], bool]) -> None:
-        raise gone
+        raise seen
 
     store = HashStore()
     exchange = Exchange.visit(store, "world", 0, 2, "world", Deadline.after(30))
-    with pytest.raises(PeerLostError):
+    with pytest.raises(type(seen)):
         replace(exchange, watch=see).all_gather("hosts")
     with ThreadPoolExecutor(2) as threads:
         both = [threads.submit(visit, store, rank, 30) for rank in (0, 1)]
         assert [each.result(60) for each in both] == [[b"0", b"1"]] * 2
 
 
-def authenticate(store: Store, rank: int, seconds: float) -> list[bytes]:
-    """One member's set-up, of two that have a secret."""
+def authenticate(
+    store: Store, rank: int, seconds: float, n: int = 2, *, ends: bool = False
+) -> list[bytes]:
+    """One member's set-up, of ``n`` that have a secret; it may end when it has told its address."""
     deadline = Deadline.after(seconds)
     with ExitStack() as closing:
-        exchange = Exchange.visit(store, "world", rank, 2, "world", deadline)
-        return authenticated(exchange, b"known to both of them", closing).all_gather(
-            "hosts", b"%d" % rank
-        )
+        exchange = Exchange.visit(store, "world", rank, n, "world", deadline)
+        inside = authenticated(exchange, b"known to all of them", closing)
+        return [] if ends else inside.all_gather("hosts", b"%d" % rank)
 
 
 def test_who_comes_late_meets_those_that_try_again_with_a_secret() -> None:
@@ -219,3 +228,14 @@ def test_who_comes_late_meets_those_that_try_again_with_a_secret() -> None:
     with ThreadPoolExecutor(2) as threads:
         both = [threads.submit(authenticate, store, rank, 30) for rank in (0, 1)]
         assert [each.result(60) for each in both] == [[b"0", b"1"]] * 2
+
+
+def test_an_address_at_which_nobody_answers_is_given_up() -> None:
+    """Member 0 was killed, member 1 has asked there in vain, and member 2 need not."""
+    store = HashStore()
+    authenticate(store, 0, 30, 3, ends=True)
+    with pytest.raises(GroupTimeoutError):
+        authenticate(store, 1, 0.3, 3)
+    with ThreadPoolExecutor(3) as threads:
+        all_three = [threads.submit(authenticate, store, rank, 20, 3) for rank in range(3)]
+        assert [each.result(60) for each in all_three] == [[b"0", b"1", b"2"]] * 3

@@ -105,6 +105,7 @@ def test_an_executor_puts_our_parts_in_place_from_python(
     assert ours["workers with a queue of vLLM's"] == 0
     assert ours["workers with a board of ours"] == int(case[-1])
     assert ours["workers left"] == 0
+    assert ours["files left"] == 0
 
 
 @pytest.fixture(scope="module")

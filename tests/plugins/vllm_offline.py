@@ -10,6 +10,7 @@ its BF16 part.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ def run(name: str, executor: Any) -> dict[str, Any]:
     """Start the workers of a case, generate, and end them.
 
     Returns:
-        The tokens, what the workers had mapped, and how many have not ended.
+        The tokens, what the workers had mapped, how many have not ended, and how many files of
+        shared memory they have left, which are removed here.
     """
     from vllm import LLM, SamplingParams
 
@@ -55,11 +57,16 @@ def run(name: str, executor: Any) -> dict[str, Any]:
     maps = [Path(f"/proc/{each.pid}/maps").read_text() for each in workers]
     llm.llm_engine.engine_core.shutdown()
     _, left = psutil.wait_procs(workers, 30)
+    mapped = {name for text in maps for name in re.findall(r"/dev/shm/vllm_\S+", text)}
+    files = [file for file in map(Path, mapped) if file.exists()]
+    for file in files:
+        file.unlink()
     return {
         "case": name,
         "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
         "workers with a queue of vLLM's": sum("/dev/shm/psm_" in text for text in maps),
         "workers with a board of ours": sum("/memfd:" in text for text in maps),
+        "files left": len(files),
         "workers left": sum("VLLM::" in "".join(each.cmdline()) for each in left),
     }
 

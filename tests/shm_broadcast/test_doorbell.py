@@ -312,7 +312,26 @@ def test_a_look_out_calls_its_look_until_what_it_waits_for_is_there(doorbell: Do
     assert doorbell.wait(
         lambda: len(asked) >= 3, wait, spin_seconds=0, lookout=lookout, between_slices=nothing
     )
-    assert asked == pytest.approx([0.001] * 3, rel=0.5)  # a millisecond at a time, of 60 s
+    assert asked == pytest.approx([0.001] * 3)  # of the window's 60 s a millisecond at a time
+
+
+def spinning(seconds: float) -> bool:
+    """A look that takes its time, as at a queue on this host."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+    return False
+
+
+@pytest.mark.parametrize(("look", "pauses"), [(spinning, False), (at_once, True)])
+def test_only_a_look_that_does_not_wait_is_followed_by_a_pause(
+    look: Callable[[float], bool], pauses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pause takes 50 us and more, in which what is waited for may come."""
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    assert not Lookout(time.monotonic(), 0.01, look).look_until(never, NEVER)
+    assert bool(slept) is pauses
 
 
 def test_a_look_out_ends_with_the_deadline(doorbell: Doorbell) -> None:
