@@ -15,6 +15,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from coordinator.setup.exchange import Exchange
 from coordinator.stores.authenticated import authenticated
+from coordinator.stores.curve_store import StoreHost
 from shm_broadcast import (
     Deadline,
     Failure,
@@ -209,15 +210,15 @@ def test_a_visit_is_given_up_where_a_member_is_seen_to_have_ended(seen: Exceptio
         assert [each.result(60) for each in both] == [[b"0", b"1"]] * 2
 
 
-def authenticate(
-    store: Store, rank: int, seconds: float, n: int = 2, *, ends: bool = False
-) -> list[bytes]:
-    """One member's set-up, of ``n`` that have a secret; it may end when it has told its address."""
+SECRET = b"known to all of them"
+
+
+def authenticate(store: Store, rank: int, seconds: float, n: int = 2) -> list[bytes]:
+    """One member's set-up, of ``n`` that have a secret."""
     deadline = Deadline.after(seconds)
     with ExitStack() as closing:
         exchange = Exchange.visit(store, "world", rank, n, "world", deadline)
-        inside = authenticated(exchange, b"known to all of them", closing)
-        return [] if ends else inside.all_gather("hosts", b"%d" % rank)
+        return authenticated(exchange, SECRET, closing).all_gather("hosts", b"%d" % rank)
 
 
 def test_who_comes_late_meets_those_that_try_again_with_a_secret() -> None:
@@ -233,7 +234,10 @@ def test_who_comes_late_meets_those_that_try_again_with_a_secret() -> None:
 def test_an_address_at_which_nobody_answers_is_given_up() -> None:
     """Member 0 was killed, member 1 has asked there in vain, and member 2 need not."""
     store = HashStore()
-    authenticate(store, 0, 30, 3, ends=True)
+    host = StoreHost(range(3), "127.0.0.1", SECRET)
+    host.close(0.0)
+    killed = Exchange.visit(store, "world", 0, 3, "world", Deadline.after(30))
+    killed.broadcast("address of the authenticated store", msgspec.msgpack.encode(host.at))
     with pytest.raises(GroupTimeoutError):
         authenticate(store, 1, 0.3, 3)
     with ThreadPoolExecutor(3) as threads:
