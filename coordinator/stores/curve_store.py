@@ -9,7 +9,6 @@ not be secret: whoever alters it keeps the members from meeting, but learns noth
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import threading
 import time
@@ -26,6 +25,7 @@ from shm_broadcast.errors import PeerProtocolError, TransportError
 from shm_broadcast.remote.end import RemoteEnd, listen, one_address
 from shm_broadcast.remote.events import Connection
 from shm_broadcast.remote.keys import NONCE_BYTES, AllowList, reader_key, writer_key
+from shm_broadcast.remote.wake_fd import WakeFd
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -89,8 +89,7 @@ class StoreHost(RemoteEnd):
         self._present = set(members)
         self._values = KeyValues()
         self._stay_until = math.inf
-        self._waking = threading.Lock()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = WakeFd()
         self._poller.register(self._wake, zmq.POLLIN)
         self._admission = AllowList(self._context, secret, nonce, self._present)
         try:
@@ -107,10 +106,8 @@ class StoreHost(RemoteEnd):
         Args:
             stay: 0 where all members are known to have left, or ended.
         """
-        with self._waking:
-            if self._wake >= 0:
-                self._stay_until = time.monotonic() + stay
-                os.eventfd_write(self._wake, 1)
+        self._stay_until = time.monotonic() + stay
+        self._wake.ring()
 
     def _serve(self) -> None:
         try:
@@ -119,8 +116,7 @@ class StoreHost(RemoteEnd):
                     self._reply(*received)
                 left = min(self._stay_until - time.monotonic(), _LOOK_SECONDS)
                 self._poller.poll(math.ceil(max(left, 0.0) * 1000))
-                with suppress(BlockingIOError):
-                    os.eventfd_read(self._wake)
+                self._wake.clear()
         finally:
             self._tear_down()
 
@@ -140,9 +136,7 @@ class StoreHost(RemoteEnd):
 
     def _release(self) -> None:
         self._admission.stop()
-        with self._waking:
-            os.close(self._wake)
-            self._wake = -1
+        self._wake.close()
 
 
 class StoreGuest(RemoteEnd):

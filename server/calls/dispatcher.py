@@ -69,7 +69,7 @@ class Dispatcher:
     """Moves calls and replies between the ledger and the queues. Any thread may call.
 
     Attributes:
-        threads: the sender and the collector; `join` waits for them, so they must not call it.
+        threads: the sender and the collector; they end after `release` and the queues' shutdown.
 
     Args:
         ledger: the book of the pool's calls.
@@ -146,11 +146,6 @@ class Dispatcher:
     def release(self) -> None:
         """Let both threads end, as the generation is over."""
         self._needs_collector.put(None)
-
-    def join(self) -> None:
-        """Wait for both threads to end, after `release` and the queues' shutdown."""
-        for thread in self.threads:
-            thread.join()
 
     def _listen_in_turn(self, call: PendingCall, deadline: Deadline) -> None:
         """Listen until ``call`` is done, if no other thread listens."""

@@ -34,6 +34,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
+from shm_broadcast import Deadline
+
 from ..control.worker_failure import rebuild
 from ..errors import PoolClosedError, WorkerError, again, located
 from .backlog import Backlog
@@ -41,9 +43,9 @@ from .call_clock import CallClock
 from .lateness import Lateness
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from shm_broadcast import CoordinatorError, Deadline
+    from shm_broadcast import CoordinatorError
 
     from ..control.cancelled_calls import CancelledCalls
     from ..control.protocol import Failed, Reply
@@ -53,6 +55,9 @@ if TYPE_CHECKING:
     Actions: TypeAlias = "list[Callable[[], None]]"
 
 _log = logging.getLogger(__name__)
+_LOOK_SECONDS = 1e-3
+_THREAD_SECONDS = 10.0
+"""How long a pool that ends waits for its threads: users' callbacks run in them."""
 _BROKEN = "The pool broke with this failure and takes no more calls."
 
 
@@ -218,6 +223,19 @@ class Ledger:
             return self._idle.wait_for(
                 lambda: self._calls.empty, min(timeout, threading.TIMEOUT_MAX)
             )
+
+    def wait_for_threads(self, threads: Sequence[threading.Thread | None]) -> None:
+        """Wait until ``threads``, which use this ledger, have ended; 10 s at most.
+
+        A signal handler that ends the pool may have interrupted what holds the lock, and the
+        threads may need it: it is free meanwhile.
+        """
+        deadline = Deadline.after(_THREAD_SECONDS)
+        with self._lock:
+            while any(each is not None and each.is_alive() for each in threads):
+                if deadline.expired:
+                    return
+                self._idle.wait(_LOOK_SECONDS)
 
     def accept(self, call: PendingCall, generation: int, *, may_send: bool = True) -> bool:
         """Take a call in. If it returns True, the caller must send the call now, to the workers of

@@ -10,10 +10,11 @@ import logging
 import math
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from shm_broadcast import CoordinatorError, Deadline, GroupAbortedError, GroupTimeoutError
 from shm_broadcast.board.stacks import STACK_SIGNAL, read_stacks
@@ -39,7 +40,6 @@ from .staff import Staff
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
 
     from shm_broadcast import MemberStatus
     from shm_broadcast.board.totals import VerbTotal
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from .pool_plan import PoolPlan
 
     Seen: TypeAlias = "tuple[tuple[MemberStatus, ...], str, dict[int, str]]"
+
+    T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _LEAVE_SECONDS = 0.5
@@ -73,8 +75,9 @@ class Crew:
         self._begun = 0
         self._plan = plan
         self._name = plan.config.name or "the pool"
-        self._stopping = threading.Lock()
-        self._counting = threading.Lock()
+        # A signal handler may stop the pool in the middle of any of its calls, `stop` included.
+        self._stopping = threading.RLock()
+        self._counting = threading.RLock()
         self._past_totals: dict[int, tuple[VerbTotal, ...]] = {}
         self._stopped = False
         self._budget = RestartBudget(plan.max_restarts, plan.window)
@@ -261,7 +264,7 @@ class Crew:
                 detail = f"not sent: the pool is being restarted after this: {restarting}"
             seen: Seen = (), detail, {}
         else:
-            seen = self._seen(ranks)
+            seen = _apart(partial(self._seen, ranks))
         return located(CallTimeoutError(call.method, timeout, *seen), self._plan.config.name)
 
     def _seen(self, ranks: list[int]) -> Seen:
@@ -288,18 +291,19 @@ class Crew:
         if self.is_own(threading.current_thread()):
             raise RuntimeError("a pool cannot be shut down by a callback of its own")
         with self._stopping:
-            if self._stopped:
-                return
             deadline = Deadline.after(timeout)
             idle = self._ledger.wait_until_idle(timeout / 2 if finish else 0.0)
             self._ledger.end(PoolClosedError("the pool was shut down"))
             self._staff.supervisor.stop()
+            self._ledger.wait_for_threads([self._staff.supervisor.thread])
+            if self._stopped:  # before, or by a signal handler during the waits above
+                return
             if not idle or self._broken is not None:
                 self._links.board.abort("the pool was shut down during a call")
                 deadline = Deadline.after(deadline.remaining(at_most=_LEAVE_SECONDS))
             self._links.calls.shutdown()
             self.dispatcher.release()
-            self.dispatcher.join()
+            self._ledger.wait_for_threads(self.dispatcher.threads)
             with self._staff.using:
                 self._staff.close(deadline.remaining())
                 with self._counting:
@@ -435,3 +439,19 @@ class Crew:
             self._end_at = math.inf
             end(list(self._staff.workers.values()), 0.0, self._plan.config.kill_seconds)
         return min(self._ledger.tick(), max(min(self._end_at, self._reason_by) - now, 0.0))
+
+
+def _apart(do: Callable[[], T]) -> T:
+    """What ``do`` returns, in a thread of its own: a signal handler that comes meanwhile interrupts
+    the wait for it, and may need what it holds.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(do())
+        except BaseException as error:  # noqa: BLE001 - handed on
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="pool-apart", daemon=True).start()
+    return done.result()

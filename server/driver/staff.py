@@ -47,7 +47,7 @@ class Staff:
         deadline = Deadline.after(plan.start_timeout)
         self.hosts = DistantHosts(plan.hosts, plan, deadline) if plan.hosts else None
         self._meeting = WorkerMeeting()
-        self.using = threading.Lock()
+        self.using = threading.RLock()  # a signal handler may end what it interrupts
         self.workers: dict[int, WorkerHandle] = {}
         self.supervisor = Supervisor()
 
@@ -115,11 +115,13 @@ class Staff:
         self._remove([worker for worker in self.workers.values() if worker.ended()])
 
     def close(self, seconds: float) -> None:
-        """End all workers, after giving them ``seconds`` to end by themselves. Idempotent."""
-        self.supervisor.stop()
+        """End all workers, after giving them ``seconds`` to end by themselves; nobody watches them
+        any more. Idempotent, also within a call of itself, as of a signal handler's.
+        """
         end(list(self.workers.values()), seconds, self._plan.config.kill_seconds)
         for worker in self.workers.values():
             worker.close()
+        self.supervisor.close()
         self._meeting.close()
         if self.hosts is not None:
             self.hosts.close()

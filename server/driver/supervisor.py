@@ -8,7 +8,6 @@ end of a process at once, whatever other threads wait for.
 from __future__ import annotations
 
 import logging
-import os
 import select
 import threading
 from typing import TYPE_CHECKING, Protocol
@@ -17,6 +16,7 @@ from msgspec import structs
 
 from shm_broadcast import MessageDecodeError
 from shm_broadcast.deadline import milliseconds
+from shm_broadcast.remote.wake_fd import WakeFd
 
 from ..control.channel import ChannelClosedError
 from ..control.worker_failure import describe
@@ -48,7 +48,7 @@ class Watcher(Protocol):
 
 
 class Supervisor:
-    """Watches workers; close it with `stop`.
+    """Watches workers. Close it, after `stop` if it has a thread.
 
     Attributes:
         thread: the thread that watches; ``None`` before `start`.
@@ -57,9 +57,8 @@ class Supervisor:
     def __init__(self) -> None:
         self._workers: list[WorkerHandle] = []
         self._poll = select.poll()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = WakeFd()
         self._poll.register(self._wake, select.POLLIN)
-        self._waking = threading.Lock()
         self._stopping = False
         self.thread: threading.Thread | None = None
         self._watched: set[int] = set()
@@ -81,8 +80,8 @@ class Supervisor:
         """Wait up to ``timeout`` seconds for events, and pass them to ``watcher``."""
         ready = self._poll.poll(milliseconds(timeout))
         fds = {fd for fd, _ in ready}
-        if self._wake in fds:
-            os.eventfd_read(self._wake)
+        if self._wake.fileno() in fds:
+            self._wake.clear()
         for worker in tuple(self._workers):
             # Its messages first: one that reports why it ends does so before it ends.
             if worker.channel.fileno() in fds or worker.pidfd in fds:
@@ -108,21 +107,17 @@ class Supervisor:
         self.thread.start()
 
     def wake(self) -> None:
-        """Have ``tick`` called now; does nothing after `stop`."""
-        with self._waking:
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
+        """Have ``tick`` called now; does nothing after `close`."""
+        self._wake.ring()
 
     def stop(self) -> None:
-        """End the thread; idempotent. Must not be called by the watcher."""
+        """Have the thread end soon; idempotent."""
         self._stopping = True
         self.wake()
-        if self.thread is not None:
-            self.thread.join()
-        with self._waking:
-            if self._wake >= 0:
-                os.close(self._wake)
-            self._wake = -1
+
+    def close(self) -> None:
+        """Close what it has, once its thread has ended; idempotent."""
+        self._wake.close()
 
     def _run(
         self, watcher: Watcher, tick: Callable[[], float], failed: Callable[[Exception], None]

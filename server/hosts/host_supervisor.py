@@ -132,7 +132,7 @@ class HostSupervisor:
         self._meeting = WorkerMeeting()
         self._memory = ExitStack()
         with ExitStack() as undo:
-            undo.callback(self._supervisor.stop)
+            undo.callback(self._supervisor.close)
             undo.callback(self._meeting.close)
             self._pool = self._join(hosts, deadline, undo)
             self._closing = undo.pop_all()

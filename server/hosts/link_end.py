@@ -8,18 +8,17 @@ anything else is exchanged (`shm_broadcast.remote.keys`).
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 
 from shm_broadcast.remote.end import RemoteEnd
 from shm_broadcast.remote.keys import NONCE_BYTES
+from shm_broadcast.remote.wake_fd import WakeFd
 
 if TYPE_CHECKING:
     from shm_broadcast.remote.keys import CurveKey
@@ -63,8 +62,7 @@ class LinkEnd(RemoteEnd):
         self._silence = silence
         self._clock = AttentiveClock()
         self._outbox: deque[Any] = deque()
-        self._waking = threading.Lock()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = WakeFd()
         self._poller.register(self._wake, zmq.POLLIN)
         self._pulse_at = 0.0
         self._thread: threading.Thread | None = None
@@ -77,7 +75,7 @@ class LinkEnd(RemoteEnd):
     def pulse_now(self) -> None:
         """Send a pulse at once: the board has news. Any thread; does not wait."""
         self._pulse_at = 0.0
-        self._ring()
+        self._wake.ring()
 
     def close(self) -> None:
         """Send what was posted, say that this end leaves, and close. Idempotent."""
@@ -85,18 +83,13 @@ class LinkEnd(RemoteEnd):
         if self._thread is None:
             self._tear_down()
         elif self._thread is not threading.current_thread():
-            self._ring()
+            self._wake.ring()
             self._thread.join()
 
     def _post(self, message: Any) -> None:
         """Send a message soon. Any thread; does not wait."""
         self._outbox.append(message)
-        self._ring()
-
-    def _ring(self) -> None:
-        with self._waking:
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
+        self._wake.ring()
 
     def _serve(self) -> None:
         try:
@@ -117,8 +110,7 @@ class LinkEnd(RemoteEnd):
             self._send_pulse()
         self._look_for_silence(self._clock.look())
         self._poller.poll(int(_LOOK_SECONDS * 1000))
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+        self._wake.clear()
 
     def _send_posted(self) -> None:
         while self._outbox:
@@ -145,7 +137,4 @@ class LinkEnd(RemoteEnd):
         """Note that the link has ended by a fault here."""
 
     def _release(self) -> None:
-        with self._waking:
-            if self._wake >= 0:
-                os.close(self._wake)
-            self._wake = -1
+        self._wake.close()

@@ -138,6 +138,8 @@ class LocalWorker:
 
     def ended(self, timeout: float = 0.0) -> bool:
         """Wait until the process and its keeper have ended; False after ``timeout`` seconds."""
+        if self._closed:
+            return True
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(milliseconds(timeout)))

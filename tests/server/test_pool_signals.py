@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 INTERRUPTS = 1500
+SHUTDOWNS = 15
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +160,99 @@ def test_a_signal_handler_may_shut_down_the_pool_whose_call_it_interrupts(gate: 
         finally:
             interrupting.join()
             signal.signal(signal.SIGUSR2, before)
+
+
+class ShutDownError(BaseException):
+    """What a handler raises that has shut the pool down, as a program that ends does."""
+
+
+@pytest.fixture
+def shutting_down(
+    on_alarm: Callable[[Callable[[], object]], None],
+) -> Callable[[WorkerPool, float], None]:
+    """Has a pool shut down by a signal handler, which then raises, after so many seconds."""
+
+    def arrange(pool: WorkerPool, seconds: float) -> None:
+        def shut_down() -> None:
+            pool.shutdown(1.0)
+            raise ShutDownError
+
+        on_alarm(shut_down)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    return arrange
+
+
+def shut_down_at_random(rank: int, n: int) -> None:
+    """A handler shuts the pool down at some moment of some call, and the program ends."""
+
+    moments = random.Random(1)
+    for _ in range(SHUTDOWNS):
+        called = WorkerPool(Worker)
+
+        def shut_down(_: int, __: object, called: WorkerPool = called) -> None:
+            called.shutdown(0.2)
+            raise ShutDownError
+
+        signal.signal(signal.SIGALRM, shut_down)
+        signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-3, 10e-3))
+        with suppress(ShutDownError):
+            while True:
+                called.call("echo", 1)
+
+
+def test_a_signal_handler_may_shut_the_pool_down_at_any_moment_of_a_call() -> None:
+    run_ranks(1, shut_down_at_random, timeout=200)
+
+
+def test_a_signal_handler_may_shut_down_the_pool_whose_shutdown_it_interrupts(
+    gate: Gate, shutting_down: Callable[[WorkerPool, float], None]
+) -> None:
+    """As the second SIGTERM of an impatient supervisor."""
+    pool = WorkerPool(Worker)
+    held = pool.submit("hold", gate)
+    until(lambda: gate.reached(0))
+    shutting_down(pool, 0.2)
+    with pytest.raises(ShutDownError):
+        pool.shutdown(60.0)
+    with pytest.raises(PoolClosedError):
+        held.result(PATIENCE_SECONDS)
+    with pytest.raises(PoolClosedError):
+        pool.status()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pool: pool.call("echo", 1, timeout=0.1),
+        lambda pool: pool.submit("echo", 1).result(0.1),
+    ],
+    ids=["called", "submitted"],
+)
+def test_a_signal_handler_may_shut_the_pool_down_while_a_late_calls_stacks_are_read(
+    call: Callable[[WorkerPool], object], shutting_down: Callable[[WorkerPool, float], None]
+) -> None:
+    pool = WorkerPool(Worker, config=PoolConfig(stack_seconds=2.0))
+    pool.call("echo")
+    os.kill(pool.status()[0].pid, signal.SIGSTOP)  # it shows no stack, which is waited for
+    shutting_down(pool, 0.6)
+    with pytest.raises(ShutDownError):
+        call(pool)
+    with pytest.raises(PoolClosedError):
+        pool.status()
+
+
+def test_a_shutdown_that_a_signal_handler_has_finished_meanwhile_returns(
+    gate: Gate, on_alarm: Callable[[Callable[[], object]], None]
+) -> None:
+    pool = WorkerPool(Worker)
+    pool.submit("hold", gate)
+    until(lambda: gate.reached(0))
+    on_alarm(lambda: pool.shutdown(0.0))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    pool.shutdown(60.0)
+    with pytest.raises(PoolClosedError):
+        pool.status()
 
 
 def interrupt_at_random(rank: int, n: int, kind: type[BaseException]) -> None:
