@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shm_broadcast.recycling import RECYCLED_BYTES, RecyclingPool
+from shm_broadcast.recycling import RECYCLED_BYTES, new_pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Results:
     """
 
     def __init__(self) -> None:
-        self._pool = RecyclingPool()
+        self._pool = new_pool()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A new contiguous tensor of ``shape``."""

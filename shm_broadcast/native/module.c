@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include "layout.h"
+#include "recycling.h"
 #include "ring.h"
 #include "turn.h"
 #include "words.h"
@@ -53,6 +54,8 @@ static int execute(PyObject *module) {
                    add_type(module, "FastWriter", fast_writer_type(module)) < 0 ||
                    add_type(module, "FastReader", fast_reader_type(module)) < 0 ||
                    add_type(module, "Turn", turn_type(module)) < 0 ||
+                   add_type(module, "Block", block_type(module)) < 0 ||
+                   add_type(module, "RecyclingPool", recycling_pool_type(module)) < 0 ||
                    add_constants(module) < 0
                ? -1
                : 0;

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 from shm_broadcast import layout
 from shm_broadcast.atomics import native
 from shm_broadcast.errors import MessageDecodeError, name_of
-from shm_broadcast.recycling import RECYCLED_BYTES, RecyclingPool, memory_of
+from shm_broadcast.recycling import new_pool
 from shm_broadcast.ring.arena import BlockReader
 
 if TYPE_CHECKING:
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from shm_broadcast._native import FastReader
+    from shm_broadcast._native import FastReader, RecyclingPool
     from shm_broadcast.board.board import Board
+    from shm_broadcast.recycling import FreshMemory
     from shm_broadcast.segment import Segment
 
 _RECORD = struct.Struct(layout.RECORD_FORMAT)
@@ -85,7 +86,7 @@ class RingReader:
         self._line = layout.reader_line(reader)
         self._data = layout.data_offset(n_readers)
         self._capacity = self._words.load64(layout.RING_CAPACITY)
-        self._pool = RecyclingPool()
+        self._pool = new_pool()
         self._blocks = BlockReader(reader)
         self.unfinished: _Assembly | None = None
         self._begun = 0
@@ -280,7 +281,7 @@ class _Assembly:
         self,
         first: Record,
         entries: tuple[int, ...],
-        pool: RecyclingPool,
+        pool: RecyclingPool | FreshMemory,
         blocks: BlockReader,
     ) -> None:
         sizes = [entry & ~layout.PLACED for entry in entries]
@@ -288,13 +289,11 @@ class _Assembly:
         self.number = first.sequence & 0xFFFFFFFF
         self.size = first.total - 8 * len(entries)
         main = self.size - sum(sizes)
-        self._main: Buffer = (
-            bytearray(main) if main < RECYCLED_BYTES else memory_of(pool.take(main))
-        )
-        self._buffers = [pool.take(size) for size in sizes]
+        self._main = memoryview(pool.take(main))
+        self._buffers: list[Buffer] = [pool.take(size) for size in sizes]
         self._placed = [index for index, entry in enumerate(entries) if entry & layout.PLACED]
         self._blocks = blocks
-        self.targets = cast("tuple[Buffer, ...]", (self._main, *self._buffers))
+        self.targets = (self._main, *self._buffers)
         self.received = 0
 
     def fill(self, segment: Segment, record: Record) -> None:
@@ -313,5 +312,6 @@ class _Assembly:
     def message(self) -> Message:
         """The complete message; descriptors of blocks are replaced by arrays over the blocks."""
         for index in self._placed:
-            self._buffers[index] = self._blocks.resolve(self._buffers[index].tobytes())
-        return self._codec, self._main, cast("list[Buffer]", self._buffers)
+            block = self._blocks.resolve(bytes(self._buffers[index]))
+            self._buffers[index] = cast("Buffer", block)
+        return self._codec, self._main, self._buffers

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shm_broadcast.recycling import RECYCLED_BYTES, RecyclingPool, memory_of, size_class
+from shm_broadcast._native import RecyclingPool
+from shm_broadcast.recycling import RECYCLED_BYTES, FreshMemory, size_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,38 +22,73 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 
 
+def taken(pool: RecyclingPool, size: int) -> Any:
+    """An array over a block."""
+    return np.frombuffer(memoryview(pool.take(size)), dtype=np.uint8)
+
+
 def address(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 
 
+def test_without_the_extension_nothing_is_kept() -> None:
+    pool = FreshMemory()
+    array = np.frombuffer(pool.take(2 * MIB), dtype=np.uint8)
+    assert array.nbytes == 2 * MIB and array.flags.writeable
+    del array
+    assert pool.kept_bytes == 0
+
+
+@pytest.mark.parametrize("size", [-1, 1 << 63, 1 << 200])
+def test_sizes_that_cannot_be_are_refused(size: int) -> None:
+    with pytest.raises((OverflowError, MemoryError)):
+        RecyclingPool().take(size)
+    with pytest.raises(TypeError):
+        RecyclingPool().take("1")
+
+
+def test_memory_that_the_system_has_not_is_an_error_and_nothing_is_lost() -> None:
+    pool = RecyclingPool()
+    with pytest.raises(MemoryError):
+        pool.take(1 << 61)
+    assert taken(pool, MIB).nbytes == MIB
+
+
+@given(st.integers(MIB, 64 * MIB))
+def test_the_extension_rounds_sizes_alike(size: int) -> None:
+    pool = RecyclingPool()
+    pool.take(size)
+    assert pool.kept_bytes == size_class(size)
+
+
 def test_small_requests_take_ordinary_memory() -> None:
     pool = RecyclingPool()
-    array = pool.take(RECYCLED_BYTES - 1)
+    array = taken(pool, RECYCLED_BYTES - 1)
     assert array.nbytes == RECYCLED_BYTES - 1
     del array
     assert pool.kept_bytes == 0
-    assert pool.take(0).nbytes == 0
+    assert taken(pool, 0).nbytes == 0
 
 
 def test_memory_is_used_again() -> None:
     pool = RecyclingPool()
-    first = pool.take(3 * MIB)
+    first = taken(pool, 3 * MIB)
     first[:] = 7
     at = address(first)
     assert pool.kept_bytes == 0
     del first
     assert pool.kept_bytes == size_class(3 * MIB)
-    again = pool.take(3 * MIB)
+    again = taken(pool, 3 * MIB)
     assert address(again) == at
     assert pool.kept_bytes == 0
 
 
 def test_another_size_of_the_same_class_fits() -> None:
     pool = RecyclingPool()
-    first = pool.take(3 * MIB)
+    first = taken(pool, 3 * MIB)
     at = address(first)
     del first
-    again = pool.take(3 * MIB - 100)
+    again = taken(pool, 3 * MIB - 100)
     assert address(again) == at
     assert again.nbytes == 3 * MIB - 100
 
@@ -63,7 +99,7 @@ VIEWS: list[Callable[[Any], Any]] = [
     lambda array: array.view(np.float32).reshape(2, -1).T,
     lambda array: memoryview(array),
     lambda array: memoryview(array)[5:].cast("B"),
-    lambda array: memory_of(array)[:10].toreadonly(),
+    lambda array: memoryview(array)[:10].toreadonly(),
     lambda array: np.frombuffer(array, dtype=np.int64),
     lambda array: np.asarray(memoryview(array)),
     lambda array: torch.frombuffer(array, dtype=torch.uint8),
@@ -77,10 +113,10 @@ VIEWS: list[Callable[[Any], Any]] = [
 @pytest.mark.parametrize("view", VIEWS)
 def test_any_view_keeps_the_memory(view: Callable[[Any], Any]) -> None:
     pool = RecyclingPool()
-    shown = view(pool.take(2 * MIB))
+    shown = view(taken(pool, 2 * MIB))
     gc.collect()
     assert pool.kept_bytes == 0
-    other = pool.take(2 * MIB)
+    other = taken(pool, 2 * MIB)
     assert not np.shares_memory(other, np.asarray(numpy_of(shown)))
     del other
     kept = pool.kept_bytes
@@ -105,7 +141,7 @@ def test_no_two_living_arrays_share_memory(steps: list[tuple[bool, int]]) -> Non
     living: list[tuple[int, Any]] = []
     for number, (takes, size) in enumerate(steps):
         if takes or not living:
-            array = pool.take(size)
+            array = taken(pool, size)
             assert array.nbytes == size
             array[::4096] = number % 256
             array[-1] = number % 256
@@ -123,11 +159,11 @@ def test_no_two_living_arrays_share_memory(steps: list[tuple[bool, int]]) -> Non
 
 def test_what_is_above_the_limit_goes_back() -> None:
     pool = RecyclingPool(kept_bytes=4 * MIB)
-    arrays = [pool.take(2 * MIB) for _ in range(5)]
+    arrays = [taken(pool, 2 * MIB) for _ in range(5)]
     arrays.clear()
     assert pool.kept_bytes == 4 * MIB
     none = RecyclingPool(kept_bytes=0)
-    array = none.take(2 * MIB)
+    array = taken(none, 2 * MIB)
     del array
     assert none.kept_bytes == 0
 
@@ -135,24 +171,24 @@ def test_what_is_above_the_limit_goes_back() -> None:
 def test_old_sizes_make_room_for_new_ones() -> None:
     """A pool that is full of a size nobody asks for any more still recycles."""
     pool = RecyclingPool(kept_bytes=8 * MIB)
-    arrays = [pool.take(2 * MIB) for _ in range(4)]
+    arrays = [taken(pool, 2 * MIB) for _ in range(4)]
     arrays.clear()
     assert pool.kept_bytes == 8 * MIB
     at = set()
     for _ in range(3):
-        array = pool.take(5 * MIB)
+        array = taken(pool, 5 * MIB)
         at.add(address(array))
         del array
     assert pool.kept_bytes <= 8 * MIB
     assert len(at) == 1
-    oversized = pool.take(9 * MIB)
+    oversized = taken(pool, 9 * MIB)
     del oversized
     assert pool.kept_bytes > 0
 
 
 def test_arrays_may_outlive_their_pool() -> None:
     pool = RecyclingPool()
-    array = pool.take(2 * MIB)
+    array = taken(pool, 2 * MIB)
     del pool
     gc.collect()
     array[:] = 1
@@ -165,7 +201,7 @@ def test_many_threads() -> None:
 
     def work(mark: int) -> None:
         for turn in range(150):
-            array = pool.take(MIB + turn * 1000)
+            array = taken(pool, MIB + turn * 1000)
             array[::65536] = mark
             if not (array[::65536] == mark).all():
                 wrong.append(f"{mark} in turn {turn}")
