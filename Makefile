@@ -33,7 +33,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 PEERS       := .bench-peers
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: setup demo chat hosts-demo test jitter gpu-bundle gpu-ready gpu-test gpu-report ray-test vllm-setup vllm-test bench-peers bench docs mutants wheels check format clean
+.PHONY: setup demo chat hosts-demo test jitter gpu-bundle gpu-ready gpu-test gpu-report ray-test vllm-setup vllm-test bench-peers bench docs mutants wheels aarch64-test check format clean
 
 setup: $(STAMP)
 
@@ -144,6 +144,12 @@ WHEELS := x86_64 aarch64
 wheels: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" deploy/wheels.sh $(WHEELS)
 
+# On aarch64, emulated: some minutes. Processes that fork with threads running are more than qemu can.
+AARCH64_TESTS := tests/shm_broadcast/test_ring.py
+
+aarch64-test: $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" deploy/aarch64_test.sh $(AARCH64_TESTS)
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -154,4 +160,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(PEERS) $(BUNDLE) build dist *.egg-info */_native*.so
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS) $(BUNDLE) .aarch64 build dist *.egg-info */_native*.so

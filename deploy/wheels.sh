@@ -4,6 +4,7 @@
 # and apt, which fetches that machine's Python headers into a folder that is gone afterwards.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source deploy/foreign_debian.sh
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -13,12 +14,9 @@ stop() {
   exit 1
 }
 
-headers() { # MACHINE, and what Debian calls it: prints where Python's headers for it are
+headers() { # MACHINE: prints where Python's headers for it are
   local root=$work/headers-$1 apt package
-  mkdir -p "$root"/{lists,cache}/partial && touch "$root/status"
-  apt=(-qq -o "APT::Architecture=$2" -o "APT::Architectures=$2" -o APT::Sandbox::User=root
-    -o "Dir::State::Lists=$root/lists" -o "Dir::State::status=$root/status" -o "Dir::Cache=$root/cache")
-  apt-get "${apt[@]}" update >&2
+  foreign_debian "$1" "$root"
   package=$(apt-cache "${apt[@]}" --names-only search '^libpython3\.[0-9]+-dev$' | cut -d ' ' -f 1)
   (cd "$root" && apt-get "${apt[@]}" download "$package" >&2 && dpkg-deb -x "$package"_*.deb .)
   echo "-I$root/usr/include/${package:3:-4} -I$root/usr/include"
@@ -38,7 +36,7 @@ for machine; do
   if [ "$machine" != "$(uname -m)" ]; then
     compiler=$machine-linux-gnu-gcc
     command -v "$compiler" >"$work/log" || stop "no $compiler: install gcc-$machine-linux-gnu"
-    found=$(headers "$machine" "${machine/aarch64/arm64}" 2>"$work/log") ||
+    found=$(headers "$machine" 2>"$work/log") ||
       stop "Python's headers for $machine could not be fetched"
     flags+=" $found"
   fi
