@@ -73,7 +73,7 @@ class Decoder(Model):
         self._at += count
         return self._worker.step(
             [
-                Row(slot, at.start, [(slot * 977 + 31 * each) % 40_000 for each in at], GREEDY)
+                Row(slot, slot, at.start, [(slot * 977 + 31 * each) % 40_000 for each in at], GREEDY)
                 for slot in range(self._size)
             ]
         )

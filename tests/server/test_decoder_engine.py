@@ -23,6 +23,7 @@ from server.workers.decoder import (
     PromptTooLongError,
     Sampling,
 )
+from server.workers.decoder.kv_cache import Row
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.one_worker import LOST, OneWorker
 from tests.server.tiny_llama import PROMPTS, greedy, make_llama
@@ -183,6 +184,20 @@ def test_lost_workers_change_no_answer(llama: Path, pool: OneWorker, engine: Eng
     assert [list(each) for each in asked] == expected
     assert list(sampled) == drawn
     assert len(pool.steps) - begun > 14
+
+
+def test_a_sequence_whose_slot_another_one_has_begins_anew(
+    llama: Path, pool: OneWorker, engine: Engine
+) -> None:
+    """Even where the other one is as long."""
+
+    def take_its_slot(step: int) -> None:
+        if step == 4:
+            (row,) = pool.steps[-1]
+            pool.worker.step([Row(0, row.slot, 0, [9] * row.start, None)])
+
+    pool.before = take_its_slot
+    assert list(engine.submit(PROMPTS[0], COUNT)) == greedy(llama, PROMPTS[0], COUNT)
 
 
 def test_what_is_always_lost_fails_and_the_engine_goes_on(pool: OneWorker, engine: Engine) -> None:

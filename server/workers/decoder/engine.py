@@ -19,6 +19,7 @@ from shm_broadcast import CoordinatorError
 
 from ...defaults import CHUNK_TOKENS
 from ...errors import CallStuckError, CallTimeoutError, PoolClosedError, QueueFullError, again
+from ...replicas import Replicas
 from .generation import Generation
 from .sampling import Sampling
 
@@ -33,7 +34,9 @@ _TRIES = 3
 
 
 class StepPool(Protocol):
-    """What an engine asks of its workers; a `WorkerPool` of `DecoderWorker` is one."""
+    """What an engine asks of its workers, which make every step; a `WorkerPool` of `DecoderWorker`
+    is one.
+    """
 
     @property
     def failure(self) -> CoordinatorError | None:
@@ -52,6 +55,7 @@ class Engine:
         max_waiting: requests that may wait for a slot.
 
     Raises:
+        TypeError: ``pool`` is `Replicas`, each of which would have some steps of a sequence.
         ValueError: a step could not take a token of each sequence.
         CoordinatorError: the workers failed.
     """
@@ -63,6 +67,8 @@ class Engine:
         chunk: int = CHUNK_TOKENS,
         max_waiting: int = 1024,
     ) -> None:
+        if isinstance(pool, Replicas):
+            raise TypeError("an engine has one pool: make one for each of Replicas.pools")
         self.room: Room = pool.call("room")
         if chunk < self.room.slots:
             raise ValueError(f"chunk must be {self.room.slots}, the slots, or more; got {chunk}")

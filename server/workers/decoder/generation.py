@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import random
+import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
@@ -59,6 +60,7 @@ class Generation:
         self.reason: Reason | None = None
         self.cancelled = False
         self.cached = 0
+        self._sequence = uuid.uuid4().int
         self._tokens = list(prompt)
         self._stop = stop
         self._ends = ends
@@ -80,7 +82,7 @@ class Generation:
         tokens = self._tokens[self.cached : self.cached + most]
         is_last = self.cached + len(tokens) == len(self._tokens)
         draw = Draw(self._sampling, self._number) if is_last else None
-        return Row(slot, self.cached, tokens, draw)
+        return Row(self._sequence, slot, self.cached, tokens, draw)
 
     def take(self, token: int) -> None:
         """Go on with a token that was drawn."""
