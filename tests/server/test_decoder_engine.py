@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from server.errors import (
@@ -24,6 +27,7 @@ from server.workers.decoder import (
     Sampling,
 )
 from server.workers.decoder.kv_cache import Row
+from tests.forked import in_a_child
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.one_worker import LOST, OneWorker
 from tests.server.tiny_llama import PROMPTS, greedy, make_llama
@@ -107,13 +111,23 @@ def test_an_answer_ends_with_the_context(engine: Engine) -> None:
         ([257], 5, ValueError, "token id 257 is not in 0 to 256"),
         ([3, -1], 5, ValueError, "token id -1 is not in"),
         ([3], 0, ValueError, "max_tokens must be 1 or more; got 0"),
+        ([3, 2.0], 5, TypeError, "a prompt has token ids; got 2.0"),
+        ("33", 5, TypeError, "a prompt has token ids; got '3'"),
+        (np.array([3.0]), 5, TypeError, "a prompt has token ids; got"),
     ],
 )
 def test_requests_that_make_no_sense(
-    engine: Engine, prompt: list[int], max_tokens: int, error: type[Exception], text: str
+    engine: Engine, prompt: Any, max_tokens: int, error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
         engine.submit(prompt, max_tokens)
+
+
+@pytest.mark.parametrize(
+    "prompt", [np.array(PROMPTS[0]), tuple(PROMPTS[0]), (each for each in PROMPTS[0])], ids=type
+)
+def test_a_prompt_is_any_iterable_of_ids(llama: Path, engine: Engine, prompt: Any) -> None:
+    assert list(engine.submit(prompt, COUNT)) == greedy(llama, PROMPTS[0], COUNT)
 
 
 def test_sampling_with_a_seed_is_the_same_in_any_company(engine: Engine) -> None:
@@ -287,6 +301,36 @@ def test_a_token_that_does_not_come_in_time(pool: OneWorker, engine: Engine) -> 
         list(asked)
     pool.go()
     until(lambda: engine.running == 0)
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e300, 10**400], ids=["inf", "1e300", "10**400"])
+def test_a_token_may_take_for_ever(engine: Engine, timeout: float) -> None:
+    async def read() -> list[int]:
+        return [token async for token in engine.submit([5], 3, timeout=timeout)]
+
+    assert list(engine.submit([5], 3, timeout=timeout)) == asyncio.run(read())
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error"), [(-1, ValueError), (math.nan, ValueError), ("3", TypeError)]
+)
+def test_a_time_that_makes_no_sense(engine: Engine, timeout: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        engine.submit([5], 3, timeout=timeout)
+    assert engine.waiting == engine.running == 0
+
+
+def test_a_forked_child_is_refused(pool: OneWorker, engine: Engine) -> None:
+    def meddle() -> None:
+        engine.close()
+        with pytest.raises(PoolClosedError, match=f"belongs to process {os.getppid()}, from which"):
+            engine.submit([7])
+
+    pool.hold()
+    asked = engine.submit([5], 3, ignore_ends=True)
+    in_a_child(meddle)
+    pool.go()
+    assert len(list(asked)) == 3
 
 
 def test_many_at_once_from_an_event_loop(llama: Path, pool: OneWorker, engine: Engine) -> None:
