@@ -62,7 +62,7 @@ class Site:
         """How many requests were counted, by status."""
         async with httpx.AsyncClient(base_url=self.url) as client:
             metrics = (await client.get("/metrics")).text
-        found = re.findall(r'^completion_requests_total{status="(\d+)"} ([\d.]+)$', metrics, re.M)
+        found = re.findall(r'^service_requests_total{status="(\d+)"} ([\d.]+)$', metrics, re.M)
         return {status: int(float(count)) for status, count in found}
 
     @property
@@ -358,8 +358,8 @@ def test_what_is_around_it(llama: Path) -> None:
         async with httpx.AsyncClient(base_url=here.url) as client:
             assert (await client.get("/ready")).status_code == 200
             metrics = (await client.get("/metrics")).text
-            assert 'completion_requests_total{status="200"} 1.0' in metrics
-            assert "completion_items_waiting 0.0" in metrics
+            assert 'service_requests_total{status="200"} 1.0' in metrics
+            assert "service_items_waiting 0.0" in metrics
             totals = (await client.get("/status")).json()["totals"]
             assert (totals["inputs"], totals["tokens"]) == (1, 1 + 4)
             async for _ in await here.complete("x", max_tokens=3, stream=True):
