@@ -360,6 +360,10 @@ def test_what_is_around_it(llama: Path) -> None:
             metrics = (await client.get("/metrics")).text
             assert 'service_requests_total{status="200"} 1.0' in metrics
             assert "service_items_waiting 0.0" in metrics
+            steps = 1 + 4  # the first one tried the workers
+            assert len(here.pool.steps) == steps
+            for name in ('pool_calls_total{outcome="ok"}', "pool_batch_items_count"):
+                assert f"{name} {steps}.0" in metrics
             totals = (await client.get("/status")).json()["totals"]
             assert (totals["inputs"], totals["tokens"]) == (1, 1 + 4)
             async for _ in await here.complete("x", max_tokens=3, stream=True):
