@@ -213,6 +213,11 @@ def test_seeds(llama: Path) -> None:
         ({"logprobs": 0}, 400, "logprobs is not supported"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty is not supported"),
         ({"presence_penalty": False}, 400, "presence_penalty is not supported"),
+        ({"min_p": 0.5}, 400, "min_p is not supported"),
+        ({"repetition_penalty": 2.0}, 400, "repetition_penalty is not supported"),
+        ({"ignore_eos": True}, 400, "ignore_eos is not supported"),
+        ({"min_tokens": 3}, 400, "min_tokens is not supported"),
+        ({"stop_token_ids": [5]}, 400, "stop_token_ids is not supported"),
         ({"model": "other"}, 404, "does not exist"),
     ],
     ids=lambda value: repr(value)[:40],
@@ -229,6 +234,28 @@ def test_requests_that_are_refused(
                 assert answer.status_code == status
                 assert text in answer.json()["error"]["message"]
         assert (await here.complete("x")).choices
+
+    with_site(llama, test)
+
+
+def test_what_would_change_nothing_is_taken(llama: Path) -> None:
+    """As vLLM's clients send it."""
+    neutral: dict[str, Any] = {
+        "n": 1,
+        "logprobs": False,
+        "top_logprobs": False,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_p": 0.0,
+        "min_tokens": 0,
+        "stop_token_ids": [],
+        "ignore_eos": False,
+    }
+
+    async def test(here: Site) -> None:
+        prompt = here.text.encode("x")
+        answer = await here.complete("x", max_tokens=3, extra_body=neutral)
+        assert answer.choices[0].text == here.expected(prompt, 3)
 
     with_site(llama, test)
 
