@@ -69,14 +69,13 @@ class Decoder(Model):
 
     def _feed(self, count: int) -> list[int] | None:
         """Feed the next ``count`` tokens of each sequence, the same on all ranks."""
-        at = range(self._at, self._at + count)
+        span = range(self._at, self._at + count)
         self._at += count
-        return self._worker.step(
-            [
-                Row(slot, at.start, [(slot * 977 + 31 * each) % 40_000 for each in at], GREEDY)
-                for slot in range(self._size)
-            ]
-        )
+        rows = []
+        for slot in range(self._size):
+            tokens = [(slot * 977 + 31 * each) % 40_000 for each in span]
+            rows.append(Row(slot, slot, span.start, tokens, GREEDY))
+        return self._worker.step(rows)
 
 
 class TimedWorker(DecoderWorker):

@@ -76,7 +76,8 @@ def answer(engine: Engine, text: DecoderText, chat: list[dict[str, str]], how: S
                 print(more, end="", flush=True)
         except KeyboardInterrupt:
             pass
-    print()
+    said += (last := reader.rest())
+    print(last)
     return said
 
 

@@ -30,10 +30,15 @@ PLAIN: dict[str, tuple[object, ...]] = {
     "echo": (None, False),
     "suffix": (None, ""),
     "logprobs": (None, False),
-    "top_logprobs": (None, 0),
+    "top_logprobs": (None, 0, False),
     "logit_bias": (None, {}),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "ignore_eos": (None, False),
+    "stop_token_ids": (None, []),
     "tools": (None, []),
     "functions": (None, []),
     "response_format": (None, {"type": "text"}),
@@ -89,6 +94,11 @@ class _Asked(msgspec.Struct):
     logit_bias: Any = None
     presence_penalty: Any = None
     frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    min_p: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    stop_token_ids: Any = None
     tools: Any = None
     functions: Any = None
     response_format: Any = None

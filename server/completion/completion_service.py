@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from ..service.pool_service import PoolService
 from ..workers.decoder import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from shm_broadcast import CoordinatorError
 
     from ..pool import WorkerPool
     from ..service.watched_pool import WatchedPool
@@ -64,14 +62,13 @@ class CompletionService(PoolService):
             CoordinatorError: the workers failed.
         """
         self.check_ready()
-        return self._running_engine.submit(
-            prompt, max_tokens, sampling, timeout=self._request_timeout
-        )
+        engine = cast("Engine", self._engine)  # there is one once it is ready
+        return engine.submit(prompt, max_tokens, sampling, timeout=self._request_timeout)
 
     async def _probe(self, pool: WatchedPool) -> None:
         if self._engine is None:
             self._engine = await asyncio.to_thread(
-                Engine, _Steps(pool), chunk=self._chunk, max_waiting=self._max_waiting
+                Engine, pool, chunk=self._chunk, max_waiting=self._max_waiting
             )
         async for _ in self._engine.submit([0], 1, timeout=self._request_timeout):
             pass
@@ -81,24 +78,3 @@ class CompletionService(PoolService):
             while self._engine.running or self._engine.waiting:
                 await asyncio.sleep(_LOOK_SECONDS)
             await asyncio.to_thread(self._engine.close)
-
-    @property
-    def _running_engine(self) -> Engine:
-        if self._engine is None:
-            raise RuntimeError("the service is ready, but has no engine")
-        return self._engine
-
-
-class _Steps:
-    """What an engine asks of a pool, counted and watched."""
-
-    def __init__(self, pool: WatchedPool) -> None:
-        self._pool = pool
-
-    @property
-    def failure(self) -> CoordinatorError | None:
-        return self._pool.failure
-
-    def call(self, method: str, *args: Any) -> Any:
-        sizes = [len(row.tokens) for row in args[0]] if args else []
-        return self._pool.call(method, *args, sizes=sizes)

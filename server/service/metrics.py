@@ -36,24 +36,24 @@ class Metrics:
 
     Args:
         now: what is read whenever the metrics are.
-        kind: of the requests: the names of what counts them begin so.
+        kind: what requests are answered with.
     """
 
-    def __init__(self, *now: Collector, kind: str = "embedding") -> None:
-        self._registry = of = CollectorRegistry()
-        self.requests = Counter(f"{kind}_requests", "Requests answered", ["status"], registry=of)
+    def __init__(self, *now: Collector, kind: str) -> None:
+        self._registry = of = CollectorRegistry(target_info={"kind": kind})
+        self.requests = Counter("service_requests", "Requests answered", ["status"], registry=of)
         self.errors = Counter(
-            f"{kind}_errors", "Requests not answered with 200", ["code"], registry=of
+            "service_errors", "Requests not answered with 200", ["code"], registry=of
         )
         self.seconds = Histogram(
-            f"{kind}_request_seconds",
+            "service_request_seconds",
             "Time of requests answered with 200",
             buckets=_SECONDS,
             registry=of,
         )
-        self.inputs = Counter(f"{kind}_inputs", "Inputs of those", registry=of)
-        self.tokens = Counter(f"{kind}_tokens", "Tokens of those", registry=of)
-        self.truncated = Counter(f"{kind}_inputs_truncated", "Inputs that were cut", registry=of)
+        self.inputs = Counter("service_inputs", "Inputs of those", registry=of)
+        self.tokens = Counter("service_tokens", "Tokens of those", registry=of)
+        self.truncated = Counter("service_inputs_truncated", "Inputs that were cut", registry=of)
         self.calls = Counter("pool_calls", "Batches computed", ["outcome"], registry=of)
         self.call_errors = Counter("pool_call_errors", "Batches that failed", ["kind"], registry=of)
         self.call_seconds = Histogram(

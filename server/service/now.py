@@ -39,11 +39,10 @@ class Activity:
 
 
 class ServiceNow(Collector):
-    """The service's activity, read whenever the metrics are; ``kind``: of its requests."""
+    """The service's activity, read whenever the metrics are."""
 
-    def __init__(self, activity: Callable[[], Activity], kind: str = "embedding") -> None:
+    def __init__(self, activity: Callable[[], Activity]) -> None:
         self._activity = activity
-        self._kind = kind
 
     def collect(self) -> Iterable[Metric]:
         """The state, what waits and what runs."""
@@ -53,7 +52,7 @@ class ServiceNow(Collector):
             state.add_metric([each], float(each == now.state))
         yield state
         for name, text, value in (
-            (f"{self._kind}_items_waiting", "Items that wait", now.items_waiting),
+            ("service_items_waiting", "Items that wait", now.items_waiting),
             ("pool_calls_running", "Batches that the workers have", now.calls_running),
             ("pool_oldest_call_seconds", "Age of the oldest of these", now.oldest_call_seconds),
         ):

@@ -52,7 +52,7 @@ class PoolService(ABC):
         make_pool: starts the workers; runs in a thread.
         request_timeout: seconds for a request, waiting included; a call to the workers has half.
         stall_timeout: seconds that a call may take before the service counts as stalled.
-        kind: of the requests, for the names of metrics.
+        kind: what requests are answered with, for the metrics.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PoolService(ABC):
         self._giving_up: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.metrics = Metrics(
-            ServiceNow(self.activity, kind),
+            ServiceNow(self.activity),
             WorkersNow(self.workers),
             OperationTotals(self._totals),
             kind=kind,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CallTimeoutError, PoolClosedError, with_notes
@@ -124,19 +124,19 @@ class WatchedPool:
             vectors: np.ndarray = await asyncio.wrap_future(future)
         return list(vectors)
 
-    def call(self, method: str, *args: Any, sizes: Sequence[int]) -> Any:
-        """As `WorkerPool.call`, of a method that computes a batch; for any thread.
+    def call(self, method: str, *args: Any) -> Any:
+        """As `WorkerPool.call`; for any thread.
 
         Args:
             method: the method.
-            args: its arguments.
-            sizes: the tokens of each item of the batch.
+            args: the rows of a step; a call without any computes no batch, and is not counted.
 
         Raises:
             CallTimeoutError: the workers did not answer in time; says which.
             CoordinatorError: the workers failed.
         """
-        with self._counted(sizes):
+        sizes = [len(row.tokens) for rows in args for row in rows]
+        with self._counted(sizes) if args else nullcontext():
             return self._pool.call(method, *args, timeout=self._call_timeout)
 
     async def watch(self, probe: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 
+from ..service.overview import clipped
 from .logs import ACCESS
 
 if TYPE_CHECKING:
@@ -57,13 +58,14 @@ class AccessLog:
             await self._app(scope, receive, answer)
         finally:
             client = scope.get("client")
+            path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")
             _log.info(
                 "request",
                 extra={
                     "facts": {
                         "client": f"{client[0]}:{client[1]}" if client else "",
                         "method": scope["method"],
-                        "path": scope.get("raw_path", b"").decode("ascii", "backslashreplace"),
+                        "path": clipped(path),
                         "status": status,
                         "ms": round((time.perf_counter() - began) * 1e3, 1),
                         "bytes": size,

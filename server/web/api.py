@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import msgspec
 
+from ..service.overview import clipped
+
 T = TypeVar("T")
 
 _FIELD = re.compile(r"(?<!got )`(?:\$\.)?(\w+)[^`]*`$")
@@ -48,9 +50,9 @@ class ApiError(Exception):
         self.code = code
 
     def body(self) -> bytes:
-        """The answer's JSON."""
+        """The answer's JSON; of a long message, as of a long path that it names, its beginning."""
         error = {
-            "message": self.message,
+            "message": clipped(self.message),
             "type": self.kind,
             "param": self.param,
             "code": self.code,

@@ -22,12 +22,13 @@ from torch.nn import functional
 
 from coordinator.layout import Layout, Placement, Replicate, Shard
 
+from ..defaults import DTYPES
 from . import prepacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from coordinator import GroupCoordinator
+    from coordinator import GroupCoordinator, ParallelGroups
 
     Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
@@ -270,4 +271,31 @@ def whole_parameters(model: nn.Module) -> dict[str, WholeParameter]:
                 found[full] = module.whole[name]
             else:
                 found[full] = WholeParameter(tuple(parameter.shape), Layout())
+    return found
+
+
+def hand_on(groups: ParallelGroups, hidden: torch.Tensor) -> None:
+    """Send what this stage has computed to the next. Collective: yes, every rank of the stage."""
+    groups.pp.send_tensor_dict({"hidden": hidden}, all_gather_group=groups.tp)
+
+
+def handed_on(groups: ParallelGroups) -> torch.Tensor:
+    """What the stage before has sent. Collective: yes, every rank of this stage."""
+    hidden: torch.Tensor = groups.pp.recv_tensor_dict(all_gather_group=groups.tp)["hidden"]
+    return hidden
+
+
+def compute_with(threads: int | None, dtype: str) -> torch.dtype:
+    """Have torch use ``threads`` in this process, if they are given; return the dtype.
+
+    Raises:
+        ValueError: ``threads`` is less than 1, or ``dtype`` none of `DTYPES`.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads must be 1 or more; got {threads}")
+        torch.set_num_threads(threads)
+    found: torch.dtype = getattr(torch, dtype)
     return found

@@ -62,7 +62,7 @@ class Site:
         """How many requests were counted, by status."""
         async with httpx.AsyncClient(base_url=self.url) as client:
             metrics = (await client.get("/metrics")).text
-        found = re.findall(r'^completion_requests_total{status="(\d+)"} ([\d.]+)$', metrics, re.M)
+        found = re.findall(r'^service_requests_total{status="(\d+)"} ([\d.]+)$', metrics, re.M)
         return {status: int(float(count)) for status, count in found}
 
     @property
@@ -213,6 +213,11 @@ def test_seeds(llama: Path) -> None:
         ({"logprobs": 0}, 400, "logprobs is not supported"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty is not supported"),
         ({"presence_penalty": False}, 400, "presence_penalty is not supported"),
+        ({"min_p": 0.5}, 400, "min_p is not supported"),
+        ({"repetition_penalty": 2.0}, 400, "repetition_penalty is not supported"),
+        ({"ignore_eos": True}, 400, "ignore_eos is not supported"),
+        ({"min_tokens": 3}, 400, "min_tokens is not supported"),
+        ({"stop_token_ids": [5]}, 400, "stop_token_ids is not supported"),
         ({"model": "other"}, 404, "does not exist"),
     ],
     ids=lambda value: repr(value)[:40],
@@ -229,6 +234,28 @@ def test_requests_that_are_refused(
                 assert answer.status_code == status
                 assert text in answer.json()["error"]["message"]
         assert (await here.complete("x")).choices
+
+    with_site(llama, test)
+
+
+def test_what_would_change_nothing_is_taken(llama: Path) -> None:
+    """As vLLM's clients send it."""
+    neutral: dict[str, Any] = {
+        "n": 1,
+        "logprobs": False,
+        "top_logprobs": False,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_p": 0.0,
+        "min_tokens": 0,
+        "stop_token_ids": [],
+        "ignore_eos": False,
+    }
+
+    async def test(here: Site) -> None:
+        prompt = here.text.encode("x")
+        answer = await here.complete("x", max_tokens=3, extra_body=neutral)
+        assert answer.choices[0].text == here.expected(prompt, 3)
 
     with_site(llama, test)
 
@@ -358,8 +385,12 @@ def test_what_is_around_it(llama: Path) -> None:
         async with httpx.AsyncClient(base_url=here.url) as client:
             assert (await client.get("/ready")).status_code == 200
             metrics = (await client.get("/metrics")).text
-            assert 'completion_requests_total{status="200"} 1.0' in metrics
-            assert "completion_items_waiting 0.0" in metrics
+            assert 'service_requests_total{status="200"} 1.0' in metrics
+            assert "service_items_waiting 0.0" in metrics
+            steps = 1 + 4  # the first one tried the workers
+            assert len(here.pool.steps) == steps
+            for name in ('pool_calls_total{outcome="ok"}', "pool_batch_items_count"):
+                assert f"{name} {steps}.0" in metrics
             totals = (await client.get("/status")).json()["totals"]
             assert (totals["inputs"], totals["tokens"]) == (1, 1 + 4)
             async for _ in await here.complete("x", max_tokens=3, stream=True):
@@ -384,7 +415,7 @@ def test_no_part_of_a_character_is_given_out(llama: Path) -> None:
     assert "" in pieces
     assert "\ufffd" not in "".join(pieces)
     cut = text.reader()
-    assert "".join(map(cut.read, text.encode("a🦆")[:-1])) + cut.rest() == "a"
+    assert [*map(cut.read, text.encode("a🦆")[:-1]), cut.rest()] == ["a", "", "", "", "\ufffd"]
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.service.now import STATES
 from tests.server.fake_service import run, site
+from tests.server.test_completions import site as completing
+from tests.server.tiny_llama import make_llama
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+    from server.service.pool_service import PoolService
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DOCS = Path(__file__).parents[2] / "docs" / "monitoring.md"
@@ -30,16 +37,19 @@ def exported() -> dict[str, set[str]]:
                 await here.embed([])
                 await here.embed("boom")
             here.service.metrics.refuse(408)
-            text = here.service.metrics.expose().decode()
-        for family in text_string_to_metric_families(text):
-            if family.name.endswith("_created"):  # the client library's own
-                continue
-            labels = {label for sample in family.samples for label in sample.labels}
-            for suffix in SUFFIXES[family.type]:
-                found[family.name.removesuffix("_total") + suffix] = labels
+            for family in families(here.service):
+                labels = {label for sample in family.samples for label in sample.labels}
+                for suffix in SUFFIXES[family.type]:
+                    found[family.name.removesuffix("_total") + suffix] = labels
 
     run(look)
     return found
+
+
+def families(service: PoolService) -> list[Metric]:
+    """What a service exports, without what the client library adds."""
+    found = text_string_to_metric_families(service.metrics.expose().decode())
+    return [family for family in found if not family.name.endswith("_created")]
 
 
 def asked_for(expression: str) -> set[str]:
@@ -89,7 +99,7 @@ def test_what_the_dashboard_shows_is_exported() -> None:
             shown |= check(target["expr"], target["legendFormat"], names)
     told = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
     every = {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
-    assert every - told == {"embedding_inputs_truncated_total", "pool_calls_total"}
+    assert every - told == {"target_info", "service_inputs_truncated_total", "pool_calls_total"}
 
 
 def test_the_panels_lie_beside_each_other() -> None:
@@ -116,6 +126,19 @@ def test_what_the_alerts_ask_for_is_exported() -> None:
         assert rule["labels"]["severity"] in ("warning", "critical")
     called = [rule["alert"] for rule in rules()]
     assert len(called) == len({*called})
+
+
+def test_a_service_of_completions_exports_the_same(tmp_path: Path) -> None:
+    seen: list[set[str]] = []
+
+    async def look() -> None:
+        async with site() as here, completing(make_llama(tmp_path / "model")) as there:
+            seen.extend({each.name for each in families(at.service)} for at in (here, there))
+            (kind,) = (each for each in families(there.service) if each.name == "target_info")
+            assert kind.samples[0].labels == {"kind": "completion"}
+
+    run(look)
+    assert seen[0] == seen[1]
 
 
 def test_all_that_is_exported_is_described() -> None:

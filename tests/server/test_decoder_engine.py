@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from server.errors import (
@@ -23,6 +26,8 @@ from server.workers.decoder import (
     PromptTooLongError,
     Sampling,
 )
+from server.workers.decoder.kv_cache import Row
+from tests.forked import in_a_child
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.one_worker import LOST, OneWorker
 from tests.server.tiny_llama import PROMPTS, greedy, make_llama
@@ -106,13 +111,23 @@ def test_an_answer_ends_with_the_context(engine: Engine) -> None:
         ([257], 5, ValueError, "token id 257 is not in 0 to 256"),
         ([3, -1], 5, ValueError, "token id -1 is not in"),
         ([3], 0, ValueError, "max_tokens must be 1 or more; got 0"),
+        ([3, 2.0], 5, TypeError, "a prompt has token ids; got 2.0"),
+        ("33", 5, TypeError, "a prompt has token ids; got '3'"),
+        (np.array([3.0]), 5, TypeError, "a prompt has token ids; got"),
     ],
 )
 def test_requests_that_make_no_sense(
-    engine: Engine, prompt: list[int], max_tokens: int, error: type[Exception], text: str
+    engine: Engine, prompt: Any, max_tokens: int, error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
         engine.submit(prompt, max_tokens)
+
+
+@pytest.mark.parametrize(
+    "prompt", [np.array(PROMPTS[0]), tuple(PROMPTS[0]), (each for each in PROMPTS[0])], ids=type
+)
+def test_a_prompt_is_any_iterable_of_ids(llama: Path, engine: Engine, prompt: Any) -> None:
+    assert list(engine.submit(prompt, COUNT)) == greedy(llama, PROMPTS[0], COUNT)
 
 
 def test_sampling_with_a_seed_is_the_same_in_any_company(engine: Engine) -> None:
@@ -183,6 +198,20 @@ def test_lost_workers_change_no_answer(llama: Path, pool: OneWorker, engine: Eng
     assert [list(each) for each in asked] == expected
     assert list(sampled) == drawn
     assert len(pool.steps) - begun > 14
+
+
+def test_a_sequence_whose_slot_another_one_has_begins_anew(
+    llama: Path, pool: OneWorker, engine: Engine
+) -> None:
+    """Even where the other one is as long."""
+
+    def take_its_slot(step: int) -> None:
+        if step == 4:
+            (row,) = pool.steps[-1]
+            pool.worker.step([Row(0, row.slot, 0, [9] * row.start, None)])
+
+    pool.before = take_its_slot
+    assert list(engine.submit(PROMPTS[0], COUNT)) == greedy(llama, PROMPTS[0], COUNT)
 
 
 def test_what_is_always_lost_fails_and_the_engine_goes_on(pool: OneWorker, engine: Engine) -> None:
@@ -272,6 +301,36 @@ def test_a_token_that_does_not_come_in_time(pool: OneWorker, engine: Engine) -> 
         list(asked)
     pool.go()
     until(lambda: engine.running == 0)
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e300, 10**400], ids=["inf", "1e300", "10**400"])
+def test_a_token_may_take_for_ever(engine: Engine, timeout: float) -> None:
+    async def read() -> list[int]:
+        return [token async for token in engine.submit([5], 3, timeout=timeout)]
+
+    assert list(engine.submit([5], 3, timeout=timeout)) == asyncio.run(read())
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error"), [(-1, ValueError), (math.nan, ValueError), ("3", TypeError)]
+)
+def test_a_time_that_makes_no_sense(engine: Engine, timeout: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        engine.submit([5], 3, timeout=timeout)
+    assert engine.waiting == engine.running == 0
+
+
+def test_a_forked_child_is_refused(pool: OneWorker, engine: Engine) -> None:
+    def meddle() -> None:
+        engine.close()
+        with pytest.raises(PoolClosedError, match=f"belongs to process {os.getppid()}, from which"):
+            engine.submit([7])
+
+    pool.hold()
+    asked = engine.submit([5], 3, ignore_ends=True)
+    in_a_child(meddle)
+    pool.go()
+    assert len(list(asked)) == 3
 
 
 def test_many_at_once_from_an_event_loop(llama: Path, pool: OneWorker, engine: Engine) -> None:

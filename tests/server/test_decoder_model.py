@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,7 +42,7 @@ def steps_of(answers: Sequence[Sequence[int]], chunk: int, every: int = 2) -> li
         for start, stop in zip(starts, [*starts[1:], len(prompt) + len(answer) - 1], strict=True):
             steps += [[] for _ in range(at + 1 - len(steps))]
             draw = None if stop < len(prompt) else GREEDY
-            steps[at].append(Row(slot, start, [*prompt, *answer][start:stop], draw))
+            steps[at].append(Row(slot, slot, start, [*prompt, *answer][start:stop], draw))
             at += 1
     return steps
 
@@ -98,21 +99,24 @@ def test_half_precision(llama: Path) -> None:
 def test_a_slot_is_used_again(llama: Path) -> None:
     """What an earlier sequence has left there is not seen."""
     expected = greedy(llama, PROMPTS[0], 1)
-    steps = [[Row(0, 0, PROMPTS[2], GREEDY)], [Row(0, 0, PROMPTS[0], GREEDY)]]
+    steps = [[Row(0, 0, 0, PROMPTS[2], GREEDY)], [Row(1, 0, 0, PROMPTS[0], GREEDY)]]
     assert drawn(llama, 2, 1, steps)[0][1:] == expected
 
 
 def test_a_sequence_that_the_cache_does_not_hold(llama: Path) -> None:
     def body(context: Any) -> Any:
         worker = DecoderWorker(context, llama, slots=2, length=128)
-        first = worker.step([Row(0, 0, PROMPTS[0], GREEDY)])
-        wrong = [Row(1, 0, [5], GREEDY), Row(0, 4, [5], GREEDY)]
-        with pytest.raises(CacheLostError, match="slot 0 holds 5 tokens, not 4"):
-            worker.step(wrong)
+        first = worker.step([Row(7, 0, 0, PROMPTS[0], GREEDY)])
+        goes_on = Row(7, 0, 5, [5], GREEDY)
+        for wrong in (replace(goes_on, start=4), replace(goes_on, sequence=8)):
+            told = f"slot 0 does not hold {wrong.start} tokens of sequence {wrong.sequence}"
+            with pytest.raises(CacheLostError, match=told):
+                worker.step([Row(9, 1, 0, [5], GREEDY), wrong])
+        worker.step([goes_on])
         worker.restore(context)
-        with pytest.raises(CacheLostError, match="slot 0 holds 0 tokens, not 5"):
-            worker.step([Row(0, 5, [5], GREEDY)])
-        return first, worker.step([Row(0, 0, PROMPTS[0], GREEDY)])
+        with pytest.raises(CacheLostError, match="slot 0 does not hold 6 tokens of sequence 7"):
+            worker.step([replace(goes_on, start=6)])
+        return first, worker.step([Row(7, 0, 0, PROMPTS[0], GREEDY)])
 
     first, again = run_threads(2, 2, body)[2]
     assert first == again == greedy(llama, PROMPTS[0], 1)
@@ -121,10 +125,10 @@ def test_a_sequence_that_the_cache_does_not_hold(llama: Path) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        Row(2, 0, [5], GREEDY),
-        Row(-1, 0, [5], GREEDY),
-        Row(0, 0, [], GREEDY),
-        Row(0, 0, [1] * 9, None),
+        Row(0, 2, 0, [5], GREEDY),
+        Row(0, -1, 0, [5], GREEDY),
+        Row(0, 0, 0, [], GREEDY),
+        Row(0, 0, 0, [1] * 9, None),
     ],
     ids=str,
 )
@@ -138,7 +142,7 @@ def test_a_row_that_has_no_place(llama: Path, row: Row) -> None:
 
 
 def test_a_long_prompt_is_not_drawn_from_before_its_end(llama: Path) -> None:
-    assert drawn(llama, 2, 1, [[Row(0, 0, [1, 2, 3], None)]]) == {}
+    assert drawn(llama, 2, 1, [[Row(0, 0, 0, [1, 2, 3], None)]]) == {}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from benchmarks.http_served import Served
 from server.errors import WorkerLostError
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
+from server.replicas import Replicas
 from server.workers.decoder import DecoderFolder, DecoderText, DecoderWorker, Engine, smollm2
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.tiny_llama import PROMPTS, greedy, make_llama
@@ -100,6 +101,18 @@ def test_without_restart_answers_fail_with_the_cause(llama: Path) -> None:
             engine.submit(PROMPTS[0])
 
 
+def test_replicas_have_an_engine_each(llama: Path) -> None:
+    expected = [greedy(llama, prompt, COUNT) for prompt in PROMPTS]
+    arguments = {"model": str(llama), "length": 128, "threads": 1, "slots": 1}
+    with Replicas(DecoderWorker, dp=2, worker_kwargs=arguments, config=PATIENT) as replicas:
+        with pytest.raises(TypeError, match=r"make one for each of Replicas\.pools"):
+            Engine(replicas)
+        for pool in replicas.pools:
+            with Engine(pool) as engine:
+                asked = [engine.submit(each, COUNT, timeout=PATIENCE_SECONDS) for each in PROMPTS]
+                assert [list(each) for each in asked] == expected
+
+
 def test_fifty_streams_at_once(llama: Path) -> None:
     expected = [greedy(llama, prompt, COUNT) for prompt in PROMPTS]
 
@@ -128,7 +141,7 @@ def test_the_service_streams_on_when_a_worker_is_killed(llama: Path) -> None:
             pieces = [next(stream).choices[0].text]
             os.kill(served.worker_pids()[1], signal.SIGKILL)
             pieces += [chunk.choices[0].text for chunk in stream]
-        assert "".join(pieces) == "".join(map(reader.read, expected))
+        assert "".join(pieces) == "".join(map(reader.read, expected)) + reader.rest()
         until(lambda: served.get("/status")[1]["restarts"] == 1)
 
 

@@ -195,7 +195,7 @@ def test_status_and_metrics_show_the_workers() -> None:
             assert (status["calls_running"], status["oldest_call_seconds"]) == (0, 0.0)
             shown = (await here.client.get("/metrics")).text.splitlines()
             for line in (
-                'embedding_requests_total{status="200"} 1.0',
+                'service_requests_total{status="200"} 1.0',
                 'pool_calls_total{outcome="ok"} 2.0',
                 "pool_batch_items_sum 3.0",
                 "pool_batch_tokens_sum 7.0",

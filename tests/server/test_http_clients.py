@@ -12,7 +12,7 @@ from tests.server.fake_service import Site, listening, run, site
 
 
 def one_has_left(here: Site) -> bool:
-    return 'embedding_requests_total{status="499"} 1.0' in here.service.metrics.expose().decode()
+    return 'service_requests_total{status="499"} 1.0' in here.service.metrics.expose().decode()
 
 
 def test_a_client_that_leaves_is_dropped_from_what_waits() -> None:

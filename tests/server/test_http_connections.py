@@ -56,7 +56,7 @@ class Raw:
 
 
 def requests_answered(here: Site, status: int) -> bool:
-    line = f'embedding_requests_total{{status="{status}"}} 1.0'
+    line = f'service_requests_total{{status="{status}"}} 1.0'
     return line in here.service.metrics.expose().decode()
 
 

@@ -100,12 +100,12 @@ def test_counters_are_what_a_thousand_clients_have_counted() -> None:
         found = samples(shown)
         assert sum(tally.statuses.values()) == CLIENTS
         assert tally.statuses.keys() >= {"200", "400", "401", "404", "429", "500", "503"}
-        assert labelled(found, "embedding_requests_total") == tally.statuses
-        assert labelled(found, "embedding_errors_total") == tally.codes
-        assert found["embedding_inputs_total",] == tally.inputs
-        assert found["embedding_tokens_total",] == tally.tokens
-        assert found["embedding_inputs_truncated_total",] == tally.truncated > 0
-        assert found["embedding_request_seconds_count",] == tally.statuses["200"]
+        assert labelled(found, "service_requests_total") == tally.statuses
+        assert labelled(found, "service_errors_total") == tally.codes
+        assert found["service_inputs_total",] == tally.inputs
+        assert found["service_tokens_total",] == tally.tokens
+        assert found["service_inputs_truncated_total",] == tally.truncated > 0
+        assert found["service_request_seconds_count",] == tally.statuses["200"]
         calls = labelled(found, "pool_calls_total")
         assert calls["ok"] == found["pool_call_seconds_count", "ok"]
         assert calls["error"] == found["pool_call_seconds_count", "error"]
@@ -159,9 +159,9 @@ def test_real_workers_count_what_their_clients_asked_for() -> None:
         served.wait_until_ready()
         asyncio.run(clients(served.url))
         found = samples(httpx.get(f"{served.url}/metrics").text)
-    assert labelled(found, "embedding_requests_total") == tally.statuses
+    assert labelled(found, "service_requests_total") == tally.statuses
     assert set(tally.statuses) == {"200", "404"}
-    assert (found["embedding_inputs_total",], found["embedding_tokens_total",]) == (
+    assert (found["service_inputs_total",], found["service_tokens_total",]) == (
         tally.inputs,
         tally.tokens,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from .decoder_config import DecoderFolderError
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from .decoder_config import DecoderFolder
+
+
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+"""Tokens of a byte, in vocabularies of words that have them for all other text."""
 
 
 class ChatError(ValueError):
@@ -101,19 +106,28 @@ class AnswerReader:
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
-        from tokenizers.decoders import DecodeStream  # noqa: PLC0415
-
         self.stopped = False
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._decoding = _Decoding(tokenizer)
         self._stops = tuple(stops)
         self._held = ""
 
     def read(self, token: int) -> str:
         """The text that is certain with one more token; often none."""
+        return "" if self.stopped else self._before_stop(self._decoding.step(token))
+
+    def rest(self) -> str:
+        """The text that was held back, as it could have begun a stop or a character; once there
+        are no tokens.
+        """
         if self.stopped:
             return ""
-        text = self._held + (self._stream.step(self._tokenizer, token) or "")
+        text = self._before_stop(self._decoding.rest())
+        rest, self._held = self._held, ""
+        return text + rest
+
+    def _before_stop(self, new: str) -> str:
+        """What no stop begins in, of what was held back and ``new``."""
+        text = self._held + new
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.stopped = True
@@ -123,10 +137,47 @@ class AnswerReader:
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
+
+class _Decoding:
+    """The text of tokens as they come, equal to what the tokenizer makes of all of them.
+
+    It decodes the last few tokens. The first of these, whose text was given out, are there for the
+    others: text is decoded in another way at its beginning. What may still change is held back: a
+    part of a character, and tokens of bytes, of which a run is decoded as a whole.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        self._tokenizer = tokenizer
+        self._special = {token for token, how in added.items() if how.special}
+        self._tokens: list[int] = []
+        self._n_known = 0
+        self._said = ""
+
+    def step(self, token: int) -> str:
+        name = self._tokenizer.id_to_token(token)
+        if name is None or token in self._special:
+            return ""  # it has no text
+        self._tokens.append(token)
+        text = self._text()
+        if _BYTE.fullmatch(name) or text.endswith("\ufffd"):
+            return ""
+        new, self._said = text[len(self._said) :], text
+        self._forget()
+        return new
+
     def rest(self) -> str:
-        """The text that was held back, as it could have begun a stop; once there are no tokens."""
-        rest, self._held = self._held, ""
-        return rest
+        return self._text()[len(self._said) :]
+
+    def _forget(self) -> None:
+        """Keep only the tokens that the last text is of, unless they have none by themselves."""
+        last = self._tokens[self._n_known :]
+        if said := self._tokenizer.decode(last):
+            self._tokens, self._n_known, self._said = last, len(last), said
+
+    def _text(self) -> str:
+        text: str = self._tokenizer.decode(self._tokens)
+        return text
 
 
 def _overlap(text: str, stop: str) -> int:

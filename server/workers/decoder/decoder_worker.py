@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...defaults import CONTEXT, DTYPES, SLOTS
-from ..parallel import regroup, share
+from ...defaults import CONTEXT, SLOTS
+from ..parallel import compute_with, hand_on, handed_on, regroup, share
 from .decoder_config import DecoderFolder
 from .decoder_model import StepArrangement, load_decoder
 from .kv_cache import KVCache
@@ -68,21 +68,15 @@ class DecoderWorker:
         threads: int | None = None,
         dtype: str = "float32",
     ) -> None:
-        if slots < 1 or length < 1 or (threads is not None and threads < 1):
-            raise ValueError(
-                f"slots, length and threads must be 1 or more; got {slots}, {length} and {threads}"
-            )
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-        if threads is not None:
-            torch.set_num_threads(threads)
+        if slots < 1 or length < 1:
+            raise ValueError(f"slots and length must be 1 or more; got {slots} and {length}")
+        kind = compute_with(threads, dtype)
         folder = DecoderFolder.open(model)
         self._config = config = folder.config
         self._groups, self._device = context.groups, context.device
         tp, pp = self._groups.tp, self._groups.pp
         config.check_parallel(tp.world_size, pp.world_size)
         layers = share(config.num_hidden_layers, pp.rank_in_group, pp.world_size)
-        kind = getattr(torch, dtype)
         self._stage = load_decoder(folder, layers, tp, self._device, context.report_progress, kind)
         length = min(length, config.max_position_embeddings)
         self._room = Room(slots, length, pp.world_size, config.vocab_size, folder.ends)
@@ -128,7 +122,7 @@ class DecoderWorker:
         arranged = StepArrangement(rows, self._config, parameters)
         hidden = self._stage(self._input(rows), arranged, self._cache)
         if not self._groups.pp.is_last_rank:
-            self._groups.pp.send_tensor_dict({"hidden": hidden}, all_gather_group=self._groups.tp)
+            hand_on(self._groups, hidden)
             return None
         ends = [span.stop - 1 for row, span in zip(rows, arranged.spans, strict=True) if row.draw]
         if not ends:
@@ -142,7 +136,5 @@ class DecoderWorker:
     def _input(self, rows: Sequence[Row]) -> torch.Tensor:
         """What this stage computes on: the tokens, or what the stage before has sent."""
         if not self._groups.pp.is_first_rank:
-            received = self._groups.pp.recv_tensor_dict(all_gather_group=self._groups.tp)
-            hidden: torch.Tensor = received["hidden"]
-            return hidden
+            return handed_on(self._groups)
         return torch.tensor([token for row in rows for token in row.tokens], device=self._device)

@@ -11,19 +11,23 @@ pause. The random numbers are the driver's, so what was drawn is not drawn again
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
+from operator import index
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from shm_broadcast import CoordinatorError
+from shm_broadcast.deadline import Deadline
 
 from ...defaults import CHUNK_TOKENS
 from ...errors import CallStuckError, CallTimeoutError, PoolClosedError, QueueFullError, again
+from ...replicas import Replicas
 from .generation import Generation
 from .sampling import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from .decoder_worker import Room
     from .kv_cache import Row
@@ -33,7 +37,9 @@ _TRIES = 3
 
 
 class StepPool(Protocol):
-    """What an engine asks of its workers; a `WorkerPool` of `DecoderWorker` is one."""
+    """What an engine asks of its workers, which make every step; a `WorkerPool` of `DecoderWorker`
+    is one.
+    """
 
     @property
     def failure(self) -> CoordinatorError | None:
@@ -52,6 +58,7 @@ class Engine:
         max_waiting: requests that may wait for a slot.
 
     Raises:
+        TypeError: ``pool`` is `Replicas`, each of which would have some steps of a sequence.
         ValueError: a step could not take a token of each sequence.
         CoordinatorError: the workers failed.
     """
@@ -63,9 +70,12 @@ class Engine:
         chunk: int = CHUNK_TOKENS,
         max_waiting: int = 1024,
     ) -> None:
+        if isinstance(pool, Replicas):
+            raise TypeError("an engine has one pool: make one for each of Replicas.pools")
         self.room: Room = pool.call("room")
         if chunk < self.room.slots:
             raise ValueError(f"chunk must be {self.room.slots}, the slots, or more; got {chunk}")
+        self._owner = os.getpid()
         self._pool = pool
         self._chunk = chunk
         self._max_waiting = max_waiting
@@ -94,7 +104,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: Sequence[int],
+        prompt: Iterable[int],
         max_tokens: int | None = None,
         sampling: Sampling | None = None,
         *,
@@ -108,28 +118,31 @@ class Engine:
             max_tokens: of the answer; ``None``: as many as there is room for. It also ends where
                 the context does.
             sampling: how tokens are drawn; ``None``: always the most likely.
-            timeout: seconds for each token.
+            timeout: seconds for each token; ``None``: for ever.
             ignore_ends: go on after tokens that end an answer.
 
         Raises:
+            TypeError: the prompt has something else than ids, or ``timeout`` is no number.
             ValueError: the prompt is empty, leaves no room for an answer, or has an id outside the
-                vocabulary; or ``max_tokens`` is less than 1.
+                vocabulary; or ``max_tokens`` is less than 1, or ``timeout`` than 0.
             QueueFullError: too many requests wait.
-            CoordinatorError: the workers have failed for good, or the engine was closed.
+            PoolClosedError: the engine was closed, or belongs to the process from which this one
+                was forked.
+            CoordinatorError: the workers have failed for good.
         """
+        if os.getpid() != self._owner:
+            raise PoolClosedError(
+                f"submit: the engine belongs to process {self._owner}, from which this one was "
+                "forked"
+            )
+        Deadline.after(timeout)  # checks it
         room = self.room
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens must be 1 or more; got {max_tokens}")
-        if not prompt:
-            raise ValueError("the prompt is empty: it has no token")
-        if len(prompt) >= room.context:
-            raise PromptTooLongError(len(prompt), room.context)
-        for token in (min(prompt), max(prompt)):
-            if not 0 <= token < room.vocabulary:
-                raise ValueError(f"token id {token} is not in 0 to {room.vocabulary - 1}")
-        stop = min(room.context, len(prompt) + (max_tokens or room.context))
+        tokens = _ids(prompt, room)
+        stop = min(room.context, len(tokens) + (max_tokens or room.context))
         ends = frozenset[int]() if ignore_ends else room.ends
-        made = Generation(prompt, stop, ends, sampling or Sampling(), timeout)
+        made = Generation(tokens, stop, ends, sampling or Sampling(), timeout)
         with self._changed:
             if self._ended is not None:
                 raise again(self._ended)
@@ -143,10 +156,13 @@ class Engine:
 
     def close(self, timeout: float = 10.0) -> None:
         """End all answers with `PoolClosedError`, and wait until no step is under way. Idempotent.
+        Does nothing in a process that was forked from the engine's.
 
         Args:
             timeout: seconds; a step that takes longer goes on.
         """
+        if os.getpid() != self._owner:
+            return
         self._end(PoolClosedError("the engine was closed"))
         for thread in self._threads:
             thread.join(timeout / len(self._threads))
@@ -292,6 +308,27 @@ class _Lane:
     def end(self, error: Exception) -> None:
         for each in self.taken.values():
             each.end(error)
+
+
+def _ids(prompt: Iterable[int], room: Room) -> list[int]:
+    """The prompt's token ids, checked; see `Engine.submit`."""
+    tokens = list(prompt)
+    if not tokens:
+        raise ValueError("the prompt is empty: it has no token")
+    if len(tokens) >= room.context:
+        raise PromptTooLongError(len(tokens), room.context)
+    tokens = [_id(each) for each in tokens]
+    for token in (min(tokens), max(tokens)):
+        if not 0 <= token < room.vocabulary:
+            raise ValueError(f"token id {token} is not in 0 to {room.vocabulary - 1}")
+    return tokens
+
+
+def _id(token: int) -> int:
+    try:
+        return index(token)
+    except TypeError:
+        raise TypeError(f"a prompt has token ids; got {token!r}") from None
 
 
 def _may_go_on(error: CoordinatorError) -> bool:

@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import queue
 import random
+import threading
+import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
 from shm_broadcast import CoordinatorError
+from shm_broadcast.deadline import Deadline
 
 from ...errors import again
 from .kv_cache import Row
@@ -39,7 +42,7 @@ class Generation:
         stop: its length with the answer, at most.
         ends: tokens that end the answer; they are not given out.
         sampling: how tokens are drawn.
-        timeout: seconds for each token; ``None``: as long as the engine lives.
+        timeout: seconds for each token; ``None``, or infinite: as long as the engine lives.
 
     Attributes:
         reason: once it has ended: ``"stop"``, a token that ends it; ``"length"``, no room for more;
@@ -59,6 +62,7 @@ class Generation:
         self.reason: Reason | None = None
         self.cancelled = False
         self.cached = 0
+        self._sequence = uuid.uuid4().int
         self._tokens = list(prompt)
         self._stop = stop
         self._ends = ends
@@ -80,7 +84,7 @@ class Generation:
         tokens = self._tokens[self.cached : self.cached + most]
         is_last = self.cached + len(tokens) == len(self._tokens)
         draw = Draw(self._sampling, self._number) if is_last else None
-        return Row(slot, self.cached, tokens, draw)
+        return Row(self._sequence, slot, self.cached, tokens, draw)
 
     def take(self, token: int) -> None:
         """Go on with a token that was drawn."""
@@ -114,7 +118,7 @@ class Generation:
         """
         while True:
             try:
-                news = self._news.get(timeout=self._timeout)
+                news = self._news.get(timeout=self._seconds())
             except queue.Empty:
                 raise self._late() from None
             if news is None:
@@ -130,7 +134,7 @@ class Generation:
                 news = self._news.get_nowait()
             except queue.Empty:
                 try:
-                    await asyncio.wait_for(rung.wait(), self._timeout)
+                    await asyncio.wait_for(rung.wait(), self._seconds())
                 except TimeoutError:
                     raise self._late() from None
                 rung.clear()
@@ -150,6 +154,10 @@ class Generation:
     def _tell(self, news: int | Exception | None) -> None:
         self._news.put(news)
         self._ring()
+
+    def _seconds(self) -> float:
+        """How long to wait for a token, as Python's own waits take it."""
+        return Deadline.after(self._timeout).remaining(threading.TIMEOUT_MAX)
 
     def _late(self) -> GenerationTimeoutError:
         self.cancel()

@@ -18,12 +18,14 @@ class Row:
     """What one sequence contributes to a step.
 
     Attributes:
+        sequence: a number that no other sequence has.
         slot: where in the cache it is.
         start: how many of its tokens are in the cache already.
         tokens: the next ones, one or more.
         draw: how the token after them is drawn; ``None``: it is known, the prompt goes on.
     """
 
+    sequence: int
     slot: int
     start: int
     tokens: Sequence[int]
@@ -36,7 +38,8 @@ class Row:
 
 
 class CacheLostError(RuntimeError):
-    """A sequence was to go on, but the cache does not hold it: the workers were restarted.
+    """A sequence was to go on, but the cache does not hold it: the workers were restarted, or
+    another sequence has its slot.
 
     It can begin anew with all tokens that it has so far.
     """
@@ -70,7 +73,7 @@ class KVCache:
         shape = (layers, 2, slots, heads, context, head_size)
         self._cells = torch.empty(shape, dtype=dtype, device=device)
         self._context = context
-        self._lengths = [0] * slots
+        self._held: list[tuple[int, int] | None] = [None] * slots
 
     def extend(self, rows: Sequence[Row]) -> None:
         """Make room for the tokens of a step. Every rank of the pool decides alike.
@@ -80,17 +83,17 @@ class KVCache:
             ValueError: a row has no such slot, no token, or more than there is room for.
         """
         for row in rows:
-            if not 0 <= row.slot < len(self._lengths) or not row.start < row.stop <= self._context:
+            if not 0 <= row.slot < len(self._held) or not row.start < row.stop <= self._context:
                 raise ValueError(
                     f"slot {row.slot}, tokens {row.start} to {row.stop}: there are "
-                    f"{len(self._lengths)} slots of {self._context} tokens"
+                    f"{len(self._held)} slots of {self._context} tokens"
                 )
-            if row.start not in (0, self._lengths[row.slot]):
+            if row.start and self._held[row.slot] != (row.sequence, row.start):
                 raise CacheLostError(
-                    f"slot {row.slot} holds {self._lengths[row.slot]} tokens, not {row.start}"
+                    f"slot {row.slot} does not hold {row.start} tokens of sequence {row.sequence}"
                 )
         for row in rows:
-            self._lengths[row.slot] = row.stop
+            self._held[row.slot] = row.sequence, row.stop
 
     def put(
         self, layer: int, row: Row, keys: torch.Tensor, values: torch.Tensor
@@ -107,4 +110,4 @@ class KVCache:
 
     def clear(self) -> None:
         """Forget all sequences."""
-        self._lengths = [0] * len(self._lengths)
+        self._held = [None] * len(self._held)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ...defaults import BATCH_TOKENS, DTYPES
-from ..parallel import regroup, share
+from ...defaults import BATCH_TOKENS
+from ..parallel import compute_with, hand_on, handed_on, regroup, share
 from .model import load_stage, pool
 from .model_config import ModelFolder
 from .packing import arrange, make_batches
@@ -74,14 +74,9 @@ class MiniLMWorker:
         threads: int | None = None,
         dtype: str = "float32",
     ) -> None:
-        if batch_tokens < 1 or (threads is not None and threads < 1):
-            raise ValueError(
-                f"batch_tokens and threads must be 1 or more; got {batch_tokens} and {threads}"
-            )
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-        if threads is not None:
-            torch.set_num_threads(threads)
+        if batch_tokens < 1:
+            raise ValueError(f"batch_tokens must be 1 or more; got {batch_tokens}")
+        kind = compute_with(threads, dtype)
         self._groups = context.groups
         self._device = context.device
         self._batch_tokens = batch_tokens
@@ -96,7 +91,7 @@ class MiniLMWorker:
             tp,
             self._device,
             context.report_progress,
-            getattr(torch, dtype),
+            kind,
         )
 
     def restore(self, context: WorkerContext) -> None:
@@ -125,7 +120,7 @@ class MiniLMWorker:
             if self._groups.pp.is_last_rank:
                 vectors[batch.rows] = self._sentence_vectors(hidden, arranged.lengths).cpu().numpy()
             else:
-                self._send(hidden)
+                hand_on(self._groups, hidden)
         is_output = self._groups.pp.is_last_rank and self._groups.tp.is_first_rank
         return vectors if is_output else None
 
@@ -148,11 +143,6 @@ class MiniLMWorker:
     def _input(self, batch: PackedBatch, tokens: Sequence[np.ndarray]) -> torch.Tensor:
         """What this stage computes on: the batch's tokens, or what the stage before has sent."""
         if not self._groups.pp.is_first_rank:
-            received = self._groups.pp.recv_tensor_dict(all_gather_group=self._groups.tp)
-            hidden: torch.Tensor = received["hidden"]
-            return hidden
+            return handed_on(self._groups)
         ids = np.concatenate([tokens[row] for row in batch.rows], dtype=np.int64)
         return torch.from_numpy(ids).to(self._device)
-
-    def _send(self, hidden: torch.Tensor) -> None:
-        self._groups.pp.send_tensor_dict({"hidden": hidden}, all_gather_group=self._groups.tp)

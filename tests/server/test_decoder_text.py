@@ -1,0 +1,107 @@
+"""An answer's text, token by token, is what the tokenizer makes of all tokens at once."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from server.workers.decoder import AnswerReader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+END = "<end>"
+WORDS = ["▁", "▁hello", "▁world", "a", "é", "漢", "\ufffd"]
+
+
+def byte_level() -> Tokenizer:
+    """As GPT-2's: a token is a part of a character, or more."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({each: number for number, each in enumerate(alphabet)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return with_added(tokenizer)
+
+
+def byte_fallback() -> Tokenizer:
+    """As Llama 2's: words, and bytes for what they do not have."""
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    vocabulary = {each: number for number, each in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    strip = decoders.Strip(" ", 1, 0)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return with_added(tokenizer)
+
+
+def metaspace() -> Tokenizer:
+    """As T5's, and as converters of sentencepiece write them."""
+    tokenizer = Tokenizer(BPE({each: number for number, each in enumerate(WORDS)}, []))
+    tokenizer.decoder = decoders.Metaspace()
+    return with_added(tokenizer)
+
+
+def with_added(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.add_special_tokens([END])
+    tokenizer.add_tokens(["<tool>"])
+    return tokenizer
+
+
+MAKERS = (byte_level, byte_fallback, metaspace)
+
+
+def ids_of(tokenizer: Any, *names: str) -> list[int]:
+    return [tokenizer.token_to_id(name) for name in names]
+
+
+def read(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    reader = AnswerReader(tokenizer, ())
+    return [*map(reader.read, ids), reader.rest()]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_the_pieces_of_any_tokens_are_the_whole(make: Any) -> None:
+    tokenizer, chance = make(), random.Random(5)
+    size = tokenizer.get_vocab_size()
+    for _ in range(400):
+        some = [chance.randrange(size) for _ in range(4)]  # so that bytes come in runs, and not
+        ids = [chance.choice([*some, chance.randrange(size + 2)]) for _ in range(30)]
+        assert "".join(read(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_text_comes_as_soon_as_it_is_certain(make: Any) -> None:
+    tokenizer = make()
+    first, last = ids_of(tokenizer, "a", "<tool>")
+    assert read(tokenizer, [first, first, last, first]) == ["a", "a", "<tool>", "a", ""]
+
+
+def test_bytes_are_decoded_together() -> None:
+    """In a run of bytes that are no text none is, as the library decodes them: not the newline."""
+    tokenizer = byte_fallback()
+    newline, *duck = ids_of(tokenizer, *(f"<0x{byte:02X}>" for byte in "\n🦆".encode()))
+    hello, world = ids_of(tokenizer, "▁hello", "▁world")
+    whole = [hello, newline, *duck, world]
+    assert read(tokenizer, whole) == ["hello", "", "", "", "", "", "\n🦆 world", ""]
+    broken = [hello, newline, *duck[:2], world]
+    assert read(tokenizer, broken) == ["hello", "", "", "", "\ufffd\ufffd\ufffd world", ""]
+    assert read(tokenizer, [hello, *duck]) == ["hello", "", "", "", "", "🦆"]
+
+
+def test_special_tokens_do_not_part_what_they_stand_in() -> None:
+    symbols = [f"<0x{byte:02X}>" for byte in "🦆".encode()]
+    for tokenizer, duck in ((byte_level(), "ðŁ¦Ĩ"), (byte_fallback(), symbols)):
+        end, *parts = ids_of(tokenizer, END, *duck)
+        assert "".join(read(tokenizer, [end, *parts[:2], end, *parts[2:], end])) == "🦆"
+
+
+def test_a_stop_is_found_at_the_very_end() -> None:
+    tokenizer = byte_fallback()
+    ids = ids_of(tokenizer, "a", "é", "<0x21>")
+    for stop, expected in (("é!", "a"), ("!", "aé"), ("é!?", "aé!")):
+        reader = AnswerReader(tokenizer, [stop])
+        assert "".join(map(reader.read, ids)) + reader.rest() == expected
+        assert reader.stopped == (stop != "é!?")
