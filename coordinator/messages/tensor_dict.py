@@ -282,8 +282,17 @@ def _dump(objects: dict[Any, Any], wire: Wire) -> bytes:
         return b""
     try:
         return wire.dump(objects)
+    except TypeError:
+        for key, value in objects.items():
+            _require_writable(key, value, wire)
+        raise
+
+
+def _require_writable(key: Any, value: Any, wire: Wire) -> None:
+    try:
+        wire.dump(value)
     except TypeError as error:
-        raise TypeError(f"of the values {list(objects)}: {error}") from error
+        raise TypeError(f"the value of {key!r}: {error}") from error
 
 
 def _load(data: bytes, wire: Wire) -> dict[Any, Any]:
