@@ -66,6 +66,7 @@ def payloads() -> list[Any]:
         (torch.ones(2), None, "text", 3),
         {"hidden": torch.ones(2, 2), 7: [{"deep": (torch.zeros(1),)}], "empty": []},
         Pair(torch.ones(1), {"step": 1 << 80}),
+        {"prompt": "\ud83d", "\udcff": torch.ones(1)},
     ]
 
 
