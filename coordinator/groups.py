@@ -227,9 +227,10 @@ def init(
     Collective: yes, every rank.
 
     Raises:
-        ValueError: the product of the sizes is not the number of ranks, or the environment is
-            incomplete.
-        SecretError: the secret is too short, or other users may read its file.
+        ValueError: the product of the sizes is not the number of ranks, the environment is
+            incomplete, or ranks were given different sizes or settings: all are told which.
+        SecretError: the secret is too short, other users may read its file, or only some ranks
+            have one.
         GroupTimeoutError: some ranks did not come in time; names them.
         PeerLostError: a rank has ended after the ranks of its host had met.
         GroupAbortedError: likewise, one has given up; says why.
@@ -268,6 +269,7 @@ def init(
             operation_timeout=operation_timeout,
             torch_only=torch_only,
             checked=checked,
+            sizes={**dict(grid.axes), "dcp": dcp, "axes": ", ".join(outer.names) or "none"},
         )
         # A launcher whose board it is hears of failures itself, and tells the others.
         with topology.telling_why() if board is None else nullcontext():

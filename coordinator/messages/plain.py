@@ -34,10 +34,10 @@ DTYPES = {str(value): value for value in vars(torch).values() if isinstance(valu
 def is_scalar(value: Any) -> bool:
     """Whether msgpack has the type of ``value`` itself, and room for it."""
     kind = type(value)
-    if kind is int:
-        return value in _INTEGERS
     if kind is str:
         return len(value) <= LONGEST and (value.isascii() or not _has_surrogate(value))
+    if kind is int:
+        return value in _INTEGERS
     return kind in _OTHER_SCALARS or (kind is bytes and len(value) <= LONGEST)
 
 

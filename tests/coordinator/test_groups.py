@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 import coordinator
 from coordinator import ParallelGroups, host_store
+from coordinator.stores.secret import SecretError
 from shm_broadcast import Board, GroupTimeoutError
-from tests.patience import all_here
+from tests.patience import STALL_SECONDS, all_here
 from tests.ranks import run_ranks
 
 AGENT = """
@@ -210,6 +211,50 @@ def test_an_absent_rank_is_named_by_all() -> None:
     store = host_store()
     for text in run_ranks(3, absent, store.port)[:2]:
         assert text.startswith("world rendezvous: timed out after 4 s, waiting for rank 2")
+
+
+SECRET = b"sixteen or more bytes"
+
+
+def told_differently(rank: int, n: int, path: str, arguments: list[dict[str, Any]]) -> str:
+    store = dist.FileStore(path, n)
+    error = SecretError if "secret" in arguments[0] | arguments[1] else ValueError
+    begun = time.monotonic()
+    with pytest.raises(error) as caught:
+        coordinator.init(
+            rank=rank, world_size=n, store=store, timeout=STALL_SECONDS, **arguments[min(rank, 1)]
+        )
+    assert time.monotonic() - begun < STALL_SECONDS
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "said"),
+    [
+        ({"tp": 3}, {"pp": 3}, "pp is 1 on ranks [0], 3 on ranks [1, 2]"),
+        ({"tp": 3}, {"dp": 3}, "dp is 1 on ranks [0], 3 on ranks [1, 2]"),
+        ({"tp": 3, "dcp": 3}, {"tp": 3}, "dcp is 3 on ranks [0], 1 on ranks [1, 2]"),
+        ({"axes": {"a": 3}}, {"axes": {"b": 3}}, "a is 3 on ranks [0], not given on ranks [1, 2]"),
+        (
+            {"axes": {"a": 3, "b": 1}},
+            {"axes": {"b": 1, "a": 3}},
+            "axes is a, b on ranks [0], b, a on ranks [1, 2]",
+        ),
+        ({}, {"torch_only": True}, "torch_only is False on ranks [0], True on ranks [1, 2]"),
+        (
+            {"torch_only": True, "checked": True},
+            {"torch_only": True},
+            "checked is True on ranks [0], False on ranks [1, 2]",
+        ),
+        ({"secret": SECRET}, {}, "secret is given on ranks [0], not given on ranks [1, 2]"),
+        ({}, {"secret": SECRET}, "secret is not given on ranks [0], given on ranks [1, 2]"),
+    ],
+)
+def test_ranks_that_were_told_different_things_all_say_so_at_once(
+    store_path: str, first: dict[str, Any], others: dict[str, Any], said: str
+) -> None:
+    told = run_ranks(3, told_differently, store_path, [first, others])
+    assert told == [f"world: {said}: give all ranks the same"] * 3
 
 
 def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
