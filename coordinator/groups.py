@@ -222,7 +222,8 @@ def init(
             the contents of the file that ``GROUP_COORDINATOR_SECRET_FILE`` names, if it is set.
 
     Returns:
-        The groups; close them, or use them as a context manager.
+        The groups; close them, or use them as a context manager: who leaves it with an error tells
+        the others why, unless a launcher does.
 
     Collective: yes, every rank.
 
@@ -272,8 +273,11 @@ def init(
             sizes={**dict(grid.axes), "dcp": dcp, "axes": ", ".join(outer.names) or "none"},
         )
         # A launcher whose board it is hears of failures itself, and tells the others.
-        with topology.telling_why() if board is None else nullcontext():
-            return ParallelGroups.build(topology, grid, undo, dcp=dcp, timeout=deadline)
+        telling_why = topology.telling_why() if board is None else nullcontext()
+        with telling_why:
+            groups = ParallelGroups.build(topology, grid, undo, dcp=dcp, timeout=deadline)
+        groups._closing.enter_context(telling_why)
+        return groups
 
 
 def _needs(grid: RankGrid) -> str:

@@ -7,7 +7,7 @@ connects all members, or when a caller asks for one.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,6 +28,7 @@ from shm_broadcast import NEVER, Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
     from torch.distributed import ProcessGroup, Store
@@ -197,10 +198,12 @@ def connect(
     with ExitStack() as undo:
         closing = undo.enter_context(ExitStack())
         exchange = authenticated(exchange, settings.secret, closing, settings.sockets.address)
+        telling_why: AbstractContextManager[None] = nullcontext()
         if nodes is None:
             nodes = find_nodes(exchange, address=settings.sockets.address)
             closing.callback(nodes.close)
-            undo.enter_context(TellingWhy(nodes.board))
+            telling_why = TellingWhy(nodes.board)
+            undo.enter_context(telling_why)
         exchange = nodes.watched(exchange)
         groups = ProcessGroups(exchange, ranks, settings, given, closing)
         build = _Builder(exchange, settings, nodes, groups, closing)
@@ -216,6 +219,7 @@ def connect(
         if settings.device.type != "cpu":
             device = Communicator(build.on_stream(build.checked(build.cuda(over), over)))
         undo.pop_all()
+        closing.enter_context(telling_why)
         return Link(
             exchange.name,
             tuple(ranks),

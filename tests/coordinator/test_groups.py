@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,9 +19,12 @@ import torch.distributed as dist
 import coordinator
 from coordinator import ParallelGroups, host_store
 from coordinator.stores.secret import SecretError
-from shm_broadcast import Board, GroupTimeoutError
+from shm_broadcast import Board, CoordinatorError, GroupTimeoutError
 from tests.patience import STALL_SECONDS, all_here
 from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 AGENT = """
 import os, torch, coordinator
@@ -194,6 +199,73 @@ def test_a_launchers_board_is_the_scope() -> None:
     store = host_store()
     with Board.create(4, None) as board:
         run_ranks(4, on_a_given_board, store.port, board.handle())
+
+
+def leaves(rank: int, n: int, port: int, error: BaseException, how: str) -> str:
+    """Rank 1 leaves with an error while the others wait for it."""
+
+    def fail(x: torch.Tensor) -> None:
+        raise error
+
+    with (
+        pytest.raises(type(error) if rank == 1 else CoordinatorError) as caught,
+        joined(how, rank, n, port) as all_reduce,
+    ):
+        (fail if rank == 1 else all_reduce)(torch.ones(2))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@contextmanager
+def joined(how: str, rank: int, n: int, port: int) -> Iterator[Callable[[torch.Tensor], object]]:
+    store = coordinator.connect_store("127.0.0.1", port)
+    if how == "groups":
+        with join(rank, n, port, tp=n) as groups:
+            yield groups.tp.all_reduce
+    elif how == "group":
+        with coordinator.StatelessGroupCoordinator(
+            [[*range(n)]], rank, "gloo", True, store, global_rank=rank
+        ) as group:
+            yield group.all_reduce
+    else:
+        with coordinator.StatelessProcessGroup.create("", 0, rank, n, store) as processes:
+            yield processes.all_reduce
+
+
+@pytest.mark.parametrize("how", ["groups", "group", "processes"])
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ValueError("layer 3 is missing"), "GroupAbortedError: .*rank 1.*layer 3 is missing"),
+        (KeyboardInterrupt(), "GroupAbortedError: .*rank 1.*KeyboardInterrupt"),
+        (SystemExit(0), r"(PeerLost|GroupAborted)Error: .*rank 1 \(.*has left the group"),
+    ],
+)
+def test_who_leaves_with_an_error_tells_the_others_why(
+    error: BaseException, why: str, how: str
+) -> None:
+    store = host_store()
+    first, _, last = run_ranks(3, leaves, store.port, error, how)
+    for told in (first, last):
+        assert re.match(why, told), told
+
+
+def leaves_a_launchers_board(rank: int, n: int, port: int, handle: Any) -> None:
+    """The launcher hears of it otherwise, and the board is for all that it does."""
+    store = coordinator.connect_store("127.0.0.1", port)
+    with Board.attach(handle, rank) as board:
+        with (
+            pytest.raises(ValueError, match="=2 is not a rank"),
+            coordinator.init(n, rank=rank, store=store, board=board) as groups,
+        ):
+            groups.world.broadcast(torch.ones(1), src=n)
+        all_here(store, n)
+        assert board.aborted is None
+
+
+def test_who_leaves_a_launchers_board_does_not_abort_it() -> None:
+    store = host_store()
+    with Board.create(2, None) as board:
+        run_ranks(2, leaves_a_launchers_board, store.port, board.handle())
 
 
 def absent(rank: int, n: int, port: int) -> str:
