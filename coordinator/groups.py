@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shm_broadcast import Board
 
 _OWN_AXES = ("dp", "pp", "pcp", "tp")
+_OWN_GROUPS = ("world", *_OWN_AXES, "dcp", "ep")
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,8 @@ def init(
         pcp: the number of ranks that share a prompt.
         dcp: the number of ranks that share contexts; divides tp x pcp. If ``pcp`` is 1, these are
             neighbours within ``tp``.
-        axes: axes of your own with their sizes; they are the outermost axes of the grid.
+        axes: axes of your own with their sizes; they are the outermost axes of the grid. They have
+            other names than the groups that are there anyway.
         rank: this process's global rank.
         world_size: the number of processes; None: the product of the sizes.
         local_rank: this process's number on its node; chooses its GPU. None: its rank.
@@ -238,6 +240,8 @@ def init(
     """
     inner = RankGrid.of({"pp": pp, "pcp": pcp, "tp": tp})
     outer = RankGrid.of(axes or {})
+    if taken := [name for name in outer.names if name in _OWN_GROUPS]:
+        raise ValueError(f"groups named {taken} are there anyway: name your axes otherwise")
     model = inner.size * outer.size
     if rank is None:
         launch = Launch.from_environment()

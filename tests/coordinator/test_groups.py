@@ -356,7 +356,11 @@ def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"tp": 2, "dp": 2, "world_size": 2}, "takes 4 ranks, not 2"),
         ({"tp": 4, "world_size": 2}, "dp=1 x pp=1 x pcp=1 x tp=4 takes 4 ranks, not 2"),
         ({"tp": 2, "world_size": 1}, "takes 2 ranks, not 1; start them by torchrun"),
-        ({"axes": {"tp": 1}}, "each a different one"),
+        ({"axes": {"tp": 1}}, r"groups named \['tp'\] are there anyway"),
+        (
+            {"axes": {"world": 1, "a": 1, "ep": 1, "dcp": 1}},
+            r"groups named \['world', 'ep', 'dcp'\] are there anyway: name your axes otherwise",
+        ),
         ({"tp": 1, "dcp": 2}, "a group of 1 along tp x pcp cannot be cut into runs of 2"),
         ({"tp": 0, "world_size": 2}, "size of axis 'tp' must be at least 1"),
         ({"tp": 2, "rank": 2}, "rank 2 is not in a world of 2"),
@@ -367,6 +371,21 @@ def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_sizes(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         coordinator.init(**{"rank": 0, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": "0"}, "rank must be an integer; got '0'"),
+        ({"rank": 0, "world_size": 1.0}, "world_size must be an integer; got 1.0"),
+        ({"rank": 0, "local_rank": "1"}, "local_rank must be an integer; got '1'"),
+        ({"rank": 0, "master_port": "29400"}, "master_port must be an integer; got '29400'"),
+        ({"rank": 0, "timeout": "1"}, "timeout must be a number of seconds, or None; got '1'"),
+    ],
+)
+def test_what_is_no_number(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        coordinator.init(**arguments)
 
 
 def test_torchrun() -> None:
