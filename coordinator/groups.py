@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shm_broadcast import Board
 
 _OWN_AXES = ("dp", "pp", "pcp", "tp")
+_OWN_GROUPS = ("world", *_OWN_AXES, "dcp", "ep")
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,8 @@ def init(
         pcp: the number of ranks that share a prompt.
         dcp: the number of ranks that share contexts; divides tp x pcp. If ``pcp`` is 1, these are
             neighbours within ``tp``.
-        axes: axes of your own with their sizes; they are the outermost axes of the grid.
+        axes: axes of your own with their sizes; they are the outermost axes of the grid. They have
+            other names than the groups that are there anyway.
         rank: this process's global rank.
         world_size: the number of processes; None: the product of the sizes.
         local_rank: this process's number on its node; chooses its GPU. None: its rank.
@@ -222,20 +224,24 @@ def init(
             the contents of the file that ``GROUP_COORDINATOR_SECRET_FILE`` names, if it is set.
 
     Returns:
-        The groups; close them, or use them as a context manager.
+        The groups; close them, or use them as a context manager: who leaves it with an error tells
+        the others why, unless a launcher does.
 
     Collective: yes, every rank.
 
     Raises:
-        ValueError: the product of the sizes is not the number of ranks, or the environment is
-            incomplete.
-        SecretError: the secret is too short, or other users may read its file.
+        ValueError: the product of the sizes is not the number of ranks, the environment is
+            incomplete, or ranks were given different sizes or settings: all are told which.
+        SecretError: the secret is too short, other users may read its file, or only some ranks
+            have one.
         GroupTimeoutError: some ranks did not come in time; names them.
         PeerLostError: a rank has ended after the ranks of its host had met.
         GroupAbortedError: likewise, one has given up; says why.
     """
     inner = RankGrid.of({"pp": pp, "pcp": pcp, "tp": tp})
     outer = RankGrid.of(axes or {})
+    if taken := [name for name in outer.names if name in _OWN_GROUPS]:
+        raise ValueError(f"groups named {taken} are there anyway: name your axes otherwise")
     model = inner.size * outer.size
     if rank is None:
         launch = Launch.from_environment()
@@ -268,10 +274,14 @@ def init(
             operation_timeout=operation_timeout,
             torch_only=torch_only,
             checked=checked,
+            sizes={**dict(grid.axes), "dcp": dcp, "axes": ", ".join(outer.names) or "none"},
         )
         # A launcher whose board it is hears of failures itself, and tells the others.
-        with topology.telling_why() if board is None else nullcontext():
-            return ParallelGroups.build(topology, grid, undo, dcp=dcp, timeout=deadline)
+        telling_why = topology.telling_why() if board is None else nullcontext()
+        with telling_why:
+            groups = ParallelGroups.build(topology, grid, undo, dcp=dcp, timeout=deadline)
+        groups._closing.enter_context(telling_why)
+        return groups
 
 
 def _needs(grid: RankGrid) -> str:

@@ -27,6 +27,7 @@ from shm_broadcast.board.forked_child import Closing
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import ExitStack
+    from types import TracebackType
 
     from torch import Tensor
     from torch.distributed.distributed_c10d import Store
@@ -173,6 +174,7 @@ class StatelessProcessGroup:
             with topology.telling_why():
                 group = topology.group("stateless", list(range(world_size)), deadline)
             undo.enter_context(group)
+            undo.enter_context(topology.telling_why())
             return cls(group, undo.pop_all())
 
     def send_obj(self, obj: Any, dst: int) -> None:
@@ -231,5 +233,10 @@ class StatelessProcessGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._closing.__exit__(kind, error, trace)

@@ -43,6 +43,16 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
     return _unflatten(structure, iter(leaves))
 
 
+def places(structure: Structure, root: str) -> Iterator[str]:
+    """Where each leaf is, in order, as one writes it in Python: ``root['hidden'][0]``."""
+    if structure is None:
+        yield root
+        return
+    keys = structure.keys if structure.kind is dict else range(len(structure.children))
+    for key, child in zip(keys, structure.children, strict=True):
+        yield from places(child, f"{root}[{key!r}]")
+
+
 def _flatten(tree: Any, leaves: list[Any]) -> Structure:
     kind = type(tree)
     if kind is dict:

@@ -32,16 +32,20 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
         """The deadline ``timeout`` seconds from now; a `Deadline` is returned as it is.
 
         Raises:
-            ValueError: ``timeout`` is negative or not a number.
+            ValueError: ``timeout`` is negative, or NaN.
+            TypeError: it is no number.
         """
         if isinstance(timeout, Deadline):
             return timeout
         if timeout is None:
             return NEVER
-        if not timeout >= 0:
-            raise ValueError(f"timeout must be 0 or more seconds, or None; got {timeout!r}")
         try:
+            if not timeout >= 0:
+                raise ValueError(f"timeout must be 0 or more seconds, or None; got {timeout!r}")
             return cls(time.monotonic() + timeout, timeout)
+        except TypeError:
+            what = f"timeout must be a number of seconds, or None; got {timeout!r}"
+            raise TypeError(what) from None
         except OverflowError:  # an int that no float holds
             return cls(math.inf, math.inf)
 

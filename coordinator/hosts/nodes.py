@@ -137,7 +137,10 @@ def lone_node(board: Board) -> Nodes:
 
 
 class TellingWhy:
-    """Whoever fails inside tells the others why: it is about to leave, and they wait for it."""
+    """Whoever fails inside tells the others why: it is about to leave, and they wait for it.
+
+    Who was told to go, by `SystemExit` or `GeneratorExit`, has not failed.
+    """
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -146,7 +149,7 @@ class TellingWhy:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
+        if isinstance(error, (Exception, KeyboardInterrupt)):
             self._board.abort(error)
 
 

@@ -53,7 +53,7 @@ class Incoming(Generic[T]):
             `following` gives no more.
     """
 
-    def __init__(self, wire: Wire, kind: Kind, src: int, dst: int, *, framed: bool = True) -> None:
+    def __init__(self, wire: Wire, kind: Kind, src: int, dst: int) -> None:
         """The next message of rank ``src`` to ``dst``, a rank or `seal.EVERYONE`.
 
         Args:
@@ -61,13 +61,11 @@ class Incoming(Generic[T]):
             kind: what it is.
             src: its sender.
             dst: whom it is for.
-            framed: whether it begins with a frame; otherwise it is tensors alone.
         """
         self.on_device: Sequence[Tensor] = ()
         self._wire = wire
         self._src = src
         self._dst = dst
-        self._framed = framed
         self._due = 0
         self._message = Message(kind)
         self._next: Callable[[], Sequence[Tensor]] = self._frame
@@ -75,8 +73,7 @@ class Incoming(Generic[T]):
 
     def ask(self) -> None:
         """Be the message that is due now: call it in the order of the messages, once."""
-        if self._framed:
-            self._due = self._wire.expect(self._src, self._dst)
+        self._due = self._wire.expect(self._src, self._dst)
 
     def following(self) -> Sequence[Tensor]:
         """The tensors on the CPU that come next; none once all are there.
@@ -163,7 +160,6 @@ class IncomingDict(Incoming[dict[Any, Any]]):
         dst: int,
         routes: Routes,
         peers: Routes | None = None,
-        like: IncomingDict | None = None,
     ) -> None:
         """The next message of rank ``src`` to ``dst``.
 
@@ -174,15 +170,12 @@ class IncomingDict(Incoming[dict[Any, Any]]):
             dst: likewise.
             routes: of this group.
             peers: of the group that receives the other slices.
-            like: an earlier message with the same header, which this one therefore lacks.
         """
-        super().__init__(wire, kind, src, dst, framed=like is None)
+        super().__init__(wire, kind, src, dst)
         self._routes = routes
         self._peers = peers
         self._header: Header | None = None
         self._tensors: dict[Any, Tensor] = {}
-        if like is not None:
-            self._next = lambda: self._make_room(like.header(), {})
 
     def header(self) -> Header:
         """The dict's header, once everything is there.

@@ -23,12 +23,12 @@ from device_comm.verbs.checks import check_tensor
 from shm_broadcast import GroupTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     import torch
 
-    from coordinator.messages.framing import Message
     from coordinator.messages.tensor_dict import Header
+    from coordinator.messages.transport import Packed
     from device_comm.verbs.arguments import Timeout
     from device_comm.verbs.checks import Shape
 
@@ -90,27 +90,10 @@ class Messenger(ObjectMessenger):
 
     # --- dicts of tensors ----------------------------------------------------------------
 
-    def send_packed(
-        self, dst: int, header: Header | None, parts: Sequence[Tensor], timeout: Timeout
-    ) -> None:
-        """Send what `pack` made; a header of None is one that ``dst`` knows."""
-        deadline = self._deadline(timeout)
-        message, apart = self._framed(dst, header, parts)
-        self._outgoing.send(message, apart, dst, deadline)
-
-    def isend_packed(
-        self, dst: int, header: Header | None, parts: Sequence[Tensor], timeout: Timeout
-    ) -> Work[None]:
-        """As `send_packed`, without waiting; the parts must not change until that is done."""
-        message, apart = self._framed(dst, header, parts)
-        return self._sending(self._outgoing.begin(message, apart, dst), None, timeout)
-
-    def incoming_dict(
-        self, src: int, peers: Messenger | None, like: IncomingDict | None = None
-    ) -> IncomingDict:
-        """The next message of ``src``, a dict; ``like`` an earlier one, if it has no header."""
+    def incoming_dict(self, src: int, peers: Messenger | None) -> IncomingDict:
+        """The next message of ``src``, a dict."""
         kind, routes = Kind.TENSOR_DICT, None if peers is None else peers.routes
-        return IncomingDict(self.wire, kind, src, self.cpu.rank, self.routes, routes, like)
+        return IncomingDict(self.wire, kind, src, self.cpu.rank, self.routes, routes)
 
     def finish(self, work: Work[T]) -> T:
         """The end of a blocking receive; what cannot be taken back ends the group.
@@ -143,9 +126,7 @@ class Messenger(ObjectMessenger):
             return self._receive_broadcast(incoming, src, timeout, async_op)
         return self.broadcast_object(_a_dict(values, src), src, timeout, async_op=async_op)
 
-    def payload(
-        self, values: Mapping[Any, Any], slicing: Slicing
-    ) -> tuple[bytes, Sequence[Tensor]]:
+    def payload(self, values: Mapping[Any, Any], slicing: Slicing) -> Packed:
         """What a dict is sent as to one member: the payload of its message, and what follows it.
 
         Raises:
@@ -174,14 +155,6 @@ class Messenger(ObjectMessenger):
                     f"{self.cpu.device} and {self.routes.device.device}"
                 )
         return pack(values, slicing, self.wire)
-
-    def _framed(
-        self, dst: int, header: Header | None, parts: Sequence[Tensor]
-    ) -> tuple[Message | None, Sequence[Tensor]]:
-        if header is None:
-            return None, parts
-        payload, apart = to_payload(header, parts)
-        return self.wire.message(Kind.TENSOR_DICT, payload, dst), apart
 
     def _pack_source(self, values: Mapping[Any, Any] | None) -> tuple[bytes, list[Tensor]]:
         payload, apart = to_payload(*self.pack(_a_dict(values, self.cpu.rank), WHOLE))

@@ -107,7 +107,7 @@ class ObjectMessenger(MessageTransport):
             except GroupTimeoutError as late:
                 self.cpu.abort(late)
                 raise
-            self._refused(error)
+            self.refused(error)
         if theirs != ours:
             what = Kind.BROADCAST_OBJECT
             divergence = DivergenceError(
@@ -136,7 +136,7 @@ class ObjectMessenger(MessageTransport):
         everyone = self.cpu.all_gatherv(mine, sizes=lengths, timeout=deadline)
         dues = {src: self.wire.expect(src, EVERYONE) for src in self._others}
         if refused is not None:
-            self._refused(refused)
+            self.refused(refused)
         payloads = [memoryview(part.numpy()) for part in everyone.split(lengths)]  # type: ignore[no-untyped-call]
         try:
             found = [

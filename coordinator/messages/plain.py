@@ -1,7 +1,8 @@
 """Plain data as bytes and back: what may come from anybody, for reading it runs no code.
 
 None, bools, ints, floats, text, bytes, dtypes, `torch.Size`, and lists, tuples and dicts of them,
-each exactly of its type: an instance of a subclass is not plain. On the wire it is msgpack, in
+each exactly of its type: an instance of a subclass is not plain, nor is text with a lone surrogate,
+which UTF-8 cannot write, nor text or bytes of more than `LONGEST`. On the wire it is msgpack, in
 which an array is a tag and what it is about:
 
     ["list", [...]]   ["tuple", [...]]   ["dict", [[key, value], ...]]
@@ -21,15 +22,23 @@ WHAT_IS_PLAIN = (
     "None, bools, numbers, text, bytes, dtypes, sizes, and lists, tuples and dicts of them"
 )
 
-_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+LONGEST = (1 << 30) - 1
+"""Characters of a text, and bytes, at most: msgpack takes 4 GiB, and a character up to four."""
+
+_OTHER_SCALARS = frozenset({type(None), bool, float})
 _INTEGERS = range(-(1 << 63), 1 << 64)
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 """torch's dtypes by name."""
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether msgpack has the type of ``value`` itself."""
-    return type(value) in _SCALARS and (type(value) is not int or value in _INTEGERS)
+    """Whether msgpack has the type of ``value`` itself, and room for it."""
+    kind = type(value)
+    if kind is str:
+        return len(value) <= LONGEST and (value.isascii() or not _has_surrogate(value))
+    if kind is int:
+        return value in _INTEGERS
+    return kind in _OTHER_SCALARS or (kind is bytes and len(value) <= LONGEST)
 
 
 def is_key(key: Any) -> bool:
@@ -77,6 +86,12 @@ def _to_wire(value: Any) -> Any:
         return ["dtype", str(value)]
     if kind is int:
         return ["int", format(value, "x")]
+    if kind in (str, bytes):
+        raise TypeError(
+            f"text or bytes of {len(value)}, where {LONGEST} is the limit,"
+            if len(value) > LONGEST
+            else "a text with a lone surrogate, which UTF-8 cannot write,"
+        )
     raise TypeError(f"a {kind.__module__}.{kind.__qualname__}")
 
 
@@ -101,6 +116,14 @@ def _from_wire(value: Any) -> Any:
     if tag == "int":
         return int(body, 16)
     raise ValueError(f"an array that begins with {tag!r}")
+
+
+def _has_surrogate(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 _encoder = msgspec.msgpack.Encoder()

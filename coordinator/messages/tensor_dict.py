@@ -2,9 +2,10 @@
 
 A dict is sent as a header and the bytes of its tensors, in the dict's order:
 
-    header   keys, scalars, all other values together, and for each tensor a `TensorMeta`
-    small    tensors on the CPU, one behind the other, in the same message as the header
-    others   contiguous, each by itself; empty ones do not travel at all
+    header    keys, scalars, and for each tensor a `TensorMeta`
+    small     tensors on the CPU, one behind the other, in the same message as the header
+    objects   all other values together, of any size, the last in that message
+    others    contiguous tensors, each by itself; empty ones do not travel at all
 
 The sender may cut a tensor that its tensor-parallel peers hold as well: peer k of n sends
 the k-th n-th of the elements, and the receivers gather the whole among themselves. Whether
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 SMALL_BYTES: Final = 1536
 """Of the tensors that travel with their header. A frame then has half a kilobyte for that."""
 
-_LENGTH: Final = struct.Struct("<I")
+_LENGTH: Final = struct.Struct("<Q")
 _CARRIED: Final = {
     name: dtype
     for name, dtype in DTYPES.items()
@@ -94,7 +95,8 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
         keys: all keys, in the dict's order.
         tensors: by key.
         scalars: values of a type that msgpack has, by key.
-        objects: a dict of the other values, as `Wire.dump` made it; empty if there are none.
+        objects: a dict of the other values, as `Wire.dump` made it; empty if there are none. They
+            travel behind the header, for msgpack takes 4 GiB at most.
         small: the numbers of the tensors that are small, empty ones not counted.
     """
 
@@ -208,8 +210,9 @@ def to_payload(header: Header, parts: Sequence[Tensor]) -> tuple[bytes, list[Ten
         small.append(number)
         dense = part.contiguous()
         payload.append(ctypes.string_at(dense.data_ptr(), dense.nbytes))
-    payload[1] = encode(msgspec.structs.replace(header, small=small))
+    payload[1] = encode(msgspec.structs.replace(header, objects=b"", small=small))
     payload[0] = _LENGTH.pack(len(payload[1]))
+    payload.append(header.objects)
     return b"".join(payload), apart
 
 
@@ -237,6 +240,8 @@ def from_payload(payload: memoryview) -> tuple[Header, dict[Any, Tensor]]:
             place += room.nbytes
     except (struct.error, ValueError, IndexError, RuntimeError) as error:
         raise MessageDecodeError(f"not a tensor dict: {error}") from error
+    if place < len(payload):
+        header = msgspec.structs.replace(header, objects=bytes(payload[place:]))
     return header, tensors
 
 
@@ -282,8 +287,17 @@ def _dump(objects: dict[Any, Any], wire: Wire) -> bytes:
         return b""
     try:
         return wire.dump(objects)
+    except TypeError:
+        for key, value in objects.items():
+            _require_writable(key, value, wire)
+        raise
+
+
+def _require_writable(key: Any, value: Any, wire: Wire) -> None:
+    try:
+        wire.dump(value)
     except TypeError as error:
-        raise TypeError(f"of the values {list(objects)}: {error}") from error
+        raise TypeError(f"the value of {key!r}: {error}") from error
 
 
 def _load(data: bytes, wire: Wire) -> dict[Any, Any]:
@@ -300,4 +314,4 @@ def _as_key(key: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Header)
-_KEYS = "text, bytes, numbers, bools, None"
+_KEYS = "text (that UTF-8 can write), bytes, numbers (integers of 64 bits), bools, None"

@@ -36,8 +36,10 @@ if TYPE_CHECKING:
     from device_comm import Communicator, Pending
     from device_comm.verbs.arguments import Timeout
 
-    Make = Callable[[], tuple[bytes, Sequence[Tensor]]]
-    """Makes the payload of a message, and the tensors behind it."""
+    Packed = tuple[bytes, Sequence[Tensor]]
+    """The payload of a message, and the tensors behind it."""
+
+    Make = Callable[[], Packed]
 
 T = TypeVar("T")
 
@@ -199,14 +201,14 @@ class MessageTransport:
 
         Raises:
             ValueError: one of ``dsts`` is not another rank of the group.
-            What `_refused` raises.
+            What `refused` raises.
         """
         for dst in dsts:
             if dst != EVERYONE:
                 check_peer("dst", dst, self.cpu.rank, self.cpu.world_size)
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - `_refused` raises it
+        except Exception as error:  # noqa: BLE001 - `refused` raises it
             with suppress(CoordinatorError):
                 for dst in dsts:
                     refusal = self.wire.refusal(error, dst)
@@ -214,9 +216,9 @@ class MessageTransport:
                         self._broadcast_parts(refusal.frames(), deadline)
                     else:
                         self._outgoing.begin(refusal, (), dst)
-            self._refused(error)
+            self.refused(error)
 
-    def _refused(self, error: Exception) -> NoReturn:
+    def refused(self, error: Exception) -> NoReturn:
         """Raise what the sender of a message gets whose making has raised ``error``.
 
         Raises:

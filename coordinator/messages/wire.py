@@ -115,7 +115,8 @@ def agree_on_wire(exchange: Exchange, secret: bytes | None, *, only_members_writ
 
     Raises:
         GroupTimeoutError: some members did not come in time.
-        SecretError: some have a secret and some have none.
+        SecretError: some say that they have no secret. `agree` has compared that before; but where
+            anybody could write. Who forges that does not get plain messages.
     """
     nonces = exchange.all_gather("members", bytes([secret is not None]) + os.urandom(NONCE_BYTES))
     if only_members_write:

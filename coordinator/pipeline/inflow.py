@@ -51,32 +51,35 @@ class Request:
             self._inflow.settle(deadline)
 
     def finish(self, timeout: Timeout) -> Any:
-        """The tree. Collective: yes over the peers' group, if it came in slices."""
+        """The tree. Collective: yes over the peers' group, if it came in slices.
+
+        Raises:
+            MessageRefusedError: its sender could not send it.
+        """
         if self.message is None:
             raise RuntimeError("a message is finished once it is ready, not before")
         way_of(self.message.header())
-        return from_dict(self.message.result(timeout))
+        return from_dict(self.message.result(timeout), self._inflow.src)
 
 
 class Inflow:
-    """What one peer sends to this stage."""
+    """What one peer sends to this stage.
 
-    def __init__(
-        self, messenger: Messenger, src: int, peers: Messenger | None, *, once: bool = False
-    ) -> None:
+    Attributes:
+        src: the peer, a rank in the pipeline group.
+    """
+
+    def __init__(self, messenger: Messenger, src: int, peers: Messenger | None) -> None:
         """Sort the messages of ``src``.
 
         Args:
             messenger: the pipeline group's.
             src: a rank in it.
             peers: of the group that receives the other slices.
-            once: only the first message has a header; the others are as it says.
         """
         self._messenger = messenger
-        self._src = src
+        self.src = src
         self._peers = peers
-        self._once = once
-        self._first: IncomingDict | None = None
         self._coming: deque[tuple[IncomingDict, Pending]] = deque()
         self._arrived: dict[str, deque[IncomingDict]] = {NEXT: deque(), PREV: deque()}
         self._wanting: list[tuple[str, Request]] = []
@@ -122,7 +125,5 @@ class Inflow:
     def _begin(self) -> None:
         """Have a receive begun for every request that has no message yet. Never blocks."""
         while len(self._coming) < len(self._wanting):
-            message = self._messenger.incoming_dict(self._src, self._peers, self._first)
-            if self._once and self._first is None:
-                self._first = message
-            self._coming.append((message, self._messenger.begin(message, self._src)))
+            message = self._messenger.incoming_dict(self.src, self._peers)
+            self._coming.append((message, self._messenger.begin(message, self.src)))

@@ -4,6 +4,10 @@
     "tree"    the nesting, as plain data; where named tuples or keys are not plain, itself
     "0" …     the leaves, in order
 
+or, where it cannot be sent, "way" and
+
+    "refused"   why
+
 The header of the dict therefore says everything that a receiver has to know: the nesting, and
 shape, dtype, device and requires_grad of every tensor.
 """
@@ -14,8 +18,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from coordinator.messages.plain import decode_plain, encode_plain
-from coordinator.tree import Node, flatten, unflatten
-from shm_broadcast import MessageDecodeError
+from coordinator.messages.wire import why_refused
+from coordinator.tree import Node, flatten, places, unflatten
+from shm_broadcast import MessageDecodeError, MessageRefusedError
 
 if TYPE_CHECKING:
     from coordinator.messages.tensor_dict import Header
@@ -32,12 +37,26 @@ def to_dict(tree: Any, way: str) -> dict[str, Any]:
     return {"way": way, "tree": _describe(structure), **numbered}
 
 
-def from_dict(values: dict[str, Any]) -> Any:
-    """The tree of a tensor dict.
+def refusal(error: Exception, way: str) -> dict[str, Any]:
+    """The tensor dict in the place of a tree that cannot be sent for ``error``."""
+    return {"way": way, "refused": why_refused(error)}
+
+
+def by_place(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree, by their places in it."""
+    leaves, structure = flatten(tree)
+    return dict(zip(places(structure, "tree"), leaves, strict=True))
+
+
+def from_dict(values: dict[str, Any], src: int) -> Any:
+    """The tree of a tensor dict from rank ``src``.
 
     Raises:
+        MessageRefusedError: its sender could not send it.
         MessageDecodeError: it cannot be restored here.
     """
+    if "refused" in values:
+        raise MessageRefusedError(src, values["refused"])
     leaves = [values[str(number)] for number in range(len(values) - 2)]
     return unflatten(_restore(values["tree"]), leaves)
 
@@ -61,9 +80,11 @@ def _describe(structure: Structure) -> bytes | Structure:
 def _has_text_keys(structure: Structure) -> bool:
     """Whether equal structures are the same: other keys may be equal and differ, as 1 and True."""
     return structure is None or (
-        all(type(key) is str for key in structure.keys)
-        and all(map(_has_text_keys, structure.children))
+        _TEXT.issuperset(map(type, structure.keys)) and all(map(_has_text_keys, structure.children))
     )
+
+
+_TEXT = frozenset({str})
 
 
 def _encode(structure: Structure) -> bytes | Structure:

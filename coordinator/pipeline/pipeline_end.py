@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, overload
 
-from coordinator.messages.tensor_dict import WHOLE, encode
+from coordinator.messages.framing import Kind
+from coordinator.messages.tensor_dict import WHOLE
 from coordinator.pipeline.inflow import Inflow
-from coordinator.pipeline.message import NEXT, PREV, to_dict, way_of
+from coordinator.pipeline.message import NEXT, PREV, by_place, refusal, to_dict
 from device_comm import Joined, Work
 from device_comm.verbs.checks import check_rank
 from shm_broadcast import Deadline
@@ -14,10 +15,9 @@ from shm_broadcast import Deadline
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
     from coordinator.group import GroupCoordinator
-    from coordinator.messages.tensor_dict import Header, Slicing
+    from coordinator.messages.tensor_dict import Slicing
+    from coordinator.messages.transport import Make, Packed
     from device_comm import Pending
     from device_comm.verbs.arguments import Later, Maybe, Now, Timeout
 
@@ -29,14 +29,6 @@ class Exchanged(NamedTuple):
     from_next: Any
 
 
-class _Message(NamedTuple):
-    """What goes to one peer; without a header if that is as before."""
-
-    dst: int
-    header: Header | None
-    parts: list[Tensor]
-
-
 class PipelineEnd:
     """One stage of a pipeline.
 
@@ -45,29 +37,19 @@ class PipelineEnd:
         tp: the ranks of this stage that hold the same activations; None: nothing is sliced.
     """
 
-    def __init__(
-        self, pp: GroupCoordinator, tp: GroupCoordinator | None = None, *, once: bool = False
-    ) -> None:
+    def __init__(self, pp: GroupCoordinator, tp: GroupCoordinator | None = None) -> None:
         """Be a stage. Collective: no.
 
         Args:
             pp: the stages, in order.
             tp: the ranks of this stage, which all hold the same activations and gradients: of
                 each tensor that divides they send a slice each, and the next stage's gather them.
-            once: whatever is sent to a peer looks the same every time: nesting, shapes, dtypes,
-                values that are not tensors. Only the first message then says so, and the others
-                are tensors alone. The sender checks it. All stages choose the same. Not for a
-                ring of two stages in which one sends both ways: to each, the next stage is the
-                previous one, and tensors alone do not say whether they are activations or
-                gradients.
         """
         self.pp = pp
         self.tp = tp
-        self._once = once
         self._messenger = pp._messenger
         self._peers = None if tp is None else tp._messenger
         self._inflows: dict[int, Inflow] = {}
-        self._promised: dict[int, tuple[bytes, Header]] = {}  # encoded, and as it is
 
     @overload
     def exchange(
@@ -147,9 +129,12 @@ class PipelineEnd:
         if asynchronous.
 
         Raises:
-            ValueError: a rank is this one or not in ``pp``, a tensor is on another device, slices
-                are wanted without ``tp``, or a promise (``once``) is not kept. Nothing was sent.
-            TypeError: something cannot be pickled, or is no dense tensor. Nothing was sent.
+            ValueError: a rank is this one or not in ``pp``, or slices are wanted without ``tp``:
+                nothing was sent. Or a tensor is on another device: as `MessageRefusedError`.
+            MessageRefusedError: something cannot be sent, or is no dense tensor; names its place in
+                the tree. Nothing of the call is sent, and who was to receive it is told so in its
+                place; what the call was to receive is dropped. It is a `TypeError`. Or a peer
+                cannot send what it was given.
             GroupTimeoutError: it took too long; without ``async_op`` the group is aborted.
         """
         return self._swap(
@@ -181,23 +166,28 @@ class PipelineEnd:
     ) -> Any:
         """`exchange`, of which ``pick`` chooses the result: it is given both trees."""
         to_next, to_prev = self._neighbour(next_rank, 1), self._neighbour(prev_rank, -1)
-        sends = [(send_next, NEXT, to_next), (send_prev, PREV, to_prev)]
-        # what the previous stage sends goes to its next one
-        receives = [(NEXT, to_prev) if recv_prev else None, (PREV, to_next) if recv_next else None]
+        trees = ((send_next, NEXT, to_next), (send_prev, PREV, to_prev))
+        sends = [each for each in trees if each[0] is not None]
         allowed = self.pp.device_communicator.timeout if timeout is None else timeout
         if not async_op:
             allowed = Deadline.after(allowed)
-        inflows = [each and (each[0], self._inflow_of(each[1])) for each in receives]
-        messages = self._prepare(sends, scatter_gather_tensors)
-        if not async_op and not any(inflows):
-            for each in messages:
-                self._messenger.send_packed(each.dst, each.header, each.parts, allowed)
-            return pick([None for _ in receives])
+        # what the previous stage sends goes to its next one
+        inflows = [
+            (NEXT, self._inflow_of(to_prev)) if recv_prev else None,
+            (PREV, self._inflow_of(to_next)) if recv_next else None,
+        ]
+        packed, refused = self._packed(sends, self._slicing(scatter_gather_tensors))
+        if not (async_op or refused or any(inflows)):
+            for (_, _, dst), each in zip(sends, packed, strict=True):
+                self._messenger.send(Kind.TENSOR_DICT, dst, _giving(each), allowed)
+            return pick([None, None])
         sending = [
-            self._messenger.isend_packed(each.dst, each.header, each.parts, allowed)
-            for each in messages
+            self._messenger.isend(Kind.TENSOR_DICT, (dst,), _giving(each), None, allowed)
+            for (_, _, dst), each in zip(sends, packed, strict=True)
         ]
         requests = [each and each[1].want(each[0]) for each in inflows]
+        if refused is not None:
+            self._messenger.refused(refused)
         under_way: list[Pending] = [request for request in requests if request is not None]
         work = Work(
             None,
@@ -207,27 +197,27 @@ class PipelineEnd:
         )
         return work if async_op else self._messenger.finish(work)
 
-    def _prepare(
-        self, sends: Sequence[tuple[Any, str, int]], scatter_gather_tensors: bool | None
-    ) -> list[_Message]:
-        """Everything that is to be sent, checked, before anything is; what is promised with it."""
-        slicing = self._slicing(scatter_gather_tensors)
-        messages: list[_Message] = []
-        promised = dict(self._promised)
-        for tree, way, dst in sends:
-            if tree is None:
-                continue
+    def _packed(
+        self, sends: Sequence[tuple[Any, str, int]], slicing: Slicing
+    ) -> tuple[list[Packed], Exception | None]:
+        """What is sent; if a tree cannot be, refusals in the place of all, and why."""
+        pack = self._messenger.payload
+        for _, _, dst in sends:
             self._check_peer(dst)
-            header, parts = self._messenger.pack(to_dict(tree, way), slicing)
-            if self._once:
-                encoded = encode(header)
-                promise = promised.setdefault(dst, (encoded, header))
-                if promise[0] != encoded:
-                    raise _broken_promise(dst, promise[1], header)
-            is_first = dst not in self._promised and all(each.dst != dst for each in messages)
-            messages.append(_Message(dst, header if not self._once or is_first else None, parts))
-        self._promised = promised
-        return messages
+        try:
+            return [pack(to_dict(tree, way), slicing) for tree, way, _ in sends], None
+        except Exception as error:  # noqa: BLE001 - `_swap` raises it
+            refused = self._naming_the_leaf([tree for tree, _, _ in sends], slicing) or error
+            return [pack(refusal(refused, way), WHOLE) for _, way, _ in sends], refused
+
+    def _naming_the_leaf(self, trees: Sequence[Any], slicing: Slicing) -> Exception | None:
+        """What sending the leaves raises, which names the first one's place; None: nothing."""
+        try:
+            for tree in trees:
+                self._messenger.payload(by_place(tree), slicing)
+        except Exception as error:  # noqa: BLE001 - it is what was asked for
+            return error
+        return None
 
     def _slicing(self, wanted: bool | None) -> Slicing:
         if self._peers is None:
@@ -239,7 +229,7 @@ class PipelineEnd:
     def _inflow_of(self, src: int) -> Inflow:
         self._check_peer(src)
         if src not in self._inflows:
-            self._inflows[src] = Inflow(self._messenger, src, self._peers, once=self._once)
+            self._inflows[src] = Inflow(self._messenger, src, self._peers)
         return self._inflows[src]
 
     def _neighbour(self, rank: int | None, step: int) -> int:
@@ -252,13 +242,5 @@ class PipelineEnd:
             raise ValueError(f"rank {rank} is this stage itself")
 
 
-def _broken_promise(dst: int, known: Header, header: Header) -> ValueError:
-    if way_of(known) != way_of(header):
-        return ValueError(
-            f"once=True sends rank {dst} tensors alone, which do not say whether they go to the "
-            f"next stage or to the previous one: the first went to the {way_of(known)} one, so "
-            "all must; between two stages that send both ways leave once=True out"
-        )
-    return ValueError(
-        f"rank {dst} was promised messages that look like the first (once=True); this one differs"
-    )
+def _giving(packed: Packed) -> Make:
+    return lambda: packed

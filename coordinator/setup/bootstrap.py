@@ -26,11 +26,14 @@ from torch.distributed import Store, TCPStore
 
 from coordinator.setup.addresses import own_address, resolve
 from coordinator.setup.exchange import Exchange
+from coordinator.setup.settings import agree
 from coordinator.stores.asked_store import AskedStore
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupTimeoutError, MemberStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from coordinator.setup.launcher import Launch
 
 DEFAULT_TIMEOUT = 60.0
@@ -60,6 +63,7 @@ def meet(
     launch: Launch,
     store: Store | None = None,
     timeout: float | Deadline | None = DEFAULT_TIMEOUT,
+    terms: Mapping[str, str] = {},
 ) -> Meeting:
     """Wait until every rank has come to the store.
 
@@ -67,10 +71,12 @@ def meet(
         launch: this process's rank, and where to meet.
         store: a store to meet in instead.
         timeout: seconds for this and for the set-up over the exchange later; ``None``: for ever.
+        terms: what all ranks have to be given alike, by name.
 
     Collective: yes, every rank.
 
     Raises:
+        ValueError, SecretError: they were not, as of `agree`.
         GroupTimeoutError: the deadline passed; ``waiting_for`` lists the absent ranks.
         OSError: rank 0 cannot bind the store's port.
     """
@@ -83,7 +89,7 @@ def meet(
     exchange = Exchange.visit(
         store, place, launch.rank, launch.world_size, "world", deadline, host, keeper
     )
-    exchange.all_gather("rendezvous")
+    agree(exchange, "rendezvous", terms)
     return Meeting(launch, exchange, _address_towards(store))
 
 

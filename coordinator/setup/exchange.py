@@ -190,6 +190,16 @@ class Exchange:
         except UNDECODABLE as error:
             raise PeerProtocolError(self.name, self.global_rank(rank), str(error)) from error
 
+    def let_all_read(self) -> None:
+        """Before a member leaves for what all have read: the store's keeper is the last to leave.
+
+        Collective: yes, every member; only the keeper waits, and not beyond the deadline.
+        """
+        with suppress(GroupTimeoutError, TransportError):
+            for rank in range(self.size):
+                if rank == self.rank or self.rank == self.keeper:
+                    self.broadcast("read", b"" if rank == self.rank else None, rank)
+
     def give_up(self) -> None:
         """Have those that come later leave this visit out. Collective: no."""
         if self.marks is not None:

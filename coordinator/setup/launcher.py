@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 from coordinator.stores.secret import checked_secret, launcher_secret
 
@@ -29,6 +29,7 @@ class Launch:
 
     Raises:
         ValueError: a value is out of range.
+        TypeError: a number is none.
         SecretError: the secret is too short.
     """
 
@@ -44,6 +45,10 @@ class Launch:
 
     def __post_init__(self) -> None:
         """Check the values."""
+        for name in ("rank", "world_size", "local_rank", "master_port"):
+            value = getattr(self, name)
+            if not isinstance(value, SupportsIndex):
+                raise TypeError(f"{name} must be an integer; got {value!r}")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in a world of {self.world_size}")
         if self.local_rank < 0:

@@ -7,7 +7,7 @@ connects all members, or when a caller asks for one.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,6 +18,7 @@ from coordinator.messages.wire import Wire, agree_on_wire
 from coordinator.setup.cuda_link import cuda_comm
 from coordinator.setup.exchange import Exchange
 from coordinator.setup.process_groups import ProcessGroups, new_process_group
+from coordinator.setup.settings import agree
 from coordinator.setup.torch_groups import SocketChoice
 from coordinator.stores.authenticated import authenticated
 from device_comm import Backend, Communicator, LoopbackBackend, ShmBackend, TorchBackend
@@ -27,6 +28,7 @@ from shm_broadcast import NEVER, Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
     from torch.distributed import ProcessGroup, Store
@@ -121,12 +123,14 @@ def meet_in(
     Collective: yes, every member, and nobody else.
 
     Raises:
+        ValueError, SecretError: they were given different settings; names them.
         What `connect` raises.
     """
     if len(ranks) == 1:
         return alone(name, rank, settings, given=given)
     at, n = ranks.index(rank), len(ranks)
     exchange = Exchange.visit(store(), place, at, n, name, Deadline.after(timeout), called=ranks)
+    agree(exchange, "terms", settings.terms())
     return connect(exchange, ranks, settings, given=given)
 
 
@@ -194,10 +198,12 @@ def connect(
     with ExitStack() as undo:
         closing = undo.enter_context(ExitStack())
         exchange = authenticated(exchange, settings.secret, closing, settings.sockets.address)
+        telling_why: AbstractContextManager[None] = nullcontext()
         if nodes is None:
             nodes = find_nodes(exchange, address=settings.sockets.address)
             closing.callback(nodes.close)
-            undo.enter_context(TellingWhy(nodes.board))
+            telling_why = TellingWhy(nodes.board)
+            undo.enter_context(telling_why)
         exchange = nodes.watched(exchange)
         groups = ProcessGroups(exchange, ranks, settings, given, closing)
         build = _Builder(exchange, settings, nodes, groups, closing)
@@ -213,6 +219,7 @@ def connect(
         if settings.device.type != "cpu":
             device = Communicator(build.on_stream(build.checked(build.cuda(over), over)))
         undo.pop_all()
+        closing.enter_context(telling_why)
         return Link(
             exchange.name,
             tuple(ranks),

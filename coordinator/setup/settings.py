@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from coordinator.setup import torch_groups
 from coordinator.setup.torch_groups import SocketChoice
+from coordinator.stores.secret import SecretError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from coordinator.setup.exchange import Exchange
 
 OPERATION_TIMEOUT = 600.0
 """Default seconds that an operation may take."""
+
+_TERMS = msgspec.msgpack.Decoder(dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +50,15 @@ class Settings:
     checked: bool
     stream: torch.cuda.Stream | None = None
     secret: bytes | None = field(default=None, repr=False)
+
+    def terms(self) -> dict[str, str]:
+        """What all members have to be given alike, by name; nothing of the secret itself."""
+        return {
+            "secret": "not given" if self.secret is None else "given",
+            "backend": self.backend,
+            "torch_only": str(self.torch_only),
+            "checked": str(self.checked),
+        }
 
     def on(self, stream: torch.cuda.Stream | None) -> Settings:
         """The same settings with ``stream``.
@@ -91,3 +111,31 @@ class Settings:
             checked,
             secret=secret,
         )
+
+
+def agree(exchange: Exchange, what: str, terms: Mapping[str, str]) -> None:
+    """Wait for all members, and require that they were given the same.
+
+    Args:
+        exchange: of the members; anybody may read what is said there.
+        what: the swap's name, as of `Exchange.all_gather`.
+        terms: what this member was given, by name.
+
+    Collective: yes, every member.
+
+    Raises:
+        ValueError: they were not; names a term, and who was given what. All members raise it.
+        SecretError: likewise, where only some were given the launcher's secret.
+        What `Exchange.all_gather` raises.
+    """
+    payloads = exchange.all_gather(what, msgspec.msgpack.encode(terms))
+    told = [exchange.decoded(_TERMS, each, rank) for rank, each in enumerate(payloads)]
+    for name in dict.fromkeys(chain(*told)):
+        given: dict[str, list[int]] = {}
+        for rank, each in enumerate(told):
+            given.setdefault(each.get(name, "not given"), []).append(exchange.global_rank(rank))
+        if len(given) > 1:
+            exchange.let_all_read()
+            said = ", ".join(f"{value} on ranks {ranks}" for value, ranks in given.items())
+            error = SecretError if name == "secret" else ValueError
+            raise error(f"{exchange.name}: {name} is {said}: give all ranks the same")

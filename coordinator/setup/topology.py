@@ -16,7 +16,7 @@ from coordinator.stores.authenticated import authenticated
 from shm_broadcast import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager, ExitStack
 
     from torch.distributed.distributed_c10d import Store
@@ -60,6 +60,7 @@ class Topology:
         operation_timeout: float | None = OPERATION_TIMEOUT,
         torch_only: bool = False,
         checked: bool = False,
+        sizes: Mapping[str, object] = {},
     ) -> Topology:
         """Wait for all ranks and find out which share a host.
 
@@ -75,10 +76,12 @@ class Topology:
             operation_timeout: seconds that an operation may take; None: for ever.
             torch_only: as for `Settings`.
             checked: as for `Settings`.
+            sizes: what else all ranks have to be given alike, by name.
 
         Collective: yes, every rank.
 
         Raises:
+            ValueError, SecretError: the ranks were given different things; names them.
             GroupTimeoutError: some ranks did not come in time; names them.
         """
         settings = Settings.of(
@@ -92,7 +95,8 @@ class Topology:
         )
         if launch.world_size == 1:
             return cls(0, 1, settings, None if board is None else lone_node(board), None)
-        meeting = meet(launch, store, timeout)
+        terms = settings.terms() | {name: str(size) for name, size in sizes.items()}
+        meeting = meet(launch, store, timeout, terms)
         exchange = authenticated(meeting.exchange, launch.secret, closing, meeting.address)
         if board is None or node_of is None:
             nodes = find_nodes(exchange, board, meeting.address)

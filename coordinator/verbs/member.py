@@ -12,6 +12,8 @@ from shm_broadcast import GroupClosedError
 from shm_broadcast.board.forked_child import disown_in_children
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     import torch
     from torch.distributed import ProcessGroup
 
@@ -201,6 +203,16 @@ class Member:
         Args:
             linger: seconds that messages under way have to arrive, unless the group is over.
         """
+        self._end(linger, None, None, None)
+
+    def _end(
+        self,
+        linger: float,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the group; ``error`` is what this member leaves for."""
         if self._closed:
             return
         self._messenger.flush(linger)
@@ -210,15 +222,20 @@ class Member:
             entry.close()
         if self.mq_broadcaster is not None:
             self.mq_broadcaster.shutdown()
-        self._link.closing.close()
+        self._link.closing.__exit__(kind, error, trace)
 
     destroy = close
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(LINGER if kind is None else 0.0)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end(LINGER if error is None else 0.0, kind, error, trace)
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""

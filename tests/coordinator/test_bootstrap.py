@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 from torch.distributed import FileStore, HashStore
 
 import coordinator
+from coordinator.setup import exchange
 from coordinator.setup.addresses import own_address
 from coordinator.setup.bootstrap import connect_store, host_store, meet
 from coordinator.setup.launcher import Launch
@@ -149,6 +151,21 @@ def test_absent_ranks_are_listed() -> None:
         meet(Launch(1, 4), store, timeout=0.3)
     assert [member.rank for member in caught.value.waiting_for] == [0, 2, 3]
     assert f"127.0.0.1:{store.port}" in str(caught.value)
+
+
+def say_who_hosts(rank: int, n: int, port: int) -> str:
+    """Rank 0 hosts the store, and the others read it late."""
+    if rank != 0:
+        exchange.naps = lambda: itertools.repeat(0.3)
+    with pytest.raises(ValueError, match="world: host is yes on ranks") as caught:
+        meet(Launch(rank, n, rank, "127.0.0.1", port), terms={"host": "no" if rank else "yes"})
+    return str(caught.value)
+
+
+def test_who_hosts_the_store_leaves_when_all_have_read_why() -> None:
+    said = "world: host is yes on ranks [0], no on ranks [1, 2]: give all ranks the same"
+    with reserved_port() as port:
+        assert run_ranks(3, say_who_hosts, port) == [said] * 3
 
 
 def test_a_port_must_be_known() -> None:

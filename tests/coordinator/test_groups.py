@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,9 +18,13 @@ import torch.distributed as dist
 
 import coordinator
 from coordinator import ParallelGroups, host_store
-from shm_broadcast import Board, GroupTimeoutError
-from tests.patience import all_here
+from coordinator.stores.secret import SecretError
+from shm_broadcast import Board, CoordinatorError, GroupTimeoutError
+from tests.patience import STALL_SECONDS, all_here
 from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 AGENT = """
 import os, torch, coordinator
@@ -195,6 +201,73 @@ def test_a_launchers_board_is_the_scope() -> None:
         run_ranks(4, on_a_given_board, store.port, board.handle())
 
 
+def leaves(rank: int, n: int, port: int, error: BaseException, how: str) -> str:
+    """Rank 1 leaves with an error while the others wait for it."""
+
+    def fail(x: torch.Tensor) -> None:
+        raise error
+
+    with (
+        pytest.raises(type(error) if rank == 1 else CoordinatorError) as caught,
+        joined(how, rank, n, port) as all_reduce,
+    ):
+        (fail if rank == 1 else all_reduce)(torch.ones(2))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@contextmanager
+def joined(how: str, rank: int, n: int, port: int) -> Iterator[Callable[[torch.Tensor], object]]:
+    store = coordinator.connect_store("127.0.0.1", port)
+    if how == "groups":
+        with join(rank, n, port, tp=n) as groups:
+            yield groups.tp.all_reduce
+    elif how == "group":
+        with coordinator.StatelessGroupCoordinator(
+            [[*range(n)]], rank, "gloo", True, store, global_rank=rank
+        ) as group:
+            yield group.all_reduce
+    else:
+        with coordinator.StatelessProcessGroup.create("", 0, rank, n, store) as processes:
+            yield processes.all_reduce
+
+
+@pytest.mark.parametrize("how", ["groups", "group", "processes"])
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ValueError("layer 3 is missing"), "GroupAbortedError: .*rank 1.*layer 3 is missing"),
+        (KeyboardInterrupt(), "GroupAbortedError: .*rank 1.*KeyboardInterrupt"),
+        (SystemExit(0), r"(PeerLost|GroupAborted)Error: .*rank 1 \(.*has left the group"),
+    ],
+)
+def test_who_leaves_with_an_error_tells_the_others_why(
+    error: BaseException, why: str, how: str
+) -> None:
+    store = host_store()
+    first, _, last = run_ranks(3, leaves, store.port, error, how)
+    for told in (first, last):
+        assert re.match(why, told), told
+
+
+def leaves_a_launchers_board(rank: int, n: int, port: int, handle: Any) -> None:
+    """The launcher hears of it otherwise, and the board is for all that it does."""
+    store = coordinator.connect_store("127.0.0.1", port)
+    with Board.attach(handle, rank) as board:
+        with (
+            pytest.raises(ValueError, match="=2 is not a rank"),
+            coordinator.init(n, rank=rank, store=store, board=board) as groups,
+        ):
+            groups.world.broadcast(torch.ones(1), src=n)
+        all_here(store, n)
+        assert board.aborted is None
+
+
+def test_who_leaves_a_launchers_board_does_not_abort_it() -> None:
+    store = host_store()
+    with Board.create(2, None) as board:
+        run_ranks(2, leaves_a_launchers_board, store.port, board.handle())
+
+
 def absent(rank: int, n: int, port: int) -> str:
     if rank == 2:
         return ""
@@ -210,6 +283,50 @@ def test_an_absent_rank_is_named_by_all() -> None:
     store = host_store()
     for text in run_ranks(3, absent, store.port)[:2]:
         assert text.startswith("world rendezvous: timed out after 4 s, waiting for rank 2")
+
+
+SECRET = b"sixteen or more bytes"
+
+
+def told_differently(rank: int, n: int, path: str, arguments: list[dict[str, Any]]) -> str:
+    store = dist.FileStore(path, n)
+    error = SecretError if "secret" in arguments[0] | arguments[1] else ValueError
+    begun = time.monotonic()
+    with pytest.raises(error) as caught:
+        coordinator.init(
+            rank=rank, world_size=n, store=store, timeout=STALL_SECONDS, **arguments[min(rank, 1)]
+        )
+    assert time.monotonic() - begun < STALL_SECONDS
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "said"),
+    [
+        ({"tp": 3}, {"pp": 3}, "pp is 1 on ranks [0], 3 on ranks [1, 2]"),
+        ({"tp": 3}, {"dp": 3}, "dp is 1 on ranks [0], 3 on ranks [1, 2]"),
+        ({"tp": 3, "dcp": 3}, {"tp": 3}, "dcp is 3 on ranks [0], 1 on ranks [1, 2]"),
+        ({"axes": {"a": 3}}, {"axes": {"b": 3}}, "a is 3 on ranks [0], not given on ranks [1, 2]"),
+        (
+            {"axes": {"a": 3, "b": 1}},
+            {"axes": {"b": 1, "a": 3}},
+            "axes is a, b on ranks [0], b, a on ranks [1, 2]",
+        ),
+        ({}, {"torch_only": True}, "torch_only is False on ranks [0], True on ranks [1, 2]"),
+        (
+            {"torch_only": True, "checked": True},
+            {"torch_only": True},
+            "checked is True on ranks [0], False on ranks [1, 2]",
+        ),
+        ({"secret": SECRET}, {}, "secret is given on ranks [0], not given on ranks [1, 2]"),
+        ({}, {"secret": SECRET}, "secret is not given on ranks [0], given on ranks [1, 2]"),
+    ],
+)
+def test_ranks_that_were_told_different_things_all_say_so_at_once(
+    store_path: str, first: dict[str, Any], others: dict[str, Any], said: str
+) -> None:
+    told = run_ranks(3, told_differently, store_path, [first, others])
+    assert told == [f"world: {said}: give all ranks the same"] * 3
 
 
 def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +356,11 @@ def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"tp": 2, "dp": 2, "world_size": 2}, "takes 4 ranks, not 2"),
         ({"tp": 4, "world_size": 2}, "dp=1 x pp=1 x pcp=1 x tp=4 takes 4 ranks, not 2"),
         ({"tp": 2, "world_size": 1}, "takes 2 ranks, not 1; start them by torchrun"),
-        ({"axes": {"tp": 1}}, "each a different one"),
+        ({"axes": {"tp": 1}}, r"groups named \['tp'\] are there anyway"),
+        (
+            {"axes": {"world": 1, "a": 1, "ep": 1, "dcp": 1}},
+            r"groups named \['world', 'ep', 'dcp'\] are there anyway: name your axes otherwise",
+        ),
         ({"tp": 1, "dcp": 2}, "a group of 1 along tp x pcp cannot be cut into runs of 2"),
         ({"tp": 0, "world_size": 2}, "size of axis 'tp' must be at least 1"),
         ({"tp": 2, "rank": 2}, "rank 2 is not in a world of 2"),
@@ -250,6 +371,21 @@ def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_sizes(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         coordinator.init(**{"rank": 0, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": "0"}, "rank must be an integer; got '0'"),
+        ({"rank": 0, "world_size": 1.0}, "world_size must be an integer; got 1.0"),
+        ({"rank": 0, "local_rank": "1"}, "local_rank must be an integer; got '1'"),
+        ({"rank": 0, "master_port": "29400"}, "master_port must be an integer; got '29400'"),
+        ({"rank": 0, "timeout": "1"}, "timeout must be a number of seconds, or None; got '1'"),
+    ],
+)
+def test_what_is_no_number(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        coordinator.init(**arguments)
 
 
 def test_torchrun() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +14,13 @@ import coordinator
 from coordinator import ParallelGroups
 from coordinator.pipeline import Exchanged, Stage
 from coordinator.pipeline.inflow import Inflow
-from shm_broadcast import Deadline, GroupAbortedError, GroupTimeoutError, MessageDecodeError
+from shm_broadcast import (
+    Deadline,
+    GroupAbortedError,
+    GroupTimeoutError,
+    MessageDecodeError,
+    MessageRefusedError,
+)
 from tests.coordinator.sent import counting
 from tests.patience import all_here
 from tests.ranks import run_ranks
@@ -60,6 +66,7 @@ def payloads() -> list[Any]:
         (torch.ones(2), None, "text", 3),
         {"hidden": torch.ones(2, 2), 7: [{"deep": (torch.zeros(1),)}], "empty": []},
         Pair(torch.ones(1), {"step": 1 << 80}),
+        {"prompt": "\ud83d", "\udcff": torch.ones(1)},
     ]
 
 
@@ -195,14 +202,46 @@ def wrong_calls_send_nothing(stage: Stage) -> None:
         ({"send_next": x, "next_rank": 2}, ValueError),
         ({"recv_prev": True, "prev_rank": -1}, ValueError),
         ({"send_next": x, "scatter_gather_tensors": True}, ValueError),
-        ({"send_next": x, "send_prev": lambda: None}, TypeError),
-        ({"send_next": x.to_sparse()}, TypeError),
-        ({"send_next": x, "send_prev": torch.ones(2, device="meta")}, ValueError),
+        ({"send_next": x, "timeout": -1}, ValueError),
     ):
         with pytest.raises(error):
             stage.exchange(**options)
     found = stage.exchange(send_next=x, recv_prev=True)
     assert torch.equal(found.from_prev, x)
+
+
+def what_cannot_be_sent_counts_as_a_message(stage: Stage) -> None:
+    """Its receivers hear why, and everything behind it is what was sent for it."""
+    x = torch.ones(2)
+    for send, error, why in (
+        ({"send_next": {"x": x, "f": [0, lambda: 0]}}, TypeError, r"tree\['f'\]\[1\].*a function"),
+        ({"send_next": x.to_sparse()}, TypeError, "'tree' is not a dense tensor"),
+        ({"send_next": (x, x.to("meta"))}, ValueError, r"tree\[1\].* is on meta"),
+        ({"send_prev": lambda: 0, "send_next": x}, TypeError, "'tree': cannot pickle a function"),
+    ):
+        for step in range(3):
+            fails = step == 1
+            grads = dict.fromkeys(set(send) & {"send_prev"}, torch.tensor(step))
+            if stage.is_first:
+                with pytest.raises(error, match=why) if fails else nullcontext():
+                    stage.exchange(**(send if fails else {"send_next": {"step": step}, **grads}))
+                continue
+            for recv, sent in (("recv_next", "send_prev"), ("recv_prev", "send_next")):
+                if sent == "send_next" or grads:
+                    told = f"rank 0 sends nothing: .*{why}"
+                    with pytest.raises(MessageRefusedError, match=told) if fails else nullcontext():
+                        found = stage.exchange(**{recv: True})
+                        assert found in ((None, torch.tensor(step)), ({"step": step}, None))
+
+
+def what_a_refused_call_was_to_receive_is_dropped(stage: Stage) -> None:
+    me = stage.pp.rank_in_group
+    for step in range(3):
+        if step == 1:
+            with pytest.raises(MessageRefusedError, match="rank 0 sends nothing: 'tree' "):
+                stage.send_forward_recv_forward(torch.ones(1).to_sparse() if me == 0 else (1, step))
+        else:
+            assert stage.send_forward_recv_forward((me, step)) == (1 - me, step)
 
 
 def other_messages_of_the_group_are_told_apart(stage: Stage) -> None:
@@ -229,40 +268,9 @@ TWO = (
     shapes_that_are_given_are_checked,
     gradients_are_asked_for_where_they_are_wanted,
     wrong_calls_send_nothing,
+    what_cannot_be_sent_counts_as_a_message,
+    what_a_refused_call_was_to_receive_is_dropped,
 )
-
-
-def once(pp: Any) -> None:
-    """Only the first message has a header; what is promised is checked before it is broken."""
-    stage = Stage(pp, once=True)
-    if stage.is_first:  # what is refused promises nothing
-        tree: Any = {"x": torch.ones(2), "name": "same"}
-        with pytest.raises(ValueError, match="rank"):
-            stage.exchange(send_next=tree, recv_prev=True, prev_rank=7)
-        with pytest.raises(ValueError, match="timeout"):
-            stage.exchange(send_next=tree, timeout=-1)
-    for step in range(3):
-        if stage.is_first:
-            stage.send_forward({"x": torch.full((2,), float(step)), "name": "same"})
-            assert stage.recv_backward().item() == step
-        else:
-            found = stage.recv_forward()
-            assert (found["x"].tolist(), found["name"]) == ([step] * 2, "same")
-            stage.send_backward(torch.tensor(step))
-    if stage.is_first:
-        for tree in ({"x": torch.ones(3), "name": "same"}, {"x": torch.ones(2), "name": "other"}):
-            with pytest.raises(ValueError, match="promised"):
-                stage.send_forward(tree)
-        scalars = Stage(pp, once=True)
-        scalars.send_forward({"k": 1, "x": 0.0})
-        for tree in ({"k": True, "x": 0.0}, {"k": 1.0, "x": 0.0}, {"k": 1, "x": -0.0}):
-            with pytest.raises(ValueError, match="promised"):
-                scalars.send_forward(tree)
-        with pytest.raises(ValueError, match="the first went to the next one, so all must"):
-            stage.exchange(send_prev={"x": torch.ones(2), "name": "same"})
-    else:
-        assert same(Stage(pp, once=True).recv_forward(), {"k": 1, "x": 0.0})
-    pp.barrier()
 
 
 def two_stages(rank: int, n: int, path: str) -> None:
@@ -272,7 +280,6 @@ def two_stages(rank: int, n: int, path: str) -> None:
         for case in TWO:
             case(stage)
             groups.pp.barrier(timeout=120)
-        once(groups.pp)
     with ExitStack() as stack:
         groups = open_groups(stack, rank, path + "-apart", pp=2)
         other_messages_of_the_group_are_told_apart(Stage(groups.pp))
@@ -337,17 +344,16 @@ def ring_of_three(rank: int, n: int, path: str) -> None:
     with ExitStack() as stack:
         groups = open_groups(stack, rank, path, pp=3)
         before, after = (rank - 1) % 3, (rank + 1) % 3
-        for stage in (Stage(groups.pp), Stage(groups.pp, once=True)):
-            for _ in range(3):
-                mine = torch.tensor(rank)
-                assert stage.send_forward_recv_forward(mine).item() == before
-                assert stage.send_backward_recv_backward(mine).item() == after
-                both = stage.send_forward_backward_recv_forward_backward(mine, mine + 10)
-                assert [each.item() for each in both] == [before, after + 10]
-                break_ = stage.send_forward_recv_forward(None, recv_prev=False)
-                assert break_ is None
-        # past the neighbour
         stage = Stage(groups.pp)
+        for _ in range(3):
+            mine = torch.tensor(rank)
+            assert stage.send_forward_recv_forward(mine).item() == before
+            assert stage.send_backward_recv_backward(mine).item() == after
+            both = stage.send_forward_backward_recv_forward_backward(mine, mine + 10)
+            assert [each.item() for each in both] == [before, after + 10]
+            break_ = stage.send_forward_recv_forward(None, recv_prev=False)
+            assert break_ is None
+        # past the neighbour
         if rank == 0:
             stage.send_forward(torch.tensor(5), next_rank=2)
         elif rank == 2:

@@ -11,7 +11,7 @@ from coordinator.pipeline.message import NEXT, from_dict, to_dict
 
 
 def through(tree: Any) -> Any:
-    return from_dict(to_dict(tree, NEXT))
+    return from_dict(to_dict(tree, NEXT), 0)
 
 
 @pytest.mark.parametrize(

@@ -368,6 +368,12 @@ def test_what_is_not_plain(value: Any) -> None:
         encode_plain(value)
 
 
+@pytest.mark.parametrize("value", ["\ud83d", ["a", ("\udcff",)], {"\udcff": 1}])
+def test_text_that_utf_8_cannot_write_is_not_plain(value: Any) -> None:
+    with pytest.raises(TypeError, match="a text with a lone surrogate, which UTF-8 cannot write"):
+        encode_plain(value)
+
+
 def test_what_contains_itself_is_not_plain() -> None:
     loop: list[Any] = []
     loop.append(loop)

@@ -193,3 +193,32 @@ def other_ranks_than_in_the_group(rank: int, n: int, port: int) -> None:
 def test_errors_name_global_ranks() -> None:
     store = host_store()
     run_ranks(3, other_ranks_than_in_the_group, store.port, may_die=[2])
+
+
+def told_differently(rank: int, n: int, port: int) -> list[str]:
+    """By the constructor, which meets in the caller's store."""
+    said = []
+    for name, given in (("secret", b"sixteen or more bytes"), ("use_device_communicator", False)):
+        options: dict[str, Any] = {name: given} if rank == 0 else {}
+        with pytest.raises(ValueError, match="give all ranks the same") as caught:
+            StatelessGroupCoordinator(
+                [[0, 1]], 0, "gloo", coord_store=connect_store("127.0.0.1", port),
+                group_name="tp", global_rank=rank, timeout=STALL_SECONDS,
+                **({"use_device_communicator": True} | options),
+            )  # fmt: skip
+        said.append(str(caught.value))
+    return said
+
+
+def test_members_that_were_told_different_things_all_say_so() -> None:
+    store = host_store()
+    assert (
+        run_ranks(2, told_differently, store.port)
+        == [
+            [
+                "tp: secret is given on ranks [0], not given on ranks [1]: give all ranks the same",
+                "tp: torch_only is True on ranks [0], False on ranks [1]: give all ranks the same",
+            ]
+        ]
+        * 2
+    )

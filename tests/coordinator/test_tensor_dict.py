@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import os
+import pickle
 from typing import Any
 
 import msgspec
@@ -11,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.messages import plain as plain_data
 from coordinator.messages.tensor_dict import (
     SMALL_BYTES,
     Header,
@@ -23,6 +26,7 @@ from coordinator.messages.tensor_dict import (
     to_payload,
     unpack,
 )
+from coordinator.messages.wire import Wire
 from shm_broadcast import MessageDecodeError
 from tests.device_comm.cases_named import Wrapping
 
@@ -167,12 +171,14 @@ def test_cutting_what_does_not_divide_is_refused_before_anything_is_sent() -> No
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({Colour.RED: 1}, "keys of a tensor dict are text, .* tuples of these; got <Colour.RED"),
+        ({Colour.RED: 1}, "keys of a tensor dict are text .* tuples of these; got <Colour.RED"),
         ({frozenset(): torch.ones(1)}, r"tuples of these; got frozenset\(\)"),
         ({(1, (torch.bool,)): 1}, "tuples of these; got"),
-        ({1 << 70: 1}, "tuples of these; got"),
+        ({1 << 70: 1}, r"integers of 64 bits.* tuples of these; got"),
+        ({"\udcff": 1}, r"text \(that UTF-8 can write\).* got '\\udcff'"),
+        ({(1, "\udcff"): 1}, r"got \(1, '\\udcff'\)"),
         ({float("nan"): 1}, "tuples of these; got nan"),
-        ({"f": lambda: 0}, r"of the values \['f'\]: cannot pickle"),
+        ({"f": lambda: 0}, "the value of 'f': cannot pickle a function"),
         ({"s": torch.ones(2).to_sparse()}, "'s' is not a dense tensor"),
         ({"w": Wrapping(torch.ones(2))}, "'w' is not a dense tensor: a Wrapping: pass the tensor"),
         ({"q": torch.ones(2).to(torch.uint8).view(torch.quint8)}, "'q' is quantised: torch.quint8"),
@@ -200,7 +206,7 @@ def test_what_this_side_cannot_restore() -> None:
     for short_of_memory in ("torch.quint4x2", "torch.quint2x4"):
         meta = TensorMeta(short_of_memory, (1400,), "cpu")
         head = encode(Header(["k"], {"k": meta}, small=[0]))
-        payload = len(head).to_bytes(4, "little") + head + b"A" * 1400
+        payload = len(head).to_bytes(8, "little") + head + b"A" * 1400
         with pytest.raises(MessageDecodeError, match="unknown dtype"):
             from_payload(memoryview(payload))
     with pytest.raises(MessageDecodeError, match="cannot restore an object"):
@@ -297,6 +303,41 @@ def test_no_more_than_fits_travels_with_a_header() -> None:
         str(number): torch.ones(SMALL_BYTES // 4 - 1, dtype=torch.uint8) for number in range(6)
     }
     assert len(to_payload(*pack(tensors))[1]) == 2
+
+
+def test_the_payload_of_a_dict_by_hand() -> None:
+    """What may be large is no part of the header, which has 64 bits for its length."""
+    values = {"n": 7, "few": torch.tensor([1, 2, 3], dtype=torch.uint8), "more": [1]}
+    payload, _ = to_payload(*pack(values))
+    length = int.from_bytes(payload[:8], "little")
+    keys, tensors, scalars, objects, small = msgspec.msgpack.decode(payload[8 : 8 + length])
+    assert (keys, list(tensors), scalars, small) == (["n", "few", "more"], ["few"], {"n": 7}, [0])
+    assert objects == b""
+    assert payload[8 + length :] == b"\1\2\3" + pickle.dumps({"more": [1]}, protocol=5)
+    header, found = from_payload(memoryview(payload))
+    assert unpack(header, found)["more"] == [1]
+
+
+def test_text_that_utf_8_cannot_write() -> None:
+    """As `json.loads` makes it of what users send, and Python of file names."""
+    values = {"prompt": "a \ud83d", "file": os.fsdecode(b"\xff"), "well": "\U0001f600 \xe9"}
+    assert list(pack(values)[0].scalars) == ["well"]
+    assert through(values) == values
+
+
+def test_values_that_msgpack_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They travel with the objects, which have no limit; plain ones are refused."""
+    monkeypatch.setattr(plain_data, "LONGEST", 3)
+    values = {"a": b"abc", "b": b"abcd", "c": "abc", "d": "abcd", "e": "\xe9" * 4}
+    header, parts = pack(values)
+    assert header.scalars == {"a": b"abc", "c": "abc"}
+    header, found = from_payload(memoryview(to_payload(header, parts)[0]))
+    assert unpack(header, found) == values
+    for large in (b"abcd", ["abcd"]):
+        with pytest.raises(TypeError, match="of 4, where 3 is the limit"):
+            plain_data.encode_plain(large)
+    with pytest.raises(TypeError, match="the value of 'b': text or bytes of 4, where 3"):
+        pack(values, wire=Wire(pickles=False))
 
 
 @pytest.mark.parametrize("cut", [1, 100])
