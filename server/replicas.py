@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from coordinator.rank_grid import RankGrid
-from shm_broadcast import CoordinatorError
+from shm_broadcast import CoordinatorError, Deadline
 
 from .driver.binding import bound_here, written
 from .driver.cores import worker_threads
@@ -222,10 +222,13 @@ class Replicas:
         each = [totals for pool in self.pools for totals in pool.totals().values()]
         return dict(enumerate(each))
 
-    def shutdown(self, timeout: float = 10.0) -> None:
+    def shutdown(self, timeout: float | None = 10.0) -> None:
         """End all replicas at the same time; see `pool.WorkerPool.shutdown`. Idempotent."""
+        seconds = Deadline.after(timeout).remaining()
+        if any(pool.is_own(threading.current_thread()) for pool in self.pools):
+            raise RuntimeError("replicas cannot be shut down by a callback of their own")
         with ThreadPoolExecutor(len(self.pools), "end-replica") as enders:
-            for ended in [enders.submit(pool.shutdown, timeout) for pool in self.pools]:
+            for ended in [enders.submit(pool.shutdown, seconds) for pool in self.pools]:
                 ended.result()
 
     def __enter__(self) -> Self:

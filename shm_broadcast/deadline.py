@@ -33,12 +33,17 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
 
         Raises:
             ValueError: ``timeout`` is negative or not a number.
+            TypeError: it is of a type that no seconds are of.
         """
         if isinstance(timeout, Deadline):
             return timeout
         if timeout is None:
             return NEVER
-        if not timeout >= 0:
+        try:
+            usable = timeout >= 0
+        except TypeError:
+            raise TypeError(f"timeout must be a number of seconds, or None; got {timeout!r}") from None
+        if not usable:
             raise ValueError(f"timeout must be 0 or more seconds, or None; got {timeout!r}")
         try:
             return cls(time.monotonic() + timeout, timeout)

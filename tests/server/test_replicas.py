@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -260,6 +261,35 @@ def test_shutdown_ends_all_and_refuses_calls() -> None:
         replicas.submit("echo")
     assert isinstance(replicas.failure, PoolClosedError)
     until(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def test_a_callback_cannot_wait_for_the_end_of_its_replicas(tmp_path: Path) -> None:
+    gate, called = Gate(tmp_path), threading.Event()
+    caught: list[BaseException] = []
+
+    def callback(_: Any) -> None:
+        try:
+            replicas.shutdown()
+        except RuntimeError as error:
+            caught.append(error)
+        called.set()
+
+    with Replicas(Worker, dp=2) as replicas:
+        replicas.submit("hold", gate).add_done_callback(callback)
+        gate.open()
+        assert called.wait(PATIENCE_SECONDS)
+        assert [str(error) for error in caught] == [
+            "replicas cannot be shut down by a callback of their own"
+        ]
+        assert replicas.call("echo", 1) == 1
+
+
+@pytest.mark.parametrize("timeout", [-1.0, math.nan, "5"])
+def test_a_time_that_is_none_leaves_replicas_as_they_are(timeout: Any) -> None:
+    with Replicas(Worker, dp=2) as replicas:
+        with pytest.raises((ValueError, TypeError), match=f"timeout must .*; got {timeout!r}"):
+            replicas.shutdown(timeout)
+        assert replicas.call("echo", 1) == 1
 
 
 def test_how_many_is_checked() -> None:
