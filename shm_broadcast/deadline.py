@@ -42,7 +42,9 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
         try:
             usable = timeout >= 0
         except TypeError:
-            raise TypeError(f"timeout must be a number of seconds, or None; got {timeout!r}") from None
+            raise TypeError(
+                f"timeout must be a number of seconds, or None; got {timeout!r}"
+            ) from None
         if not usable:
             raise ValueError(f"timeout must be 0 or more seconds, or None; got {timeout!r}")
         try:

@@ -286,7 +286,7 @@ class HostSupervisor:
             self._supervisor.watch(worker)
 
     def _end_replaced(self, ranks: Iterable[int]) -> None:
-        """End those workers of ``ranks`` that the head has given up before it heard of their end."""
+        """End workers that the head has given up without having heard of their end."""
         replaced = [self._workers[rank] for rank in ranks if rank in self._workers]
         end(replaced, 0.0, 0.0)
         for worker in replaced:

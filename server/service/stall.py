@@ -1,7 +1,7 @@
 """Decides whether a pool answers its calls. Pure logic: the time is an argument.
 
-It counts as stalled while the workers have a call for longer than the limit, and while they have one
-that has timed out. They have it until it or a later one is answered, and only of that one is heard.
+It counts as stalled while the workers have a call for longer than the limit, and while they have
+one that has timed out. Nobody hears of its answer: they have it until a later one is answered.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ class StallWatch:
         return number
 
     def answered(self, number: int) -> None:
-        """A call was answered, with a result or an error; so were those that were sent before it and
-        have timed out.
-        """
+        """A call was answered, with a result or an error; so were late ones before it."""
         for each in (*(late for late in self._timed_out.copy() if late < number), number):
             self._timed_out.discard(each)
             self._began.pop(each, None)
