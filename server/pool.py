@@ -47,7 +47,7 @@ from .control.reference import refuse_while_loading_main
 from .driver.crew import Crew
 from .driver.pool_plan import PoolPlan
 from .errors import PoolClosedError
-from .pool_config import PoolConfig
+from .pool_config import settings_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
     from .hosts.place import Hosts
     from .launchers.ray_actors import RayCluster
+    from .pool_config import PoolConfig
 
 _EXIT_SECONDS = 2.0
 """How long workers have to leave when the interpreter exits, or a ``with`` block raises."""
@@ -147,7 +148,7 @@ class WorkerPool:
             max_restarts,
             window,
             stuck_after,
-            config or PoolConfig(),
+            settings_of(config),
             launcher,
             hosts,
         )

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from coordinator.rank_grid import RankGrid
 from shm_broadcast import CoordinatorError, Deadline
 
+from .arguments import function, optional, whole
 from .driver.binding import bound_here, written
 from .driver.cores import worker_threads
-from .driver.devices import assign, count_gpus
+from .driver.devices import assign, checked_device, count_gpus
 from .errors import PoolClosedError
 from .pool import WorkerPool
-from .pool_config import PoolConfig
+from .pool_config import settings_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from .calls.call_stream import CallStream
     from .calls.pending_call import PendingCall
+    from .pool_config import PoolConfig
 
 T = TypeVar("T")
 
@@ -91,9 +93,9 @@ class Replicas:
             WorkerStartError: a worker of any replica did not start. All processes have ended.
             SharedMemoryError: too little memory is free.
         """
-        if dp < 1:
-            raise ValueError(f"dp must be 1 or more; got {dp}")
-        settings = config or PoolConfig()
+        dp, tp, pp = map(whole, ("dp", "tp", "pp"), (dp, tp, pp))
+        on_progress = optional(function)("on_progress", on_progress)
+        settings, device = settings_of(config), checked_device(device)
         n, gpus = tp * pp, count_gpus(device)
         devices = assign(device, dp * n, gpus, share_gpu)
         bound = bound_here(settings.bind, dp * n)
