@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from .arguments import flag, optional, seconds, some_seconds, text, texts, whole
+from .checked_arguments import flag, optional, seconds, some_seconds, text, texts, whole
 from .driver.binding import check_bind
 from .driver.cores import MOST_THREADS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .arguments import Check
+    from .checked_arguments import Check
 
 MIB = 1 << 20
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from coordinator.rank_grid import RankGrid
 from shm_broadcast import CoordinatorError, Deadline
 
-from .arguments import function, optional, whole
+from .checked_arguments import function, optional, whole
 from .driver.binding import bound_here, written
 from .driver.cores import worker_threads
 from .driver.devices import assign, checked_device, count_gpus
@@ -269,11 +269,11 @@ class Replicas:
     def _move(self, broken: WorkerPool, calls: list[PendingCall]) -> list[PendingCall]:
         """Give calls of a replica that broke to others; returns those that stay there.
 
-        They stay if no other works, and this one is restarted.
+        They stay if no other works, and this one is restarted; those of its streams always do.
         """
         staying = []
         for call in calls:
-            if not self._working() and broken.failure is None:
+            if call.stream or (not self._working() and broken.failure is None):
                 staying.append(call)
                 continue
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from ..arguments import texts
+from ..checked_arguments import texts
 
 if TYPE_CHECKING:
     import argparse

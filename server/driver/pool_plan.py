@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from ..arguments import function, optional, some_seconds, whole
+from ..checked_arguments import function, optional, some_seconds, whole
 from ..control.reference import main_of, name_of
 from ..defaults import RESTARTS
 from ..hosts.place import Hosts, hosts_of

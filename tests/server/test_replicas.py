@@ -248,6 +248,23 @@ def test_streams_and_awaited_calls() -> None:
         assert asyncio.run(both()) == (1, [0, 1, 2])
 
 
+def test_a_stream_of_a_replica_that_breaks_takes_no_items_of_anothers(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    with Replicas(Worker, dp=2, config=PATIENT) as replicas:
+        first, second = replicas.pools
+        lost, whole = first.stream("count", 9), second.stream("count", 9)
+        assert (next(lost), next(whole)) == (0, 0)
+        held = [first.submit("hold", gate) for _ in range(2)]
+        until(lambda: gate.reached(0))
+        assert next(lost) == 1  # and asks for the next one, behind the calls that are held
+        os.kill(first.status()[0].pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="StreamLostError"):
+            next(lost)
+        assert list(whole) == list(range(1, 9))
+        for future in held:
+            assert isinstance(future.exception(PATIENCE_SECONDS), WorkerLostError)
+
+
 def test_shutdown_ends_all_and_refuses_calls() -> None:
     replicas = Replicas(Worker, dp=2)
     pids = [status.pid for status in replicas.status()]
