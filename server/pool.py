@@ -39,6 +39,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 from coordinator.rank_grid import RankGrid
+from shm_broadcast import Deadline
 
 from .calls.call_stream import CallStream
 from .calls.pending_call import PendingCall
@@ -46,7 +47,7 @@ from .control.reference import refuse_while_loading_main
 from .driver.crew import Crew
 from .driver.pool_plan import PoolPlan
 from .errors import PoolClosedError
-from .pool_config import PoolConfig
+from .pool_config import settings_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
     from .hosts.place import Hosts
     from .launchers.ray_actors import RayCluster
+    from .pool_config import PoolConfig
 
 _EXIT_SECONDS = 2.0
 """How long workers have to leave when the interpreter exits, or a ``with`` block raises."""
@@ -146,7 +148,7 @@ class WorkerPool:
             max_restarts,
             window,
             stuck_after,
-            config or PoolConfig(),
+            settings_of(config),
             launcher,
             hosts,
         )
@@ -365,7 +367,7 @@ class WorkerPool:
         self._check_owner("totals")
         return self._crew.totals()
 
-    def shutdown(self, timeout: float = 10.0) -> None:
+    def shutdown(self, timeout: float | None = 10.0) -> None:
         """End the workers and wait until no process of the pool is left. Idempotent.
 
         Calls that were accepted have half of ``timeout`` to finish; then they fail with
@@ -373,7 +375,12 @@ class WorkerPool:
 
         Args:
             timeout: seconds; workers that have not left by then are terminated, and killed after
-                `PoolConfig.kill_seconds` more.
+                `PoolConfig.kill_seconds` more. ``None``: for ever.
+
+        Raises:
+            ValueError, TypeError: ``timeout`` is no time. Nothing has happened.
+            RuntimeError: a thread of the pool calls, as in a future's callback: it would wait for
+                itself. Nothing has happened.
         """
         self._stop(timeout, finish=True)
 
@@ -410,9 +417,14 @@ class WorkerPool:
         """
         self._crew.submit(call)
 
-    def _stop(self, timeout: float, finish: bool) -> None:
+    def is_own(self, thread: threading.Thread) -> bool:
+        """For `replicas.Replicas`: whether ``thread`` is the pool's, and so cannot shut it down."""
+        return self._crew.is_own(thread)
+
+    def _stop(self, timeout: float | None, finish: bool) -> None:
+        seconds = Deadline.after(timeout).remaining()
         if os.getpid() == self._owner:
-            self._crew.stop(timeout, finish)
+            self._crew.stop(seconds, finish)
             self._at_exit.detach()
 
     @property

@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
+from .checked_arguments import flag, optional, seconds, some_seconds, text, texts, whole
 from .driver.binding import check_bind
 from .driver.cores import MOST_THREADS
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .checked_arguments import Check
+
 MIB = 1 << 20
+
+_CHECKS: Final[Mapping[str, Check[Any]]] = {
+    "in_flight": optional(whole),
+    "call_capacity": whole,
+    "reply_capacity": whole,
+    "call_seconds": some_seconds,
+    "settle_seconds": seconds,
+    "leave_seconds": seconds,
+    "stack_seconds": seconds,
+    "kill_seconds": seconds,
+    "threads": optional(partial(whole, most=MOST_THREADS)),
+    "bind": text,
+    "zero_copy": flag,
+    "fork": flag,
+    "preload": texts,
+    "spans": optional(text),
+    "name": text,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +43,9 @@ class PoolConfig:
     Attributes:
         in_flight: the number of calls that the workers may have at once; further calls are queued.
             ``None``: one per pipeline stage, and one more that waits before the first stage.
-        call_capacity: bytes of shared memory for calls. Larger calls are streamed through it.
-        reply_capacity: bytes of shared memory per worker for replies; larger ones are streamed.
+        call_capacity: bytes of shared memory for calls, rounded up to a multiple of 64 KiB. Larger
+            calls are streamed through it.
+        reply_capacity: bytes of shared memory per worker for replies, likewise.
         call_seconds: calls without a ``timeout`` fail when no call was answered for so many
             seconds; ``math.inf``: never.
         settle_seconds: how long the other ranks have to answer a call that one rank has failed,
@@ -69,15 +96,19 @@ class PoolConfig:
 
         Raises:
             ValueError: one is out of range.
+            TypeError: one is something else than it must be.
         """
-        if self.in_flight is not None and self.in_flight < 1:
-            raise ValueError(f"in_flight must be 1 or more; got {self.in_flight}")
-        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
-            raise ValueError(f"threads must be 1 to {MOST_THREADS}; got {self.threads}")
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
         check_bind(self.bind)
-        if not self.call_seconds > 0:
-            raise ValueError(f"call_seconds must be more than 0; got {self.call_seconds!r}")
-        for name in ("settle_seconds", "leave_seconds", "stack_seconds", "kill_seconds"):
-            seconds = getattr(self, name)
-            if not seconds >= 0:
-                raise ValueError(f"{name} must be 0 or more seconds; got {seconds!r}")
+
+
+def settings_of(config: PoolConfig | None) -> PoolConfig:
+    """The settings that an argument ``config`` stands for: ``None`` for the defaults.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if config is not None and not isinstance(config, PoolConfig):
+        raise TypeError(f"config must be a PoolConfig; got {config!r}")
+    return config or PoolConfig()

@@ -20,14 +20,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from coordinator.rank_grid import RankGrid
-from shm_broadcast import CoordinatorError
+from shm_broadcast import CoordinatorError, Deadline
 
+from .checked_arguments import function, optional, whole
 from .driver.binding import bound_here, written
 from .driver.cores import worker_threads
-from .driver.devices import assign, count_gpus
+from .driver.devices import assign, checked_device, count_gpus
 from .errors import PoolClosedError
 from .pool import WorkerPool
-from .pool_config import PoolConfig
+from .pool_config import settings_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from .calls.call_stream import CallStream
     from .calls.pending_call import PendingCall
+    from .pool_config import PoolConfig
 
 T = TypeVar("T")
 
@@ -91,9 +93,9 @@ class Replicas:
             WorkerStartError: a worker of any replica did not start. All processes have ended.
             SharedMemoryError: too little memory is free.
         """
-        if dp < 1:
-            raise ValueError(f"dp must be 1 or more; got {dp}")
-        settings = config or PoolConfig()
+        dp, tp, pp = map(whole, ("dp", "tp", "pp"), (dp, tp, pp))
+        on_progress = optional(function)("on_progress", on_progress)
+        settings, device = settings_of(config), checked_device(device)
         n, gpus = tp * pp, count_gpus(device)
         devices = assign(device, dp * n, gpus, share_gpu)
         bound = bound_here(settings.bind, dp * n)
@@ -222,10 +224,13 @@ class Replicas:
         each = [totals for pool in self.pools for totals in pool.totals().values()]
         return dict(enumerate(each))
 
-    def shutdown(self, timeout: float = 10.0) -> None:
+    def shutdown(self, timeout: float | None = 10.0) -> None:
         """End all replicas at the same time; see `pool.WorkerPool.shutdown`. Idempotent."""
+        seconds = Deadline.after(timeout).remaining()
+        if any(pool.is_own(threading.current_thread()) for pool in self.pools):
+            raise RuntimeError("replicas cannot be shut down by a callback of their own")
         with ThreadPoolExecutor(len(self.pools), "end-replica") as enders:
-            for ended in [enders.submit(pool.shutdown, timeout) for pool in self.pools]:
+            for ended in [enders.submit(pool.shutdown, seconds) for pool in self.pools]:
                 ended.result()
 
     def __enter__(self) -> Self:
@@ -264,11 +269,11 @@ class Replicas:
     def _move(self, broken: WorkerPool, calls: list[PendingCall]) -> list[PendingCall]:
         """Give calls of a replica that broke to others; returns those that stay there.
 
-        They stay if no other works, and this one is restarted.
+        They stay if no other works, and this one is restarted; those of its streams always do.
         """
         staying = []
         for call in calls:
-            if not self._working() and broken.failure is None:
+            if call.stream or (not self._working() and broken.failure is None):
                 staying.append(call)
                 continue
             try:

@@ -61,8 +61,8 @@ class CancelledCalls:
         self._echo(number)
 
     def __contains__(self, number: int) -> bool:
-        """Whether a call under way was marked."""
-        return self._segment.words.load64(self._word(number)) == number
+        """Whether a call under way was marked; 0 is none."""
+        return number > 0 and self._segment.words.load64(self._word(number)) == number
 
     def __enter__(self) -> Self:
         """Give the marks themselves."""

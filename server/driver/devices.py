@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from ..checked_arguments import texts
+
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
@@ -57,6 +59,15 @@ def assign(device: str | Sequence[str], ranks: int, gpus: int, share_gpu: bool) 
         )
     first = wanted.index or 0
     return tuple(f"cuda:{first + rank % usable}" for rank in range(ranks))
+
+
+def checked_device(device: str | Sequence[str]) -> str | tuple[str, ...]:
+    """The argument ``device`` of a pool.
+
+    Raises:
+        TypeError: it is neither a text nor a sequence of them.
+    """
+    return device if isinstance(device, str) else texts("device", device)
 
 
 def count_gpus(device: str | Sequence[str]) -> int:

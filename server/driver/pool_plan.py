@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from ..checked_arguments import function, optional, some_seconds, whole
 from ..control.reference import main_of, name_of
 from ..defaults import RESTARTS
 from ..hosts.place import Hosts, hosts_of
 from ..launchers.ray_actors import RayCluster
 from .binding import bound_here
 from .cores import worker_threads
-from .devices import assign, count_gpus
+from .devices import assign, checked_device, count_gpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from ..pool_config import PoolConfig
     from .binding import Bound
@@ -84,19 +86,17 @@ class PoolPlan:
             ValueError, TypeError: an argument is out of range, cannot be imported by another
                 process, or cannot be pickled.
         """
-        for name, size in zip(("tp", "pp", "dp"), grid, strict=True):
-            if size < 1:
-                raise ValueError(f"{name} must be 1 or more; got {size}")
-        if start_timeout is not None and not start_timeout > 0:
-            raise ValueError(f"start_timeout must be more than 0 seconds; got {start_timeout!r}")
+        tp, pp, dp = map(whole, ("tp", "pp", "dp"), grid)
+        grid = tp, pp, dp
+        start_timeout = optional(some_seconds)("start_timeout", start_timeout)
+        on_progress = optional(function)("on_progress", on_progress)
         if restart not in RESTARTS:
             raise ValueError(f"restart must be one of {', '.join(RESTARTS)}; got {restart!r}")
-        if max_restarts < 1:
-            raise ValueError(f"max_restarts must be 1 or more; got {max_restarts}")
-        for what, seconds in (("window", window), ("stuck_after", stuck_after)):
-            if seconds is not None and not seconds > 0:
-                raise ValueError(f"{what} must be more than 0 seconds; got {seconds!r}")
-        name, arguments = name_of(worker), _pickled(worker_kwargs or {})
+        max_restarts = whole("max_restarts", max_restarts)
+        window = some_seconds("window", window)
+        stuck_after = optional(some_seconds)("stuck_after", stuck_after)
+        device = checked_device(device)
+        name, arguments = name_of(worker), _pickled(worker_kwargs)
         found = _hosts(launcher, hosts, grid, device, start_timeout)
         try:
             if found is not None and len(arguments) > _BYTES_OVER_HOSTS:
@@ -106,7 +106,7 @@ class PoolPlan:
                 )
             devices = _devices(device, math.prod(grid), share_gpu, found)
             bound = bound_here(config.bind, len(_ranks_of(0, math.prod(grid), found)))
-        except ValueError:
+        except BaseException:
             if found is not None and found.summoner is not None:
                 found.summoner.close()
             raise
@@ -197,7 +197,11 @@ def _devices(
     return assign(device, here, gpus if hosts.head_works else here, share_gpu) * nnodes
 
 
-def _pickled(worker_kwargs: Mapping[str, Any]) -> bytes:
+def _pickled(worker_kwargs: Mapping[str, Any] | None) -> bytes:
+    if worker_kwargs is None:
+        return pickle.dumps({})
+    if not isinstance(worker_kwargs, Mapping):
+        raise TypeError(f"worker_kwargs must be a mapping; got {worker_kwargs!r}")
     for name, value in worker_kwargs.items():  # one by one, so that the error can name it
         try:
             pickle.dumps(value)

@@ -55,6 +55,8 @@ from .meeting_port import find_port
 from .sameness import facts_here
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shm_broadcast import Board
 
     from ..control.protocol import FromWorker, Resume
@@ -230,7 +232,10 @@ class HostSupervisor:
         """Tell that a worker has ended; called by the supervisor."""
         self._tell_abort()
         self._link.post(WorkerEnded(rank, self._since[rank], how, stack))
-        worker = self._workers.pop(rank)
+        self._forget(self._workers[rank])
+
+    def _forget(self, worker: LocalWorker) -> None:
+        del self._workers[worker.rank]
         self._supervisor.forget(worker)
         worker.close()
 
@@ -257,6 +262,7 @@ class HostSupervisor:
                     self._workers[rank].signal(number)
 
     def _assemble(self, told: BeginGeneration) -> None:
+        self._end_replaced(told.missing)
         self._leave_board()
         pool = self._pool
         with ExitStack() as undo:
@@ -278,6 +284,13 @@ class HostSupervisor:
             self._workers[worker.rank] = worker
             self._since[worker.rank] = told.generation
             self._supervisor.watch(worker)
+
+    def _end_replaced(self, ranks: Iterable[int]) -> None:
+        """End workers that the head has given up without having heard of their end."""
+        replaced = [self._workers[rank] for rank in ranks if rank in self._workers]
+        end(replaced, 0.0, 0.0)
+        for worker in replaced:
+            self._forget(worker)
 
     @cached_property
     def _bound(self) -> Bound:

@@ -61,6 +61,7 @@ def main() -> None:
     control, seat, lifeline, stacks, driver = map(int, sys.argv[1:6])
     package = sys.argv[6]
     keeper = os.getpid()
+    hear_of_children()
     worker = split()
     if worker:
         for fd in (control, seat, stacks):
@@ -92,6 +93,11 @@ def load(modules: Iterable[str]) -> None:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def hear_of_children() -> None:
+    """Have children stay until they are waited for: a driver that ignores them passes that on."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def rename(process: str) -> None:

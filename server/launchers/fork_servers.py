@@ -41,6 +41,7 @@ _ATTEMPTS = 2
 _END_SECONDS = 4.0
 """How long a process that was killed may take to end."""
 _TICK_SECONDS = 0.2
+_UNKNOWN = "its exit status is not known: the driver ignores SIGCHLD, or has waited for any child"
 _SCRIPT = Path(__file__).with_name("forking.py")
 _PACKAGE = __name__.partition(".")[0]
 
@@ -49,8 +50,8 @@ def _no_tick() -> float:
     return math.inf
 
 
-class ForkedProcess:
-    """A child of this process that a fork server has made; used as a `subprocess.Popen`.
+class ChildProcess:
+    """A child of this process, whoever has made it.
 
     Attributes:
         pid: its process id.
@@ -58,24 +59,26 @@ class ForkedProcess:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._code: int | None = None
+        self._how = ""
         self._reaping = threading.Lock()
 
     def kill(self) -> None:
         """Send SIGKILL, unless its end was waited for."""
-        with self._reaping:
-            if self._code is None:
+        with self._reaping, suppress(ProcessLookupError):
+            if not self._how:
                 os.kill(self.pid, signal.SIGKILL)
 
-    def wait(self) -> int:
-        """Wait until it has ended. Returns its exit status, or its signal's number, negated."""
+    def wait(self) -> str:
+        """Wait until it has ended. Returns how, as ``"killed by SIGKILL"``."""
         with self._reaping:
-            if self._code is None:
+            if not self._how:
                 try:
-                    self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-                except ChildProcessError:  # somebody else has waited for it
-                    self._code = 0
-            return self._code
+                    code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+                except ChildProcessError:
+                    self._how = _UNKNOWN
+                else:
+                    self._how = _told(code)
+            return self._how
 
 
 class _ServerLostError(Exception):
@@ -126,7 +129,7 @@ class _ForkServer:
         inherited: Sequence[int],
         deadline: Deadline,
         tick: Tick,
-    ) -> ForkedProcess | None:
+    ) -> ChildProcess | None:
         """As `ForkServers.fork`; ``None`` if it refuses.
 
         Raises:
@@ -148,7 +151,7 @@ class _ForkServer:
                 raise
         match answer:
             case {"pid": pid}:
-                return ForkedProcess(pid)
+                return ChildProcess(pid)
             case {"errno": number}:
                 raise OSError(number, f"a worker cannot be forked: {os.strerror(number)}")
             case {"refusal": refusal}:
@@ -197,7 +200,7 @@ class _ForkServer:
         with suppress(GroupTimeoutError):
             match _answer(said, Deadline.after(_END_SECONDS)):
                 case {"pid": pid}:
-                    newborn = ForkedProcess(pid)
+                    newborn = ChildProcess(pid)
                     newborn.kill()
                     newborn.wait()
 
@@ -242,7 +245,7 @@ class ForkServers:
         deadline: Deadline,
         preload: Sequence[str] = (),
         tick: Tick = _no_tick,
-    ) -> ForkedProcess | None:
+    ) -> ChildProcess | None:
         """Fork a worker's process, as a child of this one; start a server if there is none for it.
 
         Args:
@@ -307,6 +310,10 @@ class ForkServers:
         idle = [wanted for wanted, server in self._servers.items() if not server.users]
         for wanted in idle[: max(len(self._servers) - _KEPT + 1, 0)]:
             self._servers.pop(wanted).close()
+
+
+def _told(code: int) -> str:
+    return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
 def _output(number: int, undo: ExitStack) -> int:

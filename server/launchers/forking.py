@@ -60,6 +60,7 @@ def main() -> None:
     package: str = settings["package"]
     boot = importlib.import_module(f"{package}.launchers.boot")
     boot.rename("pool-forks")
+    boot.hear_of_children()
     lifeline: int = settings["lifeline"]
     boot.end_with(lifeline, os.getpid())
     watched = select.poll()

@@ -23,7 +23,7 @@ import sys
 import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from shm_broadcast import Deadline, GroupTimeoutError
 from shm_broadcast.board.stacks import StackFile
@@ -33,7 +33,7 @@ from ..control.channel import Channel, ChannelClosedError
 from ..control.protocol import FromWorker
 from ..errors import WorkerStartError
 from .boot import END_SIGNAL
-from .fork_servers import FORK_SERVERS
+from .fork_servers import FORK_SERVERS, ChildProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -54,20 +54,6 @@ _BOOT = Path(__file__).with_name("boot.py")
 _PACKAGE = __name__.partition(".")[0]
 
 
-class Process(Protocol):
-    """A child of this process."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-
-    def kill(self) -> None:
-        """Send SIGKILL, unless its end was waited for."""
-
-    def wait(self) -> int:
-        """Wait until it has ended. Returns its exit status, or its signal's number, negated."""
-
-
 class LocalWorker:
     """The driver's handle of one worker's process and its keeper.
 
@@ -83,7 +69,7 @@ class LocalWorker:
     """
 
     def __init__(
-        self, rank: int, seat: socket.socket, begin: Callable[[Sequence[int]], Process]
+        self, rank: int, seat: socket.socket, begin: Callable[[Sequence[int]], ChildProcess]
     ) -> None:
         """Start the process, with ``seat`` to inherit; `start` tells it what to be.
 
@@ -161,8 +147,7 @@ class LocalWorker:
         """
         if not self.ended(_KEEPER_SECONDS):
             self._process.kill()  # the keeper is stuck; without it the worker ends itself (`boot`)
-        code = self._process.wait()
-        return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        return self._process.wait()
 
     def close(self) -> None:
         """Close all descriptors, after `bury`; idempotent, from any thread."""
@@ -200,7 +185,7 @@ def launch(
         "OMP_NUM_THREADS": str(threads),
     }
 
-    def begin(inherited: Sequence[int]) -> Process:
+    def begin(inherited: Sequence[int]) -> ChildProcess:
         forked = None
         if preload is not None:
             forked = FORK_SERVERS.fork(environment, inherited, deadline, preload, tick)
@@ -222,14 +207,16 @@ def launch(
     return workers
 
 
-def _spawn(environment: Mapping[str, str], inherited: Sequence[int]) -> Process:
-    return subprocess.Popen(
+def _spawn(environment: Mapping[str, str], inherited: Sequence[int]) -> ChildProcess:
+    spawned = subprocess.Popen(
         [sys.executable, "-P", str(_BOOT), *map(str, (*inherited, os.getpid(), _PACKAGE))],
         stdin=subprocess.DEVNULL,
         env=dict(environment),
         pass_fds=inherited,
         start_new_session=True,
     )
+    spawned.returncode = 0  # it is waited for by its pid
+    return ChildProcess(spawned.pid)
 
 
 def end(workers: Sequence[WorkerHandle], stop_seconds: float, kill_seconds: float) -> None:

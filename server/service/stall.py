@@ -1,7 +1,7 @@
 """Decides whether a pool answers its calls. Pure logic: the time is an argument.
 
-It counts as stalled while a call has run for longer than the limit, and, after a call has timed
-out, until another one is answered.
+It counts as stalled while the workers have a call for longer than the limit, and while they have
+one that has timed out. Nobody hears of its answer: they have it until a later one is answered.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StallWatch:
-    """The calls of one pool that are under way. Any thread may use it.
+    """The calls of one pool that the workers have. Any thread may use it.
 
     Attributes:
         limit: seconds that a call may run before the pool counts as stalled.
@@ -20,29 +20,43 @@ class StallWatch:
 
     limit: float
     _began: dict[int, float] = field(default_factory=dict)
+    _timed_out: set[int] = field(default_factory=set)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
-    _timed_out: bool = False
 
     def begin(self, now: float) -> int:
-        """A call was sent; returns the number to `end` it with."""
+        """A call was sent; returns its number."""
         number = next(self._numbers)
         self._began[number] = now
         return number
 
-    def end(self, number: int, *, answered: bool) -> None:
-        """A call has ended: it was answered, with a result or an error, or it timed out."""
+    def answered(self, number: int) -> None:
+        """A call was answered, with a result or an error; so were late ones before it."""
+        for each in (*(late for late in self._timed_out.copy() if late < number), number):
+            self._timed_out.discard(each)
+            self._began.pop(each, None)
+
+    def timed_out(self, number: int) -> None:
+        """A call has timed out that the workers have."""
+        self._timed_out.add(number)
+
+    def withdrawn(self, number: int) -> None:
+        """A call has not come to the workers."""
         del self._began[number]
-        self._timed_out = not answered
 
     @property
     def running(self) -> int:
-        """How many calls are under way."""
+        """How many calls the workers have."""
         return len(self._began)
 
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody waits for one of them."""
+        return len(self._began) > len(self._timed_out)
+
     def oldest(self, now: float) -> float:
-        """Seconds that the oldest call under way has run; 0 if there is none."""
+        """Seconds that they have had the oldest call; 0 if they have none."""
         return now - min([*self._began.values()], default=now)
 
     def stalled(self, now: float) -> bool:
         """Whether the pool counts as stalled."""
-        return self._timed_out or self.oldest(now) >= self.limit
+        return bool(self._timed_out) or self.oldest(now) >= self.limit

@@ -88,8 +88,7 @@ class WatchedPool:
         if not self._watch.stalled(now):
             return ""
         seconds = self._watch.oldest(now)
-        for_long = f"for {seconds:.0f} s" if seconds else "in time"
-        return f"no call was answered {for_long}: {'; '.join(map(str, self.workers()))}"
+        return f"a call was not answered for {seconds:.0f} s: {'; '.join(map(str, self.workers()))}"
 
     @property
     def running(self) -> tuple[int, float]:
@@ -155,7 +154,7 @@ class WatchedPool:
                 _log.error("%s", stalled)
             elif before and not stalled:
                 _log.warning("calls are answered again")
-            if stalled and not self._watch.running and self.failure is None:
+            if stalled and not self._watch.awaited and self.failure is None:
                 probing = asyncio.create_task(probe())
                 probing.add_done_callback(lambda done: done.cancelled() or done.exception())
         _log.critical("the pool has broken: %s", with_notes(self.failure))
@@ -168,7 +167,7 @@ class WatchedPool:
     @contextmanager
     def _counted(self, sizes: Sequence[int]) -> Iterator[None]:
         """Count a call, of items of ``sizes`` tokens, and how it ends."""
-        outcome, answered = "error", True
+        outcome, end = "error", self._watch.answered
         began = time.monotonic()
         number = self._watch.begin(began)
         try:
@@ -178,11 +177,11 @@ class WatchedPool:
             self._failed_call = time.time(), error
             self._metrics.call_errors.labels(type(error).__name__).inc()
             if isinstance(error, CallTimeoutError):
-                answered = False
+                end = self._watch.timed_out if error.waiting_for else self._watch.withdrawn
                 _log.error("%s", with_notes(error))
             raise
         finally:
-            self._watch.end(number, answered=answered)
+            end(number)
             self._metrics.calls.labels(outcome).inc()
             self._metrics.call_seconds.labels(outcome).observe(time.monotonic() - began)
             self._metrics.batch_items.observe(len(sizes))

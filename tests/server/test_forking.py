@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from server.errors import WorkerStartError
+from server.errors import WorkerLostError, WorkerStartError
 from server.launchers.fork_servers import FORK_SERVERS
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
@@ -129,6 +129,25 @@ def test_a_folder_that_is_gone_and_a_variable_that_is_gone_are_gone(
     tmp_path.rmdir()
     assert "PYTEST_CURRENT_TEST" not in ask("inherited")[0]["variables"]
     tmp_path.mkdir()
+
+
+def test_of_a_driver_that_ignores_its_children_only_how_they_end_is_not_known(
+    either: PoolConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel reaps them. What ignores signals passes that on to what it starts."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with WorkerPool(Worker, config=either) as pool:
+            assert pool.call("status_of", ["sh", "-c", "exit 7"]) == 7
+            os.kill(pool.call("where")[1], signal.SIGKILL)
+            with pytest.raises(WorkerLostError) as lost:
+                pool.call("echo")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert lost.value.end == (
+        "its exit status is not known: the driver ignores SIGCHLD, or has waited for any child"
+    )
+    assert "spawned, not forked" not in caplog.text
 
 
 def test_what_workers_print_goes_where_the_driver_prints_now(

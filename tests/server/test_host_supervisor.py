@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
+import threading
 from typing import TYPE_CHECKING, Any, Final
 
+import psutil
 import pytest
 from msgspec.structs import replace
 
 import coordinator
+from server.control.protocol import Hello
 from server.errors import HostError
 from server.hosts import host_supervisor
 from server.hosts.host_supervisor import serve_host
-from server.hosts.link_messages import HostAdmitted, HostDismissed, HostRefused
+from server.hosts.link_messages import (
+    BeginGeneration,
+    HostAdmitted,
+    HostDismissed,
+    HostRefused,
+    OfWorker,
+    SignalWorker,
+    WorkerEnded,
+)
 from server.hosts.meeting_port import tell_port
 from server.hosts.place import Hosts
 from shm_broadcast import Deadline
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, until
 
 if TYPE_CHECKING:
     from server.hosts.host_link import HeadHeeder
@@ -42,6 +54,59 @@ class BriefLink:
 
     def close(self) -> None:
         pass
+
+
+class SlowHost:
+    """Tells a host to replace a worker that was killed and that it has not seen end yet."""
+
+    def __init__(self, *args: Any) -> None:
+        self._heeder: HeadHeeder = args[-1]
+        self.pids: list[int] = []
+        self.ended: list[WorkerEnded] = []
+
+    def begin(self) -> None:
+        self._heeder.hear(ADMITTED)
+        self._heeder.hear(BeginGeneration(1, (1,), 2, PATIENCE_SECONDS))
+
+    def post(self, message: Any) -> None:
+        match message:
+            case OfWorker(_, Hello(pid)) if not self.pids:
+                self.pids.append(pid)
+                self._heeder.hear(SignalWorker(1, signal.SIGKILL))
+                self._heeder.hear(BeginGeneration(2, (1,), 2, PATIENCE_SECONDS))
+            case OfWorker(_, Hello(pid)):
+                self.pids.append(pid)
+                threading.Thread(target=self._dismiss).start()
+            case WorkerEnded():
+                self.ended.append(message)
+                self._heeder.hear(HostDismissed())
+
+    def pulse_now(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _dismiss(self) -> None:
+        until(lambda: not psutil.pid_exists(self.pids[0]))
+        self._heeder.hear(HostDismissed())
+
+
+def test_the_end_of_a_worker_is_not_taken_for_its_replacements(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[SlowHost] = []
+
+    def make(*args: Any) -> SlowHost:
+        made.append(SlowHost(*args))
+        return made[0]
+
+    monkeypatch.setattr(host_supervisor, "HostLink", make)
+    serve_host(HERE, PATIENCE_SECONDS)
+    (link,) = made
+    assert len(link.pids) == 2
+    assert link.ended == []
+    assert not any(map(psutil.pid_exists, link.pids))
 
 
 @pytest.fixture

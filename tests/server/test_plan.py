@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from server.control.reference import load, main_of, name_of
+from server.driver import pool_plan
 from server.hosts.place import Hosts
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
+from server.replicas import Replicas
 from tests.server.workers import Worker
 
 if TYPE_CHECKING:
@@ -39,6 +43,17 @@ HEAD = Hosts(2, 0, "127.0.0.1", secret=b"known to both hosts")
             r"worker_kwargs may have 16777216 bytes over hosts, pickled; got 178\d+: give workers",
         ),
         ({"device": "abacus"}, ValueError, "device: .*abacus"),
+        ({"device": ["cpu", 0]}, TypeError, r"device\[1\] must be a text; got 0"),
+        ({"tp": "2"}, TypeError, "tp must be a whole number; got '2'"),
+        ({"tp": True}, TypeError, "tp must be a whole number; got True"),
+        ({"dp": 1.0}, TypeError, "dp must be a whole number; got 1.0"),
+        ({"max_restarts": 1.5}, TypeError, "max_restarts must be a whole number; got 1.5"),
+        ({"start_timeout": "5"}, TypeError, "start_timeout must be a number of seconds; got '5'"),
+        ({"window": None}, TypeError, "window must be a number of seconds; got None"),
+        ({"stuck_after": 0}, ValueError, "stuck_after must be more than 0 seconds; got 0"),
+        ({"on_progress": 5}, TypeError, "on_progress must be a function; got 5"),
+        ({"worker_kwargs": [1]}, TypeError, r"worker_kwargs must be a mapping; got \[1\]"),
+        ({"config": {}}, TypeError, "config must be a PoolConfig; got {}"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: Any, error: type[Exception], text: str) -> None:
@@ -47,7 +62,77 @@ def test_wrong_arguments_are_refused(arguments: Any, error: type[Exception], tex
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"in_flight": 0}, {"kill_seconds": -1.0}, {"threads": 0}, {"threads": 10**8}]
+    ("arguments", "text"),
+    [
+        ({"tp": "2"}, "tp must be a whole number; got '2'"),
+        ({"dp": True}, "dp must be a whole number; got True"),
+        ({"on_progress": 5}, "on_progress must be a function; got 5"),
+        ({"config": {"in_flight": 1}}, "config must be a PoolConfig; got {'in_flight': 1}"),
+        ({"device": None}, "device must be a sequence of texts; got None"),
+    ],
+)
+def test_wrong_arguments_of_replicas_are_refused(arguments: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        Replicas(Worker, **{"dp": 2, **arguments})
+
+
+def test_what_is_reserved_for_a_pool_is_given_back_whatever_goes_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Reserved:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    summoner: Any = Reserved()
+    monkeypatch.setattr(pool_plan, "bound_here", interrupted)
+    hosts = dataclasses.replace(HEAD, summoner=summoner)
+    with pytest.raises(KeyboardInterrupt):
+        WorkerPool(Worker, tp=2, launcher="hosts", hosts=hosts)
+    assert summoner.closed
+
+
+def test_numbers_of_numpy_count() -> None:
+    config = PoolConfig(threads=np.int64(1), kill_seconds=np.float32(0.5))
+    with WorkerPool(Worker, tp=np.int64(2), config=config) as pool:
+        assert pool.call("total", 1.0) == 2.0
+        assert pool.call("environment")["threads"] == 1
+    assert (type(config.threads), type(config.kill_seconds)) == (int, float)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"preload": "json"}, "preload must be a sequence of texts; got 'json'"),
+        ({"preload": ["json", 5]}, r"preload\[1\] must be a text; got 5"),
+        ({"name": 5}, "name must be a text; got 5"),
+        ({"bind": 0}, "bind must be a text; got 0"),
+        ({"threads": 1.5}, "threads must be a whole number; got 1.5"),
+        ({"in_flight": True}, "in_flight must be a whole number; got True"),
+        ({"call_capacity": "x"}, "call_capacity must be a whole number; got 'x'"),
+        ({"call_seconds": "5"}, "call_seconds must be a number of seconds; got '5'"),
+        ({"kill_seconds": None}, "kill_seconds must be a number of seconds; got None"),
+        ({"zero_copy": "no"}, "zero_copy must be True or False; got 'no'"),
+    ],
+)
+def test_settings_of_another_type_are_refused(wrong: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        PoolConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"call_capacity": -1},
+        {"in_flight": 0},
+        {"kill_seconds": -1.0},
+        {"threads": 0},
+        {"threads": 10**8},
+    ],
 )
 def test_wrong_settings_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -123,7 +123,7 @@ def test_no_time_at_all_is_refused(wrong: float) -> None:
         PoolConfig(call_seconds=wrong)
 
 
-@pytest.mark.parametrize("seconds", [3e6, 1e10, 1e300])
+@pytest.mark.parametrize("seconds", [3e6, 1e10, 1e300, math.inf])
 def test_limits_that_no_system_call_takes_leave_deaths_noticed(seconds: float) -> None:
     """poll(2) takes 24 days at most, a lock 292 years."""
     config = PoolConfig(call_seconds=seconds, settle_seconds=seconds)
@@ -136,6 +136,27 @@ def test_limits_that_no_system_call_takes_leave_deaths_noticed(seconds: float) -
         with pytest.raises(WorkerLostError, match="rank 1"):
             pool.submit("sleep", 60).result(PATIENCE_SECONDS)
         pool.shutdown(seconds)
+
+
+@pytest.mark.parametrize("timeout", [None, math.inf])
+def test_workers_may_have_for_ever_to_leave(timeout: float | None) -> None:
+    with WorkerPool(Worker, config=PoolConfig(kill_seconds=math.inf)) as pool:
+        (pid,) = [status.pid for status in pool.status()]
+        last = pool.submit("sleep", 0.2)
+        pool.shutdown(timeout)
+        assert last.result(0) == 0
+        assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize("timeout", [-1.0, math.nan, "5"])
+def test_a_time_that_is_none_leaves_the_pool_as_it_is(timeout: Any) -> None:
+    wrong = pytest.raises((ValueError, TypeError), match=f"timeout must .*; got {timeout!r}")
+    with WorkerPool(Worker) as pool:
+        with wrong:
+            pool.shutdown(timeout)
+        with wrong:
+            pool.call("echo", 1, timeout=timeout)
+        assert pool.call("echo", 1) == 1
 
 
 def test_a_supervisor_that_fails_ends_the_pool_and_says_so(

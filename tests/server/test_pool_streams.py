@@ -39,6 +39,7 @@ class Speaker:
         self.world = context.groups.world
         self.made = 0
         self.closed: list[str] = []
+        self.cancelled_at_first = context.cancelled()
 
     def count(self, name: str, stop: int) -> Iterator[int]:
         """Yields the sum of each number over the ranks, so every item needs all of them."""
@@ -97,6 +98,9 @@ class Speaker:
     def cancelled(self) -> bool:
         return self.context.cancelled()
 
+    def was_cancelled_at_first(self) -> list[bool]:
+        return self.world.all_gather_object(self.cancelled_at_first)
+
 
 @pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["tp", "pp"])
 def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
@@ -112,6 +116,10 @@ def gate(tmp_path: Path) -> Gate:
 
 def reached(gate: Gate) -> None:
     until(lambda: gate.reached(0) and gate.reached(1))
+
+
+def test_no_call_is_cancelled_before_there_is_one(pool: WorkerPool) -> None:
+    assert pool.call("was_cancelled_at_first") == [False, False]
 
 
 def test_items_come_in_order(pool: WorkerPool) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
+import threading
 from typing import Any
 
 import pytest
 
 from server.control.channel import ChannelClosedError
-from server.hosts.distant_worker import RelayedChannel
+from server.hosts.distant_worker import DistantWorker, RelayedChannel
 
 
 def says_so(channel: RelayedChannel) -> bool:
@@ -52,3 +54,14 @@ def test_a_message_that_is_just_arriving_is_there_at_the_next_look(
     assert channel.take() == "one"
     assert not says_so(channel)
     channel.close()
+
+
+def test_a_worker_may_have_for_ever_to_end() -> None:
+    posted: list[Any] = []
+    worker = DistantWorker(1, 1, posted.append)
+    ending = threading.Timer(0.1, worker.end, ["exit status 0 on host b"])
+    ending.start()
+    assert worker.ended(math.inf)
+    assert worker.bury() == "exit status 0 on host b"
+    ending.join()
+    worker.close()

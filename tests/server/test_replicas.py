@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -247,6 +248,23 @@ def test_streams_and_awaited_calls() -> None:
         assert asyncio.run(both()) == (1, [0, 1, 2])
 
 
+def test_a_stream_of_a_replica_that_breaks_takes_no_items_of_anothers(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    with Replicas(Worker, dp=2, config=PATIENT) as replicas:
+        first, second = replicas.pools
+        lost, whole = first.stream("count", 9), second.stream("count", 9)
+        assert (next(lost), next(whole)) == (0, 0)
+        held = [first.submit("hold", gate) for _ in range(2)]
+        until(lambda: gate.reached(0))
+        assert next(lost) == 1  # and asks for the next one, behind the calls that are held
+        os.kill(first.status()[0].pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="StreamLostError"):
+            next(lost)
+        assert list(whole) == list(range(1, 9))
+        for future in held:
+            assert isinstance(future.exception(PATIENCE_SECONDS), WorkerLostError)
+
+
 def test_shutdown_ends_all_and_refuses_calls() -> None:
     replicas = Replicas(Worker, dp=2)
     pids = [status.pid for status in replicas.status()]
@@ -260,6 +278,35 @@ def test_shutdown_ends_all_and_refuses_calls() -> None:
         replicas.submit("echo")
     assert isinstance(replicas.failure, PoolClosedError)
     until(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def test_a_callback_cannot_wait_for_the_end_of_its_replicas(tmp_path: Path) -> None:
+    gate, called = Gate(tmp_path), threading.Event()
+    caught: list[BaseException] = []
+
+    def callback(_: Any) -> None:
+        try:
+            replicas.shutdown()
+        except RuntimeError as error:
+            caught.append(error)
+        called.set()
+
+    with Replicas(Worker, dp=2) as replicas:
+        replicas.submit("hold", gate).add_done_callback(callback)
+        gate.open()
+        assert called.wait(PATIENCE_SECONDS)
+        assert [str(error) for error in caught] == [
+            "replicas cannot be shut down by a callback of their own"
+        ]
+        assert replicas.call("echo", 1) == 1
+
+
+@pytest.mark.parametrize("timeout", [-1.0, math.nan, "5"])
+def test_a_time_that_is_none_leaves_replicas_as_they_are(timeout: Any) -> None:
+    with Replicas(Worker, dp=2) as replicas:
+        with pytest.raises((ValueError, TypeError), match=f"timeout must .*; got {timeout!r}"):
+            replicas.shutdown(timeout)
+        assert replicas.call("echo", 1) == 1
 
 
 def test_how_many_is_checked() -> None:

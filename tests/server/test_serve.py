@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import signal
 import socket
 import threading
@@ -311,6 +312,11 @@ def test_a_stopped_worker_is_named_with_its_stack_and_the_service_recovers() -> 
             assert embed(served, "later").json()["error"]["code"] == "not_ready"
             for thread in threads:
                 thread.join(60)
+            moving, why = served.get("/health/progress")
+            for_long = re.match(r"a call was not answered for (\d+) s: rank 0", why["reason"])
+            assert moving == 503 and for_long and int(for_long[1]) >= 4
+            seen = served.get("/status")[1]
+            assert seen["calls_running"] >= 1 and seen["oldest_call_seconds"] >= 4.0
         assert answers[0][0].status_code == 504
         assert f"rank 1 (pid {pids[1]})" in answers[0][0].json()["error"]["message"]
         served.wait_until_ready()
@@ -319,7 +325,7 @@ def test_a_stopped_worker_is_named_with_its_stack_and_the_service_recovers() -> 
         served.process.send_signal(signal.SIGTERM)
         status, _ = served.finish()
     assert status == 0
-    assert f"no call was answered for 1 s: rank 0 (pid {pids[0]})" in errors
+    assert f"a call was not answered for 1 s: rank 0 (pid {pids[0]})" in errors
     assert "Stack of rank 0:" in errors  # it waits for rank 1, which cannot write its own
 
 

@@ -267,6 +267,9 @@ class Worker:
     def start_child(self) -> int:
         return subprocess.Popen(["sleep", "600"]).pid
 
+    def status_of(self, command: list[str]) -> int:
+        return subprocess.call(command)
+
     def start_daemon(self) -> int:
         """As a daemon does: in a session of its own, by a process that has ended."""
         daemon = "setsid sleep 600 >/dev/null 2>&1 & echo $!"

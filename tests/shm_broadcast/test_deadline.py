@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,6 +31,14 @@ def test_a_deadline_is_passed_down_as_it_is() -> None:
 def test_what_is_no_time_is_refused(timeout: float) -> None:
     with pytest.raises(ValueError, match="timeout"):
         Deadline.after(timeout)
+
+
+@pytest.mark.parametrize("timeout", ["5", [], 1j])
+def test_what_is_no_number_is_refused_by_what_it_is(timeout: Any) -> None:
+    with pytest.raises(TypeError) as refused:
+        Deadline.after(timeout)
+    wanted = f"timeout must be a number of seconds, or None; got {timeout!r}"
+    assert str(refused.value) == wanted
 
 
 def test_zero_has_passed_at_once() -> None:

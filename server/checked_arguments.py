@@ -1,0 +1,87 @@
+"""Checks of what users give: each returns it as plain Python has it, or names the wrong argument.
+
+A whole number is what counts as one, of numpy for example, but no boolean: ``tp=True`` is a slip.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from numbers import Real
+from typing import Any, TypeAlias, TypeVar
+
+T = TypeVar("T")
+Check: TypeAlias = Callable[[str, Any], T]
+"""Given an argument's name and value, returns it.
+
+Raises:
+    TypeError: it is something else.
+    ValueError: it is out of range.
+"""
+
+
+def whole(name: str, given: Any, most: int | None = None) -> int:
+    """A whole number, 1 or more; see `Check`."""
+    try:
+        number = None if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        number = None
+    if number is None:
+        raise _mistaken(name, "a whole number", given)
+    if number < 1 or (most is not None and number > most):
+        limits = "1 or more" if most is None else f"1 to {most}"
+        raise ValueError(f"{name} must be {limits}; got {number}")
+    return number
+
+
+def seconds(name: str, given: Any, *, some: bool = False) -> float:
+    """Seconds, 0 or more, or more than 0 if ``some`` are needed; see `Check`."""
+    if isinstance(given, bool) or not isinstance(given, Real):
+        raise _mistaken(name, "a number of seconds", given)
+    number = float(given)
+    if not (number > 0 if some else number >= 0):
+        limit = "more than 0" if some else "0 or more"
+        raise ValueError(f"{name} must be {limit} seconds; got {given!r}")
+    return number
+
+
+def some_seconds(name: str, given: Any) -> float:
+    """Seconds, more than 0; see `Check`."""
+    return seconds(name, given, some=True)
+
+
+def flag(name: str, given: Any) -> bool:
+    """True or False; see `Check`."""
+    if not isinstance(given, bool):
+        raise _mistaken(name, "True or False", given)
+    return given
+
+
+def text(name: str, given: Any) -> str:
+    """A text; see `Check`."""
+    if not isinstance(given, str):
+        raise _mistaken(name, "a text", given)
+    return given
+
+
+def texts(name: str, given: Any) -> tuple[str, ...]:
+    """Several texts, and not one, whose letters would be taken for them; see `Check`."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise _mistaken(name, "a sequence of texts", given)
+    return tuple(text(f"{name}[{index}]", each) for index, each in enumerate(given))
+
+
+def function(name: str, given: Any) -> Callable[..., Any]:
+    """What can be called; see `Check`."""
+    if not callable(given):
+        raise _mistaken(name, "a function", given)
+    return given  # type: ignore[no-any-return]
+
+
+def optional(check: Check[T]) -> Check[T | None]:
+    """What ``check`` lets pass, or ``None``."""
+    return lambda name, given: None if given is None else check(name, given)
+
+
+def _mistaken(name: str, wanted: str, given: Any) -> TypeError:
+    return TypeError(f"{name} must be {wanted}; got {given!r}")
