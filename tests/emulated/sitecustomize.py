@@ -20,4 +20,4 @@ def read_bytes(self: Path) -> bytes:
         return file.read()
 
 
-Path.read_bytes = read_bytes  # type: ignore[method-assign]
+Path.read_bytes = read_bytes
