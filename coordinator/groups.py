@@ -49,8 +49,9 @@ class ParallelGroups:
         pcp: prefill context parallel: the ranks that work on parts of the same prompts.
         dcp: decode context parallel: the ranks that hold parts of the same contexts. They are
             consecutive ranks of ``pcp`` and ``tp`` together, counted with ``pcp`` fastest.
-        ep: expert parallel: all ranks of this rank's pipeline stage, in all replicas. If another
-            group has the same ranks, it is that group.
+        ep: expert parallel: all ranks of this rank's pipeline stage, in all replicas. Its
+            ``token_group`` is ``dp``. If another group has the same ranks, it is a second name of
+            that group, and closed with it.
         axes: the groups along the caller's own axes, by name.
         grid: which ranks form which group.
     """
@@ -107,8 +108,7 @@ class ParallelGroups:
         context = group("dcp", sharers)
         experts = grid.group_of(rank, "dp", "pcp", "tp")
         known = next((each for each in found.values() if each.ranks == experts), None)
-        ep = known or group("ep", experts)
-        ep.token_group = found["dp"]
+        ep = (known or group("ep", experts)).exchanging_rows_in(found["dp"])
         return cls(
             world=everyone,
             dcp=context,
@@ -143,7 +143,8 @@ class ParallelGroups:
         named = (self.world, self.tp, self.pp, self.dp, self.pcp, self.dcp, self.ep)
         with ExitStack() as captures:
             context = captures.enter_context(capture_on_side_stream(self.device))
-            for group in dict.fromkeys((*named, *self.axes.values())):
+            different = {each.unique_name: each for each in (*named, *self.axes.values())}
+            for group in different.values():
                 captures.enter_context(group.graph_capture(context))
             yield context
 

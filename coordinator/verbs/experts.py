@@ -5,7 +5,8 @@
 
 The rows that members hold may differ in number. ``sizes`` says how many each has; without it
 the members tell each other, which costs one small exchange per `dispatch`, and `combine`
-takes the sizes of the last `dispatch`.
+takes the sizes of the `dispatch` that had as many rows in all. Two of as many rows in all, of other
+sizes, may be under way at once: their `combine` has to be told the sizes.
 
 Members of one data-parallel replica hold the same rows, unless they split them
 (sequence-parallel). The rows are therefore exchanged within `token_group`, if the group has
@@ -14,7 +15,8 @@ one, and with ``is_sequence_parallel`` within the whole group.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, Unpack, overload, runtime_checkable
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack, overload, runtime_checkable
 
 import torch
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from coordinator.setup.link import Link
     from device_comm.verbs.arguments import Later, Maybe, Now
     from device_comm.verbs.checks import Shape
 
@@ -50,7 +53,21 @@ class ExpertVerbs(Member, UnevenVerbs):
     """
 
     token_group: ExpertVerbs | None = None
-    _dispatched: tuple[int, ...] | None = None
+    _dispatched: dict[int, Counter[tuple[int, ...]]]
+
+    def _adopt(self, link: Link) -> None:
+        super()._adopt(link)
+        # By the number of all rows: the sizes dispatched, and how many of them are not combined.
+        self._dispatched = {}
+
+    def exchanging_rows_in(self, token_group: ExpertVerbs) -> Self:
+        """This group under a second name, with another `token_group`; they are closed together.
+
+        Collective: no.
+        """
+        other = type(self).__new__(type(self))
+        vars(other).update(vars(self), token_group=token_group)
+        return other
 
     @overload
     def dispatch(
@@ -253,7 +270,7 @@ class ExpertVerbs(Member, UnevenVerbs):
         Args:
             hidden_states: (all rows, ...), as `dispatch` gave them.
             is_sequence_parallel: as for `dispatch`.
-            sizes: rows of each member; None: those of the last `dispatch`.
+            sizes: rows of each member; None: those of the `dispatch` of as many rows in all.
             out: (this member's rows, ...).
             options: ``async_op`` and ``timeout``, as every verb takes them.
 
@@ -261,13 +278,17 @@ class ExpertVerbs(Member, UnevenVerbs):
             (this member's rows, ...).
 
         Raises:
-            ValueError: ``sizes`` is neither given nor known.
+            ValueError: ``sizes`` is not given, and no `dispatch` had as many rows, or several of
+                other sizes had.
         """
         group = self._rows_differ_in(is_sequence_parallel)
-        sizes = self._dispatched if sizes is None else sizes
         if sizes is None:
-            raise ValueError("combine needs sizes: nothing has been dispatched before")
-        return group.reduce_scatterv(hidden_states, 0, sizes, out=out, **options)
+            sizes = group._sizes_of(len(hidden_states))
+        found = group.reduce_scatterv(hidden_states, 0, sizes, out=out, **options)
+        alike = group._dispatched.get(sum(sizes), Counter())
+        if tuple(sizes) in alike:
+            alike[tuple(sizes)] -= 1
+        return found
 
     @overload
     def combine_into_output(
@@ -361,8 +382,23 @@ class ExpertVerbs(Member, UnevenVerbs):
         found = group.all_gatherv(
             [*main, *(extra or ())], 0, sizes, async_op=async_op, timeout=timeout
         )
-        self._dispatched = tuple(sizes)
+        alike = group._dispatched.setdefault(sum(sizes), Counter())
+        alike += Counter()  # what is combined goes
+        alike[tuple(sizes)] += 1
         return found.then(arrange) if isinstance(found, Work) else arrange(found)
+
+    def _sizes_of(self, rows: int) -> tuple[int, ...]:
+        """The sizes with which ``rows`` rows in all were dispatched."""
+        alike = self._dispatched.get(rows)
+        if not alike:
+            raise ValueError(f"combine needs sizes: no {rows} rows were dispatched before")
+        if len(alike) > 1:
+            several = " and as ".join(str(list(sizes)) for sizes in alike)
+            raise ValueError(
+                f"combine needs sizes: {rows} rows were dispatched as {several}, before the first "
+                "of these was combined"
+            )
+        return next(iter(alike))
 
     def _rows_differ_in(self, is_sequence_parallel: bool) -> ExpertVerbs:
         return self if is_sequence_parallel or self.token_group is None else self.token_group

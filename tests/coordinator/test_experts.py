@@ -8,7 +8,7 @@ from torch import nn
 
 import coordinator
 from coordinator import GroupCoordinator, host_store
-from shm_broadcast import GroupAbortedError, GroupTimeoutError
+from shm_broadcast import GroupAbortedError, GroupClosedError, GroupTimeoutError
 from shm_broadcast.deadline import Deadline
 from tests.patience import all_here
 from tests.ranks import run_ranks
@@ -81,6 +81,45 @@ def test_dispatch_and_combine() -> None:
     run_ranks(2, both, store.port)
 
 
+def two_at_once(rank: int, n: int, port: int) -> None:
+    """Rows of two micro-batches are under way; where the sizes could be either's, they are asked."""
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(dp=2, rank=rank, store=store, timeout=30) as groups:
+        group = groups.dp
+
+        def dispatched(*sizes: int) -> torch.Tensor:
+            rows = torch.full((sizes[rank], 1), float(rank))
+            return group.dispatch_router_logits(rows, rows)[0]
+
+        def came_back(rows: torch.Tensor, sizes: list[int] | None = None) -> list[float]:
+            return group.combine(rows, sizes=sizes).flatten().tolist()
+
+        for total_differs in range(2):
+            first, second = dispatched(1, 2), dispatched(2, 1 + total_differs)
+            if not total_differs:
+                why = r"3 rows were dispatched as \[1, 2\] and as \[2, 1\]"
+                for _ in range(2):
+                    with pytest.raises(ValueError, match=why):
+                        group.combine(first)
+                assert came_back(first, [1, 2]) == ([0] if rank == 0 else [2, 2])
+                assert came_back(second, [2, 1]) == ([0, 0] if rank == 0 else [2])
+            else:
+                assert came_back(second) == ([0, 0] if rank == 0 else [2, 2])
+                assert came_back(first) == ([0] if rank == 0 else [2, 2])
+        for sizes in ((1, 2), (2, 1)):
+            rows = dispatched(*sizes)
+            for _ in range(2):
+                assert came_back(rows) == [2.0 * rank] * sizes[rank]
+        with pytest.raises(ValueError, match="no 7 rows were dispatched"):
+            group.combine(torch.ones(7, 1))
+        groups.world.barrier()
+
+
+def test_two_dispatches_under_way() -> None:
+    store = host_store()
+    run_ranks(2, two_at_once, store.port)
+
+
 def late(rank: int, n: int, port: int) -> str:
     """Rank 1 does not dispatch until rank 0 has given up."""
     store = coordinator.connect_store("127.0.0.1", port)
@@ -127,6 +166,29 @@ def replicas(rank: int, n: int, port: int) -> None:
 def test_sequence_parallel_rows_differ_on_all_members() -> None:
     store = host_store()
     run_ranks(4, replicas, store.port)
+
+
+def one_replica(rank: int, n: int, port: int) -> None:
+    """The ranks of ``ep`` hold the same rows, those of ``tp`` do not, though they are the same."""
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(tp=2, rank=rank, store=store, timeout=30) as groups:
+        rows = torch.full((1, 1), float(rank))
+        assert groups.tp.dispatch(rows, rows, rows)[0].flatten().tolist() == [0, 1]
+        assert groups.ep.dispatch(rows, rows, rows)[0] is rows
+        alone, _ = groups.ep.dispatch_router_logits(rows, rows, is_sequence_parallel=True)
+        assert alone.flatten().tolist() == [0, 1]
+        assert groups.ep.unique_name == groups.tp.unique_name == "tp:0"
+        with groups.graph_capture():
+            groups.world.barrier()
+        groups.ep.close()
+        assert groups.tp.closed
+        with pytest.raises(GroupClosedError):
+            groups.tp.all_reduce(rows)
+
+
+def test_ranks_of_one_replica_hold_the_same_rows() -> None:
+    store = host_store()
+    run_ranks(2, one_replica, store.port)
 
 
 def test_alone_nothing_is_dropped() -> None:
