@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator import group as native
 from coordinator.compat.group_face import GroupFace
+from coordinator.setup.torch_groups import backend_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -126,7 +127,7 @@ class DeviceCommunicatorBase(RowVerbs):
 
         Args:
             cpu_group: the members.
-            device: where their tensors are; None: on the CPU.
+            device: where their tensors are; None: where those of ``device_group`` are.
             device_group: the same members; None: ``cpu_group``.
             unique_name: for errors and status.
             global_ranks: what torch knows of the process group's members.
@@ -134,10 +135,20 @@ class DeviceCommunicatorBase(RowVerbs):
             use_all2all: `dispatch` and `combine` work without.
 
         Collective: yes, every member.
+
+        Raises:
+            ValueError: the process group's tensors are not on such a device.
         """
-        del device, global_ranks, global_world_size, use_all2all
+        del global_ranks, global_world_size, use_all2all
+        process_group = device_group or cpu_group
+        backend = backend_of(process_group)
+        kind = "cuda" if backend == "nccl" else "cpu"
+        if device is not None and device.type != kind:
+            raise ValueError(f"device is {device}; a process group of {backend} is for {kind}")
         group = native.GroupCoordinator.from_process_group(
-            device_group or cpu_group, unique_name or "communicator"
+            process_group,
+            unique_name or "communicator",
+            local_rank=None if device is None else device.index,
         )
         self._show(group, lambda: [group.ranks])
 
