@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from operator import index
 from typing import TYPE_CHECKING, Self
 
 from coordinator.graph_capture import GraphCaptureContext, capture_on_side_stream
@@ -178,8 +179,8 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
     local_rank: int | None = None,
-    master_addr: str = "127.0.0.1",
-    master_port: int = 0,
+    master_addr: str | None = None,
+    master_port: int | None = None,
     store: Store | None = None,
     board: Board | None = None,
     node_of: Sequence[int] | None = None,
@@ -205,9 +206,11 @@ def init(
         axes: axes of your own with their sizes; they are the outermost axes of the grid.
         rank: this process's global rank.
         world_size: the number of processes; None: the product of the sizes.
-        local_rank: this process's number on its node; chooses its GPU. None: its rank.
-        master_addr: name or address of rank 0's host; rank 0 hosts the store.
-        master_port: the store's port.
+        local_rank: this process's number on its node; chooses its GPU. None: that of torchrun's
+            environment; with ``rank``, that.
+        master_addr: name or address of rank 0's host, which hosts the store; only with ``rank``.
+            None: this host.
+        master_port: the store's port; only with ``rank``.
         store: a torch store to meet in instead; all ranks must reach it.
         board: this node's board, if a launcher made it: member i is rank i. It is not closed with
             the groups. None: each node makes one.
@@ -228,8 +231,8 @@ def init(
     Collective: yes, every rank.
 
     Raises:
-        ValueError: the product of the sizes is not the number of ranks, or the environment is
-            incomplete.
+        ValueError: the product of the sizes is not the number of ranks, the environment is
+            incomplete, or an address is given without ``rank``.
         SecretError: the secret is too short, or other users may read its file.
         GroupTimeoutError: some ranks did not come in time; names them.
         PeerLostError: a rank has ended after the ranks of its host had met.
@@ -239,13 +242,22 @@ def init(
     outer = RankGrid.of(axes or {})
     model = inner.size * outer.size
     if rank is None:
+        if master_addr is not None or master_port is not None:
+            raise ValueError(
+                "master_addr and master_port need rank=: without it the environment says where "
+                "the ranks meet"
+            )
         launch = Launch.from_environment()
         if secret is not None:
             launch = replace(launch, secret=secret)
+        if local_rank is not None:
+            launch = replace(launch, local_rank=local_rank)
     else:
         size = model * (dp or 1) if world_size is None else world_size
         local = rank if local_rank is None else local_rank
-        launch = Launch(rank, size, local, master_addr, master_port, secret=launcher_secret(secret))
+        address, port = master_addr or "127.0.0.1", master_port or 0
+        numbers = index(rank), index(size), index(local)
+        launch = Launch(*numbers, address, port, secret=launcher_secret(secret))
     if world_size not in (None, launch.world_size):
         raise ValueError(f"world_size={world_size}, but {launch.world_size} ranks run")
     replicas = max(launch.world_size // model, 1) if dp is None else dp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from coordinator import begun_in_call as begun
 from coordinator.compiling import compile_ops
@@ -225,6 +225,19 @@ class Member:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(LINGER if kind is None else 0.0)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """The group itself: a copy of a module that holds it communicates over the same group."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"group {self.name!r} cannot be pickled: it is this process's end of it; leave it out, "
+            "or have the receiver use its own"
+        )
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""

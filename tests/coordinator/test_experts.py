@@ -82,7 +82,7 @@ def test_dispatch_and_combine() -> None:
 
 
 def two_at_once(rank: int, n: int, port: int) -> None:
-    """Rows of two micro-batches are under way; where the sizes could be either's, they are asked."""
+    """Rows of two micro-batches are under way; `combine` asks for sizes that may be either's."""
     store = coordinator.connect_store("127.0.0.1", port)
     with coordinator.init(dp=2, rank=rank, store=store, timeout=30) as groups:
         group = groups.dp
