@@ -8,6 +8,7 @@ from torch import nn
 
 import coordinator
 from coordinator import GroupCoordinator, host_store
+from coordinator.compat.vllm import group as vllm
 from shm_broadcast import GroupAbortedError, GroupClosedError, GroupTimeoutError
 from shm_broadcast.deadline import Deadline
 from tests.patience import all_here
@@ -41,18 +42,20 @@ def there_and_back(group: GroupCoordinator, rank: int, *, known: bool) -> None:
     room = group.allocate_combine_input((3, 1), torch.float32)
     room.copy_(result)
     out = torch.empty(len(hidden), 1)
-    assert group.combine_into_output(room, out) is out
+    assert group.combine(room, out=out) is out
     assert out.tolist() == expected
     work = group.dispatch(hidden, weights, ids, sizes=sizes, async_op=True)
     assert [len(each) for each in work.wait()] == [3, 3, 3]
-    logits = group.dispatch_router_logits(hidden, weights, extra_tensors=[ids], async_op=True)
-    assert logits.wait()[2][0].flatten().tolist() == [100, 200, 300]
+    two = group.dispatch(hidden, ids, async_op=True).wait()
+    assert [each.flatten().tolist() for each in two] == [[1, 2, 3], [100, 200, 300]]
     assert group.combine(result, async_op=True).wait().tolist() == expected
-    assert group.combine_into_output(room, out.zero_(), async_op=True).wait() is out
+    assert group.combine(room, out=out.zero_(), async_op=True).wait() is out
     assert out.tolist() == expected
 
 
-def extra_tensors_are_kept(group: GroupCoordinator, rank: int) -> None:
+def extra_tensors_are_kept(native: GroupCoordinator, rank: int) -> None:
+    """In vLLM's words."""
+    group = vllm.GroupCoordinator.over(native)
     rows = torch.full((rank + 1, 2), float(rank))
     extra = [rows[:, 0].to(torch.int8), rows.bool()]
     hidden, logits, more = group.dispatch_router_logits(rows, rows * 2, extra_tensors=extra)
@@ -89,7 +92,7 @@ def two_at_once(rank: int, n: int, port: int) -> None:
 
         def dispatched(*sizes: int) -> torch.Tensor:
             rows = torch.full((sizes[rank], 1), float(rank))
-            return group.dispatch_router_logits(rows, rows)[0]
+            return group.dispatch(rows)[0]
 
         def came_back(rows: torch.Tensor, sizes: list[int] | None = None) -> list[float]:
             return group.combine(rows, sizes=sizes).flatten().tolist()
@@ -152,11 +155,11 @@ def replicas(rank: int, n: int, port: int) -> None:
         ep, replica = groups.ep, groups.dp.rank_in_group
         assert ep.ranks == [0, 1, 2, 3]
         rows = torch.full((replica + 1, 1), float(replica))
-        hidden, _ = ep.dispatch_router_logits(rows, rows)
+        (hidden,) = ep.dispatch(rows)
         assert hidden.flatten().tolist() == [0, 1, 1]
         assert ep.combine(hidden).flatten().tolist() == [2.0 * replica] * (replica + 1)
         rows = torch.full((rank, 1), float(rank))
-        hidden, _ = ep.dispatch_router_logits(rows, rows, is_sequence_parallel=True)
+        (hidden,) = ep.dispatch(rows, is_sequence_parallel=True)
         assert hidden.flatten().tolist() == [1, 2, 2, 3, 3, 3]
         back = ep.combine(hidden, is_sequence_parallel=True)
         assert back.flatten().tolist() == [4.0 * rank] * rank
@@ -175,7 +178,7 @@ def one_replica(rank: int, n: int, port: int) -> None:
         rows = torch.full((1, 1), float(rank))
         assert groups.tp.dispatch(rows, rows, rows)[0].flatten().tolist() == [0, 1]
         assert groups.ep.dispatch(rows, rows, rows)[0] is rows
-        alone, _ = groups.ep.dispatch_router_logits(rows, rows, is_sequence_parallel=True)
+        (alone,) = groups.ep.dispatch(rows, is_sequence_parallel=True)
         assert alone.flatten().tolist() == [0, 1]
         assert groups.ep.unique_name == groups.tp.unique_name == "tp:0"
         with groups.graph_capture():
@@ -195,7 +198,8 @@ def test_alone_nothing_is_dropped() -> None:
     """vLLM's group without a communicator drops the extra tensors."""
     with coordinator.init(rank=0) as groups:
         x, extra = torch.ones(2, 1), torch.zeros(2)
-        hidden, weights, ids, more = groups.dp.dispatch(x, x, x, extra_tensors=[extra])
+        face = vllm.GroupCoordinator.over(groups.dp)
+        hidden, weights, ids, more = face.dispatch(x, x, x, extra_tensors=[extra])
         assert hidden is weights is ids is x
         assert more[0] is extra
         assert groups.dp.combine(x) is x
@@ -206,6 +210,6 @@ def test_modules_are_prepared_once() -> None:
     other = Expert()
     model = nn.Sequential(shared, nn.Linear(1, 1), nn.Sequential(shared, other))
     with coordinator.init(rank=0) as groups:
-        groups.ep.prepare_communication_buffer_for_model(model)
-        assert shared.groups == [groups.ep]
-        assert other.groups == [groups.ep]
+        face = vllm.GroupCoordinator.over(groups.ep)
+        face.prepare_communication_buffer_for_model(model)
+        assert shared.groups == other.groups == [face]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from coordinator import group as native
 from coordinator.compat.group_face import GroupFace
@@ -12,8 +12,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.distributed import ProcessGroup
+
+
+@runtime_checkable
+class UsesCommunicationBuffers(Protocol):
+    """A module that prepares buffers once it is known in which group it communicates."""
+
+    def prepare_communication_buffers(self, group: GroupFace) -> None:
+        """Allocate or register what communicating in ``group`` needs."""
 
 
 class RowVerbs(GroupFace):
@@ -54,7 +62,7 @@ class RowVerbs(GroupFace):
         sizes: Sequence[int] | None = None,
     ) -> Tensor:
         """As `reduce_scatterv`, into ``output``, which is returned."""
-        return self.group.reduce_scatterv_into_output(input_, output, dim, sizes)
+        return self.group.reduce_scatterv(input_, dim, sizes, out=output)
 
     # --- experts -------------------------------------------------------------------------
 
@@ -66,9 +74,7 @@ class RowVerbs(GroupFace):
         extra_tensors: Sequence[Tensor] | None = None,
     ) -> Any:
         """The rows of all members, before the experts are chosen."""
-        return self.group.dispatch_router_logits(
-            hidden_states, router_logits, is_sequence_parallel, extra_tensors
-        )
+        return self._dispatch((hidden_states, router_logits), is_sequence_parallel, extra_tensors)
 
     def dispatch(
         self,
@@ -79,9 +85,8 @@ class RowVerbs(GroupFace):
         extra_tensors: Sequence[Tensor] | None = None,
     ) -> Any:
         """The rows of all members."""
-        return self.group.dispatch(
-            hidden_states, topk_weights, topk_ids, is_sequence_parallel, extra_tensors
-        )
+        main = (hidden_states, topk_weights, topk_ids)
+        return self._dispatch(main, is_sequence_parallel, extra_tensors)
 
     def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
         """The sum of all members' results, for this member's rows."""
@@ -101,7 +106,23 @@ class RowVerbs(GroupFace):
         self, hidden_states: Tensor, output: Tensor, is_sequence_parallel: bool = False
     ) -> Tensor:
         """As `combine`, into ``output``, which is returned."""
-        return self.group.combine_into_output(hidden_states, output, is_sequence_parallel)
+        return self.group.combine(hidden_states, is_sequence_parallel, out=output)
+
+    def prepare_communication_buffer_for_model(self, model: nn.Module) -> None:
+        """Call `prepare_communication_buffers` once on each module of a model that has it.
+
+        With models of the same structure.
+        """
+        for module in model.modules():
+            if isinstance(module, UsesCommunicationBuffers):
+                module.prepare_communication_buffers(self)
+
+    def _dispatch(
+        self, main: Sequence[Tensor], is_sequence_parallel: bool, extra: Sequence[Tensor] | None
+    ) -> tuple[Any, ...]:
+        rows = (*main, *(extra or ()))
+        found = self.group.dispatch(*rows, is_sequence_parallel=is_sequence_parallel)
+        return found if extra is None else (*found[: len(main)], list(found[len(main) :]))
 
 
 class DeviceCommunicatorBase(RowVerbs):
