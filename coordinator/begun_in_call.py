@@ -10,6 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from device_comm.call_number import call_number
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -31,8 +33,10 @@ class Entry:
     closed: bool = False
 
     def close(self) -> None:
-        """Drop the entry after its counts were taken once more."""
+        """Drop the entry; in a call, once its counts were taken."""
         self.closed = True
+        if not call_number() and self in _entries:
+            _entries.remove(self)
 
 
 _entries: list[Entry] = []

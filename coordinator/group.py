@@ -303,6 +303,7 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
         nodes = self.nodes
         if self.world_size > 1 and (len(nodes) == 1 or self._link.settings.secret is not None):
             self.mq_broadcaster = self.create_mq_broadcaster()
+            self._link.closing.callback(self.mq_broadcaster.shutdown)
 
     def create_mq_broadcaster(
         self,

@@ -50,8 +50,9 @@ class ParallelGroups:
         pcp: prefill context parallel: the ranks that work on parts of the same prompts.
         dcp: decode context parallel: the ranks that hold parts of the same contexts. They are
             consecutive ranks of ``pcp`` and ``tp`` together, counted with ``pcp`` fastest.
-        ep: expert parallel: all ranks of this rank's pipeline stage, in all replicas. If another
-            group has the same ranks, it is that group.
+        ep: expert parallel: all ranks of this rank's pipeline stage, in all replicas. Its
+            ``token_group`` is ``dp``. If another group has the same ranks, it is a second name of
+            that group, and closed with it.
         axes: the groups along the caller's own axes, by name.
         grid: which ranks form which group.
     """
@@ -108,8 +109,7 @@ class ParallelGroups:
         context = group("dcp", sharers)
         experts = grid.group_of(rank, "dp", "pcp", "tp")
         known = next((each for each in found.values() if each.ranks == experts), None)
-        ep = known or group("ep", experts)
-        ep.token_group = found["dp"]
+        ep = (known or group("ep", experts)).exchanging_rows_in(found["dp"])
         return cls(
             world=everyone,
             dcp=context,
@@ -144,7 +144,8 @@ class ParallelGroups:
         named = (self.world, self.tp, self.pp, self.dp, self.pcp, self.dcp, self.ep)
         with ExitStack() as captures:
             context = captures.enter_context(capture_on_side_stream(self.device))
-            for group in dict.fromkeys((*named, *self.axes.values())):
+            different = {each.unique_name: each for each in (*named, *self.axes.values())}
+            for group in different.values():
                 captures.enter_context(group.graph_capture(context))
             yield context
 
@@ -178,8 +179,8 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
     local_rank: int | None = None,
-    master_addr: str = "127.0.0.1",
-    master_port: int = 0,
+    master_addr: str | None = None,
+    master_port: int | None = None,
     store: Store | None = None,
     board: Board | None = None,
     node_of: Sequence[int] | None = None,
@@ -206,9 +207,11 @@ def init(
             other names than the groups that are there anyway.
         rank: this process's global rank.
         world_size: the number of processes; None: the product of the sizes.
-        local_rank: this process's number on its node; chooses its GPU. None: its rank.
-        master_addr: name or address of rank 0's host; rank 0 hosts the store.
-        master_port: the store's port.
+        local_rank: this process's number on its node; chooses its GPU. None: that of torchrun's
+            environment; with ``rank``, that.
+        master_addr: name or address of rank 0's host, which hosts the store; only with ``rank``.
+            None: this host.
+        master_port: the store's port; only with ``rank``.
         store: a torch store to meet in instead; all ranks must reach it.
         board: this node's board, if a launcher made it: member i is rank i. It is not closed with
             the groups. None: each node makes one.
@@ -231,7 +234,8 @@ def init(
 
     Raises:
         ValueError: the product of the sizes is not the number of ranks, the environment is
-            incomplete, or ranks were given different sizes or settings: all are told which.
+            incomplete, an address is given without ``rank``, or ranks were given different sizes
+            or settings: all are told which.
         SecretError: the secret is too short, other users may read its file, or only some ranks
             have one.
         GroupTimeoutError: some ranks did not come in time; names them.
@@ -244,13 +248,21 @@ def init(
         raise ValueError(f"groups named {taken} are there anyway: name your axes otherwise")
     model = inner.size * outer.size
     if rank is None:
+        if master_addr is not None or master_port is not None:
+            raise ValueError(
+                "master_addr and master_port need rank=: without it the environment says where "
+                "the ranks meet"
+            )
         launch = Launch.from_environment()
         if secret is not None:
             launch = replace(launch, secret=secret)
+        if local_rank is not None:
+            launch = replace(launch, local_rank=local_rank)
     else:
         size = model * (dp or 1) if world_size is None else world_size
         local = rank if local_rank is None else local_rank
-        launch = Launch(rank, size, local, master_addr, master_port, secret=launcher_secret(secret))
+        address, port = master_addr or "127.0.0.1", master_port or 0
+        launch = Launch(rank, size, local, address, port, secret=launcher_secret(secret))
     if world_size not in (None, launch.world_size):
         raise ValueError(f"world_size={world_size}, but {launch.world_size} ranks run")
     replicas = max(launch.world_size // model, 1) if dp is None else dp

@@ -27,6 +27,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -53,10 +54,11 @@ class RankGrid:
         if len(set(names)) != len(names) or not all(names):
             raise ValueError(f"the axes of a grid need names, each a different one; got {names}")
         for name, size in self.axes:
-            if not isinstance(size, int) or isinstance(size, bool):
+            if isinstance(size, bool) or not hasattr(size, "__index__"):
                 raise TypeError(f"the size of axis {name!r} must be an integer; got {size!r}")
             if size < 1:
                 raise ValueError(f"the size of axis {name!r} must be at least 1; got {size}")
+        object.__setattr__(self, "axes", tuple((name, index(size)) for name, size in self.axes))
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> RankGrid:

@@ -65,7 +65,7 @@ _COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
 def check_reduction(op: ReduceOp, dtype: torch.dtype) -> None:
     """Raise `TypeError` unless ``op`` is a `ReduceOp` that is defined for ``dtype``."""
     if not isinstance(op, ReduceOp):
-        raise TypeError(f"op must be a ReduceOp, not {op!r}")
+        raise TypeError(f"op must be a coordinator.ReduceOp, not {op!r}")
     objection = _objection(op, dtype)
     if objection:
         raise TypeError(objection)

@@ -6,11 +6,11 @@ for what the dialect has no word for. Ranks in arguments are ranks in the group.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
     from torch import Tensor
@@ -137,16 +137,14 @@ class GroupFace:
 
     # --- life ----------------------------------------------------------------------------
 
-    @contextmanager
     def graph_capture(
         self, graph_capture_context: GraphCaptureContext | None = None
-    ) -> Iterator[GraphCaptureContext]:
+    ) -> AbstractContextManager[GraphCaptureContext]:
         """Capture a CUDA graph with this group's collectives; nothing on the CPU.
 
         Collective: yes, every member.
         """
-        with self.group.graph_capture(graph_capture_context) as context:
-            yield context
+        return self.group.graph_capture(graph_capture_context)
 
     def destroy(self) -> None:
         """Give everything back; the second time does nothing. Collective: no."""

@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001 - an op and its fake implementation take the same arguments
-"""Collectives that `torch.compile` keeps in its graph: functional custom ops.
+"""Collectives that `torch.compile` keeps in its graph: functional custom ops without gradients.
 
 An op cannot hold a group, so it is given a group's name, and looks it up in the registry below: the
 one mutable state of this package. torch forbids an op to return its input, which is what a group of
@@ -131,7 +131,10 @@ def _(x: Tensor, dim: int, op: int, world_size: int, group: str) -> Tensor:
 
 
 class OpsOfGraph:
-    """The verbs of one group by these ops; a `device_comm.verbs.runner.Traced`."""
+    """The verbs of one group by these ops; a `device_comm.verbs.runner.Traced`.
+
+    As outside a graph, autograd does not see them.
+    """
 
     def __init__(self, name: str, world_size: int) -> None:
         """Call the ops with this group's unique name."""
@@ -140,7 +143,7 @@ class OpsOfGraph:
 
     def all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
         """As `GroupCoordinator.all_reduce`."""
-        return x if self._n == 1 else all_reduce(x, int(op), self._name)
+        return x if self._n == 1 else all_reduce(x.detach(), int(op), self._name)
 
     def all_reduce_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
@@ -151,8 +154,11 @@ class OpsOfGraph:
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """As `GroupCoordinator.all_gather`."""
-        return x if self._n == 1 else all_gather(x, dim, self._n, self._name)
+        return x if self._n == 1 else all_gather(x.detach(), dim, self._n, self._name)
 
     def reduce_scatter(self, x: Tensor, dim: int, op: ReduceOp) -> Tensor:
         """As `GroupCoordinator.reduce_scatter`."""
-        return x if self._n == 1 else reduce_scatter(x, dim, int(op), self._n, self._name)
+        if self._n == 1:
+            return x
+        part: Tensor = reduce_scatter(x.detach(), dim, int(op), self._n, self._name)
+        return part

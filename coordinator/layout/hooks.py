@@ -107,7 +107,9 @@ class _Operation:
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(func, args, kwargs)
         result = func(*args, **kwargs)
-        for each in flatten(result)[0]:
+        # torch's own named tuples, as of torch.max, are no namedtuples
+        results = tuple(result) if isinstance(result, tuple) else result
+        for each in flatten(results)[0]:
             if isinstance(each, Tensor) and each.requires_grad and not each.is_leaf:
                 each.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
         self._call("post_forward")

@@ -8,11 +8,15 @@ No send waits for its receive, whatever moves it:
                     alike, and is done at once; larger ones are not copied, and done when the
                     transport has taken them: shared memory ahead of the receive (see
                     `device_comm.shm.pipes.spills`), torch's groups with the receive
+
+One thread at a time: another one that sends meanwhile is refused, for what it sends could come
+between the parts of a message.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from threading import Lock
 from typing import TYPE_CHECKING, Final
 
 from device_comm.call_number import call_number
@@ -41,6 +45,7 @@ class Outgoing:
         """Send over the communicators ``routes``."""
         self._routes = routes
         self._under_way: dict[int, deque[tuple[int, Work[None]]]] = {}
+        self._turn = Lock()
 
     def send(
         self, message: Message | None, parts: Sequence[Tensor], dst: int, deadline: Deadline
@@ -50,17 +55,35 @@ class Outgoing:
         Raises:
             GroupTimeoutError: too much is under way, and the peer has not received it in time.
             CoordinatorError: this send or an older one failed.
+            RuntimeError: another thread is sending.
         """
-        self._frame(message, dst)
-        for part in self._in_order(parts):
-            self._ahead(self._routes.of(part.device.type), part, dst)
-        self._count(dst)
-        under_way = self._under_way.get(dst)
-        while under_way and len(under_way) > 1 and _bytes_of(under_way) > OUTSTANDING_BYTES:
-            self._finish_first(under_way, deadline)
+        self._take_turn()
+        try:
+            self._frame(message, dst)
+            for part in self._in_order(parts):
+                self._ahead(self._routes.of(part.device.type), part, dst)
+            self._count(dst)
+            under_way = self._under_way.get(dst)
+            while under_way and len(under_way) > 1 and _bytes_of(under_way) > OUTSTANDING_BYTES:
+                self._finish_first(under_way, deadline)
+        finally:
+            self._turn.release()
 
     def begin(self, message: Message | None, parts: Sequence[Tensor], dst: int) -> list[Work[None]]:
-        """As `send`, without waiting; the tensors must not change until these works are done."""
+        """As `send`, without waiting; the tensors must not change until these works are done.
+
+        Raises:
+            RuntimeError: another thread is sending.
+        """
+        self._take_turn()
+        try:
+            return self._begin(message, parts, dst)
+        finally:
+            self._turn.release()
+
+    def _begin(
+        self, message: Message | None, parts: Sequence[Tensor], dst: int
+    ) -> list[Work[None]]:
         self._frame(message, dst)
         works = []
         wanted = sum(part.nbytes for part in parts if part.device.type == "cpu")
@@ -87,6 +110,13 @@ class Outgoing:
                 self._finish_first(under_way, deadline)
         for comm in dict.fromkeys(self._routes):
             comm.flush(deadline)
+
+    def _take_turn(self) -> None:
+        if not self._turn.acquire(blocking=False):
+            raise RuntimeError(
+                f"another thread is sending over {self._routes.cpu.name}: a group is for one "
+                "thread at a time, so give each thread a group of its own, or lock around sends"
+            )
 
     def _frame(self, message: Message | None, dst: int) -> None:
         """Nobody else changes a message: it need not be copied."""

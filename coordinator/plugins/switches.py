@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 VARIABLE = "GROUP_COORDINATOR"
+PARTS = ("communicator", "queue", "status")
+"""What can take the place of something of an engine's; not every engine's plug-in has all."""
+
 _ALL = ("1", "force")
 
 

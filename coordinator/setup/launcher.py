@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from operator import index
 from typing import TYPE_CHECKING, SupportsIndex
 
 from coordinator.stores.secret import checked_secret, launcher_secret
@@ -44,11 +45,12 @@ class Launch:
     secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Check the values, and take numbers as Python's."""
         for name in ("rank", "world_size", "local_rank", "master_port"):
             value = getattr(self, name)
             if not isinstance(value, SupportsIndex):
                 raise TypeError(f"{name} must be an integer; got {value!r}")
+            object.__setattr__(self, name, index(value))  # numpy's, too
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in a world of {self.world_size}")
         if self.local_rank < 0:

@@ -5,7 +5,8 @@
 
 The rows that members hold may differ in number. ``sizes`` says how many each has; without it
 the members tell each other, which costs one small exchange per `dispatch`, and `combine`
-takes the sizes of the last `dispatch`.
+takes the sizes of the `dispatch` that had as many rows in all. Two of as many rows in all, of other
+sizes, may be under way at once: their `combine` has to be told the sizes.
 
 Members of one data-parallel replica hold the same rows, unless they split them
 (sequence-parallel). The rows are therefore exchanged within `token_group`, if the group has
@@ -14,7 +15,8 @@ one, and with ``is_sequence_parallel`` within the whole group.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, Unpack, overload, runtime_checkable
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 import torch
 
@@ -27,18 +29,11 @@ from shm_broadcast.deadline import Deadline
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from device_comm.verbs.arguments import Later, Maybe, Now
+    from coordinator.setup.link import Link
+    from device_comm.verbs.arguments import Later, Maybe, Now, Timeout
     from device_comm.verbs.checks import Shape
-
-
-@runtime_checkable
-class UsesCommunicationBuffers(Protocol):
-    """A module that prepares buffers once it is known in which group it communicates."""
-
-    def prepare_communication_buffers(self, group: Member) -> None:
-        """Allocate or register what communicating in ``group`` needs."""
 
 
 class ExpertVerbs(Member, UnevenVerbs):
@@ -50,164 +45,76 @@ class ExpertVerbs(Member, UnevenVerbs):
     """
 
     token_group: ExpertVerbs | None = None
-    _dispatched: tuple[int, ...] | None = None
+    _dispatched: dict[int, Counter[tuple[int, ...]]]
+
+    def _adopt(self, link: Link) -> None:
+        super()._adopt(link)
+        # By the number of all rows: the sizes dispatched, and how many of them are not combined.
+        self._dispatched = {}
+
+    def exchanging_rows_in(self, token_group: ExpertVerbs) -> Self:
+        """This group under a second name, with another `token_group`; they are closed together.
+
+        Collective: no.
+        """
+        other = type(self).__new__(type(self))
+        vars(other).update(vars(self), token_group=token_group)
+        return other
 
     @overload
     def dispatch(
         self,
-        hidden_states: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
+        *rows: Tensor,
         is_sequence_parallel: bool = ...,
-        extra_tensors: None = ...,
-        *,
         sizes: Sequence[int] | None = ...,
         **how: Unpack[Now],
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    ) -> tuple[Tensor, ...]: ...
     @overload
     def dispatch(
         self,
-        hidden_states: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
+        *rows: Tensor,
         is_sequence_parallel: bool = ...,
-        *,
-        extra_tensors: Sequence[Tensor],
-        sizes: Sequence[int] | None = ...,
-        **how: Unpack[Now],
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]: ...
-    @overload
-    def dispatch(
-        self,
-        hidden_states: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        is_sequence_parallel: bool = ...,
-        extra_tensors: None = ...,
-        *,
         sizes: Sequence[int] | None = ...,
         **how: Unpack[Later],
-    ) -> Work[tuple[Tensor, Tensor, Tensor]]: ...
+    ) -> Work[tuple[Tensor, ...]]: ...
     @overload
     def dispatch(
         self,
-        hidden_states: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
+        *rows: Tensor,
         is_sequence_parallel: bool = ...,
-        *,
-        extra_tensors: Sequence[Tensor],
-        sizes: Sequence[int] | None = ...,
-        **how: Unpack[Later],
-    ) -> Work[tuple[Tensor, Tensor, Tensor, list[Tensor]]]: ...
-    @overload
-    def dispatch(
-        self,
-        hidden_states: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        is_sequence_parallel: bool = ...,
-        extra_tensors: Sequence[Tensor] | None = ...,
-        *,
         sizes: Sequence[int] | None = ...,
         **how: Unpack[Maybe],
-    ) -> tuple[Any, ...] | Work[tuple[Any, ...]]: ...
+    ) -> tuple[Tensor, ...] | Work[tuple[Tensor, ...]]: ...
     def dispatch(
         self,
-        hidden_states: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
+        *rows: Tensor,
         is_sequence_parallel: bool = False,
-        extra_tensors: Sequence[Tensor] | None = None,
-        *,
         sizes: Sequence[int] | None = None,
-        **options: Unpack[Maybe],
+        async_op: bool = False,
+        timeout: Timeout = None,
     ) -> Any:
         """The rows of all members, in rank order. Collective: yes, every member.
 
         Args:
-            hidden_states: (rows, ...).
-            topk_weights: (rows, k).
-            topk_ids: (rows, k).
+            rows: one or more tensors (rows, ...), such as hidden states, weights and ids.
             is_sequence_parallel: members of a replica hold different rows.
-            extra_tensors: more tensors of as many rows.
             sizes: rows of each member, the same on all; None: ask them, and wait for that.
-            options: ``async_op`` and ``timeout``, as every verb takes them.
+            async_op: return a `Work` of the result.
+            timeout: seconds; None: what the group allows.
 
         Returns:
-            The three tensors with the rows of all members, and a list of the extra ones if given.
+            As many tensors, each with the rows of all members.
         """
-        main = (hidden_states, topk_weights, topk_ids)
-        return self._gather_rows(main, extra_tensors, is_sequence_parallel, sizes, options)
-
-    @overload
-    def dispatch_router_logits(
-        self,
-        hidden_states: Tensor,
-        router_logits: Tensor,
-        is_sequence_parallel: bool = ...,
-        extra_tensors: None = ...,
-        *,
-        sizes: Sequence[int] | None = ...,
-        **how: Unpack[Now],
-    ) -> tuple[Tensor, Tensor]: ...
-    @overload
-    def dispatch_router_logits(
-        self,
-        hidden_states: Tensor,
-        router_logits: Tensor,
-        is_sequence_parallel: bool = ...,
-        *,
-        extra_tensors: Sequence[Tensor],
-        sizes: Sequence[int] | None = ...,
-        **how: Unpack[Now],
-    ) -> tuple[Tensor, Tensor, list[Tensor]]: ...
-    @overload
-    def dispatch_router_logits(
-        self,
-        hidden_states: Tensor,
-        router_logits: Tensor,
-        is_sequence_parallel: bool = ...,
-        extra_tensors: None = ...,
-        *,
-        sizes: Sequence[int] | None = ...,
-        **how: Unpack[Later],
-    ) -> Work[tuple[Tensor, Tensor]]: ...
-    @overload
-    def dispatch_router_logits(
-        self,
-        hidden_states: Tensor,
-        router_logits: Tensor,
-        is_sequence_parallel: bool = ...,
-        *,
-        extra_tensors: Sequence[Tensor],
-        sizes: Sequence[int] | None = ...,
-        **how: Unpack[Later],
-    ) -> Work[tuple[Tensor, Tensor, list[Tensor]]]: ...
-    @overload
-    def dispatch_router_logits(
-        self,
-        hidden_states: Tensor,
-        router_logits: Tensor,
-        is_sequence_parallel: bool = ...,
-        extra_tensors: Sequence[Tensor] | None = ...,
-        *,
-        sizes: Sequence[int] | None = ...,
-        **how: Unpack[Maybe],
-    ) -> tuple[Any, ...] | Work[tuple[Any, ...]]: ...
-    def dispatch_router_logits(
-        self,
-        hidden_states: Tensor,
-        router_logits: Tensor,
-        is_sequence_parallel: bool = False,
-        extra_tensors: Sequence[Tensor] | None = None,
-        *,
-        sizes: Sequence[int] | None = None,
-        **options: Unpack[Maybe],
-    ) -> Any:
-        """As `dispatch`, before the experts are chosen. Collective: yes, every member."""
-        main = (hidden_states, router_logits)
-        return self._gather_rows(main, extra_tensors, is_sequence_parallel, sizes, options)
+        group = self._rows_differ_in(is_sequence_parallel)
+        if timeout is not None:
+            timeout = Deadline.after(timeout)
+        if sizes is None:
+            sizes = group._messenger.all_gather_object(len(rows[0]), timeout)
+        found = group.all_gatherv(rows, 0, sizes, async_op=async_op, timeout=timeout)
+        alike = group._dispatched.setdefault(sum(sizes), Counter())
+        alike += Counter()  # what is combined goes
+        alike[tuple(sizes)] += 1
+        return found.then(tuple) if isinstance(found, Work) else tuple(found)
 
     @overload
     def combine(
@@ -253,7 +160,7 @@ class ExpertVerbs(Member, UnevenVerbs):
         Args:
             hidden_states: (all rows, ...), as `dispatch` gave them.
             is_sequence_parallel: as for `dispatch`.
-            sizes: rows of each member; None: those of the last `dispatch`.
+            sizes: rows of each member; None: those of the `dispatch` of as many rows in all.
             out: (this member's rows, ...).
             options: ``async_op`` and ``timeout``, as every verb takes them.
 
@@ -261,55 +168,17 @@ class ExpertVerbs(Member, UnevenVerbs):
             (this member's rows, ...).
 
         Raises:
-            ValueError: ``sizes`` is neither given nor known.
+            ValueError: ``sizes`` is not given, and no `dispatch` had as many rows, or several of
+                other sizes had.
         """
         group = self._rows_differ_in(is_sequence_parallel)
-        sizes = self._dispatched if sizes is None else sizes
         if sizes is None:
-            raise ValueError("combine needs sizes: nothing has been dispatched before")
-        return group.reduce_scatterv(hidden_states, 0, sizes, out=out, **options)
-
-    @overload
-    def combine_into_output(
-        self,
-        hidden_states: Tensor,
-        output: Tensor,
-        is_sequence_parallel: bool = ...,
-        *,
-        sizes: Sequence[int] | None = ...,
-        **how: Unpack[Now],
-    ) -> Tensor: ...
-    @overload
-    def combine_into_output(
-        self,
-        hidden_states: Tensor,
-        output: Tensor,
-        is_sequence_parallel: bool = ...,
-        *,
-        sizes: Sequence[int] | None = ...,
-        **how: Unpack[Later],
-    ) -> Work[Tensor]: ...
-    @overload
-    def combine_into_output(
-        self,
-        hidden_states: Tensor,
-        output: Tensor,
-        is_sequence_parallel: bool = ...,
-        *,
-        sizes: Sequence[int] | None = ...,
-        **how: Unpack[Maybe],
-    ) -> Tensor | Work[Tensor]: ...
-    def combine_into_output(
-        self,
-        hidden_states: Tensor,
-        output: Tensor,
-        is_sequence_parallel: bool = False,
-        *,
-        sizes: Sequence[int] | None = None,
-        **options: Unpack[Maybe],
-    ) -> Any:
-        """As `combine`, into ``output``, which is returned. Collective: yes, every member."""
-        return self.combine(hidden_states, is_sequence_parallel, sizes=sizes, out=output, **options)
+            sizes = group._sizes_of(len(hidden_states))
+        found = group.reduce_scatterv(hidden_states, 0, sizes, out=out, **options)
+        alike = group._dispatched.get(sum(sizes), Counter())
+        if tuple(sizes) in alike:
+            alike[tuple(sizes)] -= 1
+        return found
 
     def allocate_combine_input(
         self,
@@ -329,40 +198,18 @@ class ExpertVerbs(Member, UnevenVerbs):
         group = self._rows_differ_in(is_sequence_parallel)
         return torch.empty(check_shape("shape", shape), dtype=dtype, device=device or group.device)
 
-    def prepare_communication_buffer_for_model(self, model: nn.Module) -> None:
-        """Call `prepare_communication_buffers` once on each module of a model that has it.
-
-        Collective: yes, every member, with models of the same structure.
-        """
-        for module in model.modules():
-            if isinstance(module, UsesCommunicationBuffers):
-                module.prepare_communication_buffers(self)
-
-    def _gather_rows(
-        self,
-        main: Sequence[Tensor],
-        extra: Sequence[Tensor] | None,
-        is_sequence_parallel: bool,
-        sizes: Sequence[int] | None,
-        options: Maybe,
-    ) -> Any:
-        group = self._rows_differ_in(is_sequence_parallel)
-        timeout = options.get("timeout")
-        if timeout is not None:
-            timeout = Deadline.after(timeout)
-        if sizes is None:
-            sizes = group._messenger.all_gather_object(len(main[0]), timeout)
-
-        def arrange(gathered: list[Tensor]) -> tuple[Any, ...]:
-            first, rest = gathered[: len(main)], gathered[len(main) :]
-            return tuple(first) if extra is None else (*first, rest)
-
-        async_op = options.get("async_op", False)
-        found = group.all_gatherv(
-            [*main, *(extra or ())], 0, sizes, async_op=async_op, timeout=timeout
-        )
-        self._dispatched = tuple(sizes)
-        return found.then(arrange) if isinstance(found, Work) else arrange(found)
+    def _sizes_of(self, rows: int) -> tuple[int, ...]:
+        """The sizes with which ``rows`` rows in all were dispatched."""
+        alike = self._dispatched.get(rows)
+        if not alike:
+            raise ValueError(f"combine needs sizes: no {rows} rows were dispatched before")
+        if len(alike) > 1:
+            several = " and as ".join(str(list(sizes)) for sizes in alike)
+            raise ValueError(
+                f"combine needs sizes: {rows} rows were dispatched as {several}, before the first "
+                "of these was combined"
+            )
+        return next(iter(alike))
 
     def _rows_differ_in(self, is_sequence_parallel: bool) -> ExpertVerbs:
         return self if is_sequence_parallel or self.token_group is None else self.token_group

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from coordinator import begun_in_call as begun
 from coordinator.compiling import compile_ops
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
 
 LINGER = 5.0
 """Seconds that messages have to arrive when their sender closes the group."""
+
+
+@dataclass(slots=True)
+class _Life:
+    """What all names of a group share."""
+
+    closed: bool = False
 
 
 class Member:
@@ -64,7 +72,7 @@ class Member:
         self._messenger = Messenger(link.cpu, link.device, link.wire)
         self._counted = self._count() if self.world_size > 1 else []
         self.unique_name = compile_ops.register(self)
-        self._closed = False
+        self._life = _Life()
         disown_in_children(self)
         one_of_many = self.world_size > 1 and self.name != "world" and "." not in self.name
         if link.nodes is not None and one_of_many:
@@ -133,7 +141,7 @@ class Member:
         return self._open_link().device_group()
 
     def _open_link(self) -> Link:
-        if self._closed:
+        if self.closed:
             raise GroupClosedError(f"{self.name} is closed")
         return self._link
 
@@ -189,11 +197,11 @@ class Member:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._closed
+        return self._life.closed
 
     def disown(self) -> None:
         """In a forked child: closing it does nothing."""
-        self._closed = True
+        self._life.closed = True
 
     def close(self, linger: float = LINGER) -> None:
         """Give everything back; the second time does nothing. Collective: no.
@@ -213,15 +221,13 @@ class Member:
         trace: TracebackType | None,
     ) -> None:
         """Close the group; ``error`` is what this member leaves for."""
-        if self._closed:
+        if self.closed:
             return
         self._messenger.flush(linger)
-        self._closed = True
+        self._life.closed = True
         compile_ops.unregister(self.unique_name)
         for entry in self._counted:
             entry.close()
-        if self.mq_broadcaster is not None:
-            self.mq_broadcaster.shutdown()
         self._link.closing.__exit__(kind, error, trace)
 
     destroy = close
@@ -237,8 +243,21 @@ class Member:
     ) -> None:
         self._end(LINGER if error is None else 0.0, kind, error, trace)
 
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """The group itself: a copy of a module that holds it communicates over the same group."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"group {self.name!r} cannot be pickled: it is this process's end of it; leave it out, "
+            "or have the receiver use its own"
+        )
+
     def __repr__(self) -> str:
-        state = ", closed" if self._closed else ""
+        state = ", closed" if self.closed else ""
         return (
             f"<GroupCoordinator {self.name!r} rank {self.rank_in_group} of {self.ranks} "
             f"on {self.device}{state}>"

@@ -6,6 +6,8 @@ Pure functions; nothing here communicates.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -66,44 +68,63 @@ def check_dim(dim: int, x: Tensor) -> int:
 
 def check_shape(label: str, size: Shape) -> tuple[int, ...]:
     """The shape that ``size`` says: an int stands for one dimension."""
-    given = (size,) if isinstance(size, int) else size
+    given = (size,) if isinstance(size, SupportsIndex) else size
     if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
         raise TypeError(f"{label} must be an int or a sequence of ints, not {size!r}")
-    for each in given:
-        if isinstance(each, bool) or not isinstance(each, int):
-            raise TypeError(f"{label} must be an int or a sequence of ints, not {size!r}")
-        if each < 0:
-            raise ValueError(f"{label} must not be negative: {size}")
-    return tuple(given)
+    try:
+        shape = tuple(map(_whole, given))
+    except TypeError:
+        raise TypeError(f"{label} must be an int or a sequence of ints, not {size!r}") from None
+    if shape and min(shape) < 0:
+        raise ValueError(f"{label} must not be negative: {size}")
+    return shape
 
 
-def check_rank(label: str, rank: int, world_size: int) -> None:
-    """Require a rank of the group, counted from 0: no negative ranks."""
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        raise TypeError(f"{label} must be a rank in the group, not {rank!r}")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"{label}={rank} is not a rank of a group of {world_size}")
+def check_rank(label: str, rank: object, world_size: int) -> int:
+    """Require a rank of the group, counted from 0: no negative ranks; the rank as an int."""
+    try:
+        number = _whole(rank)
+    except TypeError:
+        raise TypeError(f"{label} must be a rank in the group, not {rank!r}") from None
+    if not 0 <= number < world_size:
+        raise ValueError(f"{label}={number} is not a rank of a group of {world_size}")
+    return number
 
 
-def check_peer(label: str, peer: int, rank: int, world_size: int) -> None:
-    """Require a rank of the group that is another than ``rank``."""
-    check_rank(label, peer, world_size)
-    if peer == rank:
-        raise ValueError(f"{label}={peer} is this rank itself")
+def check_peer(label: str, peer: object, rank: int, world_size: int) -> int:
+    """Require a rank of the group that is another than ``rank``; the rank as an int."""
+    number = check_rank(label, peer, world_size)
+    if number == rank:
+        raise ValueError(f"{label}={number} is this rank itself")
+    return number
 
 
 def check_sizes(label: str, sizes: object, world_size: int) -> tuple[int, ...]:
     """Require one size of 0 or more for each rank."""
     if not isinstance(sizes, (tuple, list, Sequence)):
         raise TypeError(f"{label} must be a sequence of ints, not {sizes!r}")
-    for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{label} must be a sequence of ints, not {sizes!r}")
-    if len(sizes) != world_size:
-        raise ValueError(f"{label} has {len(sizes)} entries for a group of {world_size}")
-    if min(sizes) < 0:
-        raise ValueError(f"{label} must not be negative: {list(sizes)}")
-    return tuple(sizes)
+    try:
+        numbers = tuple(map(_whole, sizes))
+    except TypeError:
+        raise TypeError(f"{label} must be a sequence of ints, not {sizes!r}") from None
+    if len(numbers) != world_size:
+        raise ValueError(f"{label} has {len(numbers)} entries for a group of {world_size}")
+    if min(numbers) < 0:
+        raise ValueError(f"{label} must not be negative: {list(numbers)}")
+    return numbers
+
+
+def _whole(value: object) -> int:
+    """``value`` as an int, NumPy's integers too.
+
+    Raises:
+        TypeError: it is none, or a bool.
+    """
+    if type(value) is int:
+        return value
+    if isinstance(value, (bool, Tensor)) or not isinstance(value, SupportsIndex):
+        raise TypeError(value)
+    return index(value)
 
 
 def check_total(label: str, sizes: Sequence[int], total: int, dim: int) -> None:

@@ -159,7 +159,7 @@ class PointToPointVerbs:
 
         It goes on while the caller is busy, or waits for something else.
         """
-        self._check_peer("src", src, -1)
+        src = self._check_peer("src", src, -1)
         operation = Operation("recv", background=True, timeout=None, peer=src, following=following)
         return self.runner.run(operation, None)  # type: ignore[no-any-return]
 
@@ -220,5 +220,4 @@ class PointToPointVerbs:
     def _check_peer(self, label: str, peer: int | None, step: int) -> int:
         run = self.runner
         rank = (run.rank + step) % run.world_size if peer is None else peer
-        check_peer(label, rank, run.rank, run.world_size)
-        return rank
+        return check_peer(label, rank, run.rank, run.world_size)

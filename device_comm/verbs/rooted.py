@@ -65,7 +65,7 @@ class RootedVerbs:
             if done is not NotImplemented:
                 return done
         check_tensor("x", x, run.device)
-        check_rank("src", src, run.world_size)
+        src = check_rank("src", src, run.world_size)
         if out is not None:
             check_out(out, x.shape, x.dtype, run.device)
         if run.world_size == 1:
@@ -137,7 +137,7 @@ class RootedVerbs:
                 return done
         check_tensor("x", x, run.device)
         check_reduction(op, x.dtype)
-        run.check_root("dst", dst, out)
+        dst = run.check_root("dst", dst, out)
         if out is not None:
             check_out(out, x.shape, x.dtype, run.device)
         if run.world_size == 1:

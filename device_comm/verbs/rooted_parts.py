@@ -70,7 +70,7 @@ class RootedPartVerbs:
         check_tensor("x", x, run.device)
         dim = check_dim(dim, x)
         n = run.world_size
-        run.check_root("dst", dst, out)
+        dst = run.check_root("dst", dst, out)
         shape = resized(x.shape, dim, n * x.shape[dim])
         if out is not None:
             check_out(out, shape, x.dtype, run.device)
@@ -119,7 +119,7 @@ class RootedPartVerbs:
             ``x`` on ``dst``, None elsewhere.
         """
         run = self.runner
-        check_rank("dst", dst, run.world_size)
+        dst = check_rank("dst", dst, run.world_size)
         if run.rank != dst:
             return self.gather(x, dst=dst, dim=dim, async_op=async_op, timeout=timeout)
         mine = run.copy_of_part(x, dim, dst)
@@ -183,7 +183,7 @@ class RootedPartVerbs:
             done = shortcut.collective("scatter", timeout, x, src, dim, out)
             if done is not NotImplemented:
                 return done
-        check_rank("src", src, run.world_size)
+        src = check_rank("src", src, run.world_size)
         if run.rank == src:
             return self._scatter_own(x, src, dim, out, async_op, timeout)
         if x is not None:
@@ -231,7 +231,7 @@ class RootedPartVerbs:
             (..., s, ...): on ``src`` a view of ``x``, elsewhere and in a group of one ``x``.
         """
         run = self.runner
-        check_rank("src", src, run.world_size)
+        src = check_rank("src", src, run.world_size)
         if run.rank != src:
             return self.scatter(None, src=src, dim=dim, out=x, async_op=async_op, timeout=timeout)
         out = run.part(x, dim, 0)

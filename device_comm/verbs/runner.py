@@ -183,11 +183,12 @@ class Runner:
         part = self.part(x, dim, index)
         return part if part is x else part.clone()
 
-    def check_root(self, label: str, root: int, out: Tensor | None) -> None:
-        """Require a rank of the group, and ``out`` nowhere but there."""
-        check_rank(label, root, self.world_size)
+    def check_root(self, label: str, root: int, out: Tensor | None) -> int:
+        """Require a rank of the group, and ``out`` nowhere but there; the rank as an int."""
+        root = check_rank(label, root, self.world_size)
         if out is not None and self.rank != root:
             raise ValueError(f"out is given on rank {root} only; this is rank {self.rank}")
+        return root
 
     def _label(self, operation: Operation) -> str:
         """What profilers call an operation: ``"group-coordinator all_reduce tp 4096 B"``."""

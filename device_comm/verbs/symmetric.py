@@ -68,6 +68,9 @@ class SymmetricVerbs:
     ) -> Any:
         """Reduce ``x`` over all ranks. Collective: yes, every member.
 
+        No gradient flows through this verb or any other: `coordinator.layout.differentiable` has
+        those for training.
+
         Args:
             x: the same shape and dtype on all ranks.
             op: what `check_reduction` accepts for the dtype.
@@ -200,7 +203,7 @@ class SymmetricVerbs:
         """
         traced = self._traced
         if traced and is_compiling() and out is None and not async_op and timeout is None:
-            return traced.all_gather(x, dim)
+            return traced.all_gather(x, check_dim(dim, x))
         run = self.runner
         if not async_op and (shortcut := run.backend.shortcut) is not None:
             done = shortcut.collective("all_gather", timeout, x, dim, out)
@@ -283,7 +286,7 @@ class SymmetricVerbs:
         """
         traced = self._traced
         if traced and is_compiling() and out is None and not async_op and timeout is None:
-            return traced.reduce_scatter(x, dim, op)
+            return traced.reduce_scatter(x, check_dim(dim, x), op)
         run = self.runner
         if not async_op and (shortcut := run.backend.shortcut) is not None:
             done = shortcut.collective("reduce_scatter", timeout, x, dim, op, out)

@@ -224,52 +224,6 @@ class UnevenVerbs:
         )
         return run.run(operation, buffer, finish)
 
-    @overload
-    def reduce_scatterv_into_output(
-        self,
-        x: Tensor,
-        output: Tensor,
-        dim: int = ...,
-        sizes: Sizes = ...,
-        *,
-        op: ReduceOp = ...,
-        **how: Unpack[Now],
-    ) -> Tensor: ...
-    @overload
-    def reduce_scatterv_into_output(
-        self,
-        x: Tensor,
-        output: Tensor,
-        dim: int = ...,
-        sizes: Sizes = ...,
-        *,
-        op: ReduceOp = ...,
-        **how: Unpack[Later],
-    ) -> Work[Tensor]: ...
-    @overload
-    def reduce_scatterv_into_output(
-        self,
-        x: Tensor,
-        output: Tensor,
-        dim: int = ...,
-        sizes: Sizes = ...,
-        *,
-        op: ReduceOp = ...,
-        **how: Unpack[Maybe],
-    ) -> Tensor | Work[Tensor]: ...
-    def reduce_scatterv_into_output(
-        self,
-        x: Tensor,
-        output: Tensor,
-        dim: int = -1,
-        sizes: Sizes = None,
-        *,
-        op: ReduceOp = ReduceOp.SUM,
-        **how: Unpack[Maybe],
-    ) -> Any:
-        """As `reduce_scatterv`, into ``output``, which is returned. Collective: yes."""
-        return self.reduce_scatterv(x, dim, sizes, op=op, out=output, **how)
-
     def _check_gatherv(self, x: Tensor, out: Out, dim: int, sizes: Sizes) -> tuple[int, ...]:
         """Validate one tensor of `all_gatherv`; the rows of each rank."""
         run = self.runner

@@ -32,6 +32,27 @@ def test_before_and_after() -> None:
     ps.destroy_distributed_environment()
 
 
+def first_of_a_users_group(rank: int, n: int, path: str) -> list[bool]:
+    """Whether this rank is the first of its node, by what a launcher has said."""
+    told: list[bool] = []
+    for local_rank in (None, "0", "1"):
+        os.environ.update(RANK=str(rank))
+        os.environ.pop("LOCAL_RANK", None)
+        if local_rank is not None:
+            os.environ["LOCAL_RANK"] = local_rank
+        assert ps.is_local_first_rank()
+        init_gloo(rank, n, path + str(local_rank))
+        told.append(ps.is_local_first_rank())
+        dist.barrier()
+        dist.destroy_process_group()
+    return told
+
+
+def test_the_first_rank_of_a_node_with_a_users_own_group(store_path: str) -> None:
+    first, second = run_ranks(2, first_of_a_users_group, store_path)
+    assert (first, second) == ([True, True, False], [False, True, False])
+
+
 def test_a_set_up_that_fails_leaves_no_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise GroupTimeoutError("world members", 1.0)

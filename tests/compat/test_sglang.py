@@ -188,6 +188,24 @@ def tagged_in_threads(rank: int, group: sglang.GroupCoordinator) -> None:
         group.barrier()
 
 
+def tagged_by_threads(rank: int, group: sglang.GroupCoordinator) -> None:
+    """Each thread has a tag for its messages, longer than a frame, on both sides."""
+    numbers = range(300)
+
+    def send(tag: int) -> None:
+        for number in numbers:
+            group.send_object((number, bytes([tag]) * 4000), 1, tag=tag)
+
+    def receive(tag: int) -> None:
+        for number in numbers:
+            assert group.recv_object(0, tag) == (number, bytes([tag]) * 4000)
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(receive if rank else send, tag) for tag in (1, 2)]:
+            done.result()
+    group.barrier()
+
+
 def messages(rank: int, n: int, path: str) -> None:
     group = start(rank, n, path, pp=n)
     group = sglang.get_pp_group()
@@ -214,6 +232,7 @@ def messages(rank: int, n: int, path: str) -> None:
         assert group.recv_object(src=0, tag=P2PTag.GRAMMAR_PP_SYNC) == "other"
         assert [group.recv_object(src=0, tag=tag) for _ in range(2)] == [[1, "a"], "second"]
     tagged_in_threads(rank, group)
+    tagged_by_threads(rank, group)
     swapped: Any = group.send_recv_tensor_dict({"from": rank, "x": x + rank})
     assert swapped["from"] == 1 - rank
     assert torch.equal(swapped["x"], x + 1 - rank)

@@ -267,6 +267,11 @@ def stateless(rank: int, n: int, path: str) -> None:
     assert group.all_gather_obj(rank) == list(range(n))
     assert group.broadcast_obj("hello" if rank == 1 else None, 1) == "hello"
     assert vllm.in_the_same_node_as(group) == [True] * n
+    counted = torch.tensor([rank + 1.0])
+    assert group.all_reduce(counted).item() == sum(range(n + 1))
+    assert group.all_reduce(counted, dist.ReduceOp.MAX).item() == n
+    with pytest.raises(TypeError, match="op must be one of"):
+        group.all_reduce(counted, dist.ReduceOp.PREMUL_SUM)
     group.expire_data()
     group.barrier()
     group.close()
@@ -285,7 +290,10 @@ def stateless(rank: int, n: int, path: str) -> None:
     assert (over.size(), over.backend) == (n, "gloo")
     assert over.all_reduce(torch.ones(1)).item() == n
     assert over.tcp_store_group.all_gather_obj(rank) == list(range(n))
-    again = DeviceCommunicatorBase(over.cpu_group, unique_name="again")
+    with pytest.raises(ValueError, match="device is cuda:1; a process group of gloo is for cpu"):
+        DeviceCommunicatorBase(over.cpu_group, torch.device("cuda", 1))
+    again = DeviceCommunicatorBase(over.cpu_group, torch.device("cpu", 3), unique_name="again")
+    assert again.local_rank == again.device_index == 3
     assert again.all_gather(torch.tensor([rank])).tolist() == list(range(n))
     assert again.broadcast(tensor=torch.tensor([rank]), src=1).item() == 1
     over.barrier()

@@ -31,6 +31,27 @@ class Layer(nn.Module):
         return gathered, scattered, largest
 
 
+def no_gradient(group: GroupCoordinator) -> None:
+    """Compiled or not, autograd sees nothing of a verb; a wrong dim is refused alike."""
+    linear = nn.Linear(2, 2)
+    for verb in (group.all_reduce, group.all_gather, group.reduce_scatter):
+
+        def layer(x: Tensor, verb: Any = verb) -> Tensor:
+            found: Tensor = verb(linear(x))
+            return found * 2
+
+        x = torch.ones(2, 2)
+        found = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+        assert not found.requires_grad
+        assert torch.equal(found, layer(x))
+    for verb in (group.all_gather, group.reduce_scatter):
+        for wrong in (lambda x, verb=verb: verb(x, dim=5), lambda x, verb=verb: verb(x.sum(), 0)):
+            for call in (wrong, torch.compile(wrong, backend="aot_eager")):
+                with pytest.raises(ValueError, match="is out of range for a tensor of"):
+                    call(torch.ones(2, 2))
+            torch._dynamo.reset()
+
+
 def compiled(rank: int, n: int, port: int) -> None:
     torch.manual_seed(0)
     store = coordinator.connect_store("127.0.0.1", port)
@@ -56,6 +77,8 @@ def compiled(rank: int, n: int, port: int) -> None:
             (compile_ops.reduce_scatter, (torch.randn(n, 3), -2, 2, n, name)),
         ):
             torch.library.opcheck(op, arguments)
+        with torch.enable_grad():
+            no_gradient(groups.tp)
         groups.tp.barrier()
 
 

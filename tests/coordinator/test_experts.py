@@ -8,7 +8,8 @@ from torch import nn
 
 import coordinator
 from coordinator import GroupCoordinator, host_store
-from shm_broadcast import GroupAbortedError, GroupTimeoutError
+from coordinator.compat.vllm import group as vllm
+from shm_broadcast import GroupAbortedError, GroupClosedError, GroupTimeoutError
 from shm_broadcast.deadline import Deadline
 from tests.patience import all_here
 from tests.ranks import run_ranks
@@ -41,18 +42,20 @@ def there_and_back(group: GroupCoordinator, rank: int, *, known: bool) -> None:
     room = group.allocate_combine_input((3, 1), torch.float32)
     room.copy_(result)
     out = torch.empty(len(hidden), 1)
-    assert group.combine_into_output(room, out) is out
+    assert group.combine(room, out=out) is out
     assert out.tolist() == expected
     work = group.dispatch(hidden, weights, ids, sizes=sizes, async_op=True)
     assert [len(each) for each in work.wait()] == [3, 3, 3]
-    logits = group.dispatch_router_logits(hidden, weights, extra_tensors=[ids], async_op=True)
-    assert logits.wait()[2][0].flatten().tolist() == [100, 200, 300]
+    two = group.dispatch(hidden, ids, async_op=True).wait()
+    assert [each.flatten().tolist() for each in two] == [[1, 2, 3], [100, 200, 300]]
     assert group.combine(result, async_op=True).wait().tolist() == expected
-    assert group.combine_into_output(room, out.zero_(), async_op=True).wait() is out
+    assert group.combine(room, out=out.zero_(), async_op=True).wait() is out
     assert out.tolist() == expected
 
 
-def extra_tensors_are_kept(group: GroupCoordinator, rank: int) -> None:
+def extra_tensors_are_kept(native: GroupCoordinator, rank: int) -> None:
+    """In vLLM's words."""
+    group = vllm.GroupCoordinator.over(native)
     rows = torch.full((rank + 1, 2), float(rank))
     extra = [rows[:, 0].to(torch.int8), rows.bool()]
     hidden, logits, more = group.dispatch_router_logits(rows, rows * 2, extra_tensors=extra)
@@ -79,6 +82,45 @@ def both(rank: int, n: int, port: int) -> None:
 def test_dispatch_and_combine() -> None:
     store = host_store()
     run_ranks(2, both, store.port)
+
+
+def two_at_once(rank: int, n: int, port: int) -> None:
+    """Rows of two micro-batches are under way; `combine` asks for sizes that may be either's."""
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(dp=2, rank=rank, store=store, timeout=30) as groups:
+        group = groups.dp
+
+        def dispatched(*sizes: int) -> torch.Tensor:
+            rows = torch.full((sizes[rank], 1), float(rank))
+            return group.dispatch(rows)[0]
+
+        def came_back(rows: torch.Tensor, sizes: list[int] | None = None) -> list[float]:
+            return group.combine(rows, sizes=sizes).flatten().tolist()
+
+        for total_differs in range(2):
+            first, second = dispatched(1, 2), dispatched(2, 1 + total_differs)
+            if not total_differs:
+                why = r"3 rows were dispatched as \[1, 2\] and as \[2, 1\]"
+                for _ in range(2):
+                    with pytest.raises(ValueError, match=why):
+                        group.combine(first)
+                assert came_back(first, [1, 2]) == ([0] if rank == 0 else [2, 2])
+                assert came_back(second, [2, 1]) == ([0, 0] if rank == 0 else [2])
+            else:
+                assert came_back(second) == ([0, 0] if rank == 0 else [2, 2])
+                assert came_back(first) == ([0] if rank == 0 else [2, 2])
+        for sizes in ((1, 2), (2, 1)):
+            rows = dispatched(*sizes)
+            for _ in range(2):
+                assert came_back(rows) == [2.0 * rank] * sizes[rank]
+        with pytest.raises(ValueError, match="no 7 rows were dispatched"):
+            group.combine(torch.ones(7, 1))
+        groups.world.barrier()
+
+
+def test_two_dispatches_under_way() -> None:
+    store = host_store()
+    run_ranks(2, two_at_once, store.port)
 
 
 def late(rank: int, n: int, port: int) -> str:
@@ -113,11 +155,11 @@ def replicas(rank: int, n: int, port: int) -> None:
         ep, replica = groups.ep, groups.dp.rank_in_group
         assert ep.ranks == [0, 1, 2, 3]
         rows = torch.full((replica + 1, 1), float(replica))
-        hidden, _ = ep.dispatch_router_logits(rows, rows)
+        (hidden,) = ep.dispatch(rows)
         assert hidden.flatten().tolist() == [0, 1, 1]
         assert ep.combine(hidden).flatten().tolist() == [2.0 * replica] * (replica + 1)
         rows = torch.full((rank, 1), float(rank))
-        hidden, _ = ep.dispatch_router_logits(rows, rows, is_sequence_parallel=True)
+        (hidden,) = ep.dispatch(rows, is_sequence_parallel=True)
         assert hidden.flatten().tolist() == [1, 2, 2, 3, 3, 3]
         back = ep.combine(hidden, is_sequence_parallel=True)
         assert back.flatten().tolist() == [4.0 * rank] * rank
@@ -129,11 +171,35 @@ def test_sequence_parallel_rows_differ_on_all_members() -> None:
     run_ranks(4, replicas, store.port)
 
 
+def one_replica(rank: int, n: int, port: int) -> None:
+    """The ranks of ``ep`` hold the same rows, those of ``tp`` do not, though they are the same."""
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(tp=2, rank=rank, store=store, timeout=30) as groups:
+        rows = torch.full((1, 1), float(rank))
+        assert groups.tp.dispatch(rows, rows, rows)[0].flatten().tolist() == [0, 1]
+        assert groups.ep.dispatch(rows, rows, rows)[0] is rows
+        (alone,) = groups.ep.dispatch(rows, is_sequence_parallel=True)
+        assert alone.flatten().tolist() == [0, 1]
+        assert groups.ep.unique_name == groups.tp.unique_name == "tp:0"
+        with groups.graph_capture():
+            groups.world.barrier()
+        groups.ep.close()
+        assert groups.tp.closed
+        with pytest.raises(GroupClosedError):
+            groups.tp.all_reduce(rows)
+
+
+def test_ranks_of_one_replica_hold_the_same_rows() -> None:
+    store = host_store()
+    run_ranks(2, one_replica, store.port)
+
+
 def test_alone_nothing_is_dropped() -> None:
     """vLLM's group without a communicator drops the extra tensors."""
     with coordinator.init(rank=0) as groups:
         x, extra = torch.ones(2, 1), torch.zeros(2)
-        hidden, weights, ids, more = groups.dp.dispatch(x, x, x, extra_tensors=[extra])
+        face = vllm.GroupCoordinator.over(groups.dp)
+        hidden, weights, ids, more = face.dispatch(x, x, x, extra_tensors=[extra])
         assert hidden is weights is ids is x
         assert more[0] is extra
         assert groups.dp.combine(x) is x
@@ -144,6 +210,6 @@ def test_modules_are_prepared_once() -> None:
     other = Expert()
     model = nn.Sequential(shared, nn.Linear(1, 1), nn.Sequential(shared, other))
     with coordinator.init(rank=0) as groups:
-        groups.ep.prepare_communication_buffer_for_model(model)
-        assert shared.groups == [groups.ep]
-        assert other.groups == [groups.ep]
+        face = vllm.GroupCoordinator.over(groups.ep)
+        face.prepare_communication_buffer_for_model(model)
+        assert shared.groups == other.groups == [face]

@@ -9,6 +9,7 @@ import torch
 
 import coordinator
 from benchmarks.memory import shared_bytes
+from coordinator import begun_in_call
 from tests.ranks import run_ranks
 
 
@@ -41,6 +42,7 @@ def make_and_leave(rank: int, n: int, path: str) -> tuple[int, int]:
             use(groups, rank)
             garbage = gc.collect()
         del groups
+    assert not begun_in_call._entries
     return shared_bytes([os.getpid()]), garbage
 
 

@@ -21,11 +21,8 @@ def watch_captures(
 ) -> tuple[list[str], list[GroupCoordinator]]:
     """What the communicators of the groups see, and these groups, each once."""
     seen: list[str] = []
-    members = list(
-        dict.fromkeys(
-            (groups.world, groups.tp, groups.pp, groups.dp, groups.pcp, groups.dcp, groups.ep)
-        )
-    )
+    every = (groups.world, groups.tp, groups.pp, groups.dp, groups.pcp, groups.dcp, groups.ep)
+    members = list({group.unique_name: group for group in every}.values())
     for group in members:
 
         @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -98,7 +101,8 @@ def named_axes(rank: int, n: int, port: int) -> tuple[list[int], list[int], bool
     )
     with groups:
         groups.world.barrier()
-        return groups.axes["replica"].ranks, groups.pcp.ranks, groups.ep is groups.pcp
+        one_group = groups.ep.unique_name == groups.pcp.unique_name
+        return groups.axes["replica"].ranks, groups.pcp.ranks, one_group
 
 
 def test_groups_of_experts_and_contexts() -> None:
@@ -386,6 +390,60 @@ def test_wrong_sizes(arguments: dict[str, Any], message: str) -> None:
 def test_what_is_no_number(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         coordinator.init(**arguments)
+
+
+def test_what_is_given_beside_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with coordinator.init(local_rank=3) as groups:
+        assert groups.tp.local_rank == 3
+    for given in ({"master_addr": "127.0.0.1"}, {"master_port": 0}):
+        with pytest.raises(ValueError, match="master_addr and master_port need rank="):
+            coordinator.init(**given)
+
+
+def numbers_of_numpy(rank: int, n: int, port: int) -> None:
+    store = coordinator.connect_store("127.0.0.1", port)
+    mine, other = np.int64(rank), np.int32(1 - rank)
+    with coordinator.init(
+        tp=np.int64(n),
+        rank=mine,
+        store=store,
+        timeout=30,
+    ) as groups:
+        group: Any = groups.tp
+        x = torch.full((2,), float(rank))
+        group.send_object(rank, other)
+        assert group.recv_object(other) == 1 - rank
+        group.send_tensor_dict({"x": x}, other)
+        assert group.irecv_tensor_dict(other).wait()["x"].tolist() == [1 - rank] * 2
+        group.send(x, other)
+        assert group.recv(np.int64(2), x.dtype, other).tolist() == [1 - rank] * 2
+        assert group.broadcast(x, np.int64(1)).tolist() == [1, 1]
+        assert group.broadcast_object(rank, np.int64(1)) == 1
+        assert group.all_gatherv(x, 0, np.array([2, 2]).tolist()).tolist() == [0, 0, 1, 1]
+        assert group.all_gatherv(x, 0, [np.int64(2)] * 2).tolist() == [0, 0, 1, 1]
+        assert group.reduce_scatterv(x, 0, [np.int64(1)] * 2).tolist() == [1]
+        gathered = group.gather(x, np.int64(1), 0)
+        assert (gathered is None) == (rank == 0)
+        for wrong in (True, np.bool_(True), 1.0, "1"):
+            with pytest.raises(TypeError, match="must be a rank in the group"):
+                group.send_object(0, wrong)
+        groups.world.barrier()
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    store = host_store()
+    run_ranks(2, numbers_of_numpy, store.port)
+
+
+def test_a_group_is_copied_as_itself_and_not_pickled() -> None:
+    with coordinator.init() as groups:
+        module = torch.nn.Module()
+        module.group = groups.tp
+        assert copy.deepcopy(module).group is copy.copy(groups.tp) is groups.tp
+        with pytest.raises(TypeError, match="group 'tp' cannot be pickled"):
+            pickle.dumps(module)
 
 
 def test_torchrun() -> None:

@@ -67,13 +67,6 @@ def test_a_tensor_comes_back_itself(verb: str, group: GroupCoordinator) -> None:
             assert in_place(group, x, async_op=True).wait() is x
 
 
-@pytest.mark.parametrize("verb", ["reduce_scatterv_into_output"])
-def test_into_an_output(verb: str, group: GroupCoordinator) -> None:
-    x, out = torch.ones(2), torch.zeros(2)
-    assert getattr(group, verb)(x, out) is out
-    assert out.tolist() == [1, 1]
-
-
 def test_variants(group: GroupCoordinator) -> None:
     x, y = torch.ones(2), torch.zeros(3)
     assert group.all_reduce(x, hierarchical=True) is x

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from shm_broadcast import (
     MessageRefusedError,
 )
 from tests.coordinator.sent import agree
+from tests.patience import until
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -445,3 +447,35 @@ def test_deadlines() -> None:
     """A handle may be waited for again; a blocking call that gave up ends the group."""
     store = host_store()
     run_ranks(2, nothing_comes, store.port)
+
+
+def second_sender(rank: int, n: int, port: int) -> None:
+    """While a thread waits in a send, another one is refused; what was sent is all there."""
+    store = coordinator.connect_store("127.0.0.1", port)
+    part = {"part": torch.zeros((OUTSTANDING_BYTES + AHEAD_BYTES) // 5, dtype=torch.uint8)}
+    large = {"large": torch.ones(OUTSTANDING_BYTES + AHEAD_BYTES, dtype=torch.uint8)}
+    with coordinator.init(tp=n, rank=rank, store=store, timeout=30) as groups:
+        group = groups.tp
+        if rank == 0:
+            for _ in range(4):
+                group.send_tensor_dict(part)
+            with ThreadPoolExecutor(1) as threads:
+                waiting = threads.submit(group.send_tensor_dict, large)
+                until(group._messenger._outgoing._turn.locked)
+                for send in (group.send_object, group.isend_object):
+                    with pytest.raises(RuntimeError, match="another thread is sending over tp"):
+                        send("lost", 1)
+                groups.world.barrier()
+                waiting.result()
+            group.send_object("after", 1)
+        else:
+            groups.world.barrier()
+            for expected in (part, part, part, part, large):
+                agree(group.recv_tensor_dict(), expected)
+            assert group.recv_object(0) == "after"
+        groups.world.barrier()
+
+
+def test_a_second_thread_that_sends_is_refused() -> None:
+    store = host_store()
+    run_ranks(2, second_sender, store.port)

@@ -174,8 +174,8 @@ def vllm_raises_after_the_metadata_has_left(group: GroupCoordinator, me: int) ->
 
 def vllm_drops_extra_tensors(group: GroupCoordinator, me: int) -> None:
     rows = torch.full((me + 1, 1), float(me))
-    *_, extra = group.dispatch_router_logits(rows, rows, extra_tensors=[rows.int()])
-    assert extra[0].flatten().tolist() == [0, 1, 1]
+    *_, extra = group.dispatch(rows, rows, rows.int())
+    assert extra.flatten().tolist() == [0, 1, 1]
 
 
 def vllm_neighbours_are_global_ranks(group: GroupCoordinator, me: int) -> None:

@@ -74,10 +74,10 @@ def by_position(rank: int, n: int, port: int) -> None:
         assert tp.all_gatherv(x[: rank + 1], 0, [1, 2]).shape == (3, 4)
         assert tp.reduce_scatterv(torch.arange(3.0), 0, [1, 2]).tolist() == ([0], [2, 4])[rank]
         out = torch.empty(rank + 1)
-        assert tp.reduce_scatterv_into_output(torch.arange(3.0), out, 0, [1, 2]) is out
+        assert tp.reduce_scatterv(torch.arange(3.0), 0, [1, 2], out=out) is out
         assert out.tolist() == ([0], [2, 4])[rank]
         largest: Any = {"op": ReduceOp.MAX, "async_op": True}
-        work = tp.reduce_scatterv_into_output(torch.arange(3.0) + rank, out, 0, [1, 2], **largest)
+        work = tp.reduce_scatterv(torch.arange(3.0) + rank, 0, [1, 2], out=out, **largest)
         assert work.wait() is out
         assert out.tolist() == ([1], [2, 3])[rank]
         assert tp.broadcast(torch.tensor([rank]), 1).item() == 1

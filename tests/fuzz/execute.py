@@ -29,7 +29,7 @@ from tests.fuzz.object_verbs import (
     sent_bytes,
 )
 from tests.fuzz.program import groups_of
-from tests.fuzz.verbs import DISPATCHES, Given, call_dispatch, call_tensor_verb
+from tests.fuzz.verbs import Given, call_dispatch, call_tensor_verb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -160,7 +160,7 @@ def begin(group: GroupCoordinator, given: Given) -> tuple[Any, Callable[[Any], N
     verb = given.step.verb
     if verb in OBJECT_VERBS:
         return call_object_verb(group, given)
-    if verb in DISPATCHES:
+    if verb == "dispatch":
         return call_dispatch(group, given)
     return barrier(group, given) if verb == "barrier" else call_tensor_verb(group, given)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.device_comm.oracle import MOVED, REDUCED, ops_for
 from tests.fuzz.object_verbs import MESSAGES, OBJECT_VERBS
 from tests.fuzz.program import LAYOUTS, Program, Step, groups_of
-from tests.fuzz.verbs import DISPATCHES, REDUCTIONS, TENSOR_VERBS, WITH_FORMS, WITHOUT_DIM
+from tests.fuzz.verbs import REDUCTIONS, TENSOR_VERBS, WITH_FORMS, WITHOUT_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ MOST_ELEMENTS = 80_000
 
 _LENGTHS = st.one_of(st.integers(0, 4), st.sampled_from([31, 257, 4099, 33_000, 70_001]))
 _SIZES = st.integers(0, 5)
-VERBS = (*TENSOR_VERBS, *DISPATCHES, *OBJECT_VERBS, *MESSAGES, "barrier")
+VERBS = (*TENSOR_VERBS, "dispatch", *OBJECT_VERBS, *MESSAGES, "barrier")
 
 
 def forms_of(verb: str) -> Sequence[str]:
@@ -67,7 +67,7 @@ def steps(draw: Draw, n: int) -> Step:
         "peer": draw(st.integers(0, size - 1)),
         "dim": draw(st.integers(-len(shape), len(shape) - 1)) if shape else 0,
     }
-    if verb in ("all_gatherv", "reduce_scatterv", "combine", *DISPATCHES):
+    if verb in ("all_gatherv", "reduce_scatterv", "combine", "dispatch"):
         step["sizes"] = tuple(draw(st.lists(_SIZES, min_size=most, max_size=most)))
     if verb == "all_to_all_uneven":
         step["sizes"] = tuple(draw(st.lists(_SIZES, min_size=most**2, max_size=most**2)))

@@ -27,7 +27,7 @@ NO_VERBS = {
     *("from_device_mesh", "from_link", "from_process_group", "make_sibling_device_group"),
     *("start_broadcaster", "create_mq_broadcaster", "create_single_reader_mq_broadcasters"),
     *("abort", "check", "close", "destroy", "disown", "explain", "status", "graph_capture"),
-    *("allocate_combine_input", "prepare_communication_buffer_for_model"),
+    *("allocate_combine_input", "exchanging_rows_in"),
 }
 """What a group can do besides exchanging something among its members."""
 

@@ -196,8 +196,8 @@ _FORMS = {
     "all_reduce_hierarchical": _OUT_OF_PLACE,
     "cpu_all_reduce": ("in_place", "async_in_place"),
     "all_gatherv": _OUT_OF_PLACE,
-    "reduce_scatterv": (*_OUT_OF_PLACE, "into_output"),
-    "combine": (*_OUT_OF_PLACE, "into_output"),
+    "reduce_scatterv": _OUT_OF_PLACE,
+    "combine": _OUT_OF_PLACE,
     "all_to_all_uneven": _OUT_OF_PLACE,
 }
 WITH_FORMS: Mapping[str, Sequence[str]] = {
@@ -228,7 +228,7 @@ def call_tensor_verb(group: GroupCoordinator, given: Given) -> tuple[Any, Callab
     if expected is not None and ("out" in step.form or x is None):
         out = torch.zeros_like(expected, memory_format=torch.contiguous_format)
         out = strided(out) if step.form == "strided_out" else out
-        options["output" if step.form == "into_output" else "out"] = out
+        options["out"] = out
     before = None if x is None else x.clone()
 
     def check(found: Any) -> None:
@@ -237,8 +237,7 @@ def call_tensor_verb(group: GroupCoordinator, given: Given) -> tuple[Any, Callab
         if before is not None:
             same(x, before)
 
-    verb = getattr(group, f"{name}_into_output" if step.form == "into_output" else name)
-    return verb(x, **options), check
+    return getattr(group, name)(x, **options), check
 
 
 def _check(found: Any, expected: Any) -> None:
@@ -259,23 +258,18 @@ def call_dispatch(group: GroupCoordinator, given: Given) -> tuple[Any, Callable[
         ]
         return parts[given.rank], joined(parts, 0)
 
-    pairs = [rows_of(step.dtype, *columns), rows_of(torch.float32, 2), rows_of(torch.int64, 2)]
-    if step.verb == "dispatch_router_logits":
-        del pairs[2]
-    extra, whole_extra = rows_of(torch.int32)
-    found = getattr(group, step.verb)(
+    pairs = [
+        *(rows_of(step.dtype, *columns), rows_of(torch.float32, 2)),
+        *(rows_of(torch.int64, 2), rows_of(torch.int32)),
+    ]
+    found = group.dispatch(
         *(mine for mine, _ in pairs),
-        extra_tensors=[extra],
         sizes=None if step.peer else given.sizes,
         async_op=step.run_on,
     )
 
     def check(found: Any) -> None:
-        *main, (last,) = found
-        for each, (_, whole) in zip((*main, last), (*pairs, (extra, whole_extra)), strict=True):
+        for each, (_, whole) in zip(found, pairs, strict=True):
             same(each, whole)
 
     return found, check
-
-
-DISPATCHES = ("dispatch", "dispatch_router_logits")

@@ -13,7 +13,8 @@ import pytest
 
 from coordinator.compat.sglang.device_communicators.shm_broadcast import MessageQueue
 from coordinator.plugins.sglang import hooks, register
-from coordinator.plugins.switches import UntestedVersionError
+from coordinator.plugins.switches import PARTS, UntestedVersionError
+from coordinator.plugins.vllm import hooks as vllm
 
 PEERS = os.environ.get("PEERS")
 HOME = "sglang.srt.distributed.device_communicators.shm_broadcast"
@@ -74,6 +75,12 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GROUP_COORDINATOR", "1")
     with pytest.raises(UntestedVersionError, match=r"SGLang is 0\.6\.0"):
         hooks.install(lambda: "0.6.0")
+
+
+def test_parts_that_only_vllm_has_need_no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {*hooks.HOOKS} < {each.part for each in vllm.HOOKS} == {*PARTS}
+    monkeypatch.setenv("GROUP_COORDINATOR", "communicator,status")
+    assert hooks.install(lambda: "9.9.9") == frozenset()
 
 
 def test_nothing_is_registered_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

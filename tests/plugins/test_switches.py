@@ -8,10 +8,8 @@ import sys
 
 import pytest
 
-from coordinator.plugins.switches import Switches, UntestedVersionError
+from coordinator.plugins.switches import PARTS, Switches, UntestedVersionError
 from coordinator.plugins.vllm import hooks
-
-PARTS = ("queue", "communicator", "status")
 
 
 @pytest.mark.parametrize("text", ["", "0", " ", ","])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,8 @@ from coordinator.graph_capture import GraphCaptureContext
 from device_comm.verbs.checks import check_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from datetime import timedelta
 
     from torch import Tensor
@@ -309,20 +309,18 @@ class GroupCoordinator(GroupFace):
         queue = self.group.mq_broadcaster
         return None if queue is None else MessageQueue.over(queue)
 
-    @contextmanager
     def graph_capture(
         self,
         graph_capture_context: GraphCaptureContext | None = None,
         stream: torch.cuda.Stream | None = None,
-    ) -> Iterator[GraphCaptureContext]:
+    ) -> AbstractContextManager[GraphCaptureContext]:
         """Capture a CUDA graph with this group's collectives; nothing on the CPU.
 
         Collective: yes, every member.
         """
         if graph_capture_context is None and stream is not None:
             graph_capture_context = GraphCaptureContext(stream)
-        with super().graph_capture(graph_capture_context) as context:
-            yield context
+        return super().graph_capture(graph_capture_context)
 
 
 def refuse_elastic(*, recovered_rank: bool, max_world_size: int | None) -> None:

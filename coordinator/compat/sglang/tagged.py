@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass
-from threading import Condition
+from threading import Condition, Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -56,16 +56,18 @@ class _Sender:
 
 
 class TaggedMail:
-    """One member's messages with tags. Threads may receive at once."""
+    """One member's messages with tags. Threads may send and receive at once."""
 
     def __init__(self, group: GroupCoordinator) -> None:
         """Use ``group`` for these messages alone."""
         self._group = group
         self._senders: dict[int, _Sender] = {}
+        self._sending = Lock()
 
     def isend(self, obj: Any, dst: int, tag: int) -> P2PWork:
         """Begin to send an object. Collective: no, the two members."""
-        return P2PWork(self._group.isend_object((tag, obj), dst), None)
+        with self._sending:
+            return P2PWork(self._group.isend_object((tag, obj), dst), None)
 
     def recv(self, src: int, tag: int) -> Any:
         """The next object of ``src`` with this tag. Collective: no, the two members."""

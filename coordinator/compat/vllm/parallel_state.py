@@ -9,6 +9,7 @@ initialised, and after it is destroyed, the getters raise `NotInitializedError`.
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,7 +24,6 @@ from coordinator.compat.vllm import model_groups
 from coordinator.compat.vllm.group import GroupCoordinator
 from coordinator.graph_capture import GraphCaptureContext, capture_on_side_stream
 from coordinator.setup.bootstrap import DEFAULT_TIMEOUT
-from coordinator.setup.launcher import Launch
 from device_comm import Work
 from shm_broadcast import Deadline
 
@@ -182,11 +182,15 @@ def is_global_first_rank() -> bool:
 
 
 def is_local_first_rank() -> bool:
-    """Whether this is the first process of its node, or alone."""
+    """Whether this is the first process of its node, or alone.
+
+    Where torch's default group is not of our making, the launcher's ``LOCAL_RANK`` tells; without
+    it only rank 0 of all is.
+    """
     if _state.world is not None:
         return _state.world.local_rank == 0
-    launch = Launch.from_environment()
-    return launch.local_rank == 0
+    local_rank = os.environ.get("LOCAL_RANK")
+    return local_rank == "0" if local_rank and dist.is_initialized() else is_global_first_rank()
 
 
 # --- the model ----------------------------------------------------------------------------

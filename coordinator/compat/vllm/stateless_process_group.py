@@ -171,6 +171,19 @@ class StatelessProcessGroup(stateless.StatelessProcessGroup):
             store = _meet(host, port, rank, listen_socket, timedelta(seconds=store_timeout))
         return super().create(host, port, rank, world_size, store, timeout=store_timeout)
 
+    def all_reduce(  # type: ignore[override] # torch's operations, and their names
+        self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Tensor:
+        """The elementwise reduction of all processes' tensors, as a new tensor. Collective: yes.
+
+        Raises:
+            TypeError: ``op`` is none of those that we have, or not for such tensors.
+        """
+        ours = ReduceOp.__members__.get(op.name)
+        if ours is None:
+            raise TypeError(f"op must be one of {[*ReduceOp.__members__]}, not {op!r}")
+        return super().all_reduce(tensor, ours)
+
     def expire_data(self) -> None:
         """Nothing: no message stays behind in the store."""
 

@@ -7,7 +7,7 @@ from importlib.metadata import version as installed
 from typing import TYPE_CHECKING, Any, Final
 
 from coordinator.compat.sglang.device_communicators.shm_broadcast import MessageQueue
-from coordinator.plugins.switches import Switches
+from coordinator.plugins.switches import PARTS, Switches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,12 +33,15 @@ def install(version: Callable[[], str] = lambda: installed("sglang")) -> frozens
 
     Raises:
         ValueError: the variable names a part that does not exist.
-        UntestedVersionError: SGLang is of another version than was tested.
+        UntestedVersionError: one of them is to be, and SGLang is of another version than was
+            tested.
     """
-    switches = Switches.from_environment(("queue", "communicator", "status"))
+    switches = Switches.from_environment(PARTS)
+    parts = switches.parts & {*HOOKS}
+    if not parts:
+        return parts
     switches.check_version("SGLang", version(), TESTED)
     registry: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
-    parts = switches.parts & {*HOOKS}
     for part in parts:
         for target, ours in HOOKS[part].items():
             registry.HookRegistry.register(target, ours, registry.HookType.REPLACE)

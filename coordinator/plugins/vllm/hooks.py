@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from coordinator.plugins.switches import Switches
+from coordinator.plugins.switches import PARTS, Switches
 from coordinator.plugins.vllm import page
 
 if TYPE_CHECKING:
@@ -95,8 +95,6 @@ HOOKS: Final = (
         "v1/executor/multiproc_executor.py:299: def start_worker_monitor(",
     ),
 )
-
-PARTS: Final = tuple(sorted({each.part for each in HOOKS}))
 
 
 def install(version: Callable[[], str] | None = None) -> frozenset[str]:

@@ -50,6 +50,16 @@ def test_the_order() -> None:
     assert hook.params == (layer.weight, layer.bias)
 
 
+@pytest.mark.parametrize("call", [torch.max, torch.sort, torch.cummax])
+def test_the_order_where_values_come_with_indices(call: Any) -> None:
+    hook = Log()
+    weight = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    with use_param_hooks(hook):
+        values, _ = call(weight, 0)
+    values.sum().backward()
+    assert hook.log == ALL
+
+
 def test_backward_outside_the_with_is_not_silent() -> None:
     """The original reads its hooks at backward time, and finds none."""
     hook = Log()

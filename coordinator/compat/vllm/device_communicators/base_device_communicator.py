@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from coordinator import group as native
 from coordinator.compat.group_face import GroupFace
+from coordinator.setup.torch_groups import backend_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.distributed import ProcessGroup
+
+
+@runtime_checkable
+class UsesCommunicationBuffers(Protocol):
+    """A module that prepares buffers once it is known in which group it communicates."""
+
+    def prepare_communication_buffers(self, group: GroupFace) -> None:
+        """Allocate or register what communicating in ``group`` needs."""
 
 
 class RowVerbs(GroupFace):
@@ -53,7 +62,7 @@ class RowVerbs(GroupFace):
         sizes: Sequence[int] | None = None,
     ) -> Tensor:
         """As `reduce_scatterv`, into ``output``, which is returned."""
-        return self.group.reduce_scatterv_into_output(input_, output, dim, sizes)
+        return self.group.reduce_scatterv(input_, dim, sizes, out=output)
 
     # --- experts -------------------------------------------------------------------------
 
@@ -65,9 +74,7 @@ class RowVerbs(GroupFace):
         extra_tensors: Sequence[Tensor] | None = None,
     ) -> Any:
         """The rows of all members, before the experts are chosen."""
-        return self.group.dispatch_router_logits(
-            hidden_states, router_logits, is_sequence_parallel, extra_tensors
-        )
+        return self._dispatch((hidden_states, router_logits), is_sequence_parallel, extra_tensors)
 
     def dispatch(
         self,
@@ -78,9 +85,8 @@ class RowVerbs(GroupFace):
         extra_tensors: Sequence[Tensor] | None = None,
     ) -> Any:
         """The rows of all members."""
-        return self.group.dispatch(
-            hidden_states, topk_weights, topk_ids, is_sequence_parallel, extra_tensors
-        )
+        main = (hidden_states, topk_weights, topk_ids)
+        return self._dispatch(main, is_sequence_parallel, extra_tensors)
 
     def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
         """The sum of all members' results, for this member's rows."""
@@ -100,7 +106,23 @@ class RowVerbs(GroupFace):
         self, hidden_states: Tensor, output: Tensor, is_sequence_parallel: bool = False
     ) -> Tensor:
         """As `combine`, into ``output``, which is returned."""
-        return self.group.combine_into_output(hidden_states, output, is_sequence_parallel)
+        return self.group.combine(hidden_states, is_sequence_parallel, out=output)
+
+    def prepare_communication_buffer_for_model(self, model: nn.Module) -> None:
+        """Call `prepare_communication_buffers` once on each module of a model that has it.
+
+        With models of the same structure.
+        """
+        for module in model.modules():
+            if isinstance(module, UsesCommunicationBuffers):
+                module.prepare_communication_buffers(self)
+
+    def _dispatch(
+        self, main: Sequence[Tensor], is_sequence_parallel: bool, extra: Sequence[Tensor] | None
+    ) -> tuple[Any, ...]:
+        rows = (*main, *(extra or ()))
+        found = self.group.dispatch(*rows, is_sequence_parallel=is_sequence_parallel)
+        return found if extra is None else (*found[: len(main)], list(found[len(main) :]))
 
 
 class DeviceCommunicatorBase(RowVerbs):
@@ -126,7 +148,7 @@ class DeviceCommunicatorBase(RowVerbs):
 
         Args:
             cpu_group: the members.
-            device: where their tensors are; None: on the CPU.
+            device: where their tensors are; None: where those of ``device_group`` are.
             device_group: the same members; None: ``cpu_group``.
             unique_name: for errors and status.
             global_ranks: what torch knows of the process group's members.
@@ -134,10 +156,20 @@ class DeviceCommunicatorBase(RowVerbs):
             use_all2all: `dispatch` and `combine` work without.
 
         Collective: yes, every member.
+
+        Raises:
+            ValueError: the process group's tensors are not on such a device.
         """
-        del device, global_ranks, global_world_size, use_all2all
+        del global_ranks, global_world_size, use_all2all
+        process_group = device_group or cpu_group
+        backend = backend_of(process_group)
+        kind = "cuda" if backend == "nccl" else "cpu"
+        if device is not None and device.type != kind:
+            raise ValueError(f"device is {device}; a process group of {backend} is for {kind}")
         group = native.GroupCoordinator.from_process_group(
-            device_group or cpu_group, unique_name or "communicator"
+            process_group,
+            unique_name or "communicator",
+            local_rank=None if device is None else device.index,
         )
         self._show(group, lambda: [group.ranks])
 
