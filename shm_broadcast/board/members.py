@@ -175,17 +175,10 @@ class Members:
             return self._told(holder)
         with self._lock:
             if self._closed:
-                return _runs(holder)
+                return holder.runs()
             watch = self._watches.get(member)
             if watch is None or watch.process != holder:
                 if watch is not None:
                     watch.close()
                 watch = self._watches[member] = ProcessWatch(holder)
             return watch.alive()
-
-
-def _runs(process: ProcessId) -> bool:
-    try:
-        return ProcessId.of(process.pid) == process
-    except ProcessLookupError:
-        return False

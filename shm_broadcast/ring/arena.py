@@ -50,7 +50,7 @@ _READERS: Final = 64
 """Offset of reader 0's two words, released and holder; see the drawing above."""
 _READER_BYTES: Final = 16
 _HOLDER: Final = 8
-"""Its pid in the lower half, and of its start time what fits into the upper one; 0: nobody."""
+"""Its pid in the lower half, its start time in the upper one (see `ProcessId`); 0: nobody."""
 _PID: Final = 0xFFFF_FFFF
 _DATA: Final = 4096
 _DESCRIPTOR: Final = struct.Struct(f"<IIQ{NONCE_BYTES}sQQQ")
@@ -84,8 +84,8 @@ class BlockWriter:
         """Copy ``buffer`` into a free block, or into a new one.
 
         Returns:
-            What to send; None if no block is free and the limit, or the free memory, allows no new
-            one.
+            What to send; None if no block is free and the limit, or what is free of memory and of
+            descriptors, allows no new one.
         """
         block = self._free_block(size_class(buffer.nbytes))
         if block is None:
@@ -114,11 +114,11 @@ class BlockWriter:
         if self._used() + capacity > self._limit:
             return None
         try:
-            segment = Segment.create(_DATA + capacity, "group-block")
-        except SharedMemoryError:  # the caller sends through the ring, which needs no new memory
+            block = _Block(Segment.create(_DATA + capacity, "group-block"), capacity)
+        except (SharedMemoryError, OSError):  # the caller sends through the ring, which needs none
             return None
-        self._blocks.append(_Block(segment, capacity))
-        return self._blocks[-1]
+        self._blocks.append(block)
+        return block
 
     def _used(self) -> int:
         return sum(block.capacity for block in self._blocks)
@@ -136,7 +136,9 @@ class BlockWriter:
         holder = words.load64(line + _HOLDER)
         if not holder:
             return not self._readers.has_left(reader)
-        return self._readers.runs(reader, holder & _PID) or _runs(holder)
+        if self._readers.runs(reader, holder & _PID):  # in most cases, and a tenth of the time
+            return True
+        return ProcessId(holder & _PID, holder >> 32).runs()
 
 
 class _Block:
@@ -181,7 +183,8 @@ class BlockReader:
         The block is released when the array's last reference goes.
 
         Raises:
-            SharedMemoryError: the block is not mapped yet, and its writer has ended.
+            SharedMemoryError: the block is not mapped yet, and its writer has ended, or no
+                descriptor is free.
         """
         import numpy as np  # noqa: PLC0415 - as in `recycling`
 
@@ -217,14 +220,7 @@ def _line(reader: int) -> int:
 
 
 def _holder(pid: int) -> int:
-    return (ProcessId.of(pid).start_time << 32 | pid) & 0xFFFF_FFFF_FFFF_FFFF
-
-
-def _runs(holder: int) -> bool:
-    try:
-        return _holder(holder & _PID) == holder
-    except ProcessLookupError:
-        return False
+    return ProcessId.of(pid).start_time << 32 | pid
 
 
 def _release(words: WordsLike, line: int, generation: int, pid: int) -> None:
