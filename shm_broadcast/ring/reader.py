@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 from shm_broadcast import layout
 from shm_broadcast.atomics import native
-from shm_broadcast.errors import MessageDecodeError, name_of
+from shm_broadcast.errors import MessageDecodeError, SharedMemoryError, name_of
 from shm_broadcast.recycling import RECYCLED_BYTES, RecyclingPool, memory_of
 from shm_broadcast.ring.arena import BlockReader
+from shm_broadcast.segment import may_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
     from typing_extensions import Buffer
 
     from shm_broadcast._native import FastReader
@@ -157,6 +160,9 @@ class RingReader:
 
         `try_read` returns it itself, unless a signal handler raises between the last record and the
         return; whoever reads next has to look here first.
+
+        Raises:
+            SharedMemoryError: a block of it cannot be mapped. It is kept if that may pass.
         """
         unfinished = self.unfinished
         if unfinished is None:
@@ -164,9 +170,15 @@ class RingReader:
         received = unfinished.received if self._fast is None else self._fast.moved
         if received != unfinished.size:
             return None
-        self.unfinished = None
+        try:
+            message = unfinished.message()
+        except SharedMemoryError as error:
+            if not may_pass(error):
+                self.unfinished = None
+            raise
         self._board.ended(self.begun, None, unfinished.size, unfinished.number)
-        return unfinished.message()
+        self.unfinished = None
+        return message
 
     def peek(self) -> Record | None:
         """The next record, which stays in the ring; None if there is none. Padding is skipped."""
@@ -232,14 +244,14 @@ class RingReader:
         Raises:
             MessageDecodeError: the record does not fit the message; it was skipped.
         """
-        if record.kind == layout.KIND_MESSAGE:
-            if self._fast is not None:
-                self._fast.moved = 0
-            self.unfinished = _Assembly(record, self._table(record), self._pool, self._blocks)
-        elif record.kind == layout.KIND_CANCEL:
-            self.unfinished = None
-        unfinished = self.unfinished
         try:
+            if record.kind == layout.KIND_MESSAGE:
+                if self._fast is not None:
+                    self._fast.moved = 0
+                self.unfinished = _Assembly(record, self._table(record), self._pool, self._blocks)
+            elif record.kind == layout.KIND_CANCEL:
+                self.unfinished = None
+            unfinished = self.unfinished
             # None: a CANCEL, or fragments of a message that began before this reader joined.
             if unfinished is None or unfinished.size == 0:
                 self.advance(record)
@@ -248,7 +260,7 @@ class RingReader:
             else:
                 unfinished.fill(self._segment, record)
                 self.advance(record)
-        except ValueError as error:
+        except (ValueError, OverflowError, MemoryError, struct.error) as error:
             self.unfinished = None
             self.advance(record)
             writer = name_of(self._board.ranks[self._writer])
@@ -293,6 +305,7 @@ class _Assembly:
         )
         self._buffers = [pool.take(size) for size in sizes]
         self._placed = [index for index, entry in enumerate(entries) if entry & layout.PLACED]
+        self._arrays: dict[int, NDArray[np.uint8]] = {}
         self._blocks = blocks
         self.targets = cast("tuple[Buffer, ...]", (self._main, *self._buffers))
         self.received = 0
@@ -311,7 +324,12 @@ class _Assembly:
                 before = max(before - memory.nbytes, 0)
 
     def message(self) -> Message:
-        """The complete message; descriptors of blocks are replaced by arrays over the blocks."""
+        """The complete message; descriptors of blocks are replaced by arrays over the blocks.
+
+        What was mapped by a call that raised is kept: a block that is let go of is written again.
+        """
         for index in self._placed:
-            self._buffers[index] = self._blocks.resolve(self._buffers[index].tobytes())
-        return self._codec, self._main, cast("list[Buffer]", self._buffers)
+            if index not in self._arrays:
+                self._arrays[index] = self._blocks.resolve(self._buffers[index].tobytes())
+        buffers = [self._arrays.get(index, each) for index, each in enumerate(self._buffers)]
+        return self._codec, self._main, cast("list[Buffer]", buffers)
