@@ -144,6 +144,7 @@ class ReceiveTask:
             DivergenceError: the sender sent another dtype or size, or in another call.
             GroupClosedError: the sender has closed its communicator.
             PeerLostError: the sender ended before what it has sent could be found.
+            SharedMemoryError: what it has sent cannot be mapped.
         """
         try:
             while not self._filled or self._take_next():
@@ -162,7 +163,10 @@ class ReceiveTask:
                     self._end.take(chunk)
                     self._filled = True
         except SharedMemoryError as error:
-            raise PeerLostError(self.operation, self._board.member_status(self._member)) from error
+            sender = self._board.member_status(self._member)
+            if sender.state not in ("lost", "closed"):
+                raise
+            raise PeerLostError(self.operation, sender) from error
         return True
 
     def ready(self) -> bool:
