@@ -17,8 +17,8 @@ from shm_broadcast import segment as module
 from shm_broadcast.errors import GroupClosedError, SharedMemoryError
 from shm_broadcast.layout import SEGMENT_MAGIC, SEGMENT_SIZE
 from shm_broadcast.segment import Segment, SegmentHandle
-from tests.ranks import run_ranks
 from tests.forked import in_a_child
+from tests.ranks import run_ranks
 from tests.shm_broadcast.leaks import no_descriptors, open_descriptors
 from tests.shm_broadcast.remote_peers import get, put
 
@@ -300,9 +300,9 @@ def test_no_descriptor_for_it_is_an_error_too() -> None:
 
 
 def create_without_descriptors() -> None:
-    with no_descriptors():
-        with pytest.raises(SharedMemoryError, match="cannot reserve 4096 bytes: Too many open"):
-            Segment.create(PAGE, "test")
+    refused = pytest.raises(SharedMemoryError, match="cannot reserve 4096 bytes: Too many open")
+    with no_descriptors(), refused:
+        Segment.create(PAGE, "test")
 
 
 def test_more_than_the_machine_has() -> None:
