@@ -146,6 +146,10 @@ class Members:
             collective=words.load64(slot + layout.MEMBER_COLLECTIVE) if known else 0,
         )
 
+    def disown(self) -> None:
+        """In a forked child: the thread that has the lock is its parent's."""
+        self._lock = threading.RLock()
+
     def close(self) -> None:
         """Watch no process any more."""
         self._closed = True
