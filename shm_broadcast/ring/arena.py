@@ -5,7 +5,8 @@ descriptor through the ring instead of the bytes. Each reader maps the block onc
 mapping, and hands out an array over it. Before that it stores in the block which process it is
 ("holder"). When the array's last reference goes, it stores the block's generation ("released"). The
 generation grows by one with each message. The writer may fill a block again once every reader has
-released the current generation, has left the queue without taking it, or has ended.
+released the current generation, has left the queue without taking it, has joined the queue since,
+or has ended.
 
 ::
 
@@ -63,8 +64,15 @@ class Readers(Protocol):
     def readers(self) -> Sequence[int]:
         """The readers' member numbers on the board, in reader order."""
 
+    @property
+    def published(self) -> int:
+        """The position in the ring at which the next message begins."""
+
     def has_left(self, reader: int) -> bool:
         """Whether reader number ``reader`` has left the queue."""
+
+    def joined_at(self, reader: int) -> int:
+        """The position from which on reader number ``reader`` takes messages."""
 
     def runs(self, reader: int, pid: int) -> bool:
         """Whether process ``pid`` is reader number ``reader`` and still runs."""
@@ -90,10 +98,11 @@ class BlockWriter:
         block = self._free_block(size_class(buffer.nbytes))
         if block is None:
             return None
-        block.generation += 1
+        block.segment.words.write(_DATA, buffer)
         for reader in range(self._n_readers):
             block.segment.words.store64(_line(reader) + _HOLDER, 0)
-        block.segment.words.write(_DATA, buffer)
+        block.position = self._readers.published
+        block.generation += 1  # last: if a signal handler raises before, the block stays free
         return PlacedBuffer(block, buffer.nbytes, self._n_readers)
 
     def close(self) -> None:
@@ -135,7 +144,8 @@ class BlockWriter:
         # process runs, it decides.
         holder = words.load64(line + _HOLDER)
         if not holder:
-            return not self._readers.has_left(reader)
+            left = self._readers.has_left(reader)
+            return not left and self._readers.joined_at(reader) <= block.position
         if self._readers.runs(reader, holder & _PID):  # in most cases, and a tenth of the time
             return True
         return ProcessId(holder & _PID, holder >> 32).runs()
@@ -147,6 +157,7 @@ class _Block:
         self.handle = segment.handle()
         self.capacity = capacity
         self.generation = 0
+        self.position = 0
 
 
 class PlacedBuffer:

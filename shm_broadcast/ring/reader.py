@@ -94,6 +94,8 @@ class RingReader:
         self._begun = 0
         if self._position() == layout.LEFT:
             self._join_again()
+        else:
+            self._words.store64(self._line + layout.READER_JOINED, self._position())
         self._fast: FastReader | None = None
         self.read_small: Callable[[int, bool], Message | Literal[False] | None] = self._read_none
         if native is not None:
@@ -230,6 +232,7 @@ class RingReader:
         words = self._words
         while True:
             position = words.load64(layout.RING_PUBLISHED)
+            words.store64(self._line + layout.READER_JOINED, position)
             words.store64(self._line + layout.READER_CONSUMED, position)
             words.fence()
             if words.load64(layout.RING_GATE) <= position:
