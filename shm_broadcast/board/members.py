@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from shm_broadcast import layout
@@ -162,7 +161,7 @@ class Members:
         words, lock = self._words, layout.member_slot(member) + layout.MEMBER_JOINING
         if not words.compare_and_swap32(lock, 0, pid):
             other = words.load32(lock)
-            died_joining = other != 0 and not Path(f"/proc/{other}").exists()
+            died_joining = other != 0 and _has_ended(other)
             if not (died_joining and words.compare_and_swap32(lock, other, pid)):
                 self._refuse(member, other)
 
@@ -186,3 +185,10 @@ class Members:
                     watch.close()
                 watch = self._watches[member] = ProcessWatch(holder)
             return watch.alive()
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return not ProcessId.of(pid).runs()
+    except ProcessLookupError:
+        return True

@@ -177,6 +177,20 @@ def test_a_slot_whose_taker_died_on_the_way_can_be_taken() -> None:
             assert board.member_status(1).state == "idle"
 
 
+def test_a_slot_whose_taker_is_but_a_zombie_can_be_taken() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    try:
+        with Board.create(2, member=0) as board:
+            board.words.store32(board.slot_offset(1) + layout.MEMBER_JOINING, pid)
+            with Board.attach(board.handle(), 1):
+                assert board.member_status(1).state == "idle"
+    finally:
+        os.waitpid(pid, 0)
+
+
 def test_a_slot_that_another_process_is_taking_is_refused() -> None:
     with Board.create(2, member=0) as board:
         board.words.store32(board.slot_offset(1) + layout.MEMBER_JOINING, os.getppid())
