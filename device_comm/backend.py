@@ -286,7 +286,7 @@ class Backend(ABC):
             self._closing.close()
 
 
-def end_group(watch: Watch, error: CoordinatorError) -> None:
+def end_group(watch: Watch, error: BaseException) -> None:
     """Abort a group with ``error``, unless that says that it is aborted or closed already."""
     if not isinstance(error, (GroupAbortedError, GroupClosedError)):
         watch.abort(error)

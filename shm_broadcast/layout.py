@@ -96,13 +96,15 @@ Ring: one writer, N readers, a byte stream of records
     80   | nonce of the board, 16 bytes    |   it and the member numbers are for who looks on
     96   | writer u32     |                    member number
     128  | published u64  | sequence u64   | gate u64 |     written by the writer only
-    192  | consumed u64   | sequence u64   | member u32 |   reader 0's line, written by it only
+    192  | consumed u64   | sequence u64   | member u32 | - | joined u64 |
+                                             reader 0's line, written by it only
     256  | reader 1's line ...
     data_offset(n_readers): `capacity` bytes
 
 ``published`` and ``consumed`` are positions: bytes since the ring began, never reduced; byte p
 lives at ``data_offset + p % capacity``. ``gate`` is the writer's cache of the smallest
-``consumed``. A reader that has left sets ``consumed`` to `LEFT` and gates nobody.
+``consumed``. A reader that has left sets ``consumed`` to `LEFT` and gates nobody. ``joined`` is
+where its process began to read.
 
 Record, at a multiple of 64
 ---------------------------
@@ -272,6 +274,7 @@ READER_STRIDE: Final = 64
 READER_CONSUMED: Final = 0
 READER_SEQUENCE: Final = 8
 READER_MEMBER: Final = 16
+READER_JOINED: Final = 24
 LEFT: Final = 2**64 - 1
 PLACED: Final = 1 << 63
 

@@ -10,11 +10,22 @@ import errno
 import os
 import select
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
 """What pidfd_open raises for a pid that is free, or was given to a thread meanwhile."""
+
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+"""What is raised where this process, or the machine, has no descriptor left."""
+
+
+START_TIMES = 1 << 32
+"""Start times are counted modulo this, or 497 days: so one of them and a pid fit into 64 bits."""
+
+_ENDED = (b"Z", b"X")
+"""The states, in ``/proc/PID/stat``, of a process of which only its exit status is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +34,8 @@ class ProcessId:
 
     Attributes:
         pid: its process id in this pid namespace.
-        start_time: clock ticks after boot, field 22 of ``/proc/PID/stat`` (proc(5)).
+        start_time: clock ticks after boot, field 22 of ``/proc/PID/stat`` (proc(5)), modulo
+            `START_TIMES`.
     """
 
     pid: int
@@ -41,13 +53,19 @@ class ProcessId:
         Raises:
             ProcessLookupError: there is none.
         """
+        return cls(pid, _look_at(pid)[1])
+
+    def runs(self) -> bool:
+        """Whether it still runs (a zombie does not); True if there is no descriptor to look by."""
         try:
-            stat = Path(f"/proc/{pid}/stat").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            raise ProcessLookupError(f"no process has pid {pid}") from None
-        # The command name, field 2, may hold spaces and parentheses; the rest may not.
-        fields = stat[stat.rindex(b")") + 2 :].split()
-        return cls(pid, int(fields[19]))
+            state, start_time = _look_at(self.pid)
+        except ProcessLookupError:
+            return False
+        except OSError as error:
+            if error.errno in NO_DESCRIPTOR:
+                return True
+            raise
+        return start_time == self.start_time and state not in _ENDED
 
 
 class ProcessWatch:
@@ -56,6 +74,7 @@ class ProcessWatch:
     def __init__(self, process: ProcessId) -> None:
         """Start to watch ``process``; one that has ended already is simply not alive."""
         self.process = process
+        self._closed = False
         self._pidfd = _open_pidfd(process)
         self._poll = select.poll()
         if self._pidfd is not None:
@@ -64,13 +83,13 @@ class ProcessWatch:
 
     @property
     def pidfd(self) -> int | None:
-        """The descriptor, readable once the process has ended; None if it had ended before."""
+        """The descriptor, readable once the process has ended; None if it had, or none was free."""
         return self._pidfd
 
     def alive(self) -> bool:
         """Whether the process still runs (a zombie does not)."""
         if self._pidfd is None:
-            return False
+            return not self._closed and self.process.runs()
         try:
             return not self._poll.poll(0)
         except RuntimeError:  # in a signal handler that interrupts this very call
@@ -80,23 +99,33 @@ class ProcessWatch:
 
     def close(self) -> None:
         """Close the descriptor; `alive` is False from then on."""
+        self._closed = True
         if self._pidfd is not None:
             self._pidfd = None
             self._release()
+
+
+def _look_at(pid: int) -> tuple[bytes, int]:
+    """The state of the process that has ``pid``, and when it started."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        raise ProcessLookupError(f"no process has pid {pid}") from None
+    # The command name, field 2, may hold spaces and parentheses; the rest may not.
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return fields[0], int(fields[19]) % START_TIMES
 
 
 def _open_pidfd(process: ProcessId) -> int | None:
     try:
         pidfd = os.pidfd_open(process.pid)
     except OSError as error:
-        if error.errno in _NO_PROCESS:
+        if error.errno in (*_NO_PROCESS, *NO_DESCRIPTOR):
             return None
         raise
-    try:
+    with suppress(OSError):  # it has ended meanwhile, or this was the last free descriptor
         # Compared after opening: the pidfd is then known to be of the process that we mean.
         if ProcessId.of(process.pid) == process:
             return pidfd
-    except ProcessLookupError:
-        pass
     os.close(pidfd)
     return None

@@ -308,7 +308,8 @@ class Progress:
             except CoordinatorError as error:
                 for lane in self._list():
                     lane.fail(error)
-            except BaseException:  # noqa: BLE001 - of a task's user: the board is aborted by now
+            except BaseException as error:  # noqa: BLE001 - nobody knows how far the tasks have come
+                self.board.abort(error)
                 self._wanted.set()
 
     def _settled(self) -> bool:

@@ -12,6 +12,7 @@ process and the memory belong to this user and, where the members are known, the
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -34,7 +35,7 @@ from shm_broadcast.layout import (
     VERSION,
     align,
 )
-from shm_broadcast.liveness import ProcessId
+from shm_broadcast.liveness import NO_DESCRIPTOR, ProcessId
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,18 +87,13 @@ class Segment:
             label: shown by the kernel in ``/proc/PID/maps``, for debugging only.
 
         Raises:
-            SharedMemoryError: fewer than ``size`` bytes of memory are free.
+            SharedMemoryError: fewer than ``size`` bytes of memory are free, or no descriptor is.
         """
         size = align(size, mmap.PAGESIZE)
-        _require_free(size)
-        fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.fchmod(fd, 0o600)
-            os.posix_fallocate(fd, 0, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-            mapping = mmap.mmap(fd, size)
+            _require_free(size)
+            fd, mapping = _reserve(size, label)
         except OSError as error:
-            os.close(fd)
             raise SharedMemoryError(f"cannot reserve {size} bytes: {error.strerror}") from error
         segment = cls(fd, mapping)
         segment._write_header(os.urandom(NONCE_BYTES))
@@ -119,7 +115,8 @@ class Segment:
             touch: whether to map every page now; else by `touch`, when its pages have settled.
 
         Raises:
-            SharedMemoryError: it is on another host, its owner has ended, or the handle is stale.
+            SharedMemoryError: it is on another host, its owner has ended, the handle is stale, or
+                no descriptor is free (see `may_pass`).
             ForeignMemoryError: it belongs to another user, or its owner is not a member.
         """
         if is_member is not None and not is_member(handle.pid):
@@ -127,6 +124,10 @@ class Segment:
         try:
             fd = _open_descriptor(handle)
         except OSError as error:
+            if error.errno in NO_DESCRIPTOR:
+                raise SharedMemoryError(
+                    f"segment of pid {handle.pid} cannot be opened: {error.strerror}"
+                ) from error
             raise SharedMemoryError(
                 f"segment of pid {handle.pid} cannot be opened: its owner has ended, runs on "
                 f"another host, or belongs to another user ({error})"
@@ -270,12 +271,31 @@ def _user_ids(process: int) -> list[int]:
     return [int(each) for each in line.split()[1:]]
 
 
+def may_pass(error: SharedMemoryError) -> bool:
+    """Whether it is but for want of a descriptor or of memory: later it may work."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (*NO_DESCRIPTOR, errno.ENOMEM)
+
+
 def _is_sealed(fd: int) -> bool:
     """Whether this is a memfd whose size is sealed: access can then never raise SIGBUS."""
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
     except OSError:  # no memfd
         return False
+
+
+def _reserve(size: int, label: str) -> tuple[int, mmap.mmap]:
+    """A sealed memfd of ``size`` bytes, which are there, and its mapping."""
+    fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.posix_fallocate(fd, 0, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        return fd, mmap.mmap(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def _require_free(size: int) -> None:

@@ -29,7 +29,8 @@ _NUMPY_DIMS: Final = 64
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
+    strided = tensor.layout == torch.strided and not tensor.is_nested
+    plain = strided and not tensor.is_quantized and not tensor.is_meta
     if not plain:
         reduced: tuple[Any, ...] = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
         return reduced

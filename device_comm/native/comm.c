@@ -21,6 +21,8 @@ steps_status comm_run(Comm *self, uint64_t bytes, uint64_t spin_ns) {
     return status;
 }
 
+bool comm_under_way(const Comm *self) { return self->planned || self->result != NULL; }
+
 static int read_u64(PyObject *object, uint64_t *value) {
     *value = PyLong_AsUnsignedLongLong(object);
     return *value == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
@@ -88,7 +90,7 @@ static PyObject *begin(PyObject *object, PyObject *args) {
     PyObject *plan;
     uint32_t call;
     if (!PyArg_ParseTuple(args, "OI", &plan, &call)) return NULL;
-    if (self->planned || self->result != NULL) {
+    if (comm_under_way(self)) {
         PyErr_SetString(PyExc_RuntimeError, "another thread is in a call of this group, or one was "
                                             "interrupted when it had begun");
         return NULL;
@@ -286,6 +288,21 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     return (PyObject *)self;
 }
 
+static PyObject *get_under_way(PyObject *self, void *Py_UNUSED(closure)) {
+    return PyBool_FromLong(comm_under_way((Comm *)self));
+}
+
+static PyObject *get_halfway(PyObject *self, void *Py_UNUSED(closure)) {
+    return PyBool_FromLong(((Comm *)self)->halfway);
+}
+
+static PyGetSetDef properties[] = {
+    {"under_way", get_under_way, NULL,
+     "Whether a call has begun that is not done, or whose result nobody has.", NULL},
+    {"halfway", get_halfway, NULL, "Whether the last send or recv has moved but a part.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 #define FAST(name, function, doc) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, doc}
 
 static PyMethodDef methods[] = {
@@ -316,6 +333,7 @@ static PyType_Slot slots[] = {
     {Py_tp_new, comm_new},
     {Py_tp_dealloc, comm_dealloc},
     {Py_tp_methods, methods},
+    {Py_tp_getset, properties},
     {Py_tp_doc, "One rank's end of a group; one thread at a time."},
     {0, NULL},
 };

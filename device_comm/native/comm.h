@@ -34,10 +34,14 @@ typedef struct {
     const tensor_reader *reader;             /* NULL: no direct calls */
     PyObject *source, *result;               /* of a direct call that is blocked */
     bool planned;                            /* a call that is not done has the plan */
+    bool halfway;                            /* the last direct message was moved in part */
 } Comm;
 
 /* Creates the type; returns a new reference, or NULL with an error set. */
 PyObject *comm_type(PyObject *module);
+
+/* Whether a call has begun that is not done, or whose result nobody has. */
+bool comm_under_way(const Comm *self);
 
 /* Goes on with the plan that was begun, which moves `bytes` here; lets the GIL go if it takes long. */
 steps_status comm_run(Comm *self, uint64_t bytes, uint64_t spin_ns);

@@ -14,7 +14,7 @@
 #include "call.h"
 
 bool direct_callable(const Comm *self, Py_ssize_t given, Py_ssize_t wanted) {
-    return given == wanted && self->reader != NULL && !self->planned && self->result == NULL &&
+    return given == wanted && self->reader != NULL && !comm_under_way(self) &&
            gc_load32(self->board.buf, BOARD_ABORT) == 0;
 }
 

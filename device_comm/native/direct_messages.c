@@ -12,6 +12,7 @@ static PyObject *move(PyObject *object, PyObject *const *args, Py_ssize_t n, int
                       mover step, uint64_t wait_ns) {
     Comm *self = (Comm *)object;
     tensor x;
+    self->halfway = false;
     if (!direct_accepts(self, n, 3, args[0], &x) ||
         (PyObject *)Py_TYPE(args[1]) != self->pipe_type)
         Py_RETURN_NOTIMPLEMENTED;
@@ -20,7 +21,10 @@ static PyObject *move(PyObject *object, PyObject *const *args, Py_ssize_t n, int
     uint64_t begin = self->history ? gc_pace_now(&self->pace) : 0;
     message whole = {.data = x.data, .total = tensor_bytes(&x), .dtype = x.dtype, .call = the_call};
     uint64_t done = step((Pipe *)args[1], whole, 0, wait_ns);
-    if (done < whole.total) return PyLong_FromUnsignedLongLong(done);
+    if (done < whole.total) {
+        self->halfway = done > 0;
+        return PyLong_FromUnsignedLongLong(done);
+    }
     size_t place = 1 + peer + (operation == OPERATION_RECV ? self->steps.n : 0);
     self->about.number = ++((uint32_t *)self->numbers.buf)[place];
     self->about.peer = (uint16_t)peer;

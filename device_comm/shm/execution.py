@@ -25,7 +25,7 @@ class Execution:
         fail: ends the group with an error.
     """
 
-    def __init__(self, progress: Progress, fail: Callable[[CoordinatorError], None]) -> None:
+    def __init__(self, progress: Progress, fail: Callable[[BaseException], None]) -> None:
         self._progress = progress
         self.fail = fail
         self.collectives = progress.lane(fail)

@@ -10,6 +10,7 @@ import time
 import zlib
 from collections import Counter
 from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
 
 from shm_broadcast.errors import DivergenceError, GroupTimeoutError
 from shm_broadcast.layout import OPERATION_BYTES
@@ -26,7 +27,9 @@ _COUNT_BITS: Final = 32
 _GROUP_BITS: Final = 20
 """Together less than 53, so that the number stays whole in JSON."""
 
-_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
+_made: WeakKeyDictionary[Watch, Counter[tuple[str, tuple[int, ...]]]] = WeakKeyDictionary()
+"""How many groups of a name and members were made on each board: its members count alike, whatever
+groups they have been in elsewhere."""
 
 
 class Arrivals:
@@ -41,9 +44,9 @@ class Arrivals:
             members: their numbers on the board, by rank in the group.
             rank: this member's in the group.
         """
-        alike = name, tuple(members)
-        _made[alike] += 1
-        group = zlib.crc32(repr((alike, _made[alike])).encode()) % (1 << _GROUP_BITS)
+        alike, made = (name, tuple(members)), _made.setdefault(watch, Counter())
+        made[alike] += 1
+        group = zlib.crc32(repr((alike, made[alike])).encode()) % (1 << _GROUP_BITS)
         self._begun = group << _COUNT_BITS
         self._watch = watch
         self._peers = [(r, member) for r, member in enumerate(members) if r != rank]

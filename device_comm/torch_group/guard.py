@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from shm_broadcast.deadline import Deadline
-from shm_broadcast.errors import CoordinatorError, GroupTimeoutError
+from shm_broadcast.errors import GroupTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class _Shift:
     def __init__(self, operation: str, peers: Sequence[int]) -> None:
         self.operation = operation
         self.peers = peers
-        self.error: CoordinatorError | None = None
+        self.error: Exception | None = None
 
 
 class Guard:
@@ -57,7 +57,7 @@ class Guard:
         """Run ``block``, which needs ``peers``.
 
         Raises:
-            CoordinatorError: the group failed meanwhile.
+            Exception: the group failed meanwhile, or could not be looked at.
             RuntimeError: what ``block`` raises else.
         """
         shift = _Shift(operation, peers)
@@ -103,7 +103,7 @@ class Guard:
             )
         except GroupTimeoutError:
             return
-        except CoordinatorError as error:
+        except Exception as error:  # noqa: BLE001 - a call that is not watched over may hang
             shift.error = error
             self._end()
             while self._shift is shift:

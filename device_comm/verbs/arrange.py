@@ -38,8 +38,10 @@ def is_plain(x: Tensor) -> bool:
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether ``a`` and ``b`` are views of one storage: they may overlap."""
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    """Whether the storages of ``a`` and ``b`` lie over one another: so may the tensors."""
+    first, second = a.untyped_storage(), b.untyped_storage()
+    begin, start = first.data_ptr(), second.data_ptr()
+    return begin < start + second.nbytes() and start < begin + first.nbytes()
 
 
 def resized(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ small collectives. Messages between two members are not compared.
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +21,10 @@ from shm_broadcast import DivergenceError
 if TYPE_CHECKING:
     from device_comm import Backend, Operation, Pending
 
-_BYTES = 160
-"""Bytes of an operation's description that are compared."""
+_DIGEST_BYTES = 16
+_TEXT_BYTES = 144
+"""What members exchange: the digest of an operation's description, which is compared, and as much
+of the text as errors show."""
 
 
 class CheckedBackend(Wrapper):
@@ -50,16 +53,26 @@ class CheckedBackend(Wrapper):
         return None if operation.moves_nothing else self._inner.start(operation)
 
     def _agree(self, operation: Operation) -> None:
-        ours = _describe(operation).encode()[:_BYTES]
-        row = torch.frombuffer(bytearray(ours.ljust(_BYTES)), dtype=torch.uint8)
-        rows = torch.empty((self.world_size, _BYTES), dtype=torch.uint8, device="cpu")
+        ours = _row(_describe(operation))
+        row = torch.frombuffer(bytearray(ours), dtype=torch.uint8)
+        rows = torch.empty((self.world_size, len(ours)), dtype=torch.uint8, device="cpu")
         pending = self._over.start(operation.instead(row, rows, verb="all_gather"))
         if pending is not None:
             pending.wait(operation.deadline)
         for rank, theirs in enumerate(rows):
-            text = bytes(theirs.numpy()).rstrip()
-            if text != ours:
-                raise DivergenceError(rank, ours.decode(), text.decode())
+            other = bytes(theirs.numpy())
+            if other[:_DIGEST_BYTES] != ours[:_DIGEST_BYTES]:
+                raise DivergenceError(rank, _text(ours), _text(other))
+
+
+def _row(description: str) -> bytes:
+    text = description.encode()
+    digest = blake2b(text, digest_size=_DIGEST_BYTES).digest()
+    return digest + text[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+
+
+def _text(row: bytes) -> str:
+    return row[_DIGEST_BYTES:].rstrip().decode()
 
 
 def _describe(operation: Operation) -> str:
@@ -67,13 +80,13 @@ def _describe(operation: Operation) -> str:
     verb, about = operation.verb, [operation.verb]
     if verb != "barrier":
         about += [str(operation.buffer.dtype), str(tuple(operation.shape))]
-    sizes = operation.output_sizes or operation.source_sizes
-    if sizes is not None and verb != "all_to_all":
-        about.append(str(list(sizes)))
     if verb in REDUCTIONS:
         about.append(operation.op.name)
     if verb in ROOTED:
         about.append(f"{ROOTED[verb]} {operation.peer}")
     elif operation.dim:
         about.append(f"along dim {operation.dim}")
+    sizes = operation.output_sizes or operation.source_sizes
+    if sizes is not None and verb != "all_to_all":
+        about.append(str(list(sizes)))
     return " ".join(about)

@@ -429,8 +429,10 @@ class Board:
                 began = time.monotonic_ns()
             elif self._outward is not None:
                 late = [peer for peer in (shown or peers)() if peer != self.member]
-                if late or entry:
-                    entry = self._outward.say_wait(entry, operation, began, late)
+                if late and not entry:
+                    entry = self._outward.begin_wait()
+                if entry:
+                    self._outward.say_wait(entry, operation, began, late)
             self.require(operation, peers, ready)
 
         doorbell = self._doorbells[self._require_member(operation)]
@@ -511,6 +513,7 @@ class Board:
     def disown(self) -> None:
         """In a forked child: it is no member, whoever its parent is."""
         self._closed, self._why_closed = True, DISOWNED
+        self._members.disown()
 
     def close(self) -> None:
         """Leave the group, if that was not done, and give the memory back."""

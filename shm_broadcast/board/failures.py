@@ -43,7 +43,8 @@ def report_failure(
         words.store32(slot + layout.FAILURE_CULPRIT, culprit)
         write_text(segment, slot + layout.FAILURE_KIND, kind, layout.FAILURE_KIND_BYTES)
         write_text(segment, slot + layout.FAILURE_MESSAGE, text, layout.FAILURE_MESSAGE_BYTES)
-        words.compare_and_swap32(layout.BOARD_ABORT, 0, member + 1)
+    # Also where it has one: a signal handler may have raised before that could abort anything.
+    words.compare_and_swap32(layout.BOARD_ABORT, 0, member + 1)
 
 
 def forget_failure(segment: Segment, n_members: int, member: int) -> None:

@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from shm_broadcast import layout
@@ -146,6 +145,10 @@ class Members:
             collective=words.load64(slot + layout.MEMBER_COLLECTIVE) if known else 0,
         )
 
+    def disown(self) -> None:
+        """In a forked child: the thread that has the lock is its parent's."""
+        self._lock = threading.RLock()
+
     def close(self) -> None:
         """Watch no process any more."""
         self._closed = True
@@ -158,7 +161,7 @@ class Members:
         words, lock = self._words, layout.member_slot(member) + layout.MEMBER_JOINING
         if not words.compare_and_swap32(lock, 0, pid):
             other = words.load32(lock)
-            died_joining = other != 0 and not Path(f"/proc/{other}").exists()
+            died_joining = other != 0 and _has_ended(other)
             if not (died_joining and words.compare_and_swap32(lock, other, pid)):
                 self._refuse(member, other)
 
@@ -175,7 +178,7 @@ class Members:
             return self._told(holder)
         with self._lock:
             if self._closed:
-                return _runs(holder)
+                return holder.runs()
             watch = self._watches.get(member)
             if watch is None or watch.process != holder:
                 if watch is not None:
@@ -184,8 +187,8 @@ class Members:
             return watch.alive()
 
 
-def _runs(process: ProcessId) -> bool:
+def _has_ended(pid: int) -> bool:
     try:
-        return ProcessId.of(process.pid) == process
+        return not ProcessId.of(pid).runs()
     except ProcessLookupError:
-        return False
+        return True

@@ -96,23 +96,22 @@ class Outward:
                 self._memory.words.write(at, said)
                 return
 
-    def say_wait(self, entry: int, operation: str, since: int, members: Sequence[int]) -> int:
+    def begin_wait(self) -> int:
+        """An entry for `say_wait`, until `end_wait`; 0 if all are in use."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return 0
+
+    def say_wait(self, entry: int, operation: str, since: int, members: Sequence[int]) -> None:
         """Say what a thread waits for.
 
         Args:
-            entry: what this returned for the same wait before; 0 the first time.
+            entry: what `begin_wait` gave; for it `end_wait` is called, whatever this raises.
             operation: what the thread is in.
             since: when it began to wait: ns on the monotonic clock.
             members: the member numbers that it waits for now.
-
-        Returns:
-            The entry that says it, for `end_wait`; 0 if all entries are in use.
         """
-        if not entry:
-            try:
-                entry = self._free.pop()
-            except IndexError:
-                return 0
         memory, words, named = self._memory, self._memory.words, members[: layout.WAIT_NAMED]
         words.write(
             entry + layout.WAIT_MEMBERS,
@@ -121,7 +120,6 @@ class Outward:
         words.store32(entry + layout.WAIT_COUNT, len(members))
         write_text(memory, entry + layout.WAIT_OPERATION, operation, layout.OPERATION_BYTES)
         words.store64(entry + layout.WAIT_SINCE, since)
-        return entry
 
     def end_wait(self, entry: int) -> None:
         """Take back what `say_wait` has said."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shm_broadcast import layout
+from shm_broadcast.liveness import START_TIMES
 from shm_broadcast.segment import SEALS
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def _process(pid: int, known: dict[tuple[int, int], SegmentSeen | None]) -> Proc
     return ProcessSeen(
         pid=pid,
         inner_pid=inner_pid,
-        start_time=int(fields[19]),
+        start_time=int(fields[19]) % START_TIMES,
         parent=int(fields[1]),
         condition=condition,
         memory=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),

@@ -186,17 +186,17 @@ class LocalReader(QueueReader):
     def _take(self, timeout: float | Deadline | None) -> Message:
         # The common case, a message that is there, makes no Deadline and no check in Python: the
         # C call looks at the board's abort word itself.
-        if not self._closed:
-            ring, spin_ns = self._ring, self._spin.window_ns
-            if ring.unfinished is not None:
-                message = ring.try_read(spin_ns, begins=True)
-            elif (small := ring.read_small(spin_ns, True)) is not False:
-                message = small
-            else:
-                message = ring.try_read(spin_ns)
-            if message is not None:
-                return message
         try:
+            if not self._closed:
+                ring, spin_ns = self._ring, self._spin.window_ns
+                if ring.unfinished is not None:
+                    message = ring.try_read(spin_ns, begins=True)
+                elif (small := ring.read_small(spin_ns, True)) is not False:
+                    message = small
+                else:
+                    message = ring.try_read(spin_ns)
+                if message is not None:
+                    return message
             self._check("dequeue")
             return self._finish(Deadline.within(timeout))
         except BaseException as error:

@@ -213,11 +213,17 @@ class QueueWriter:
     def _place(self, buffers: Sequence[memoryview]) -> dict[int, PlacedBuffer]:
         """Copy large ``buffers`` into blocks, as far as there are free ones; by index."""
         placed: dict[int, PlacedBuffer] = {}
-        if self._blocks is not None:
+        if self._blocks is None:
+            return placed
+        try:
             for index, buffer in enumerate(buffers):
                 block = self._blocks.place(buffer) if buffer.nbytes >= PLACED_BYTES else None
                 if block is not None:
                     placed[index] = block
+        except BaseException:
+            for each in placed.values():
+                each.withdraw()
+            raise
         return placed
 
     def _wait_for_room(self, ring: RingWriter, need: int, deadline: Deadline) -> None:

@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 from shm_broadcast import layout
 from shm_broadcast.atomics import native
-from shm_broadcast.errors import MessageDecodeError, name_of
+from shm_broadcast.errors import MessageDecodeError, SharedMemoryError, name_of
 from shm_broadcast.recycling import new_pool
 from shm_broadcast.ring.arena import BlockReader
+from shm_broadcast.segment import may_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
     from typing_extensions import Buffer
 
     from shm_broadcast._native import FastReader, RecyclingPool
@@ -92,6 +95,8 @@ class RingReader:
         self._begun = 0
         if self._position() == layout.LEFT:
             self._join_again()
+        else:
+            self._words.store64(self._line + layout.READER_JOINED, self._position())
         self._fast: FastReader | None = None
         self.read_small: Callable[[int, bool], Message | Literal[False] | None] = self._read_none
         if native is not None:
@@ -158,6 +163,9 @@ class RingReader:
 
         `try_read` returns it itself, unless a signal handler raises between the last record and the
         return; whoever reads next has to look here first.
+
+        Raises:
+            SharedMemoryError: a block of it cannot be mapped. It is kept if that may pass.
         """
         unfinished = self.unfinished
         if unfinished is None:
@@ -165,9 +173,15 @@ class RingReader:
         received = unfinished.received if self._fast is None else self._fast.moved
         if received != unfinished.size:
             return None
-        self.unfinished = None
+        try:
+            message = unfinished.message()
+        except SharedMemoryError as error:
+            if not may_pass(error):
+                self.unfinished = None
+            raise
         self._board.ended(self.begun, None, unfinished.size, unfinished.number)
-        return unfinished.message()
+        self.unfinished = None
+        return message
 
     def peek(self) -> Record | None:
         """The next record, which stays in the ring; None if there is none. Padding is skipped."""
@@ -219,6 +233,7 @@ class RingReader:
         words = self._words
         while True:
             position = words.load64(layout.RING_PUBLISHED)
+            words.store64(self._line + layout.READER_JOINED, position)
             words.store64(self._line + layout.READER_CONSUMED, position)
             words.fence()
             if words.load64(layout.RING_GATE) <= position:
@@ -233,14 +248,14 @@ class RingReader:
         Raises:
             MessageDecodeError: the record does not fit the message; it was skipped.
         """
-        if record.kind == layout.KIND_MESSAGE:
-            if self._fast is not None:
-                self._fast.moved = 0
-            self.unfinished = _Assembly(record, self._table(record), self._pool, self._blocks)
-        elif record.kind == layout.KIND_CANCEL:
-            self.unfinished = None
-        unfinished = self.unfinished
         try:
+            if record.kind == layout.KIND_MESSAGE:
+                if self._fast is not None:
+                    self._fast.moved = 0
+                self.unfinished = _Assembly(record, self._table(record), self._pool, self._blocks)
+            elif record.kind == layout.KIND_CANCEL:
+                self.unfinished = None
+            unfinished = self.unfinished
             # None: a CANCEL, or fragments of a message that began before this reader joined.
             if unfinished is None or unfinished.size == 0:
                 self.advance(record)
@@ -249,7 +264,7 @@ class RingReader:
             else:
                 unfinished.fill(self._segment, record)
                 self.advance(record)
-        except ValueError as error:
+        except (ValueError, OverflowError, MemoryError, struct.error) as error:
             self.unfinished = None
             self.advance(record)
             writer = name_of(self._board.ranks[self._writer])
@@ -292,6 +307,7 @@ class _Assembly:
         self._main = memoryview(pool.take(main))
         self._buffers: list[Buffer] = [pool.take(size) for size in sizes]
         self._placed = [index for index, entry in enumerate(entries) if entry & layout.PLACED]
+        self._arrays: dict[int, NDArray[np.uint8]] = {}
         self._blocks = blocks
         self.targets = (self._main, *self._buffers)
         self.received = 0
@@ -310,8 +326,12 @@ class _Assembly:
                 before = max(before - memory.nbytes, 0)
 
     def message(self) -> Message:
-        """The complete message; descriptors of blocks are replaced by arrays over the blocks."""
+        """The complete message; descriptors of blocks are replaced by arrays over the blocks.
+
+        What was mapped by a call that raised is kept: a block that is let go of is written again.
+        """
         for index in self._placed:
-            block = self._blocks.resolve(bytes(self._buffers[index]))
-            self._buffers[index] = cast("Buffer", block)
-        return self._codec, self._main, self._buffers
+            if index not in self._arrays:
+                self._arrays[index] = self._blocks.resolve(bytes(self._buffers[index]))
+        buffers = [self._arrays.get(index, each) for index, each in enumerate(self._buffers)]
+        return self._codec, self._main, cast("list[Buffer]", buffers)

@@ -183,6 +183,15 @@ class RingWriter:
         words.store64(layout.RING_GATE, gate)
         return position + need - gate <= self.capacity
 
+    @property
+    def published(self) -> int:
+        """The position at which the next record begins."""
+        return self._words.load64(layout.RING_PUBLISHED)
+
+    def joined_at(self, reader: int) -> int:
+        """The position from which on reader number ``reader`` takes records."""
+        return self._words.load64(layout.reader_line(reader) + layout.READER_JOINED)
+
     def has_left(self, reader: int) -> bool:
         """Whether reader number ``reader`` has left the queue."""
         return self._consumed(reader) == layout.LEFT

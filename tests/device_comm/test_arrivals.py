@@ -25,13 +25,9 @@ class Group:
         others = [stack.enter_context(Board.attach(first.handle(), m)) for m in range(1, N)]
         self.boards = [first, *others]
         self.name = name
-        # members of one group are processes of their own: each counts from the first
         self.arrivals = [
-            Arrivals(board, f"{name}{rank}", range(N), rank)
-            for rank, board in enumerate(self.boards)
+            Arrivals(board, name, range(N), rank) for rank, board in enumerate(self.boards)
         ]
-        for each in self.arrivals[1:]:
-            each._begun = self.arrivals[0]._begun
 
     def begin(self, rank: int, verb: str) -> Arrival:
         operation = f"{self.name} {verb}"
@@ -108,3 +104,13 @@ def test_groups_of_one_name_are_told_apart() -> None:
     with Board.create(2, 0) as board:
         first, second = (Arrivals(board, "same", (0, 1), 0) for _ in range(2))
         assert not first.begin("same barrier")._has_come(second._begun + 1)
+
+
+def test_groups_that_a_process_was_in_before_do_not_count() -> None:
+    """A worker that survives a restart has been in a group of this name, its new peer has not."""
+    with Board.create(2, 0) as before, Board.create(2, 0) as board:
+        Arrivals(before, "tp", (0, 1), 0)
+        survivor = Arrivals(board, "tp", (0, 1), 0)
+        with Board.attach(board.handle(), 1) as peer:
+            newcomer = Arrivals(peer, "tp", (0, 1), 1)
+            assert survivor.begin("tp barrier")._has_come(newcomer._begun + 1)

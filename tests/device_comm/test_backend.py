@@ -90,9 +90,27 @@ def test_in_place_is_passed_on_and_copies_only_if_needed() -> None:
     assert comm.all_reduce_(y) is y
     assert backend.started[1].output.is_contiguous()
     assert y.tolist() == [3, 3, 3, 3]
-    z = torch.ones(8)
-    comm.all_reduce(z[:4], out=z[2:6])
-    assert z.tolist() == [1, 1, 3, 3, 3, 3, 1, 1]
+
+
+@pytest.mark.parametrize("shift", [-2, 0, 2])
+def test_an_output_over_memory_of_the_input_is_filled_when_all_was_read(shift: int) -> None:
+    comm, backend = record()
+    z = torch.arange(8.0)
+    shown = z.numpy()
+    apart = torch.from_numpy(shown[2:6]), torch.from_numpy(shown[2 + shift : 6 + shift])
+    for x, out in ((z[2:6], z[2 + shift : 6 + shift]), apart):
+        z.copy_(torch.arange(8.0))
+        comm.all_reduce(x, out=out)
+        assert backend.started[-1].output.data_ptr() != out.data_ptr()
+        assert out.tolist() == [6, 9, 12, 15]
+
+
+def test_a_neighbour_in_the_same_buffer_is_written_as_it_is() -> None:
+    comm, backend = record()
+    shown = torch.ones(8).numpy()
+    x, out = torch.from_numpy(shown[:4]), torch.from_numpy(shown[4:])
+    comm.all_reduce(x, out=out)
+    assert backend.started[0].output.data_ptr() == out.data_ptr()
 
 
 def test_one_outer_row_is_never_copied() -> None:

@@ -43,6 +43,20 @@ def test_what_the_call_raises_by_itself_is_left_alone() -> None:
         guard.call(call, "receiving", [1])
 
 
+def test_a_call_that_cannot_be_watched_over_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    boundary, call = Boundary(LoneWatch(0)), Call()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(boundary, "wait", refuse)
+        guard = Guard("guard-test", boundary, call.ended.set)
+        with pytest.raises(OSError, match="Too many open files"):
+            guard.call(call, "receiving", [1])
+    guard.call(int, "receiving", [1])
+
+
 def test_one_thread_for_many_calls_that_leaves_when_there_are_none() -> None:
     before = len(threads())
     guard = Guard("guard-test", Boundary(LoneWatch(0)), int)

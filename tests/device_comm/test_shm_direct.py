@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from device_comm.shm.collectives.direct import DirectCalls
 from shm_broadcast import Board, BoardHandle
 from shm_broadcast.errors import DivergenceError, GroupAbortedError, PeerLostError
 from shm_broadcast.recycling import RECYCLED_BYTES
+from tests.device_comm.meeting import wait_for_abort
 from tests.device_comm.oracle import same
 from tests.device_comm.shm_ranks import make_comm, shm_of
 from tests.ranks import run_ranks
@@ -256,30 +258,71 @@ def test_a_result_without_memory_has_not_begun(store_path: str) -> None:
         run_ranks(2, no_memory, store_path, board.handle())
 
 
-def interrupted(rank: int, n: int, path: str, board: BoardHandle) -> None:
-    """Rank 0 is interrupted when it has begun, and has not come to wait for rank 1 yet."""
+def interrupt_when_it_returns(comm: Communicator, verb: str, patch: pytest.MonkeyPatch) -> None:
+    """Raise as soon as the extension comes back from ``verb``, as a signal handler may."""
+    shortcut = shm_of(comm).shortcut
+    assert isinstance(shortcut, DirectCalls)
+    native, call = shortcut._native, getattr(shortcut._native, verb)
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(native, name)
+
+    def interrupted(*args: Any) -> None:
+        call(*args)
+        raise KeyboardInterrupt
+
+    setattr(Interrupted, verb, staticmethod(interrupted))
+    patch.setattr(shortcut, "_native", Interrupted())
+    patch.setitem(shortcut._calls, verb, interrupted)
+
+
+def interrupted(rank: int, n: int, path: str, board: BoardHandle, message: bool) -> None:
+    """Rank 0 is interrupted when it has begun, and does not come to wait for rank 1."""
     with make_comm(rank, board, path) as comm:
-        x = torch.ones(5)
+        x = torch.ones(RECYCLED_BYTES)
+        comm.recv(out=x[:5]) if rank else comm.send(x[:5])
+        comm.barrier()
         if rank == 0:
-
-            def interrupt(*_: object) -> None:
-                raise KeyboardInterrupt
-
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(shm_of(comm).shortcut, "_finish", interrupt)
+                interrupt_when_it_returns(comm, "send" if message else "all_reduce", patch)
                 with pytest.raises(KeyboardInterrupt):
-                    comm.all_reduce(x)
-            with pytest.raises(RuntimeError, match="interrupted"):
-                comm.all_reduce(x)
-        while not comm.watch.aborted:
-            time.sleep(0.001)
-        with pytest.raises(GroupAbortedError, match="interrupted"):
+                    comm.send(x) if message else comm.all_reduce(x)
+        wait_for_abort(comm.watch)
+        with pytest.raises(GroupAbortedError, match="KeyboardInterrupt"):
             comm.all_reduce(x)
 
 
-def test_whoever_goes_on_after_an_interruption_ends_the_group(store_path: str) -> None:
+@pytest.mark.parametrize("message", [False, True])
+def test_whoever_is_interrupted_when_it_has_begun_ends_the_group(
+    store_path: str, message: bool
+) -> None:
     with Board.create(2, None) as board:
-        run_ranks(2, interrupted, store_path, board.handle())
+        run_ranks(2, interrupted, store_path, board.handle(), message)
+
+
+def interrupted_when_done(rank: int, n: int, path: str, board: BoardHandle) -> None:
+    """Rank 0 is interrupted when it has sent all, or nothing."""
+    with make_comm(rank, board, path) as comm:
+        x = torch.ones(5)
+        if rank == 1:
+            for _ in range(3):
+                comm.recv(out=x)
+            comm.barrier()
+            return
+        comm.send(x)
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt_when_it_returns(comm, "send", patch)
+            for refused in (x, x.to_sparse()):
+                with pytest.raises(KeyboardInterrupt):
+                    comm.send(refused)
+        comm.send(x)
+        comm.barrier()
+
+
+def test_whoever_is_interrupted_when_all_is_done_ends_nothing(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, interrupted_when_done, store_path, board.handle())
 
 
 def pipe_never_found(rank: int, n: int, path: str, board: BoardHandle) -> None:

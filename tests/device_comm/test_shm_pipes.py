@@ -22,10 +22,18 @@ from device_comm.shm.pipes.pipe import (
 )
 from device_comm.shm.pipes.spills import AHEAD_BYTES, KEPT_BYTES, KEPT_ROOM, SpillPool
 from device_comm.shm.pipes.transfers import ReceiveTask, SendTask
-from shm_broadcast import Board, BoardHandle, DivergenceError, GroupClosedError, Segment
+from shm_broadcast import (
+    Board,
+    BoardHandle,
+    DivergenceError,
+    GroupClosedError,
+    Segment,
+    SharedMemoryError,
+)
 from tests.calls import in_call
 from tests.device_comm.shm_ranks import make_comm
 from tests.ranks import run_ranks
+from tests.shm_broadcast.leaks import no_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,6 +91,17 @@ def test_messages_of_every_size_arrive(pipes: list[PeerPipes], size: int) -> Non
         assert receiving.ready()
         assert receiving.advance(0)
         assert torch.equal(out, (torch.arange(size) + turn).to(torch.uint8))
+
+
+def test_a_sender_whose_memory_cannot_be_mapped_for_now_is_not_lost(pipes: list[PeerPipes]) -> None:
+    x = torch.arange(KEPT_ROOM // 8)
+    out = torch.zeros_like(x)
+    receiving = receive(pipes, out)
+    assert send(pipes, x).advance(0)
+    with no_descriptors(), pytest.raises(SharedMemoryError, match="Too many open files"):
+        receiving.advance(0)
+    assert receiving.advance(0)
+    assert torch.equal(out, x)
 
 
 def test_messages_go_on_where_the_ring_ends(pipes: list[PeerPipes]) -> None:

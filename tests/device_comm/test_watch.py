@@ -41,6 +41,18 @@ def test_a_ring_wakes() -> None:
     assert time.monotonic() - began < SOON
 
 
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def test_an_error_that_cannot_say_what_it_is_aborts_all_the_same() -> None:
+    watch = LoneWatch(0)
+    watch.abort(SilentError())
+    with pytest.raises(GroupAbortedError, match="SilentError"):
+        watch.check("next")
+
+
 def test_an_abort_ends_waiting_and_the_first_one_counts() -> None:
     watch = LoneWatch(2)
     watch.check("before")

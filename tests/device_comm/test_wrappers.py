@@ -35,10 +35,11 @@ from device_comm.choosing.selection import Candidate, Selection
 from device_comm.cuda.ipc.ipc_way import IpcWay
 from device_comm.cuda.launches.launch import Protocol
 from device_comm.cuda.nccl.nccl_window import NcclWindow
+from device_comm.wrappers import checked
 from device_comm.wrappers.checked import CheckedBackend
 from device_comm.wrappers.host_staging import HostStaging
 from device_comm.wrappers.on_stream import OnStream
-from shm_broadcast import Deadline, GroupTimeoutError
+from shm_broadcast import Deadline, DivergenceError, GroupTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -183,6 +184,36 @@ def of_the_project(kind: type) -> set[type]:
     below: list[type] = kind.__subclasses__()
     found = {each for each in below if not each.__module__.startswith("tests.")}
     return found.union(*map(of_the_project, found))
+
+
+def test_whatever_comes_late_in_a_long_description_is_compared() -> None:
+    """Rank 1 of 2 gives the digest and text of another operation than rank 0."""
+    sizes = tuple(range(4000, 4100))
+    x = torch.empty(sum(sizes))
+
+    def operation(op: ReduceOp, last: int) -> Operation:
+        given = (*sizes[:-1], last)
+        return Operation("reduce_scatterv", x, x[:4000], op=op, source_sizes=given, shape=(-1,))
+
+    class Other(Told):
+        def start(self, operation: Operation, *_: object) -> None:
+            rows = operation.output
+            rows[0], rows[1] = operation.source, torch.frombuffer(theirs, dtype=torch.uint8)
+
+    for other, same in [
+        (operation(ReduceOp.SUM, 4099), True),
+        (operation(ReduceOp.MAX, 4099), False),
+        (operation(ReduceOp.SUM, 5000), False),
+    ]:
+        theirs = bytearray(checked._row(checked._describe(other)))
+        backend = CheckedBackend(Told(), Other())
+        ours = operation(ReduceOp.SUM, 4099)
+        if same:
+            backend.start(ours)
+        else:
+            with pytest.raises(DivergenceError, match="reduce_scatterv") as caught:
+                backend.start(ours)
+            assert caught.value.rank == 1
 
 
 def test_no_wrapper_is_forgotten_here() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,11 +35,16 @@ class Rig:
 
     def __init__(self, n_readers: int = 2, limit: int = 8 * MIB) -> None:
         self.left: set[int] = set()
+        self.joined = [0] * n_readers
+        self.published = 0
         self.readers = [BlockReader(reader) for reader in range(n_readers)]
         self.writer = BlockWriter(self, limit)
 
     def has_left(self, reader: int) -> bool:
         return reader in self.left
+
+    def joined_at(self, reader: int) -> int:
+        return self.joined[reader]
 
     def runs(self, reader: int, pid: int) -> bool:
         return pid == os.getpid() and reader < len(self.readers)
@@ -132,6 +138,39 @@ def test_a_reader_that_left_before_it_took_the_block_holds_nothing() -> None:
     assert rig.writer.place(content(2)) is None
     rig.left.add(1)
     rig.place(content(2))
+
+
+def test_a_reader_that_has_joined_since_takes_nothing_of_before() -> None:
+    rig = Rig(n_readers=2, limit=MIB)
+    descriptor = bytes(rig.place(content(1)).descriptor)
+    first = rig.readers[0].resolve(descriptor)
+    del first
+    assert rig.writer.place(content(2)) is None  # reader 1 may take it
+    rig.published = rig.joined[1] = 64
+    rig.place(content(2))
+    assert rig.writer.place(content(3)) is None
+
+
+def test_a_block_whose_filling_is_interrupted_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    rig = Rig(limit=MIB)
+    rig.place(content(1)).withdraw()
+    (block,) = rig.writer._blocks
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            block.segment,
+            "words",
+            SimpleNamespace(
+                write=interrupt,
+                load64=block.segment.words.load64,
+                store64=block.segment.words.store64,
+            ),
+        )
+        with pytest.raises(KeyboardInterrupt):
+            rig.place(content(2))
+    rig.place(content(3))
 
 
 def test_what_a_reader_that_left_still_holds_is_not_written() -> None:

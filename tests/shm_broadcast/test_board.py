@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shm_broadcast import layout
+from shm_broadcast.board import failures
 from shm_broadcast.board.board import Board, BoardHandle
 from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.errors import (
@@ -176,6 +177,20 @@ def test_a_slot_whose_taker_died_on_the_way_can_be_taken() -> None:
             assert board.member_status(1).state == "idle"
 
 
+def test_a_slot_whose_taker_is_but_a_zombie_can_be_taken() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    try:
+        with Board.create(2, member=0) as board:
+            board.words.store32(board.slot_offset(1) + layout.MEMBER_JOINING, pid)
+            with Board.attach(board.handle(), 1):
+                assert board.member_status(1).state == "idle"
+    finally:
+        os.waitpid(pid, 0)
+
+
 def test_a_slot_that_another_process_is_taking_is_refused() -> None:
     with Board.create(2, member=0) as board:
         board.words.store32(board.slot_offset(1) + layout.MEMBER_JOINING, os.getppid())
@@ -316,6 +331,23 @@ def test_one_that_died_while_it_aborted_does_not_disarm_its_successor() -> None:
             assert told(board) is None
             successor.abort("real")
             assert told(board) == "real"
+
+
+def test_an_abort_that_was_interrupted_does_not_disarm_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with boards(2) as (board, other):
+        with monkeypatch.context() as patch:
+            patch.setattr(failures, "write_text", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                other.abort("first")
+        assert board.aborted is None
+        other.abort("second")
+        assert board.aborted is not None
+        assert board.aborted.rank == other.ranks[1]
 
 
 def test_a_successor_keeps_the_failure_that_aborted_the_group() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,17 @@ def test_other_layouts_go_torch_s_own_way() -> None:
     assert torch.equal(through(sparse).to_dense(), sparse.to_dense())
     meta = through(torch.empty(3, 4, device="meta"))
     assert meta.is_meta and meta.shape == (3, 4)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout: torch.layout) -> None:
+    parts = [torch.arange(2.0), torch.arange(3.0)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they are a prototype
+        nested = through(torch.nested.nested_tensor(parts, layout=layout))
+    assert nested.is_nested
+    for got, wanted in zip(nested.unbind(), parts, strict=True):
+        assert torch.equal(got, wanted)
 
 
 def test_what_surrounds_tensors() -> None:

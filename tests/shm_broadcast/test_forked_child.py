@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import signal
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -68,3 +70,27 @@ def test_what_is_no_longer_used_is_not_kept_for_children() -> None:
         Board.create(1).close()
     gc.collect()
     assert len(forked_child._inherited) <= before
+
+
+def test_a_child_that_is_forked_while_a_thread_looks_at_members_closes_their_board() -> None:
+    looking, forked = threading.Event(), threading.Event()
+
+    def look() -> None:
+        with board._members._lock:
+            looking.set()
+            forked.wait(LIMIT)
+
+    def close() -> None:
+        signal.alarm(int(LIMIT / 2))  # ends it, if it hangs
+        board.member_status(1)
+        board.close()
+
+    with Board.create(2, 0) as board:
+        thread = threading.Thread(target=look)
+        thread.start()
+        looking.wait(LIMIT)
+        try:
+            in_a_child(close)
+        finally:
+            forked.set()
+            thread.join()

@@ -53,6 +53,7 @@ def test_c_agrees(name: str) -> None:
         (layout.RING_GATE, 8),
         (layout.reader_line(3) + layout.READER_CONSUMED, 8),
         (layout.reader_line(3) + layout.READER_SEQUENCE, 8),
+        (layout.reader_line(3) + layout.READER_JOINED, 8),
     ],
 )
 def test_words_are_aligned(offset: int, width: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from shm_broadcast.liveness import ProcessId, ProcessWatch
+from tests.forked import in_a_child
 from tests.patience import until
-from tests.shm_broadcast.leaks import open_descriptors
+from tests.shm_broadcast.leaks import no_descriptors, open_descriptors
 
 NOBODY = 2**22 + 1  # above the largest pid that Linux gives
 
@@ -82,6 +84,42 @@ def test_a_process_is_alive_until_it_ends_and_a_zombie_is_not() -> None:
     assert not watch.alive()
     watch.close()
     assert not ProcessWatch(late).alive()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_a_process_is_watched_without_a_descriptor_of_it(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+        watch = ProcessWatch(ProcessId.of(child.pid))
+        other = ProcessWatch(ProcessId(child.pid, watch.process.start_time - 1))
+        assert (watch.alive(), other.alive()) == (True, False)
+        child.kill()
+        until(lambda: not watch.alive())  # as a zombie
+    finally:
+        child.kill()
+        child.wait()
+    assert not watch.alive()
+
+
+def test_a_process_that_cannot_be_looked_at_counts_as_running() -> None:
+    in_a_child(look_without_descriptors)
+
+
+def look_without_descriptors() -> None:
+    me, before = ProcessId.current(), open_descriptors()
+    with no_descriptors():
+        watch, gone = ProcessWatch(me), ProcessWatch(ProcessId(NOBODY, 1))
+        assert (watch.alive(), me.runs()) == (True, True)
+    assert (watch.alive(), gone.alive()) == (True, False)
+    watch.close()
+    assert not watch.alive()
+    assert open_descriptors() == before
 
 
 def test_close_gives_the_descriptor_back_and_is_idempotent() -> None:

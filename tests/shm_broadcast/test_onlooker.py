@@ -8,12 +8,12 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from shm_broadcast import DRIVER_RANK, Board, Deadline, GroupTimeoutError, MessageQueue, layout
-from shm_broadcast.board.outward import Wait, read_place, read_waits
+from shm_broadcast.board.outward import Outward, Wait, read_place, read_waits
 from shm_broadcast.board.stacks import STACK_SIGNAL, StackFile, catches, write_stacks_when_asked
 from shm_broadcast.onlooker.ask import stacks_of
 from shm_broadcast.onlooker.blame import Party
@@ -72,6 +72,23 @@ def test_a_wait_that_fails_is_taken_back() -> None:
         assert read_waits(board._segment, 0, 2) == ()
 
 
+def test_a_wait_that_is_interrupted_while_it_is_said_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    say = Outward.say_wait
+
+    def interrupted(*args: Any) -> None:
+        say(*args)
+        raise KeyboardInterrupt
+
+    with Board.create(2, 0) as board:
+        monkeypatch.setattr(Outward, "say_wait", interrupted)
+        for _ in range(layout.WAITS + 1):
+            with pytest.raises(KeyboardInterrupt):
+                board.wait(bool, Deadline.after(60), "verb", lambda: (1,))
+            assert read_waits(board._segment, 0, 2) == ()
+
+
 def test_more_threads_wait_than_can_be_said() -> None:
     with Board.create(2, 0) as board:
         ended = threading.Event()
@@ -95,17 +112,18 @@ def test_threads_that_begin_to_wait_at_once_may_find_the_last_entry_gone() -> No
     with Board.create(2, 0) as board:
         assert board._outward is not None
         kept, board._outward._free = board._outward._free, TakenJustNow()
-        assert board._outward.say_wait(0, "verb", 1, [1]) == 0
+        assert board._outward.begin_wait() == 0
         board._outward._free = kept
 
 
 def test_a_wait_for_many_names_the_first() -> None:
     with Board.create(100, 0) as board:
         assert board._outward is not None
-        entry = board._outward.say_wait(0, "verb", 1, range(1, 100))
+        entry = board._outward.begin_wait()
+        board._outward.say_wait(entry, "verb", 1, range(1, 100))
         (wait,) = read_waits(board._segment, 0, 100)
         assert (wait.members, wait.count) == (tuple(range(1, 1 + layout.WAIT_NAMED)), 99)
-        assert board._outward.say_wait(entry, "verb", 1, [7]) == entry
+        board._outward.say_wait(entry, "verb", 1, [7])
         (wait,) = read_waits(board._segment, 0, 100)
         assert (wait.members, wait.count) == ((7,), 1)
 
@@ -117,7 +135,7 @@ def test_a_successor_does_not_say_what_its_predecessor_said() -> None:
             other = Board.attach(board.handle(), 1)
             other.add_place("tp", 1)
             assert other._outward is not None
-            other._outward.say_wait(0, "verb", 1, [0])
+            other._outward.say_wait(other._outward.begin_wait(), "verb", 1, [0])
             os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(pid, 0)
         assert read_waits(board._segment, 1, 2)

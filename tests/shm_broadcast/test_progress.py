@@ -169,6 +169,25 @@ def test_close_ends_the_thread_and_waiters_go_on(progress: Progress) -> None:
     ticket.wait(soon())
 
 
+def test_a_thread_that_cannot_look_ends_the_group(
+    board: Board, progress: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+
+    def require(*_: object) -> None:
+        nonlocal looks
+        looks += 1
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(board, "require", require)
+    ticket = lane_of(progress).perform(ByHand([], "a"), soon, background=True)
+    assert ticket is not None
+    until(lambda: ticket.done)
+    assert isinstance(ticket.error, GroupAbortedError)
+    assert ticket.error.failure.kind == "OSError"
+    assert looks == 1
+
+
 class HalfWay(ByHand):
     """A task that takes its time once it may end."""
 

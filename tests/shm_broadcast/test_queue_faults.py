@@ -19,13 +19,17 @@ from shm_broadcast import (
     MessageDecodeError,
     MessageQueue,
     PeerLostError,
+    SharedMemoryError,
     layout,
 )
 from shm_broadcast.board.board import Board
 from shm_broadcast.doorbell import Doorbell
+from tests.forked import in_a_child
 from tests.patience import NAMED_WITHIN, quickest, until
 from tests.ranks import run_ranks
+from tests.shm_broadcast.leaks import no_descriptors
 from tests.shm_broadcast.members import LIMIT, attach_again, joined, kill
+from tests.shm_broadcast.queues import Running, ends
 from tests.shm_broadcast.remote_peers import get, put
 
 if TYPE_CHECKING:
@@ -320,3 +324,26 @@ def send_until_taken(queue: Any, message: Any) -> None:
 def test_a_respawned_reader_goes_on_and_the_others_notice_nothing(tmp_path: Path) -> None:
     results = run_ranks(4, respawn, str(tmp_path), may_die=[1])
     assert results == [0, None, 0, 100]
+
+
+def test_a_queue_gets_over_a_time_without_descriptors() -> None:
+    in_a_child(enqueue_and_dequeue_without_descriptors)
+
+
+def enqueue_and_dequeue_without_descriptors() -> None:
+    large = np.arange(2 << 20, dtype=np.uint8)
+    with ends(zero_copy=True) as made, no_descriptors():
+        with pytest.raises(GroupTimeoutError):
+            made.reader.dequeue(0.5)
+        received = Running(made.reader.dequeue, LIMIT)
+        made.writer.enqueue(large, LIMIT)  # by the ring
+        assert (received.result() == large).all()
+    with ends(zero_copy=True) as made:
+        made.writer.enqueue([large, "first", large[::-1].copy()])
+        made.writer.enqueue("second")
+        with no_descriptors(), pytest.raises(SharedMemoryError, match="Too many open files"):
+            made.reader.dequeue(LIMIT)
+        there, name, back = made.reader.dequeue(LIMIT)
+        assert name == "first"
+        assert (there == large).all() and (back == large[::-1]).all()
+        assert made.reader.dequeue(LIMIT) == "second"

@@ -8,12 +8,15 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from shm_broadcast import atomics
 from shm_broadcast.board import board as board_module
 from shm_broadcast.board.board import Board
 from shm_broadcast.errors import GroupClosedError
+from shm_broadcast.queue.reader import LocalReader
+from shm_broadcast.ring.arena import PLACED_BYTES, BlockWriter, PlacedBuffer
 from tests.patience import PATIENCE_SECONDS
 from tests.shm_broadcast.queues import LIMIT, Ends, Running, ends
 
@@ -176,3 +179,59 @@ def test_a_handler_may_ask_for_the_status_of_all() -> None:
             while len(seen) < 300:
                 board.status()
         assert set(seen) == {"idle"}
+
+
+def test_an_interrupt_while_blocks_are_filled_leaves_them_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = BlockWriter.place
+    placed = 0
+
+    def interrupted(self: BlockWriter, buffer: memoryview) -> PlacedBuffer | None:
+        nonlocal placed
+        placed += 1
+        if placed == 2:
+            raise Interruption
+        return place(self, buffer)
+
+    large = bytearray(PLACED_BYTES)
+    with ends(zero_copy=True) as made:
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockWriter, "place", interrupted)
+            with pytest.raises(Interruption):
+                made.writer.enqueue([np.frombuffer(large, np.uint8), np.ones(PLACED_BYTES)])
+        writer = made.writer._writer
+        assert writer is not None and writer._blocks is not None
+        assert [writer._blocks._is_free(block) for block in writer._blocks._blocks] == [True]
+
+
+def test_what_came_while_a_reader_was_away_is_free_once_it_is_back() -> None:
+    with ends(2, zero_copy=True) as made:
+        made.readers[1].shutdown()
+        made.writer.enqueue(np.ones(PLACED_BYTES, np.uint8), LIMIT)
+        made.reader.dequeue(LIMIT)
+        made.readers[1] = made.attach(made.boards[2])
+        writer = made.writer._writer
+        assert writer is not None and writer._blocks is not None
+        (block,) = writer._blocks._blocks
+        assert writer._blocks._is_free(block)
+        made.writer.enqueue(np.ones(PLACED_BYTES, np.uint8), LIMIT)
+        assert not writer._blocks._is_free(block)
+        assert [reader.dequeue(LIMIT).sum() for reader in made.readers] == [PLACED_BYTES] * 2
+
+
+def test_a_dequeue_that_is_interrupted_at_its_first_look_has_ended() -> None:
+    with ends() as made:
+        assert isinstance(made.reader._reader, LocalReader)
+        ring = made.reader._reader._ring
+        look = ring.read_small
+
+        def interrupted(spin_ns: int, begins: bool) -> None:
+            assert look(spin_ns, begins) is None
+            raise Interruption
+
+        ring.read_small = interrupted
+        with pytest.raises(Interruption):
+            made.reader.dequeue(LIMIT)
+        (past,) = made.boards[1].past(1)
+        assert (past.verb, past.outcome) == ("dequeue", "failed")

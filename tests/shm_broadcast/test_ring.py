@@ -9,6 +9,7 @@ import pytest
 
 from shm_broadcast import layout
 from shm_broadcast.codec import MAX_BUFFERS
+from shm_broadcast.errors import MessageDecodeError
 from shm_broadcast.ring import reader as ring_reader
 from shm_broadcast.ring import writer as ring_writer
 from tests.shm_broadcast.rings import CAPACITY, CODEC, NoRoomError, Ring, ring
@@ -524,3 +525,15 @@ def test_small_messages_are_seen_as_operations() -> None:
         writer, reader = made.boards[0].status()
         assert (writer.operation, writer.sequence) == ("enqueue", 1)
         assert (reader.operation, reader.sequence) == ("dequeue", 2)
+
+
+@pytest.mark.parametrize("total", [0, 1 << 62, 1 << 63])
+def test_a_record_of_a_size_that_cannot_be_is_skipped(total: int) -> None:
+    with ring() as made:
+        made.write(b"damaged", buffers=[b"x"])
+        record = layout.data_offset(1)
+        made.words.store64(record + layout.RECORD_TOTAL, total)
+        made.write(b"whole")
+        with pytest.raises(MessageDecodeError, match="message 1 of rank 0"):
+            made.read()
+        assert made.read() == (b"whole", [])

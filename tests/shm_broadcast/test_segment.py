@@ -17,8 +17,9 @@ from shm_broadcast import segment as module
 from shm_broadcast.errors import GroupClosedError, SharedMemoryError
 from shm_broadcast.layout import SEGMENT_MAGIC, SEGMENT_SIZE
 from shm_broadcast.segment import Segment, SegmentHandle
+from tests.forked import in_a_child
 from tests.ranks import run_ranks
-from tests.shm_broadcast.leaks import open_descriptors
+from tests.shm_broadcast.leaks import no_descriptors, open_descriptors
 from tests.shm_broadcast.remote_peers import get, put
 
 if TYPE_CHECKING:
@@ -292,6 +293,16 @@ def test_too_little_memory_is_an_error_with_both_numbers(
     with pytest.raises(SharedMemoryError, match=r"8192 bytes .* required, 5000 are free"):
         Segment.create(2 * PAGE, "test")
     assert open_descriptors() == before
+
+
+def test_no_descriptor_for_it_is_an_error_too() -> None:
+    in_a_child(create_without_descriptors)
+
+
+def create_without_descriptors() -> None:
+    refused = pytest.raises(SharedMemoryError, match="cannot reserve 4096 bytes: Too many open")
+    with no_descriptors(), refused:
+        Segment.create(PAGE, "test")
 
 
 def test_more_than_the_machine_has() -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from device_comm.recorder import Recorder
     from device_comm.shm.execution import Execution
     from device_comm.shm.pipes.peer_pipes import PeerPipes
-    from shm_broadcast.progress import Lane, Task
+    from shm_broadcast.progress import Task
 
 VERBS = (
     "all_reduce",
@@ -79,12 +79,19 @@ class DirectCalls:
             return NotImplemented
         if self._collectives.tickets:
             return NotImplemented
-        result = self._calls[verb](*arguments)
-        if result is NotImplemented and verb in _OF_ANY_STRIDES:
-            x, out = arguments[0], arguments[-1]
-            if out is not x and _is_strided(x):
-                result = self._calls[verb](plain(x), *arguments[1:])
-        return self._finish(verb, timeout) if result is ... else result
+        try:
+            result = self._calls[verb](*arguments)
+            if result is NotImplemented and verb in _OF_ANY_STRIDES:
+                x, out = arguments[0], arguments[-1]
+                if out is not x and _is_strided(x):
+                    result = self._calls[verb](plain(x), *arguments[1:])
+            return self._finish(verb, timeout) if result is ... else result
+        except BaseException as error:
+            # Also where a signal handler raises as soon as the extension returns.
+            if self._native.under_way:
+                self._native.give_up(outcome_of(error))
+                self._execution.fail(error)
+            raise
 
     def message(self, verb: str, timeout: float | Deadline | None, x: Tensor, peer: int) -> Any:
         """As `Shortcut.message`."""
@@ -96,23 +103,24 @@ class DirectCalls:
             return NotImplemented
         if lane is None or lane.tickets:
             return NotImplemented
-        # There was a lane, so there was a transfer, and there is a pipe.
-        if verb == "send":
-            moved = self._native.send(x, self._pipes.outgoing[peer].mover, peer)
-        else:
-            moved = self._native.recv(x, self._pipes.coming[peer].mover, peer)
-        return self._go_on(verb, timeout, x, peer, moved) if type(moved) is int else moved
+        try:
+            # There was a lane, so there was a transfer, and there is a pipe.
+            if verb == "send":
+                moved = self._native.send(x, self._pipes.outgoing[peer].mover, peer)
+            else:
+                moved = self._native.recv(x, self._pipes.coming[peer].mover, peer)
+            return self._go_on(verb, timeout, x, peer, moved) if type(moved) is int else moved
+        except BaseException as error:
+            if self._native.halfway or isinstance(error, CoordinatorError):
+                self._execution.fail(error)
+            raise
 
     def _finish(self, verb: str, timeout: float | Deadline | None) -> Any:
         """Wait for the call that is blocked in the extension, and return its result."""
         operation = self._operation(verb, timeout)
         members = self._identity.members
         task = Collective(self._native, members, operation.name, iter(()), begun=True)
-        try:
-            self._perform(self._collectives, task, operation)
-        except BaseException as error:
-            self._native.give_up(outcome_of(error))
-            raise
+        self._execution.perform(self._collectives, task, operation)
         return self._native.finish()
 
     def _go_on(
@@ -129,20 +137,13 @@ class DirectCalls:
         else:
             task = ReceiveTask(self._pipes, peer, operation.name, (x,), received=moved)
         try:
-            self._perform(self._execution.messages[verb, peer], task, operation)
+            self._execution.perform(self._execution.messages[verb, peer], task, operation)
         except BaseException as error:
             self._recorder.end(entry, error)
             raise
         finally:
             watch.idle()
         self._recorder.end(entry)
-
-    def _perform(self, lane: Lane, task: Task, operation: Operation) -> None:
-        try:
-            self._execution.perform(lane, task, operation)
-        except CoordinatorError as error:
-            self._execution.fail(error)
-            raise
 
     def _operation(self, verb: str, timeout: float | Deadline | None) -> Operation:
         allowed = self._identity.timeout if timeout is None else timeout

@@ -14,6 +14,7 @@ from device_comm.shm.memory import copy
 from device_comm.shm.pipes.pipe import HEADER_BYTES, INSIDE, SMALL_BYTES, SPILL, Chunk
 from device_comm.shm.signature import DTYPE_CODES
 from shm_broadcast.errors import DivergenceError, GroupClosedError, PeerLostError, SharedMemoryError
+from shm_broadcast.segment import may_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -144,6 +145,7 @@ class ReceiveTask:
             DivergenceError: the sender sent another dtype or size, or in another call.
             GroupClosedError: the sender has closed its communicator.
             PeerLostError: the sender ended before what it has sent could be found.
+            SharedMemoryError: this process has no descriptor or no memory left to map that.
         """
         try:
             while not self._filled or self._take_next():
@@ -162,6 +164,8 @@ class ReceiveTask:
                     self._end.take(chunk)
                     self._filled = True
         except SharedMemoryError as error:
+            if may_pass(error):
+                raise
             raise PeerLostError(self.operation, self._board.member_status(self._member)) from error
         return True
 
