@@ -400,14 +400,23 @@ class WorkerPool:
         plan = self._plan
         return f"WorkerPool({plan.worker}, tp={plan.tp}, pp={plan.pp}, dp={plan.dp})"
 
-    def hand_over(self, move: Callable[[list[PendingCall]], list[PendingCall]]) -> None:
+    def hand_over(
+        self,
+        move: Callable[[list[PendingCall]], list[PendingCall]],
+        opened: Callable[[], object],
+    ) -> None:
         """For `replicas.Replicas`: when the pool breaks, let other pools of its shape have calls.
 
         Args:
             move: called with calls that no worker has begun, or that may be made again. Moves them
                 by `adopt` of other pools, and returns those that stay.
+            opened: called when the pool has been restarted.
         """
-        self._crew.hand_over(move)
+        self._crew.hand_over(move, opened)
+
+    def move_on(self) -> None:
+        """For `replicas.Replicas`: have ``move`` called with the calls that wait for a restart."""
+        self._crew.move_on()
 
     def adopt(self, call: PendingCall) -> None:
         """Take over a call of another pool; see `hand_over`.

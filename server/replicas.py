@@ -134,7 +134,7 @@ class Replicas:
             undo.pop_all()
         self._turn = 0
         for pool in self.pools:
-            pool.hand_over(partial(self._move, pool))
+            pool.hand_over(partial(self._move, pool), partial(self._gather, pool))
 
     @property
     def n_workers(self) -> int:
@@ -261,10 +261,14 @@ class Replicas:
             turned = [pools[(self._turn + index) % len(pools)] for index in range(len(pools))]
             pool = min(turned, key=lambda each: each.load)
             try:
-                return begin(pool)
+                begun = begin(pool)
             except CoordinatorError:
                 if pool.failure is None:
                     raise
+            else:
+                if pool.restarting is not None and self._working():  # since it was chosen
+                    pool.move_on()
+                return begun
 
     def _move(self, broken: WorkerPool, calls: list[PendingCall]) -> list[PendingCall]:
         """Give calls of a replica that broke to others; returns those that stay there.
@@ -281,6 +285,12 @@ class Replicas:
             except CoordinatorError:
                 staying.append(call)
         return staying
+
+    def _gather(self, opened: WorkerPool) -> None:
+        """Have a replica that was restarted answer what waits for others that are not yet."""
+        for pool in self.pools:
+            if pool is not opened:
+                pool.move_on()
 
 
 def _begin(start: Callable[[int], WorkerPool], number: int) -> Future[WorkerPool]:

@@ -91,8 +91,9 @@ class Ledger:
         generation: what `open` was called with last; 0 before.
         restarts: how often `open` was called again.
         last_failure: when the pool broke last, in seconds since the epoch, and why.
-        move: called when the pool breaks, with the calls that wait: those that it does not return
-            are another ledger's from then on. ``None``: all stay.
+        move: called when the pool breaks, and by `move_on`, with the calls that wait: those that it
+            does not return are another ledger's from then on. ``None``: all stay.
+        opened: called when the pool has been restarted.
 
     Args:
         in_flight: how many calls may be under way at once.
@@ -119,6 +120,7 @@ class Ledger:
         self.restarts = 0
         self.last_failure: tuple[float, CoordinatorError] | None = None
         self.move: Callable[[list[PendingCall]], list[PendingCall]] | None = None
+        self.opened: Callable[[], object] = _ignore
         self._hooks = hooks
         self._name = name
         self._restartable = restartable
@@ -191,9 +193,12 @@ class Ledger:
             generation: its number, higher than those before.
             cancelled: where to mark calls that nobody waits for.
         """
+        actions: Actions = []
         with self._lock:
             if self._end is None:
                 restarted = self.generation > 0
+                if restarted:
+                    actions.append(self.opened)
                 self.generation = generation
                 self._calls.last_settled = ""
                 self._cancelled = cancelled
@@ -203,6 +208,7 @@ class Ledger:
                 self._over.clear()
                 self._lateness.resumed()
                 self._to_send.notify_all()
+        _run(actions)
 
     def over(self, generation: int) -> bool:
         """Whether the workers of ``generation`` take no more calls."""
@@ -451,6 +457,15 @@ class Ledger:
             actions = [] if late else self._break_off(error)
         _run(actions)
 
+    def move_on(self) -> None:
+        """While the pool is restarted: let other ledgers have the calls that wait, as when it broke;
+        they can be answered there by now.
+        """
+        with self._lock:
+            waits = self.restarting is not None and self.move is not None
+            waiting = self._withdraw_all() if waits else []
+        self._move(waiting)
+
     def end(self, error: CoordinatorError) -> None:
         """End the pool for good because of ``error``, or close it (`PoolClosedError`). The first
         call counts.
@@ -465,6 +480,7 @@ class Ledger:
         """
         self._hooks = LedgerHooks(*(_ignore,) * 6)
         self.move = None
+        self.opened = _ignore
 
     def _spoil_before(self, rank: int, number: int) -> Actions:
         """Count replies of ``rank`` to calls before ``number`` as lost.
@@ -525,9 +541,7 @@ class Ledger:
             self.last_failure = time.time(), error
         moving = self.move is not None and not closed
         doomed = self._calls.take_back() if moving or not final else self._calls.clear()
-        waiting = self._calls.withdraw_all() if moving else []
-        for call in waiting:
-            self._lateness.forget(call)
+        waiting = self._withdraw_all() if moving else []
         self._clock()
         self._stuck.watch(None)
         self._over.set()
@@ -540,6 +554,13 @@ class Ledger:
         before: Actions = [] if closed else [partial(self._hooks.broke, error)]
         after: Actions = [self._hooks.wake] if closed else [partial(self._move, waiting)]
         return [*before, *(call.finish(self._name) for call in doomed), *after]
+
+    def _withdraw_all(self) -> list[PendingCall]:
+        """Take all calls off the queue."""
+        waiting = self._calls.withdraw_all()
+        for call in waiting:
+            self._lateness.forget(call)
+        return waiting
 
     def _move(self, waiting: list[PendingCall]) -> None:
         """Let other ledgers have calls. Those that stay are queued again, or fail if it is over."""

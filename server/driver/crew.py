@@ -148,9 +148,17 @@ class Crew:
         """How many calls wait or are under way."""
         return self._ledger.load
 
-    def hand_over(self, move: Callable[[list[PendingCall]], list[PendingCall]]) -> None:
+    def hand_over(
+        self,
+        move: Callable[[list[PendingCall]], list[PendingCall]],
+        opened: Callable[[], object],
+    ) -> None:
         """Give calls away when the pool breaks; see `pool.WorkerPool.hand_over`."""
-        self._ledger.move = move
+        self._ledger.move, self._ledger.opened = move, opened
+
+    def move_on(self) -> None:
+        """Give calls away that wait for a restart; see `pool.WorkerPool.move_on`."""
+        self._ledger.move_on()
 
     @property
     def restarts(self) -> int:

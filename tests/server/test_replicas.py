@@ -29,7 +29,7 @@ from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from server.replicas import Replicas
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
-from tests.server.workers import Gate, Unlucky, Worker
+from tests.server.workers import Gate, OneIsLate, Unlucky, Worker
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,6 +66,20 @@ def test_replicas_are_pools_of_their_own_that_share_the_cores() -> None:
         threads = replicas.call("environment")["threads"]
         assert threads == worker_threads(4)
         assert (replicas.failure, replicas.restarting, replicas.restarts) == (None, None, 0)
+
+
+def test_while_none_works_calls_wait_for_the_first_that_does(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    arguments = {"worker_kwargs": {"gate": gate}, "restart": "worker"}
+    with Replicas(OneIsLate, dp=2, **arguments) as replicas:
+        for pid in [where(pool)[0] for pool in replicas.pools]:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: replicas.restarting is not None)
+        waiting = [replicas.submit("echo", number) for number in range(6)]
+        assert [future.result(PATIENCE_SECONDS) for future in waiting] == [*range(6)]
+        assert [pool.restarting is None for pool in replicas.pools].count(False) == 1
+        gate.open()
+        until(lambda: len(replicas._working()) == 2)
 
 
 def test_calls_that_had_not_begun_move_over_and_the_replica_comes_back(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -332,6 +333,17 @@ class Restored(Worker):
 
     def holds(self) -> list[str]:
         return self.held
+
+
+class OneIsLate(Worker):
+    """Of several pools that are restarted, one waits for the gate."""
+
+    def __init__(self, context: WorkerContext, gate: Gate) -> None:
+        super().__init__(context)
+        if context.generation > 1:
+            with suppress(FileExistsError):
+                (gate.folder / "one").mkdir()
+                gate.pass_through(self.rank)
 
 
 class Unlucky(Worker):
