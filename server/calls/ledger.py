@@ -458,8 +458,8 @@ class Ledger:
         _run(actions)
 
     def move_on(self) -> None:
-        """While the pool is restarted, let other ledgers have the calls that wait, as when it broke:
-        by now they may be answered there.
+        """While the pool is restarted, let other ledgers have the calls that wait, as when it
+        broke: by now they may be answered there.
         """
         with self._lock:
             waits = self.restarting is not None and self.move is not None
