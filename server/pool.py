@@ -403,7 +403,7 @@ class WorkerPool:
     def hand_over(
         self,
         move: Callable[[list[PendingCall]], list[PendingCall]],
-        opened: Callable[[], object],
+        opened: Callable[[], None],
     ) -> None:
         """For `replicas.Replicas`: when the pool breaks, let other pools of its shape have calls.
 

@@ -120,7 +120,7 @@ class Ledger:
         self.restarts = 0
         self.last_failure: tuple[float, CoordinatorError] | None = None
         self.move: Callable[[list[PendingCall]], list[PendingCall]] | None = None
-        self.opened: Callable[[], object] = _ignore
+        self.opened: Callable[[], None] = _ignore
         self._hooks = hooks
         self._name = name
         self._restartable = restartable

@@ -151,7 +151,7 @@ class Crew:
     def hand_over(
         self,
         move: Callable[[list[PendingCall]], list[PendingCall]],
-        opened: Callable[[], object],
+        opened: Callable[[], None],
     ) -> None:
         """Give calls away when the pool breaks; see `pool.WorkerPool.hand_over`."""
         self._ledger.move, self._ledger.opened = move, opened
