@@ -144,8 +144,10 @@ WHEELS := x86_64 aarch64
 wheels: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" deploy/wheels.sh $(WHEELS)
 
-# On aarch64, emulated: some minutes. Processes that fork with threads running are more than qemu can.
-AARCH64_TESTS := tests/shm_broadcast/test_ring.py
+# On aarch64, emulated: ten minutes. Processes that fork with threads running are more than qemu can.
+AARCH64_TESTS := $(patsubst %,tests/shm_broadcast/test_%.py,atomics native codec codec_tensors ring \
+                   ring_model ring_sleep board doorbell history layout queue liveness recycling remote_wire) \
+                 $(patsubst %,tests/device_comm/test_shm_%.py,steps comm direct pipes uneven)
 
 aarch64-test: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" deploy/aarch64_test.sh $(AARCH64_TESTS)

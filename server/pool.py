@@ -379,8 +379,8 @@ class WorkerPool:
 
         Raises:
             ValueError, TypeError: ``timeout`` is no time. Nothing has happened.
-            RuntimeError: a thread of the pool calls, as in a future's callback: it would wait for
-                itself. Nothing has happened.
+            RuntimeError: the pool's supervisor, sender or collector calls, as in most futures'
+                callbacks: it would wait for itself. Nothing has happened.
         """
         self._stop(timeout, finish=True)
 

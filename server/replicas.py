@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -225,13 +225,20 @@ class Replicas:
         return dict(enumerate(each))
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
-        """End all replicas at the same time; see `pool.WorkerPool.shutdown`. Idempotent."""
-        seconds = Deadline.after(timeout).remaining()
+        """End all replicas; see `pool.WorkerPool.shutdown`. Idempotent.
+
+        Args:
+            timeout: seconds for all of them together; ``None``: for ever.
+
+        Raises:
+            ValueError, TypeError: ``timeout`` is no time. Nothing has happened.
+            RuntimeError: a thread of theirs calls, as in a future's callback. Nothing has happened.
+        """
+        deadline = Deadline.after(timeout)
         if any(pool.is_own(threading.current_thread()) for pool in self.pools):
             raise RuntimeError("replicas cannot be shut down by a callback of their own")
-        with ThreadPoolExecutor(len(self.pools), "end-replica") as enders:
-            for ended in [enders.submit(pool.shutdown, seconds) for pool in self.pools]:
-                ended.result()
+        for pool in self.pools:  # in this thread: a signal handler may have interrupted it in a call
+            pool.shutdown(deadline.remaining())
 
     def __enter__(self) -> Self:
         """Give the replicas themselves."""

@@ -12,7 +12,6 @@ process and the memory belong to this user and, where the members are known, the
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
@@ -272,9 +271,9 @@ def _user_ids(process: int) -> list[int]:
 
 
 def may_pass(error: SharedMemoryError) -> bool:
-    """Whether it is but for want of a descriptor or of memory: later it may work."""
+    """Whether it is but for want of a descriptor: later it may work."""
     cause = error.__cause__
-    return isinstance(cause, OSError) and cause.errno in (*NO_DESCRIPTOR, errno.ENOMEM)
+    return isinstance(cause, OSError) and cause.errno in NO_DESCRIPTOR
 
 
 def _is_sealed(fd: int) -> bool:

@@ -17,19 +17,21 @@ from __future__ import annotations
 
 from collections import deque
 from threading import Lock
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from device_comm.call_number import call_number
 from shm_broadcast import NEVER, Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from coordinator.messages.framing import Message
     from coordinator.messages.incoming import Routes
     from device_comm import Communicator, Work
+
+    MakeMessage: TypeAlias = Callable[[], Message]
 
 OUTSTANDING_BYTES: Final = 64 << 20
 """What may be under way to one peer before a blocking send waits; one message always may."""
@@ -48,9 +50,15 @@ class Outgoing:
         self._turn = Lock()
 
     def send(
-        self, message: Message | None, parts: Sequence[Tensor], dst: int, deadline: Deadline
+        self, make: MakeMessage | None, parts: Sequence[Tensor], dst: int, deadline: Deadline
     ) -> None:
         """Send a message, if there is one, and the tensors behind it; all may then be changed.
+
+        Args:
+            make: makes the message, which takes its number, once no other thread sends.
+            parts: the tensors.
+            dst: the peer.
+            deadline: when to give up.
 
         Raises:
             GroupTimeoutError: too much is under way, and the peer has not received it in time.
@@ -59,7 +67,7 @@ class Outgoing:
         """
         self._take_turn()
         try:
-            self._frame(message, dst)
+            self._frame(make, dst)
             for part in self._in_order(parts):
                 self._ahead(self._routes.of(part.device.type), part, dst)
             self._count(dst)
@@ -69,7 +77,9 @@ class Outgoing:
         finally:
             self._turn.release()
 
-    def begin(self, message: Message | None, parts: Sequence[Tensor], dst: int) -> list[Work[None]]:
+    def begin(
+        self, make: MakeMessage | None, parts: Sequence[Tensor], dst: int
+    ) -> list[Work[None]]:
         """As `send`, without waiting; the tensors must not change until these works are done.
 
         Raises:
@@ -77,14 +87,14 @@ class Outgoing:
         """
         self._take_turn()
         try:
-            return self._begin(message, parts, dst)
+            return self._begin(make, parts, dst)
         finally:
             self._turn.release()
 
     def _begin(
-        self, message: Message | None, parts: Sequence[Tensor], dst: int
+        self, make: MakeMessage | None, parts: Sequence[Tensor], dst: int
     ) -> list[Work[None]]:
-        self._frame(message, dst)
+        self._frame(make, dst)
         works = []
         wanted = sum(part.nbytes for part in parts if part.device.type == "cpu")
         copies = wanted <= COPIED_BYTES and (
@@ -118,9 +128,9 @@ class Outgoing:
                 "thread at a time, so give each thread a group of its own, or lock around sends"
             )
 
-    def _frame(self, message: Message | None, dst: int) -> None:
+    def _frame(self, make: MakeMessage | None, dst: int) -> None:
         """Nobody else changes a message: it need not be copied."""
-        for frame in () if message is None else message.frames():
+        for frame in () if make is None else make().frames():
             self._ahead(self._routes.cpu, frame, dst, copy=False)
 
     def _ahead(self, comm: Communicator, x: Tensor, dst: int, *, copy: bool = True) -> None:

@@ -7,6 +7,7 @@ place. `coordinator.messages.outgoing` and `coordinator.messages.incoming` are t
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from coordinator.messages.framing import Kind
@@ -73,7 +74,7 @@ class MessageTransport:
         deadline = self._deadline(timeout)
         with self._or_refuse(dst):
             payload, parts = make()
-        message = self.wire.message(kind, payload, dst)
+        message = partial(self.wire.message, kind, payload, dst)
         self._outgoing.send(message, parts, dst, deadline)
 
     def isend(
@@ -84,7 +85,8 @@ class MessageTransport:
             payload, parts = make()
         works = []
         for dst in dsts:
-            works += self._outgoing.begin(self.wire.message(kind, payload, dst), parts, dst)
+            message = partial(self.wire.message, kind, payload, dst)
+            works += self._outgoing.begin(message, parts, dst)
         return self._sending(works, result, timeout)
 
     def _sending(self, works: Sequence[Work[None]], result: T, timeout: Timeout) -> Work[T]:
@@ -209,13 +211,12 @@ class MessageTransport:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - `refused` raises it
-            with suppress(CoordinatorError):
+            with suppress(CoordinatorError, RuntimeError):  # another thread is sending
                 for dst in dsts:
-                    refusal = self.wire.refusal(error, dst)
                     if dst == EVERYONE:
-                        self._broadcast_parts(refusal.frames(), deadline)
+                        self._broadcast_parts(self.wire.refusal(error, dst).frames(), deadline)
                     else:
-                        self._outgoing.begin(refusal, (), dst)
+                        self._outgoing.begin(partial(self.wire.refusal, error, dst), (), dst)
             self.refused(error)
 
     def refused(self, error: Exception) -> NoReturn:

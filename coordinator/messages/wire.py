@@ -115,8 +115,8 @@ def agree_on_wire(exchange: Exchange, secret: bytes | None, *, only_members_writ
 
     Raises:
         GroupTimeoutError: some members did not come in time.
-        SecretError: some say that they have no secret. `agree` has compared that before; but where
-            anybody could write. Who forges that does not get plain messages.
+        SecretError: some say that they have no secret. `agree` has compared that before, but in a
+            store that anybody may write; whoever forged it there gets no plain messages here.
     """
     nonces = exchange.all_gather("members", bytes([secret is not None]) + os.urandom(NONCE_BYTES))
     if only_members_write:

@@ -193,11 +193,12 @@ class Exchange:
     def let_all_read(self) -> None:
         """Before a member leaves for what all have read: the store's keeper is the last to leave.
 
-        Collective: yes, every member; only the keeper waits, and not beyond the deadline.
+        Collective: yes, every member; the keeper waits, or all if it is not known who that is, but
+        not beyond the deadline.
         """
         with suppress(GroupTimeoutError, TransportError):
             for rank in range(self.size):
-                if rank == self.rank or self.rank == self.keeper:
+                if rank == self.rank or self.keeper in (None, self.rank):
                     self.broadcast("read", b"" if rank == self.rank else None, rank)
 
     def give_up(self) -> None:

@@ -8,7 +8,7 @@ connects all members, or when a caller asks for one.
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import HashStore
@@ -56,6 +56,7 @@ class Link:
         nodes: which members share a host; None in a group of one without a board.
         exchange: swaps small values between the members, for further set-up.
         closing: closes everything.
+        telling_why: tells the others the error that it is left with; a launcher does so itself.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Link:
     nodes: Nodes | None
     exchange: Exchange
     closing: ExitStack
+    telling_why: AbstractContextManager[None] = field(default_factory=nullcontext)
 
     def part(self, name: str, members: Sequence[int]) -> Link:
         """Build the link of a subgroup; ``members`` are ranks in this group, with this member's.
@@ -219,7 +221,6 @@ def connect(
         if settings.device.type != "cpu":
             device = Communicator(build.on_stream(build.checked(build.cuda(over), over)))
         undo.pop_all()
-        closing.enter_context(telling_why)
         return Link(
             exchange.name,
             tuple(ranks),
@@ -233,6 +234,7 @@ def connect(
             nodes,
             exchange,
             closing,
+            telling_why,
         )
 
 

@@ -95,7 +95,7 @@ class Topology:
         )
         if launch.world_size == 1:
             return cls(0, 1, settings, None if board is None else lone_node(board), None)
-        terms = settings.terms() | {name: str(size) for name, size in sizes.items()}
+        terms = {name: str(size) for name, size in sizes.items()} | settings.terms()
         meeting = meet(launch, store, timeout, terms)
         exchange = authenticated(meeting.exchange, launch.secret, closing, meeting.address)
         if board is None or node_of is None:

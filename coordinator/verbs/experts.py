@@ -6,7 +6,8 @@
 The rows that members hold may differ in number. ``sizes`` says how many each has; without it
 the members tell each other, which costs one small exchange per `dispatch`, and `combine`
 takes the sizes of the `dispatch` that had as many rows in all. Two of as many rows in all, of other
-sizes, may be under way at once: their `combine` has to be told the sizes.
+sizes, may be under way at once: their `combine` has to be told the sizes. What is not combined while
+`UNDER_WAY` others are dispatched is taken for given up.
 
 Members of one data-parallel replica hold the same rows, unless they split them
 (sequence-parallel). The rows are therefore exchanged within `token_group`, if the group has
@@ -15,8 +16,8 @@ one, and with ``is_sequence_parallel`` within the whole group.
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING, Any, Self, Unpack, overload
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack, overload
 
 import torch
 
@@ -36,6 +37,54 @@ if TYPE_CHECKING:
     from device_comm.verbs.checks import Shape
 
 
+UNDER_WAY: Final = 8
+"""How many dispatches may be under way at once whose sizes `combine` is not told."""
+
+
+class Dispatches:
+    """The sizes of what one member has dispatched and not combined. Pure logic."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._under_way: deque[tuple[int, tuple[int, ...]]] = deque()
+        self._combined: tuple[int, ...] = ()
+
+    def add(self, sizes: Sequence[int]) -> None:
+        """Rows were dispatched, so many of each member."""
+        self._count += 1
+        self._under_way.append((self._count, tuple(sizes)))
+        while self._under_way[0][0] <= self._count - UNDER_WAY:
+            self._under_way.popleft()
+
+    def combined(self, sizes: Sequence[int]) -> None:
+        """The first of these sizes are no longer under way."""
+        self._combined = tuple(sizes)
+        found = next((each for each in self._under_way if each[1] == self._combined), None)
+        if found is not None:
+            self._under_way.remove(found)
+
+    def sizes_of(self, rows: int) -> tuple[int, ...]:
+        """The sizes with which ``rows`` rows in all were dispatched; those combined last, if none
+        are under way.
+
+        Raises:
+            ValueError: there are none, or several.
+        """
+        under_way = [sizes for _, sizes in self._under_way if sum(sizes) == rows]
+        alike = list(dict.fromkeys(under_way))
+        if not alike and self._combined and sum(self._combined) == rows:
+            return self._combined
+        if not alike:
+            raise ValueError(f"combine needs sizes: no {rows} rows were dispatched before")
+        if len(alike) > 1:
+            several = " and as ".join(str(list(sizes)) for sizes in alike)
+            raise ValueError(
+                f"combine needs sizes: {rows} rows were dispatched as {several}, before the first "
+                "of these was combined"
+            )
+        return alike[0]
+
+
 class ExpertVerbs(Member, UnevenVerbs):
     """Dispatching rows to experts and combining their results.
 
@@ -45,12 +94,11 @@ class ExpertVerbs(Member, UnevenVerbs):
     """
 
     token_group: ExpertVerbs | None = None
-    _dispatched: dict[int, Counter[tuple[int, ...]]]
+    _dispatches: Dispatches
 
     def _adopt(self, link: Link) -> None:
         super()._adopt(link)
-        # By the number of all rows: the sizes dispatched, and how many of them are not combined.
-        self._dispatched = {}
+        self._dispatches = Dispatches()
 
     def exchanging_rows_in(self, token_group: ExpertVerbs) -> Self:
         """This group under a second name, with another `token_group`; they are closed together.
@@ -108,12 +156,12 @@ class ExpertVerbs(Member, UnevenVerbs):
         group = self._rows_differ_in(is_sequence_parallel)
         if timeout is not None:
             timeout = Deadline.after(timeout)
+        if not rows:
+            raise TypeError("dispatch needs one tensor or more")
         if sizes is None:
             sizes = group._messenger.all_gather_object(len(rows[0]), timeout)
         found = group.all_gatherv(rows, 0, sizes, async_op=async_op, timeout=timeout)
-        alike = group._dispatched.setdefault(sum(sizes), Counter())
-        alike += Counter()  # what is combined goes
-        alike[tuple(sizes)] += 1
+        group._dispatches.add(sizes)
         return found.then(tuple) if isinstance(found, Work) else tuple(found)
 
     @overload
@@ -173,11 +221,9 @@ class ExpertVerbs(Member, UnevenVerbs):
         """
         group = self._rows_differ_in(is_sequence_parallel)
         if sizes is None:
-            sizes = group._sizes_of(len(hidden_states))
+            sizes = group._dispatches.sizes_of(len(hidden_states))
         found = group.reduce_scatterv(hidden_states, 0, sizes, out=out, **options)
-        alike = group._dispatched.get(sum(sizes), Counter())
-        if tuple(sizes) in alike:
-            alike[tuple(sizes)] -= 1
+        group._dispatches.combined(sizes)
         return found
 
     def allocate_combine_input(
@@ -197,19 +243,6 @@ class ExpertVerbs(Member, UnevenVerbs):
         """
         group = self._rows_differ_in(is_sequence_parallel)
         return torch.empty(check_shape("shape", shape), dtype=dtype, device=device or group.device)
-
-    def _sizes_of(self, rows: int) -> tuple[int, ...]:
-        """The sizes with which ``rows`` rows in all were dispatched."""
-        alike = self._dispatched.get(rows)
-        if not alike:
-            raise ValueError(f"combine needs sizes: no {rows} rows were dispatched before")
-        if len(alike) > 1:
-            several = " and as ".join(str(list(sizes)) for sizes in alike)
-            raise ValueError(
-                f"combine needs sizes: {rows} rows were dispatched as {several}, before the first "
-                "of these was combined"
-            )
-        return next(iter(alike))
 
     def _rows_differ_in(self, is_sequence_parallel: bool) -> ExpertVerbs:
         return self if is_sequence_parallel or self.token_group is None else self.token_group

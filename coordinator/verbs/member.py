@@ -223,6 +223,7 @@ class Member:
         """Close the group; ``error`` is what this member leaves for."""
         if self.closed:
             return
+        self._link.telling_why.__exit__(kind, error, trace)  # before they miss anything else
         self._messenger.flush(linger)
         self._life.closed = True
         compile_ops.unregister(self.unique_name)

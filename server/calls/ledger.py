@@ -34,8 +34,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from shm_broadcast import Deadline
-
 from ..control.worker_failure import rebuild
 from ..errors import PoolClosedError, WorkerError, again, located
 from .backlog import Backlog
@@ -43,9 +41,9 @@ from .call_clock import CallClock
 from .lateness import Lateness
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from shm_broadcast import CoordinatorError
+    from shm_broadcast import CoordinatorError, Deadline
 
     from ..control.cancelled_calls import CancelledCalls
     from ..control.protocol import Failed, Reply
@@ -56,8 +54,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1e-3
-_THREAD_SECONDS = 10.0
-"""How long a pool that ends waits for its threads: users' callbacks run in them."""
 _BROKEN = "The pool broke with this failure and takes no more calls."
 
 
@@ -230,18 +226,18 @@ class Ledger:
                 lambda: self._calls.empty, min(timeout, threading.TIMEOUT_MAX)
             )
 
-    def wait_for_threads(self, threads: Sequence[threading.Thread | None]) -> None:
-        """Wait until ``threads``, which use this ledger, have ended; 10 s at most.
+    def wait_until(self, true: Callable[[], bool], deadline: Deadline) -> bool:
+        """Wait until ``true()``, which needs other threads; False at the deadline.
 
-        A signal handler that ends the pool may have interrupted what holds the lock, and the
+        A signal handler that ends the pool may have interrupted what holds the lock, and those
         threads may need it: it is free meanwhile.
         """
-        deadline = Deadline.after(_THREAD_SECONDS)
         with self._lock:
-            while any(each is not None and each.is_alive() for each in threads):
+            while not true():
                 if deadline.expired:
-                    return
+                    return False
                 self._idle.wait(_LOOK_SECONDS)
+            return True
 
     def accept(self, call: PendingCall, generation: int, *, may_send: bool = True) -> bool:
         """Take a call in. If it returns True, the caller must send the call now, to the workers of
@@ -567,16 +563,19 @@ class Ledger:
         move = self.move  # read once: `let_go` may take it away meanwhile
         staying = waiting if move is None else move(waiting)
         actions: Actions = []
+        sooner = False
         with self._lock:
             for call in staying:
                 if self._end is None:
-                    self._lateness.watch(call)
+                    sooner |= self._lateness.watch(call)
                 else:
                     call.error = call.error or self._end
                     actions.append(call.finish(self._name))
             if self._end is None:
                 self._calls.put_back(staying)
                 self._to_send.notify_all()
+        if sooner:
+            actions.append(self._hooks.clock)
         _run(actions)
 
 

@@ -16,7 +16,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from shm_broadcast import CoordinatorError, Deadline, GroupAbortedError, GroupTimeoutError
+from shm_broadcast import (
+    NEVER,
+    CoordinatorError,
+    Deadline,
+    GroupAbortedError,
+    GroupTimeoutError,
+)
 from shm_broadcast.board.stacks import STACK_SIGNAL, read_stacks
 from shm_broadcast.board.totals import added_up
 
@@ -53,6 +59,8 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+_THREAD_SECONDS = 10.0
+"""How long a pool that ends waits for its threads: users' callbacks run in them."""
 _LEAVE_SECONDS = 0.5
 """How long workers have to leave by themselves if the pool breaks, or is stopped during a call."""
 
@@ -289,7 +297,7 @@ class Crew:
             return tuple(self._links.board.member_status(rank) for rank in ranks), "", stacks
 
     def stop(self, timeout: float, finish: bool) -> None:
-        """End everything; idempotent, bounded, from any thread but the pool's own.
+        """End everything; idempotent, from any thread but the pool's own.
 
         Args:
             timeout: seconds for calls to finish and workers to leave; then they are terminated,
@@ -298,12 +306,13 @@ class Crew:
         """
         if self.is_own(threading.current_thread()):
             raise RuntimeError("a pool cannot be shut down by a callback of its own")
-        with self._stopping:
+        self._ledger.wait_until(lambda: self._stopping.acquire(blocking=False), NEVER)
+        try:
             deadline = Deadline.after(timeout)
             idle = self._ledger.wait_until_idle(timeout / 2 if finish else 0.0)
             self._ledger.end(PoolClosedError("the pool was shut down"))
             self._staff.supervisor.stop()
-            self._ledger.wait_for_threads([self._staff.supervisor.thread])
+            self._wait_for(self._staff.supervisor.thread)
             if self._stopped:  # before, or by a signal handler during the waits above
                 return
             if not idle or self._broken is not None:
@@ -311,13 +320,25 @@ class Crew:
                 deadline = Deadline.after(deadline.remaining(at_most=_LEAVE_SECONDS))
             self._links.calls.shutdown()
             self.dispatcher.release()
-            self._ledger.wait_for_threads(self.dispatcher.threads)
+            self._wait_for(*self.dispatcher.threads)
             with self._staff.using:
                 self._staff.close(deadline.remaining())
                 with self._counting:
                     self._leave_links.close()
                     self._stopped = True
             self._ledger.let_go()
+        finally:
+            self._stopping.release()
+
+    def _wait_for(self, *threads: threading.Thread | None) -> None:
+        """Wait until threads of this pool have ended, but not for ever for what users run in them."""
+
+        def ended() -> bool:
+            return not any(each is not None and each.is_alive() for each in threads)
+
+        if not self._ledger.wait_until(ended, Deadline.after(_THREAD_SECONDS)):
+            names = [each.name for each in threads if each is not None and each.is_alive()]
+            _log.warning("%s ends without %s, which a callback holds up", self._name, names)
 
     def is_own(self, thread: threading.Thread) -> bool:
         """Whether `stop` joins ``thread``, which must therefore not call it."""
@@ -370,6 +391,7 @@ class Crew:
                 why = with_notes(failure)
                 _log.error("%s has broken, and is restarted: %s", self._name, why, extra=of)
                 try:
+                    tick()  # it may have been shut down while a callback held this thread up
                     self._staff.dismiss(pause, tick, keep=keep)
                     self._begin(tick)
                 except PoolClosedError:
@@ -450,9 +472,11 @@ class Crew:
 
 
 def _apart(do: Callable[[], T]) -> T:
-    """What ``do`` returns, in a thread of its own: a signal handler that comes meanwhile interrupts
-    the wait for it, and may need what it holds.
+    """What ``do`` returns, but not in the main thread: signal handlers, which interrupt that, may
+    need what it holds.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return do()
     done: Future[T] = Future()
 
     def run() -> None:

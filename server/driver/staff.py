@@ -77,6 +77,7 @@ class Staff:
             OSError: a process cannot be started.
             What ``tick`` raises.
         """
+        tick()  # nobody may be started any more
         plan = self._plan
         deadline = Deadline.after(plan.start_timeout)
         missing = [rank for rank in range(plan.n_workers) if rank not in self.workers]

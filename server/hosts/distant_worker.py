@@ -100,7 +100,7 @@ class DistantWorker:
         self._post = post
         self._how = ""
         self._over = threading.Event()
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal handler may close it, too
         self._closed = False
 
     def start(self, start: Start, deadline: Deadline) -> None:

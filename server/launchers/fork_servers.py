@@ -60,7 +60,7 @@ class ChildProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._how = ""
-        self._reaping = threading.Lock()
+        self._reaping = threading.RLock()  # a signal handler may wait for it, too
 
     def kill(self) -> None:
         """Send SIGKILL, unless its end was waited for."""
@@ -75,7 +75,7 @@ class ChildProcess:
                 try:
                     code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
                 except ChildProcessError:
-                    self._how = _UNKNOWN
+                    self._how = self._how or _UNKNOWN
                 else:
                     self._how = _told(code)
             return self._how

@@ -82,7 +82,7 @@ class LocalWorker:
         self.greeted = self.away = False
         self._told_path = False
         self._closed = False
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal handler may close it, too
         with ExitStack() as ours, ExitStack() as theirs:
             connection, control = socket.socketpair()
             theirs.callback(control.close)

@@ -40,7 +40,7 @@ class StallWatch:
         self._timed_out.add(number)
 
     def withdrawn(self, number: int) -> None:
-        """A call has not come to the workers."""
+        """A call has not come to the workers, or nobody waits for it any more."""
         del self._began[number]
 
     @property

@@ -167,13 +167,14 @@ class WatchedPool:
     @contextmanager
     def _counted(self, sizes: Sequence[int]) -> Iterator[None]:
         """Count a call, of items of ``sizes`` tokens, and how it ends."""
-        outcome, end = "error", self._watch.answered
+        outcome, end = "error", self._watch.withdrawn
         began = time.monotonic()
         number = self._watch.begin(began)
         try:
             yield
-            outcome = "ok"
+            outcome, end = "ok", self._watch.answered
         except Exception as error:
+            end = self._watch.answered
             self._failed_call = time.time(), error
             self._metrics.call_errors.labels(type(error).__name__).inc()
             if isinstance(error, CallTimeoutError):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -103,6 +104,7 @@ class Board:
         self.name = name
         self.member = member
         self._closed = False
+        self._reporting = threading.RLock()
         self._why_closed = "the group has been closed in this process"
         self._given_back = False
         self._members = Members(segment, ranks, name)
@@ -353,7 +355,8 @@ class Board:
 
     def report(self, member: int, kind: str, message: str, culprit: int) -> None:
         """Abort with what ``member`` has reported, on this host or on another one."""
-        report_failure(self._segment, self.n_members, member, kind, message, culprit)
+        with self._reporting:  # no other thread shows a report that is written just now
+            report_failure(self._segment, self.n_members, member, kind, message, culprit)
         self.ring_all()
 
     def suspect(self, members: Iterable[int]) -> Callable[[], bool]:
@@ -513,6 +516,7 @@ class Board:
     def disown(self) -> None:
         """In a forked child: it is no member, whoever its parent is."""
         self._closed, self._why_closed = True, DISOWNED
+        self._reporting = threading.RLock()  # another thread of the parent may have it
         self._members.disown()
 
     def close(self) -> None:

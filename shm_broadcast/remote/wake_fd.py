@@ -17,6 +17,7 @@ class WakeFd:
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._release = weakref.finalize(self, os.close, self._fd)
+        self._release.atexit = False  # threads may ring until the process has gone
         self._closed = False
         self._ringing: list[None] = []
 

@@ -210,6 +210,7 @@ class RingReader:
 
     def leave(self) -> None:
         """Stop reading; the writer waits for this reader no more."""
+        self.unfinished = None  # with the blocks that it holds
         self._blocks.forget()
         self._consume(layout.LEFT)
 
@@ -305,7 +306,7 @@ class _Assembly:
         self.size = first.total - 8 * len(entries)
         main = self.size - sum(sizes)
         self._main = memoryview(pool.take(main))
-        self._buffers: list[Buffer] = [pool.take(size) for size in sizes]
+        self._buffers = [memoryview(pool.take(size)) for size in sizes]
         self._placed = [index for index, entry in enumerate(entries) if entry & layout.PLACED]
         self._arrays: dict[int, NDArray[np.uint8]] = {}
         self._blocks = blocks
@@ -332,6 +333,6 @@ class _Assembly:
         """
         for index in self._placed:
             if index not in self._arrays:
-                self._arrays[index] = self._blocks.resolve(bytes(self._buffers[index]))
+                self._arrays[index] = self._blocks.resolve(self._buffers[index].tobytes())
         buffers = [self._arrays.get(index, each) for index, each in enumerate(self._buffers)]
         return self._codec, self._main, cast("list[Buffer]", buffers)

@@ -183,6 +183,7 @@ def use_groups(rank: int, n: int, port: int) -> tuple[float, list[str]]:
                 assert queue.dequeue(timeout=60) == rank - 2
         groups.world.barrier()
         terms = [key for key in store.list_keys() if "/rendezvous/" in key]
+        assert terms
         assert not any(SECRET in store.get(key.removeprefix("/")) for key in terms)
         return float(x[0]), store.list_keys()
 

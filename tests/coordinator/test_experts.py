@@ -9,6 +9,7 @@ from torch import nn
 import coordinator
 from coordinator import GroupCoordinator, host_store
 from coordinator.compat.vllm import group as vllm
+from coordinator.verbs.experts import UNDER_WAY, Dispatches
 from shm_broadcast import GroupAbortedError, GroupClosedError, GroupTimeoutError
 from shm_broadcast.deadline import Deadline
 from tests.patience import all_here
@@ -121,6 +122,22 @@ def two_at_once(rank: int, n: int, port: int) -> None:
 def test_two_dispatches_under_way() -> None:
     store = host_store()
     run_ranks(2, two_at_once, store.port)
+
+
+def test_what_is_never_combined_is_given_up() -> None:
+    """By hand: as [1, 2] once, and then as [2, 1], each combined at once."""
+    dispatches = Dispatches()
+    dispatches.add([1, 2])
+    refused = []
+    for _ in range(2 * UNDER_WAY):
+        dispatches.add([2, 1])
+        try:
+            assert dispatches.sizes_of(3) == (2, 1)
+        except ValueError:
+            refused.append(True)
+        dispatches.combined([2, 1])
+    assert len(refused) == UNDER_WAY - 1
+    assert dispatches.sizes_of(3) == (2, 1)
 
 
 def late(rank: int, n: int, port: int) -> str:

@@ -87,8 +87,8 @@ def test_a_long_path_is_cut_in_answer_and_line(capsys: pytest.CaptureFixture[str
                 assert re.search(r"x{3000} \.\.\. and 56\d{3} characters more$", message)
 
     run(test)
-    for line in capsys.readouterr().out.splitlines():
-        assert len(json.loads(line)["path"]) < 5000
+    lines = map(json.loads, capsys.readouterr().err.splitlines())
+    assert [3000 < len(line["path"]) < 5000 for line in lines] == [True, True]
 
 
 def test_no_line_unless_it_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:

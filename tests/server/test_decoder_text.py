@@ -98,6 +98,19 @@ def test_special_tokens_do_not_part_what_they_stand_in() -> None:
         assert "".join(read(tokenizer, [end, *parts[:2], end, *parts[2:], end])) == "🦆"
 
 
+def test_a_stop_of_bytes_ends_an_answer_at_once() -> None:
+    tokenizer = byte_fallback()
+    first, newline, *duck = ids_of(
+        tokenizer, "a", "<0x0A>", *(f"<0x{byte:02X}>" for byte in "🦆".encode())
+    )
+    reader = AnswerReader(tokenizer, ["\n"])
+    assert (reader.read(first), reader.read(newline), reader.stopped) == ("a", "", True)
+    reader = AnswerReader(tokenizer, ["a🦆"])
+    assert [reader.read(token) for token in (first, *duck[:3])] == [""] * 4
+    assert not reader.stopped
+    assert (reader.read(duck[3]), reader.stopped) == ("", True)
+
+
 def test_a_stop_is_found_at_the_very_end() -> None:
     tokenizer = byte_fallback()
     ids = ids_of(tokenizer, "a", "é", "<0x21>")

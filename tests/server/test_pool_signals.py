@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from server.calls.dispatcher import Dispatcher
+from server.calls.lateness import Lateness
 from server.calls.ledger import Ledger
+from server.driver import crew
+from server.driver.supervisor import Supervisor
 from server.errors import PoolClosedError, WorkerError
+from server.launchers.fork_servers import ChildProcess
+from server.launchers.local import LocalWorker
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import MessageDecodeError, MessageQueue
@@ -167,18 +172,17 @@ class ShutDownError(BaseException):
 
 
 @pytest.fixture
-def shutting_down(
+def on_alarm_shut_down(
     on_alarm: Callable[[Callable[[], object]], None],
-) -> Callable[[WorkerPool, float], None]:
-    """Has a pool shut down by a signal handler, which then raises, after so many seconds."""
+) -> Callable[[WorkerPool], None]:
+    """Has a pool shut down by a signal handler, which then raises."""
 
-    def arrange(pool: WorkerPool, seconds: float) -> None:
+    def arrange(pool: WorkerPool) -> None:
         def shut_down() -> None:
             pool.shutdown(1.0)
             raise ShutDownError
 
         on_alarm(shut_down)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
 
     return arrange
 
@@ -195,8 +199,8 @@ def shut_down_at_random(rank: int, n: int) -> None:
             raise ShutDownError
 
         signal.signal(signal.SIGALRM, shut_down)
-        signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-3, 10e-3))
         with suppress(ShutDownError):
+            signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-3, 10e-3))
             while True:
                 called.call("echo", 1)
 
@@ -205,20 +209,91 @@ def test_a_signal_handler_may_shut_the_pool_down_at_any_moment_of_a_call() -> No
     run_ranks(1, shut_down_at_random, timeout=200)
 
 
+def raising_the_alarm(wrapped: Any) -> Any:
+    """``wrapped``, which has this process get SIGALRM when it is called for the first time."""
+    called: list[None] = []
+
+    def raising(*args: Any, **kwargs: Any) -> Any:
+        called.append(None)
+        if len(called) == 1:
+            os.kill(os.getpid(), signal.SIGALRM)
+        return wrapped(*args, **kwargs)
+
+    return raising
+
+
+SHUTTING_DOWN = [
+    (Ledger, "wait_until_idle"),
+    (Supervisor, "stop"),
+    (Dispatcher, "release"),
+    (LocalWorker, "ended"),
+    (LocalWorker, "close"),
+    (ChildProcess, "wait"),
+]
+"""What a shutdown calls, in its order."""
+
+
+@pytest.mark.parametrize("place", SHUTTING_DOWN, ids=lambda place: place[1])
 def test_a_signal_handler_may_shut_down_the_pool_whose_shutdown_it_interrupts(
-    gate: Gate, shutting_down: Callable[[WorkerPool, float], None]
+    place: tuple[type, str],
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    on_alarm_shut_down: Callable[[WorkerPool], None],
 ) -> None:
     """As the second SIGTERM of an impatient supervisor."""
+    kind, name = place
     pool = WorkerPool(Worker)
     held = pool.submit("hold", gate)
     until(lambda: gate.reached(0))
-    shutting_down(pool, 0.2)
+    on_alarm_shut_down(pool)
+    monkeypatch.setattr(kind, name, raising_the_alarm(getattr(kind, name)))
     with pytest.raises(ShutDownError):
-        pool.shutdown(60.0)
+        pool.shutdown(1.0)
     with pytest.raises(PoolClosedError):
         held.result(PATIENCE_SECONDS)
     with pytest.raises(PoolClosedError):
         pool.status()
+
+
+def test_a_shutdown_that_a_signal_handler_has_finished_meanwhile_returns(
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    on_alarm: Callable[[Callable[[], object]], None],
+) -> None:
+    pool = WorkerPool(Worker)
+    pool.submit("hold", gate)
+    until(lambda: gate.reached(0))
+    on_alarm(lambda: pool.shutdown(0.0))
+    monkeypatch.setattr(Ledger, "wait_until_idle", raising_the_alarm(Ledger.wait_until_idle))
+    pool.shutdown(1.0)
+    with pytest.raises(PoolClosedError):
+        pool.status()
+
+
+def test_a_signal_handler_may_shut_down_what_another_thread_shuts_down(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, on_alarm_shut_down: Callable[[WorkerPool], None]
+) -> None:
+    """It interrupts a call that holds what the other thread needs to go on."""
+    pool = WorkerPool(Worker)
+    pool.submit("hold", gate)
+    until(lambda: gate.reached(0))
+    on_alarm_shut_down(pool)
+    waiting = threading.Event()
+    wait_until_idle = Ledger.wait_until_idle
+
+    def waits(ledger: Ledger, timeout: float) -> bool:
+        waiting.set()
+        return wait_until_idle(ledger, timeout)
+
+    monkeypatch.setattr(Ledger, "wait_until_idle", waits)
+    other = threading.Thread(target=pool.shutdown, args=(2.0,))
+    other.start()
+    assert waiting.wait(PATIENCE_SECONDS)
+    monkeypatch.setattr(Lateness, "due", raising_the_alarm(Lateness.due))
+    with pytest.raises(ShutDownError):
+        pool.call("echo")
+    other.join(PATIENCE_SECONDS)
+    assert not other.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -230,27 +305,17 @@ def test_a_signal_handler_may_shut_down_the_pool_whose_shutdown_it_interrupts(
     ids=["called", "submitted"],
 )
 def test_a_signal_handler_may_shut_the_pool_down_while_a_late_calls_stacks_are_read(
-    call: Callable[[WorkerPool], object], shutting_down: Callable[[WorkerPool, float], None]
-) -> None:
-    pool = WorkerPool(Worker, config=PoolConfig(stack_seconds=2.0))
-    pool.call("echo")
-    os.kill(pool.status()[0].pid, signal.SIGSTOP)  # it shows no stack, which is waited for
-    shutting_down(pool, 0.6)
-    with pytest.raises(ShutDownError):
-        call(pool)
-    with pytest.raises(PoolClosedError):
-        pool.status()
-
-
-def test_a_shutdown_that_a_signal_handler_has_finished_meanwhile_returns(
-    gate: Gate, on_alarm: Callable[[Callable[[], object]], None]
+    call: Callable[[WorkerPool], object],
+    monkeypatch: pytest.MonkeyPatch,
+    on_alarm_shut_down: Callable[[WorkerPool], None],
 ) -> None:
     pool = WorkerPool(Worker)
-    pool.submit("hold", gate)
-    until(lambda: gate.reached(0))
-    on_alarm(lambda: pool.shutdown(0.0))
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    pool.shutdown(60.0)
+    pool.call("echo")
+    os.kill(pool.status()[0].pid, signal.SIGSTOP)  # it shows no stack, which is waited for
+    on_alarm_shut_down(pool)
+    monkeypatch.setattr(crew, "read_stacks", raising_the_alarm(crew.read_stacks))
+    with pytest.raises(ShutDownError):
+        call(pool)
     with pytest.raises(PoolClosedError):
         pool.status()
 

@@ -69,16 +69,21 @@ def test_replicas_are_pools_of_their_own_that_share_the_cores() -> None:
 
 
 def test_while_none_works_calls_wait_for_the_first_that_does(tmp_path: Path) -> None:
-    gate = Gate(tmp_path)
-    arguments = {"worker_kwargs": {"gate": gate}, "restart": "worker"}
-    with Replicas(OneIsLate, dp=2, **arguments) as replicas:
+    gates = [Gate(tmp_path / name) for name in ("late", "early")]
+    for gate in gates:
+        gate.folder.mkdir()
+    late, early = gates
+    with Replicas(
+        OneIsLate, dp=2, worker_kwargs={"gates": gates}, restart="worker"
+    ) as replicas:
         for pid in [where(pool)[0] for pool in replicas.pools]:
             os.kill(pid, signal.SIGKILL)
-        until(lambda: replicas.restarting is not None)
+        until(lambda: all(gate.reached(0) for gate in gates))
         waiting = [replicas.submit("echo", number) for number in range(6)]
+        early.open()
         assert [future.result(PATIENCE_SECONDS) for future in waiting] == [*range(6)]
         assert [pool.restarting is None for pool in replicas.pools].count(False) == 1
-        gate.open()
+        late.open()
         until(lambda: len(replicas._working()) == 2)
 
 
@@ -321,6 +326,20 @@ def test_a_time_that_is_none_leaves_replicas_as_they_are(timeout: Any) -> None:
         with pytest.raises((ValueError, TypeError), match=f"timeout must .*; got {timeout!r}"):
             replicas.shutdown(timeout)
         assert replicas.call("echo", 1) == 1
+
+
+def test_a_callback_of_calls_that_an_end_fails_may_ask_for_the_end(tmp_path: Path) -> None:
+    """It runs in the thread that ends them."""
+    gate = Gate(tmp_path)
+    replicas = Replicas(Worker, dp=2)
+    held = replicas.submit("hold", gate)
+    until(lambda: gate.reached(0))
+    held.add_done_callback(lambda _: replicas.shutdown())
+    ending = threading.Thread(target=replicas.shutdown, args=(1.0,), daemon=True)
+    ending.start()
+    ending.join(PATIENCE_SECONDS)
+    assert not ending.is_alive()
+    assert isinstance(replicas.failure, PoolClosedError)
 
 
 def test_how_many_is_checked() -> None:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -336,14 +335,17 @@ class Restored(Worker):
 
 
 class OneIsLate(Worker):
-    """Of several pools that are restarted, one waits for the gate."""
+    """Of two pools that are restarted, one waits for the first gate and one for the second."""
 
-    def __init__(self, context: WorkerContext, gate: Gate) -> None:
+    def __init__(self, context: WorkerContext, gates: list[Gate]) -> None:
         super().__init__(context)
         if context.generation > 1:
-            with suppress(FileExistsError):
-                (gate.folder / "one").mkdir()
-                gate.pass_through(self.rank)
+            first, second = gates
+            try:
+                (first.folder / "one").mkdir()
+            except FileExistsError:
+                first = second
+            first.pass_through(self.rank)
 
 
 class Unlucky(Worker):

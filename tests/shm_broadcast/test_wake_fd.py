@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import threading
@@ -11,6 +12,7 @@ import pytest
 
 from shm_broadcast.remote import wake_fd
 from shm_broadcast.remote.wake_fd import WakeFd
+from tests.forked import in_a_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +42,17 @@ def test_it_is_readable_from_a_ring_until_it_is_cleared() -> None:
     wake.close()
 
 
+def in_its_own_process(test: Callable[..., None]) -> Callable[..., None]:
+    """Where no other thread opens or closes descriptors."""
+
+    @functools.wraps(test)
+    def run() -> None:
+        in_a_child(test)
+
+    return run
+
+
+@in_its_own_process
 def test_after_close_the_descriptor_is_gone_and_a_ring_writes_nowhere() -> None:
     wake = WakeFd()
     wake.close()
@@ -52,9 +65,8 @@ def test_after_close_the_descriptor_is_gone_and_a_ring_writes_nowhere() -> None:
     os.close(reused)
 
 
-def test_a_close_within_a_ring_leaves_the_descriptor_open_until_the_ring_is_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@in_its_own_process
+def test_a_close_within_a_ring_leaves_the_descriptor_open_until_the_ring_is_over() -> None:
     """By a signal handler that interrupts it just before it writes."""
     wake = WakeFd()
     seen: list[bool] = []
@@ -67,12 +79,13 @@ def test_a_close_within_a_ring_leaves_the_descriptor_open_until_the_ring_is_over
             seen.append(is_open(fd))
             os.eventfd_write(fd, value)
 
-    monkeypatch.setattr(wake_fd, "os", InterruptedOs)
+    wake_fd.os = InterruptedOs
     wake.ring()
     assert seen == [True]
     assert not is_open(wake.fileno())
 
 
+@in_its_own_process
 def test_rings_of_several_threads_beside_a_close_write_nowhere_else() -> None:
     for _ in range(200):
         wake = WakeFd()

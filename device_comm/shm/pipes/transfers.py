@@ -145,7 +145,7 @@ class ReceiveTask:
             DivergenceError: the sender sent another dtype or size, or in another call.
             GroupClosedError: the sender has closed its communicator.
             PeerLostError: the sender ended before what it has sent could be found.
-            SharedMemoryError: this process has no descriptor or no memory left to map that.
+            SharedMemoryError: this process has no descriptor left to map that.
         """
         try:
             while not self._filled or self._take_next():

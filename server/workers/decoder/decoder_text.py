@@ -113,17 +113,28 @@ class AnswerReader:
 
     def read(self, token: int) -> str:
         """The text that is certain with one more token; often none."""
-        return "" if self.stopped else self._before_stop(self._decoding.step(token))
+        if self.stopped:
+            return ""
+        text = self._before_stop(self._decoding.step(token))
+        ahead = self._decoding.rest() if self._stops and not self.stopped else ""
+        if self._holds_stop(ahead):
+            text += self._before_stop(ahead)
+        return text
 
     def rest(self) -> str:
-        """The text that was held back, as it could have begun a stop or a character; once there
-        are no tokens.
+        """The text that was held back, as it could have begun a stop or a character; ask once, when
+        there are no more tokens.
         """
         if self.stopped:
             return ""
         text = self._before_stop(self._decoding.rest())
         rest, self._held = self._held, ""
         return text + rest
+
+    def _holds_stop(self, ahead: str) -> bool:
+        """Whether a stop ends in what the decoding holds back, which is whole characters by now."""
+        text = self._held + ahead
+        return bool(ahead) and "\ufffd" not in ahead and any(stop in text for stop in self._stops)
 
     def _before_stop(self, new: str) -> str:
         """What no stop begins in, of what was held back and ``new``."""
