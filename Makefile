@@ -33,7 +33,11 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 PEERS       := .bench-peers
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: setup demo chat hosts-demo test jitter gpu-bundle gpu-ready gpu-test gpu-report ray-test vllm-setup vllm-test bench-peers bench docs mutants wheels aarch64-test check format clean
+# Python and packages of another machine, which qemu emulates.
+AARCH64       := .aarch64
+AARCH64_STAMP := $(AARCH64)/.installed
+
+.PHONY: setup demo chat hosts-demo test jitter gpu-bundle gpu-ready gpu-test gpu-report ray-test vllm-setup vllm-test bench-peers bench docs mutants wheels aarch64-setup aarch64-test check format clean
 
 setup: $(STAMP)
 
@@ -149,7 +153,13 @@ AARCH64_TESTS := $(patsubst %,tests/shm_broadcast/test_%.py,atomics native codec
                    ring_model ring_sleep board doorbell history layout queue liveness recycling remote_wire) \
                  $(patsubst %,tests/device_comm/test_shm_%.py,steps comm direct pipes uneven)
 
-aarch64-test: $(STAMP)
+aarch64-setup: $(AARCH64_STAMP)
+
+$(AARCH64_STAMP): deploy/aarch64_setup.sh deploy/foreign_debian.sh $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" deploy/aarch64_setup.sh
+	touch $@
+
+aarch64-test: $(AARCH64_STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" deploy/aarch64_test.sh $(AARCH64_TESTS)
 
 check: $(STAMP)
@@ -162,4 +172,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(PEERS) $(BUNDLE) .aarch64 build dist *.egg-info */_native*.so
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS) $(BUNDLE) $(AARCH64) build dist *.egg-info */_native*.so
