@@ -155,7 +155,7 @@ AARCH64_TESTS := $(patsubst %,tests/shm_broadcast/test_%.py,atomics native codec
 
 aarch64-setup: $(AARCH64_STAMP)
 
-$(AARCH64_STAMP): deploy/aarch64_setup.sh deploy/foreign_debian.sh $(STAMP)
+$(AARCH64_STAMP): deploy/aarch64_setup.sh deploy/foreign_debian.sh | $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" deploy/aarch64_setup.sh
 	touch $@
 
