@@ -237,7 +237,7 @@ class Replicas:
         deadline = Deadline.after(timeout)
         if any(pool.is_own(threading.current_thread()) for pool in self.pools):
             raise RuntimeError("replicas cannot be shut down by a callback of their own")
-        for pool in self.pools:  # in this thread: a signal handler may have interrupted it in a call
+        for pool in self.pools:  # in this thread, which a signal handler may have interrupted
             pool.shutdown(deadline.remaining())
 
     def __enter__(self) -> Self:

@@ -6,8 +6,8 @@
 The rows that members hold may differ in number. ``sizes`` says how many each has; without it
 the members tell each other, which costs one small exchange per `dispatch`, and `combine`
 takes the sizes of the `dispatch` that had as many rows in all. Two of as many rows in all, of other
-sizes, may be under way at once: their `combine` has to be told the sizes. What is not combined while
-`UNDER_WAY` others are dispatched is taken for given up.
+sizes, may be under way at once: their `combine` has to be told the sizes. What is not combined
+while `UNDER_WAY` others are dispatched is taken for given up.
 
 Members of one data-parallel replica hold the same rows, unless they split them
 (sequence-parallel). The rows are therefore exchanged within `token_group`, if the group has

@@ -331,7 +331,7 @@ class Crew:
             self._stopping.release()
 
     def _wait_for(self, *threads: threading.Thread | None) -> None:
-        """Wait until threads of this pool have ended, but not for ever for what users run in them."""
+        """Wait until threads of this pool have ended; not for ever for what users run in them."""
 
         def ended() -> bool:
             return not any(each is not None and each.is_alive() for each in threads)

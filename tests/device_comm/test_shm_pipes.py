@@ -32,8 +32,8 @@ from shm_broadcast import (
 )
 from tests.calls import in_call
 from tests.device_comm.shm_ranks import make_comm
-from tests.ranks import run_ranks
 from tests.forked import in_a_child
+from tests.ranks import run_ranks
 from tests.shm_broadcast.leaks import no_descriptors
 
 if TYPE_CHECKING:

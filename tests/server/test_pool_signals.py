@@ -23,6 +23,7 @@ from server.launchers.local import LocalWorker
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import MessageDecodeError, MessageQueue
+from shm_broadcast.board.stacks import read_stacks
 from tests.patience import PATIENCE_SECONDS, until
 from tests.ranks import run_ranks
 from tests.server.workers import Gate, Worker
@@ -313,7 +314,7 @@ def test_a_signal_handler_may_shut_the_pool_down_while_a_late_calls_stacks_are_r
     pool.call("echo")
     os.kill(pool.status()[0].pid, signal.SIGSTOP)  # it shows no stack, which is waited for
     on_alarm_shut_down(pool)
-    monkeypatch.setattr(crew, "read_stacks", raising_the_alarm(crew.read_stacks))
+    monkeypatch.setattr(crew, "read_stacks", raising_the_alarm(read_stacks))
     with pytest.raises(ShutDownError):
         call(pool)
     with pytest.raises(PoolClosedError):

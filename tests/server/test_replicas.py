@@ -73,9 +73,7 @@ def test_while_none_works_calls_wait_for_the_first_that_does(tmp_path: Path) -> 
     for gate in gates:
         gate.folder.mkdir()
     late, early = gates
-    with Replicas(
-        OneIsLate, dp=2, worker_kwargs={"gates": gates}, restart="worker"
-    ) as replicas:
+    with Replicas(OneIsLate, dp=2, worker_kwargs={"gates": gates}, restart="worker") as replicas:
         for pid in [where(pool)[0] for pool in replicas.pools]:
             os.kill(pid, signal.SIGKILL)
         until(lambda: all(gate.reached(0) for gate in gates))

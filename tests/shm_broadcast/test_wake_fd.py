@@ -79,7 +79,7 @@ def test_a_close_within_a_ring_leaves_the_descriptor_open_until_the_ring_is_over
             seen.append(is_open(fd))
             os.eventfd_write(fd, value)
 
-    wake_fd.os = InterruptedOs
+    vars(wake_fd)["os"] = InterruptedOs
     wake.ring()
     assert seen == [True]
     assert not is_open(wake.fileno())
