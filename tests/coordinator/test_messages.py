@@ -449,15 +449,19 @@ def test_deadlines() -> None:
     run_ranks(2, nothing_comes, store.port)
 
 
-def second_sender(rank: int, n: int, port: int) -> None:
+def second_sender(rank: int, n: int, port: int, secret: bytes | None) -> None:
     """While a thread waits in a send, another one is refused; what was sent is all there."""
     store = coordinator.connect_store("127.0.0.1", port)
     part = {"part": torch.zeros((OUTSTANDING_BYTES + AHEAD_BYTES) // 5, dtype=torch.uint8)}
     large = {"large": torch.ones(OUTSTANDING_BYTES + AHEAD_BYTES, dtype=torch.uint8)}
-    with coordinator.init(tp=n, rank=rank, store=store, timeout=30) as groups:
+    torch_only = secret is not None  # so that messages are numbered, and sealed
+    parts = 1 if torch_only else 4  # which do not wait by themselves
+    with coordinator.init(
+        tp=n, rank=rank, store=store, timeout=30, secret=secret, torch_only=torch_only
+    ) as groups:
         group = groups.tp
         if rank == 0:
-            for _ in range(4):
+            for _ in range(parts):
                 group.send_tensor_dict(part)
             with ThreadPoolExecutor(1) as threads:
                 waiting = threads.submit(group.send_tensor_dict, large)
@@ -465,17 +469,18 @@ def second_sender(rank: int, n: int, port: int) -> None:
                 for send in (group.send_object, group.isend_object):
                     with pytest.raises(RuntimeError, match="another thread is sending over tp"):
                         send("lost", 1)
-                groups.world.barrier()
+                store.set("tried", "")
                 waiting.result()
             group.send_object("after", 1)
         else:
-            groups.world.barrier()
-            for expected in (part, part, part, part, large):
+            store.get("tried")
+            for expected in (*[part] * parts, large):
                 agree(group.recv_tensor_dict(), expected)
             assert group.recv_object(0) == "after"
         groups.world.barrier()
 
 
-def test_a_second_thread_that_sends_is_refused() -> None:
+@pytest.mark.parametrize("secret", [None, b"s" * 32])
+def test_a_second_thread_that_sends_is_refused(secret: bytes | None) -> None:
     store = host_store()
-    run_ranks(2, second_sender, store.port)
+    run_ranks(2, second_sender, store.port, secret)

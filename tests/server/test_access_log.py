@@ -87,7 +87,7 @@ def test_a_long_path_is_cut_in_answer_and_line(capsys: pytest.CaptureFixture[str
                 assert re.search(r"x{3000} \.\.\. and 56\d{3} characters more$", message)
 
     run(test)
-    lines = map(json.loads, capsys.readouterr().err.splitlines())
+    lines = map(json.loads, capsys.readouterr().out.splitlines())
     assert [3000 < len(line["path"]) < 5000 for line in lines] == [True, True]
 
 
