@@ -148,7 +148,7 @@ WHEELS := x86_64 aarch64
 wheels: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" deploy/wheels.sh $(WHEELS)
 
-# On aarch64, emulated: ten minutes. Processes that fork with threads running are more than qemu can.
+# On aarch64, emulated: six minutes. Processes that fork with threads running are more than qemu can.
 AARCH64_TESTS := $(patsubst %,tests/shm_broadcast/test_%.py,atomics native codec codec_tensors ring \
                    ring_model ring_sleep board doorbell history layout queue liveness recycling remote_wire) \
                  $(patsubst %,tests/device_comm/test_shm_%.py,steps comm direct pipes uneven)
