@@ -11,7 +11,7 @@ python_for_aarch64() {
   local apt archive
   foreign_debian aarch64 "$home/apt"
   apt-get "${apt[@]}" install -y --download-only --no-install-recommends python3.11 libstdc++6 libgomp1
-  for archive in "$home"/apt/cache/archives/*.deb; do dpkg-deb -x "$archive" "$home/root"; done
+  for archive in "$home"/apt/cache/archives/*.deb; do dpkg-deb -x "$archive" "$home/sysroot"; done
 }
 
 packages_for_aarch64() {
@@ -33,7 +33,7 @@ packages_for_aarch64
 # Python takes what -0 says for its own name, and so starts others of its kind.
 cat >"$home/python" <<END
 #!/usr/bin/env bash
-export PYTHONHOME=$home/root/usr
-exec qemu-aarch64-static -L "$home/root" -0 "\$0" "$home/root/usr/bin/python3.11" "\$@"
+export PYTHONHOME=$home/sysroot/usr
+exec qemu-aarch64-static -L "$home/sysroot" -0 "\$0" "$home/sysroot/usr/bin/python3.11" "\$@"
 END
 chmod +x "$home/python"
