@@ -149,6 +149,10 @@ class TellingWhy:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.tell(error)
+
+    def tell(self, error: BaseException | None) -> None:
+        """Tell the others ``error``, unless it is none."""
         if isinstance(error, (Exception, KeyboardInterrupt)):
             self._board.abort(error)
 

@@ -16,11 +16,11 @@ between the parts of a message.
 from __future__ import annotations
 
 from collections import deque
-from threading import Lock
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from device_comm.call_number import call_number
 from shm_broadcast import NEVER, Deadline
+from shm_broadcast.queue.timed_lock import new_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class Outgoing:
         """Send over the communicators ``routes``."""
         self._routes = routes
         self._under_way: dict[int, deque[tuple[int, Work[None]]]] = {}
-        self._turn = Lock()
+        self._turn = new_turn()
 
     def send(
         self, make: MakeMessage | None, parts: Sequence[Tensor], dst: int, deadline: Deadline
@@ -65,8 +65,8 @@ class Outgoing:
             CoordinatorError: this send or an older one failed.
             RuntimeError: another thread is sending.
         """
-        self._take_turn()
-        try:
+        with self._turn as mine:
+            self._require(mine)
             self._frame(make, dst)
             for part in self._in_order(parts):
                 self._ahead(self._routes.of(part.device.type), part, dst)
@@ -74,8 +74,6 @@ class Outgoing:
             under_way = self._under_way.get(dst)
             while under_way and len(under_way) > 1 and _bytes_of(under_way) > OUTSTANDING_BYTES:
                 self._finish_first(under_way, deadline)
-        finally:
-            self._turn.release()
 
     def begin(
         self, make: MakeMessage | None, parts: Sequence[Tensor], dst: int
@@ -85,11 +83,9 @@ class Outgoing:
         Raises:
             RuntimeError: another thread is sending.
         """
-        self._take_turn()
-        try:
+        with self._turn as mine:
+            self._require(mine)
             return self._begin(make, parts, dst)
-        finally:
-            self._turn.release()
 
     def _begin(
         self, make: MakeMessage | None, parts: Sequence[Tensor], dst: int
@@ -121,8 +117,8 @@ class Outgoing:
         for comm in dict.fromkeys(self._routes):
             comm.flush(deadline)
 
-    def _take_turn(self) -> None:
-        if not self._turn.acquire(blocking=False):
+    def _require(self, mine: bool) -> None:
+        if not mine:
             raise RuntimeError(
                 f"another thread is sending over {self._routes.cpu.name}: a group is for one "
                 "thread at a time, so give each thread a group of its own, or lock around sends"

@@ -7,8 +7,8 @@ connects all members, or when a caller asks for one.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import HashStore
@@ -28,7 +28,6 @@ from shm_broadcast import NEVER, Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     import torch
     from torch.distributed import ProcessGroup, Store
@@ -36,6 +35,10 @@ if TYPE_CHECKING:
     from coordinator.setup.settings import Settings
 
 B = TypeVar("B", bound=Backend)
+
+
+def _tell_nobody(error: BaseException | None) -> None:
+    """Leave it to who made the board."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class Link:
         nodes: which members share a host; None in a group of one without a board.
         exchange: swaps small values between the members, for further set-up.
         closing: closes everything.
-        telling_why: tells the others the error that it is left with; a launcher does so itself.
+        tell_why: tells the others the error that it is left with; a launcher does so itself.
     """
 
     name: str
@@ -71,7 +74,7 @@ class Link:
     nodes: Nodes | None
     exchange: Exchange
     closing: ExitStack
-    telling_why: AbstractContextManager[None] = field(default_factory=nullcontext)
+    tell_why: Callable[[BaseException | None], None] = _tell_nobody
 
     def part(self, name: str, members: Sequence[int]) -> Link:
         """Build the link of a subgroup; ``members`` are ranks in this group, with this member's.
@@ -200,12 +203,13 @@ def connect(
     with ExitStack() as undo:
         closing = undo.enter_context(ExitStack())
         exchange = authenticated(exchange, settings.secret, closing, settings.sockets.address)
-        telling_why: AbstractContextManager[None] = nullcontext()
+        tell_why: Callable[[BaseException | None], None] = _tell_nobody
         if nodes is None:
             nodes = find_nodes(exchange, address=settings.sockets.address)
             closing.callback(nodes.close)
             telling_why = TellingWhy(nodes.board)
             undo.enter_context(telling_why)
+            tell_why = telling_why.tell
         exchange = nodes.watched(exchange)
         groups = ProcessGroups(exchange, ranks, settings, given, closing)
         build = _Builder(exchange, settings, nodes, groups, closing)
@@ -234,7 +238,7 @@ def connect(
             nodes,
             exchange,
             closing,
-            telling_why,
+            tell_why,
         )
 
 

@@ -13,8 +13,6 @@ from shm_broadcast import GroupClosedError
 from shm_broadcast.board.forked_child import disown_in_children
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import torch
     from torch.distributed import ProcessGroup
 
@@ -211,38 +209,27 @@ class Member:
         Args:
             linger: seconds that messages under way have to arrive, unless the group is over.
         """
-        self._end(linger, None, None, None)
+        self._end(linger, None)
 
-    def _end(
-        self,
-        linger: float,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _end(self, linger: float, error: BaseException | None) -> None:
         """Close the group; ``error`` is what this member leaves for."""
         if self.closed:
             return
-        self._link.telling_why.__exit__(kind, error, trace)  # before they miss anything else
+        self._link.tell_why(error)  # before they miss anything else
         self._messenger.flush(linger)
         self._life.closed = True
         compile_ops.unregister(self.unique_name)
         for entry in self._counted:
             entry.close()
-        self._link.closing.__exit__(kind, error, trace)
+        self._link.closing.close()
 
     destroy = close
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end(LINGER if error is None else 0.0, kind, error, trace)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._end(LINGER if error is None else 0.0, error)
 
     def __copy__(self) -> Self:
         return self

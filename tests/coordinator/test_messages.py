@@ -465,7 +465,9 @@ def second_sender(rank: int, n: int, port: int, secret: bytes | None) -> None:
                 group.send_tensor_dict(part)
             with ThreadPoolExecutor(1) as threads:
                 waiting = threads.submit(group.send_tensor_dict, large)
-                until(group._messenger._outgoing._turn.locked)
+                under_way = group._messenger._outgoing._under_way
+                # The first that is too large is kept by the thread, which has the turn then.
+                until(lambda: any(each[0] > OUTSTANDING_BYTES for each in [*under_way.get(1, ())]))
                 for send in (group.send_object, group.isend_object):
                     with pytest.raises(RuntimeError, match="another thread is sending over tp"):
                         send("lost", 1)
