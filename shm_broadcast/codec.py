@@ -80,6 +80,7 @@ class PickleCodec:
         # Kept between messages: to make a pickler costs as much as to pickle a small message.
         self._pickler = pickle.Pickler(self._main, protocol=5, buffer_callback=self._keep_in_band)
         self._pickler.dispatch_table = _REDUCERS
+        self._is_clean = True
 
     def encode(self, message: Any) -> Encoded:
         """Pickle ``message``.
@@ -87,15 +88,16 @@ class PickleCodec:
         Raises:
             TypeError: it cannot be pickled.
         """
+        if not self._is_clean:  # a signal handler raised while the last message was forgotten
+            self._forget()
+        self._is_clean = False
         try:
             self._pickler.dump(message)
             return tuple(self._main), tuple(self._buffers)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(f"cannot send a {type(message).__name__}: {error}") from error
         finally:
-            self._pickler.clear_memo()
-            self._main.clear()
-            self._buffers.clear()
+            self._forget()
 
     def decode(self, main: Buffer, buffers: Sequence[Buffer]) -> Any:
         """Unpickle a message whose sender is trusted."""
@@ -103,6 +105,12 @@ class PickleCodec:
             return pickle.loads(main, buffers=buffers)
         except Exception as error:
             raise MessageDecodeError(f"cannot unpickle: {type(error).__name__}: {error}") from error
+
+    def _forget(self) -> None:
+        self._pickler.clear_memo()
+        self._main.clear()
+        self._buffers.clear()
+        self._is_clean = True
 
     def _keep_in_band(self, buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()

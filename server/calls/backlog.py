@@ -30,6 +30,7 @@ class Backlog:
         self.last = 0
         self.last_settled = ""
         self._under_way: dict[int, PendingCall] = {}
+        self._settling: dict[int, PendingCall] = {}
         self._queued: deque[PendingCall] = deque()
 
     @property
@@ -107,11 +108,22 @@ class Backlog:
         if not (self._queued and self._queued[0].is_void):
             self._queued.appendleft(call.void())
 
+    @property
+    def settling(self) -> list[PendingCall]:
+        """The calls that every rank has answered and for which `settled` was not called."""
+        answered = [call for call in self._under_way.values() if call.settled]
+        return [*self._settling.values(), *answered]
+
     def settle(self, call: PendingCall) -> None:
         """Note that every rank has answered ``call``: it leaves the calls under way."""
         if not call.is_void:
             self.last_settled = call.method
+        self._settling[call.number] = call
         self._under_way.pop(call.number, None)  # or has left: a signal handler has called the pool
+
+    def settled(self, call: PendingCall) -> None:
+        """Note that all has been done that is due after `settle`. Any thread may call this."""
+        self._settling.pop(call.number, None)
 
     def take_back(self) -> list[PendingCall]:
         """Leave no call under way: those that are to be made again go back to the queue's head.

@@ -326,11 +326,12 @@ class Ledger:
         with self._lock:
             self.give_up(call)
             self.cancel(call)
+            actions = self._settle_again()
             if self._calls.busy:
                 self._calls.follow_up(call)
                 self._to_send.notify()
             call.error = call.error or error
-            actions = [] if call.error is None else [call.finish(self._name)]
+            actions += [] if call.error is None else [call.finish(self._name)]
         _run(actions)
 
     def due(self, call: PendingCall) -> Deadline:
@@ -484,14 +485,18 @@ class Ledger:
         A rank's replies come in order. If one is missing, a signal handler has interrupted the
         thread that took it out of the queue, or the one that was to send the call.
         """
-        actions: Actions = []
-        while (oldest := self._calls.oldest) is not None and oldest.settled:
-            actions += self._settle(oldest)  # interrupted between its last answer and this
+        actions = self._settle_again()
         while (call := self._calls.oldest_of(rank)) is not None and call.number < number:
             lost = "a signal handler interrupted the thread that sent the call or took the reply"
             call.spoil(rank, WorkerError(rank, call.method, "KeyboardInterrupt", lost, ""))
             actions += self._settle(call)
         return actions
+
+    def _settle_again(self) -> Actions:
+        """What may not have been done for calls that all ranks have answered: a signal handler has
+        interrupted it. To do it twice does no harm.
+        """
+        return [action for call in self._calls.settling for action in self._settle(call)]
 
     def _settle(self, call: PendingCall) -> Actions:
         """If every rank has answered ``call``: compare the ranks, then hand out or break."""
@@ -502,11 +507,12 @@ class Ledger:
         self._stuck.forget(call)
         self._notify_waiters()
         diverged = call.compare()
-        if diverged is None:
-            resumed = [partial(self._hooks.resume, rank, call.number) for rank in call.failed]
-            return [call.finish(self._name), *self._clock(), *resumed]
-        call.error = call.error or call.failure or diverged
-        return [call.finish(self._name), *self._clock(), *self._break_off(call.failure or diverged)]
+        then: Actions = [partial(self._hooks.resume, rank, call.number) for rank in call.failed]
+        if diverged is not None:
+            call.error = call.error or call.failure or diverged
+            then = self._break_off(call.failure or diverged)
+        settled = partial(self._calls.settled, call)
+        return [call.finish(self._name), *self._clock(), *then, settled]
 
     def _notify_waiters(self) -> None:
         """A call has left those under way: wake the sender, or `wait_until_idle`."""

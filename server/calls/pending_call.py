@@ -126,40 +126,39 @@ class PendingCall:
 
     def answer(self, rank: int, value: Any, begun: tuple[BegunInGroup, ...]) -> None:
         """Note the result of ``rank``, and the group operations that it began."""
-        self.waiting.discard(rank)
         self._begun[rank] = begun
         self._values[rank] = value
+        self.waiting.discard(rank)  # last: a signal handler may raise before
 
     def spoil(self, rank: int, error: BaseException) -> None:
         """Note that ``rank`` has answered, but that its answer was lost because of ``error``."""
-        self.waiting.discard(rank)
         self.error = self.error or error
+        self.waiting.discard(rank)
 
     def fail(self, rank: int, error: WorkerError, told: Failed) -> None:
         """Note that ``rank`` has failed: its report, and the error that was made of it."""
-        self.waiting.discard(rank)
         self._begun[rank] = told.begun
         self.failed.append(rank)
         if not told.consequence:
             self.error = self.error or error
             self.failure = self.error if isinstance(self.error, WorkerError) else error
         self.failure = self.failure or error
+        self.waiting.discard(rank)
 
     def finish(self, pool: str = "") -> Callable[[], None]:
-        """Fix the result; returns the function that passes it to the future, if there is one. An
-        error gets a note that names the ``pool``, if that has a name.
+        """Fix the result, once; returns the function that passes it to the future, if there is one.
+        An error gets a note that names the ``pool``, if that has a name.
 
         Run that without holding locks: a future runs its callbacks at once, and they may call the
         pool.
         """
-        if self.done:
-            return _nothing
-        self.error = self.error or self.failure or self._uneven_end()
-        if self.error is not None:
-            located(self.error, pool)
-        self.done = True
-        if self._ending is not None:
-            self._ending.release()
+        if not self.done:
+            self.error = self.error or self.failure or self._uneven_end()
+            if self.error is not None:
+                located(self.error, pool)
+            self.done = True
+            if self._ending is not None:
+                self._ending.release()
         future = self._future
         return _nothing if future is None else lambda: self._hand_out(future)
 

@@ -170,6 +170,8 @@ class RingReader:
         unfinished = self.unfinished
         if unfinished is None:
             return None
+        if self._fast is None:
+            unfinished.count(self._position())
         received = unfinished.received if self._fast is None else self._fast.moved
         if received != unfinished.size:
             return None
@@ -199,7 +201,8 @@ class RingReader:
         return None
 
     def view(self, record: Record) -> memoryview:
-        """A record's payload in the ring, without a copy; valid until `advance`."""
+        """The payload of a whole message in the ring, without a copy; valid until `advance`."""
+        self.unfinished = None  # it may be this one, copied, if a signal handler raised then
         return self._segment.memory[record.data : record.data + record.size]
 
     def advance(self, record: Record) -> None:
@@ -263,6 +266,7 @@ class RingReader:
             elif self._fast is not None:
                 self._fast.read_parts(unfinished.targets, spin_ns)
             else:
+                unfinished.count(self._position())
                 unfinished.fill(self._segment, record)
                 self.advance(record)
         except (ValueError, OverflowError, MemoryError, struct.error) as error:
@@ -290,7 +294,8 @@ class _Assembly:
         targets: the memory of the main part and of the out-of-band buffers, in this order.
         size: their bytes, all together.
         number: the message's, modulo 2**32.
-        received: how many of these bytes `fill` has copied; the C path counts in ``moved`` instead.
+        received: how many of these bytes have come, as of the last `count`; the C path counts in
+            ``moved`` instead.
     """
 
     def __init__(
@@ -312,12 +317,21 @@ class _Assembly:
         self._blocks = blocks
         self.targets = (self._main, *self._buffers)
         self.received = 0
+        self._copied, self._copied_to = 0, -1
+
+    def count(self, position: int) -> None:
+        """Count what was copied last as received, if the reader has moved on to ``position``.
+
+        A signal handler may raise before it moves on: the record is then copied once more.
+        """
+        if position == self._copied_to:
+            self.received = self._copied
 
     def fill(self, segment: Segment, record: Record) -> None:
         """Copy a record's payload, without the table of sizes at the start of the first record."""
         table = 8 * record.n_buffers if record.kind == layout.KIND_MESSAGE else 0
         source, left, before = record.data + table, record.size - table, self.received
-        self.received += left
+        self._copied, self._copied_to = before + left, record.next_position
         for target in self.targets:
             with memoryview(target) as memory:
                 part = memory[before : before + left]

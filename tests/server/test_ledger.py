@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import server.calls
 from server.calls.ledger import Ledger, LedgerHooks
 from server.calls.pending_call import PendingCall
 from server.control.cancelled_calls import CancelledCalls
@@ -21,6 +22,7 @@ from server.errors import (
     WorkerLostError,
 )
 from shm_broadcast import CoordinatorError, MessageDecodeError
+from tests.interruptions import interruptions
 from tests.server.begun import begun
 
 
@@ -502,6 +504,54 @@ def test_a_stream_ends_on_all_ranks_or_fails() -> None:
     )
     assert calls[3].result() is None
     assert book.ledger.ended is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_interrupt_anywhere_in_the_taking_of_a_reply_leaves_nothing_half_done(
+    fails: bool,
+) -> None:
+    """Who waits for one call takes the last answer to another one, and is interrupted there."""
+
+    def prepared() -> tuple[Book, PendingCall, PendingCall]:
+        book = Book(in_flight=2, settle_seconds=0.0)
+        other, own = book.send(), book.send()
+        other.future()
+        if fails:
+            book.fail(0, 1)
+        else:
+            book.reply(0, 1, "zero")
+        return book, other, own
+
+    def answer_last() -> None:
+        book.reply(1, 1, "one")
+
+    book, other, own = prepared()
+    taken = 0
+    for _ in interruptions(answer_last, server.calls):
+        book.ledger.abandon(own)
+        void = book.ledger.next_to_send(1)
+        assert void is not None
+        book.reply(1, 2)
+        book.reply(1, void.number)
+        assert book.asked == [("resume", 0, 1)] * len(book.asked)
+        assert bool(book.asked) == fails
+        book.reply(0, 2)
+        book.reply(0, void.number)
+        if fails:
+            with pytest.raises(WorkerError, match="rank 0 failed"):
+                other.future().result(0)
+        elif other.error is None:
+            assert other.future().result(0) == ["zero", "one"]
+            taken += 1
+        else:
+            with pytest.raises(WorkerError, match="interrupted"):
+                other.future().result(0)
+        book.ledger.tick()
+        assert book.ledger.load == 0
+        assert book.ledger._calls.settling == []
+        book.ledger.check()
+        book, other, own = prepared()
+    assert fails or taken > 10
 
 
 def test_a_reply_that_an_interrupt_dropped_fails_its_call_only() -> None:

@@ -10,8 +10,11 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+import server
+import shm_broadcast
 from server.calls.dispatcher import Dispatcher
 from server.calls.lateness import Lateness
 from server.calls.ledger import Ledger
@@ -24,6 +27,7 @@ from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import MessageDecodeError, MessageQueue
 from shm_broadcast.board.stacks import read_stacks
+from tests.interruptions import interruptions
 from tests.patience import PATIENCE_SECONDS, until
 from tests.ranks import run_ranks
 from tests.server.workers import Gate, Worker
@@ -38,7 +42,7 @@ SHUTDOWNS = 15
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(Worker, tp=2) as pool:
+    with WorkerPool(Worker, tp=2, config=PoolConfig(settle_seconds=PATIENCE_SECONDS)) as pool:
         yield pool
 
 
@@ -79,6 +83,38 @@ def test_an_interrupted_caller_leaves_the_pool_usable(pool: WorkerPool, tmp_path
         gate.open()
         thread.join()
         assert pool.call("echo", "after", timeout=30) == "after"
+
+
+def one_of_a_stream(pool: WorkerPool) -> None:
+    stream = pool.stream("count", 3)
+    next(stream)
+    stream.close()
+
+
+CALLS: dict[str, Callable[[WorkerPool], object]] = {
+    "of all": lambda pool: pool.collective_rpc("where", timeout=PATIENCE_SECONDS),
+    "of one": lambda pool: pool.collective_rpc("where", unique_reply_rank=1),
+    "large": lambda pool: pool.call("echo", np.ones(300_000, np.uint8)),
+    "begun": lambda pool: [each.result() for each in [pool.submit("echo", n) for n in range(3)]],
+    "whole stream": lambda pool: list(pool.stream("count", 2)),
+    "stream let go of": one_of_a_stream,
+    "that fails": lambda pool: pool.call("fail", [0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a __del__
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_call_that_is_interrupted_anywhere_leaves_the_pool_as_it_was(
+    pool: WorkerPool, call: Callable[[WorkerPool], object]
+) -> None:
+    def make() -> None:
+        with suppress(WorkerError):
+            call(pool)
+
+    for number, _ in enumerate(interruptions(make, server, shm_broadcast)):
+        assert pool.call("echo", number, timeout=PATIENCE_SECONDS) == number
+        until(lambda: pool.load == 0)
+    assert number > 20
 
 
 def interrupted_by(error: type[BaseException], wrapped: Any, *, after: bool) -> Any:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shm_broadcast
 from shm_broadcast.codec import (
     MAX_BUFFERS,
     MSGPACK,
@@ -25,6 +26,7 @@ from shm_broadcast.codec import (
     codec_for,
 )
 from shm_broadcast.errors import MessageDecodeError
+from tests.interruptions import interruptions
 
 LARGE = 4 * OUT_OF_BAND_BYTES
 
@@ -312,3 +314,15 @@ def test_a_type_that_refuses_a_value_in_its_own_way() -> None:
 
 def test_the_default_codec_is_pickle() -> None:
     assert codec_for(None).code == PICKLE
+
+
+def test_an_interrupted_message_leaves_nothing_to_the_next() -> None:
+    codec, value = PickleCodec(), ["first", np.ones(LARGE)]
+    for _ in interruptions(lambda: codec.encode(value), shm_broadcast):
+        value[0] = "changed"  # a memo that has it already would say that it is as it was
+        main, buffers = codec.encode(value)
+        assert not any(codec.encode(None)[1])
+        got = codec.decode(b"".join(main), buffers)
+        assert got[0] == "changed"
+        assert np.array_equal(got[1], value[1])
+        value[0] = "first"

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+import shm_broadcast
 from shm_broadcast import atomics
 from shm_broadcast.board import board as board_module
 from shm_broadcast.board.board import Board
 from shm_broadcast.errors import GroupClosedError
 from shm_broadcast.queue.reader import LocalReader
 from shm_broadcast.ring.arena import PLACED_BYTES, BlockWriter, PlacedBuffer
+from tests.interruptions import Interruption, interruptions
 from tests.patience import PATIENCE_SECONDS
 from tests.shm_broadcast.queues import LIMIT, Ends, Running, ends
 
@@ -25,10 +27,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
 with_extension = pytest.mark.skipif(atomics.native is None, reason="the extension is not built")
-
-
-class Interruption(BaseException):
-    pass
 
 
 @contextmanager
@@ -76,6 +74,64 @@ def test_interrupts_leave_nobody_the_turn() -> None:
         made.writer.enqueue("last", LIMIT)
         while made.reader.dequeue(LIMIT) != "last":
             pass
+
+
+class Passing:
+    """Sends ``message``, reads it, and sees what comes after it."""
+
+    def __init__(self, made: Ends, message: Any) -> None:
+        self._made = made
+        self._message = message
+        self._number = 0
+
+    def send(self) -> None:
+        self._made.writer.enqueue(self._message, LIMIT)
+
+    def read(self) -> None:
+        self._made.reader.dequeue(LIMIT)
+
+    def look(self) -> None:
+        with self._made.reader.acquire_read(LIMIT):
+            pass
+
+    def goes_on(self) -> None:
+        """What is enqueued next arrives, behind whole messages only."""
+        self._number += 1
+        self._made.writer.enqueue(f"number {self._number}", LIMIT)
+        while True:
+            came = self._made.reader.dequeue(LIMIT)
+            if isinstance(came, str):
+                assert came == f"number {self._number}"
+                return
+            assert np.array_equal(came, self._message)
+
+
+MESSAGES = {
+    "small": (1, False),
+    "of several records": (b"x" * 20_000, False),
+    "of several buffers": ([np.ones(17_000, np.uint8)] * 2, False),
+    "in blocks": ([np.ones(PLACED_BYTES, np.uint8)] * 2, True),
+}
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize(("message", "zero_copy"), MESSAGES.values(), ids=MESSAGES)
+def test_a_call_that_is_interrupted_anywhere_does_no_harm(message: Any, zero_copy: bool) -> None:
+    with ends(zero_copy=zero_copy) as made:
+        passing = Passing(made, message)
+        places = 0
+        for _ in interruptions(passing.send, shm_broadcast):
+            passing.goes_on()
+            places += 1
+        for reading in (passing.read, passing.look):
+            passing.goes_on()
+            for _ in interruptions(reading, shm_broadcast):
+                passing.goes_on()
+                passing.send()
+        writer = made.writer._writer
+        assert writer is not None and places > 5
+        if writer._blocks is not None:
+            assert all(map(writer._blocks._is_free, writer._blocks._blocks))
 
 
 @with_extension

@@ -1,0 +1,89 @@
+"""Signal handlers that raise at every place where Python runs them, one place after the other."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from contextlib import suppress
+from functools import cache
+from itertools import count, pairwise
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import CodeType, FrameType, ModuleType
+
+
+class Interruption(BaseException):
+    """What the signal handler raises."""
+
+
+def interruptions(call: Callable[[], object], *packages: ModuleType) -> Iterator[str]:
+    """Make ``call`` again and again, each time interrupted at the next place in ``packages``.
+
+    Yields the place after each call, until one has none left. Python runs signal handlers after
+    calls, after jumps back, and where a function begins.
+    """
+    folders = tuple(package.__path__[0] for package in packages)
+    for number in count():
+        place = _interrupt(call, folders, number)
+        if place is None:
+            return
+        yield place
+
+
+def _interrupt(call: Callable[[], object], folders: tuple[str, ...], number: int) -> str | None:
+    """Raise at the ``number``-th place of ``call``; where that is, None if there are fewer."""
+    place: str | None = None
+    last: dict[FrameType, int] = {}
+
+    def step(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal number, place
+        if event != "opcode" or place is not None:
+            return step
+        after, last[frame] = last.get(frame), frame.f_lasti
+        if after is not None and (after, frame.f_lasti) in _places(frame.f_code):
+            number -= 1
+            if number < 0:
+                place = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
+                raise Interruption
+        return step
+
+    def enter(frame: FrameType, _: str, __: object) -> Any:
+        if place is not None or not frame.f_code.co_filename.startswith(folders):
+            return None
+        frame.f_trace_opcodes = True
+        return step
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        with suppress(Interruption):
+            call()
+    finally:
+        sys.settrace(before)
+        last.clear()  # what the frames hold goes at once
+    return place
+
+
+@cache
+def _places(code: CodeType) -> frozenset[tuple[int, int]]:
+    """The pairs of instructions, by offset, between which signal handlers run.
+
+    Without those where an exception handler covers the first one only: what is raised at the second
+    would not meet it.
+    """
+    guards = {
+        offset: (entry.target, entry.depth)
+        for entry in reversed(dis._parse_exception_table(code))  # type: ignore[attr-defined]
+        for offset in range(entry.start, entry.end, 2)
+    }
+    instructions = list(dis.get_instructions(code))
+    follows = {one.offset: two.offset for one, two in pairwise(instructions)}
+    return frozenset(
+        (one.offset, after)
+        for one in instructions
+        if one.opname in ("RESUME", "CALL", "CALL_FUNCTION_EX") or "JUMP_BACKWARD" in one.opname
+        for after in {follows.get(one.offset), one.argval if "JUMP" in one.opname else None}
+        if after is not None and guards.get(one.offset) == guards.get(after)
+    )
