@@ -66,6 +66,11 @@ class Message:
             self._data[_HEAD.size : _HEAD.size + self._length] = payload
         self.first = torch.frombuffer(self._data, dtype=torch.uint8)[:FRAME]
 
+    @property
+    def has_come(self) -> bool:
+        """Of one that is received: whether its frame is there."""
+        return any(self._data[: _HEAD.size])  # the kind, at least, is not 0
+
     def check(self, src: int) -> None:
         """Read the frame that has come from ``src``: of this kind, or a refusal, in this call.
 

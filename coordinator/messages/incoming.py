@@ -99,6 +99,11 @@ class Incoming(Generic[T]):
                 f"what rank {self._src} sends cannot be taken in: {why}"
             ) from error
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether some of it has come."""
+        return self._message.has_come
+
     def result(self, timeout: Timeout) -> T:
         """What was sent.
 

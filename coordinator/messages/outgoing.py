@@ -19,7 +19,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from device_comm.call_number import call_number
-from shm_broadcast import NEVER, Deadline
+from shm_broadcast import NEVER, CoordinatorError, Deadline
 from shm_broadcast.queue.timed_lock import new_turn
 
 if TYPE_CHECKING:
@@ -67,9 +67,15 @@ class Outgoing:
         """
         with self._turn as mine:
             self._require(mine)
-            self._frame(make, dst)
-            for part in self._in_order(parts):
-                self._ahead(self._routes.of(part.device.type), part, dst)
+            frames = _frames(make)
+            try:
+                for frame in frames:
+                    self._ahead(self._routes.cpu, frame, dst, copy=False)
+                for part in self._in_order(parts):
+                    self._ahead(self._routes.of(part.device.type), part, dst)
+            except BaseException as error:
+                self.ends_halfway(error, (*frames, *parts))
+                raise
             self._count(dst)
             under_way = self._under_way.get(dst)
             while under_way and len(under_way) > 1 and _bytes_of(under_way) > OUTSTANDING_BYTES:
@@ -90,20 +96,33 @@ class Outgoing:
     def _begin(
         self, make: MakeMessage | None, parts: Sequence[Tensor], dst: int
     ) -> list[Work[None]]:
-        self._frame(make, dst)
+        frames = _frames(make)
         works = []
         wanted = sum(part.nbytes for part in parts if part.device.type == "cpu")
         copies = wanted <= COPIED_BYTES and (
             wanted + _bytes_of(self._under_way.get(dst, ())) <= OUTSTANDING_BYTES
         )
-        for part in self._in_order(parts):
-            comm = self._routes.of(part.device.type)
-            if copies and comm is self._routes.cpu:
-                self._ahead(comm, part, dst)
-            else:
-                works.append(self._keep(comm.isend(part, dst), part.nbytes, dst))
+        try:
+            for frame in frames:
+                self._ahead(self._routes.cpu, frame, dst, copy=False)
+            for part in self._in_order(parts):
+                comm = self._routes.of(part.device.type)
+                if copies and comm is self._routes.cpu:
+                    self._ahead(comm, part, dst)
+                else:
+                    works.append(self._keep(comm.isend(part, dst), part.nbytes, dst))
+        except BaseException as error:
+            self.ends_halfway(error, (*frames, *parts))
+            raise
         self._count(dst)
         return works
+
+    def ends_halfway(self, error: BaseException, parts: Sequence[Tensor]) -> None:
+        """End the group if ``error`` may have come between the ``parts`` of a message: its receiver
+        would take the next one for the rest. What its communicator raises, that has judged.
+        """
+        if len(parts) > 1 and not isinstance(error, CoordinatorError):
+            self._routes.cpu.abort(error)
 
     def flush(self, deadline: Deadline) -> None:
         """Wait until nothing is under way.
@@ -124,13 +143,11 @@ class Outgoing:
                 "thread at a time, so give each thread a group of its own, or lock around sends"
             )
 
-    def _frame(self, make: MakeMessage | None, dst: int) -> None:
-        """Nobody else changes a message: it need not be copied."""
-        for frame in () if make is None else make().frames():
-            self._ahead(self._routes.cpu, frame, dst, copy=False)
-
     def _ahead(self, comm: Communicator, x: Tensor, dst: int, *, copy: bool = True) -> None:
-        """Send a tensor, which may then be changed, ahead of its receive. Never blocks."""
+        """Send a tensor, which may then be changed, ahead of its receive. Never blocks.
+
+        Not copied: nobody else changes it.
+        """
         if comm.goes_ahead(dst, x.nbytes):
             comm.send(x, dst)
         else:
@@ -157,6 +174,10 @@ class Outgoing:
     def _count(self, dst: int) -> None:
         if call_number():
             self._routes.cpu.begun.count_sent(dst)
+
+
+def _frames(make: MakeMessage | None) -> Sequence[Tensor]:
+    return () if make is None else make().frames()
 
 
 def _bytes_of(under_way: Sequence[tuple[int, Work[None]]]) -> int:

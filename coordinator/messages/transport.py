@@ -99,9 +99,13 @@ class MessageTransport:
         if src in self._turns:
             self._turns[src].has_asked(deadline)
         self.cpu.begun.count_received(src)
-        self.cpu.recv_series(incoming.following, src, timeout=deadline)
-        for part in incoming.on_device:
-            self.routes.device.recv(out=part, src=src, timeout=deadline)
+        try:
+            self.cpu.recv_series(incoming.following, src, timeout=deadline)
+            for part in incoming.on_device:
+                self.routes.device.recv(out=part, src=src, timeout=deadline)
+        except BaseException as error:
+            self._ends_halfway(error, incoming)
+            raise
         return incoming.result(deadline)
 
     def ireceive(self, incoming: Incoming[T], src: int, timeout: Timeout) -> Work[T]:
@@ -146,8 +150,13 @@ class MessageTransport:
         deadline = self._deadline(timeout)
         with self._or_refuse(EVERYONE, deadline=deadline):
             payload, parts = make()
-        self._broadcast_parts(self.wire.message(kind, payload, EVERYONE).frames(), deadline)
-        self._broadcast_parts(parts, deadline)
+        frames = self.wire.message(kind, payload, EVERYONE).frames()
+        try:
+            self._broadcast_parts(frames, deadline)
+            self._broadcast_parts(parts, deadline)
+        except BaseException as error:
+            self._outgoing.ends_halfway(error, (*frames, *parts))
+            raise
         return result
 
     def _receive_broadcast(
@@ -161,11 +170,22 @@ class MessageTransport:
         try:
             while parts := incoming.following():
                 self._broadcast_parts(parts, deadline, src)
-        except (DivergenceError, MessageDecodeError, MessageSealError) as error:
-            self.cpu.abort(error)
+            self._broadcast_parts(incoming.on_device, deadline, src)
+        except BaseException as error:
+            self._ends_halfway(error, incoming)
             raise
-        self._broadcast_parts(incoming.on_device, deadline, src)
         return incoming.result(deadline)
+
+    def _ends_halfway(self, error: BaseException, incoming: Incoming[Any]) -> None:
+        """End the group if ``error`` may leave a message half received: nobody knows any more where
+        the next one begins.
+        """
+        if isinstance(error, CoordinatorError):
+            torn = isinstance(error, (DivergenceError, MessageDecodeError, MessageSealError))
+        else:
+            torn = incoming.has_begun
+        if torn:
+            self.cpu.abort(error)
 
     def _broadcast_parts(
         self, parts: Sequence[Tensor], deadline: Deadline, src: int | None = None

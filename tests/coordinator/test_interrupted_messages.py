@@ -1,0 +1,111 @@
+"""Messages whose sender or receiver is interrupted: whole, or the end of the group; never mixed."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import coordinator
+from shm_broadcast import GroupAbortedError, PeerLostError
+from tests.interruptions import interruptions
+from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from coordinator import GroupCoordinator
+
+LAST = -1.0
+
+
+class Pair(NamedTuple):
+    """How rank 0 sends a dict, and rank 1 receives it."""
+
+    send: Callable[[GroupCoordinator, dict[str, Any]], object]
+    receive: Callable[[GroupCoordinator], Any]
+
+
+PAIRS = {
+    "message": Pair(lambda g, x: g.send_tensor_dict(x, dst=1), lambda g: g.recv_tensor_dict(src=0)),
+    "broadcast": Pair(
+        lambda g, x: g.broadcast_tensor_dict(x, src=0), lambda g: g.broadcast_tensor_dict(src=0)
+    ),
+}
+
+
+def made_of(value: float) -> dict[str, Any]:
+    """A dict of a frame, a rest and two tensors behind it, all of which tell the ``value``."""
+    tensors = {name: torch.full((5000,), value) for name in "ab"}
+    return {"value": value, "text": str(value) * 1000, **tensors}
+
+
+def value_of(values: dict[str, Any]) -> float:
+    value: float = values["value"]
+    assert values["text"] == str(value) * 1000
+    assert all(bool((values[name] == value).all()) for name in "ab")
+    return value
+
+
+def pass_messages(rank: int, n: int, path: str, pair: str, interrupted: int) -> list[bool]:
+    """Pass a message that is interrupted in rank ``interrupted``, and another; again and again.
+
+    Returns:
+        Whether that was the end of the group, each time.
+    """
+    store = dist.FileStore(path, n)
+    ends: list[bool] = []
+    groups: list[coordinator.ParallelGroups] = []
+
+    def group() -> GroupCoordinator:
+        if not groups:
+            meeting = dist.PrefixStore(f"{len(ends)}.", store)
+            groups.append(coordinator.init(tp=n, rank=rank, store=meeting, timeout=20))
+        return groups[0].tp
+
+    def send() -> None:
+        PAIRS[pair].send(group(), made_of(len(ends)))
+
+    def receive() -> None:
+        received.append(value_of(PAIRS[pair].receive(group())))
+
+    received: list[float] = []
+    own = send if rank == 0 else receive
+    places: Iterator[Any] = interruptions(own, coordinator) if rank == interrupted else count()
+    while True:
+        group()
+        received.clear()
+        goes_on = next(places, None) is not None
+        try:
+            if rank != interrupted:
+                own()
+            if rank == 0:
+                PAIRS[pair].send(group(), made_of(LAST))
+            while rank == 1 and LAST not in received:
+                receive()
+            assert rank == 0 or received in ([len(ends), LAST], [LAST])
+            group().barrier()
+            ended = False
+        except (GroupAbortedError, PeerLostError):
+            ended = True
+        if rank == interrupted:
+            store.set(f"goes on {len(ends)}", str(goes_on))
+        if store.get(f"goes on {len(ends)}") != b"True":
+            return ends
+        if ended:
+            groups.pop().close()
+        ends.append(ended)
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_an_interrupt_anywhere_mixes_no_messages(
+    tmp_path: Path, pair: str, interrupted: int
+) -> None:
+    mine, theirs = run_ranks(2, pass_messages, str(tmp_path / "store"), pair, interrupted)
+    assert mine == theirs
+    assert {True, False} == set(mine)
