@@ -67,16 +67,11 @@ class Outgoing:
         """
         with self._turn as mine:
             self._require(mine)
-            frames = _frames(make)
-            try:
-                for frame in frames:
-                    self._ahead(self._routes.cpu, frame, dst, copy=False)
-                for part in self._in_order(parts):
-                    self._ahead(self._routes.of(part.device.type), part, dst)
-            except BaseException as error:
-                self.ends_halfway(error, (*frames, *parts))
-                raise
-            self._count(dst)
+
+            def send_part(part: Tensor) -> None:
+                self._ahead(self._routes.of(part.device.type), part, dst)
+
+            self._pass_on(make, parts, dst, send_part)
             under_way = self._under_way.get(dst)
             while under_way and len(under_way) > 1 and _bytes_of(under_way) > OUTSTANDING_BYTES:
                 self._finish_first(under_way, deadline)
@@ -96,26 +91,41 @@ class Outgoing:
     def _begin(
         self, make: MakeMessage | None, parts: Sequence[Tensor], dst: int
     ) -> list[Work[None]]:
-        frames = _frames(make)
         works = []
         wanted = sum(part.nbytes for part in parts if part.device.type == "cpu")
         copies = wanted <= COPIED_BYTES and (
             wanted + _bytes_of(self._under_way.get(dst, ())) <= OUTSTANDING_BYTES
         )
+
+        def begin_part(part: Tensor) -> None:
+            comm = self._routes.of(part.device.type)
+            if copies and comm is self._routes.cpu:
+                self._ahead(comm, part, dst)
+            else:
+                works.append(self._keep(comm.isend(part, dst), part.nbytes, dst))
+
+        self._pass_on(make, parts, dst, begin_part)
+        return works
+
+    def _pass_on(
+        self,
+        make: MakeMessage | None,
+        parts: Sequence[Tensor],
+        dst: int,
+        pass_on: Callable[[Tensor], None],
+    ) -> None:
+        """Send the message that ``make`` makes, if any, and pass on each of ``parts``."""
+        frames = () if make is None else make().frames()
         try:
             for frame in frames:
-                self._ahead(self._routes.cpu, frame, dst, copy=False)
+                self._ahead(self._routes.cpu, frame, dst, copy=False)  # nobody else changes it
             for part in self._in_order(parts):
-                comm = self._routes.of(part.device.type)
-                if copies and comm is self._routes.cpu:
-                    self._ahead(comm, part, dst)
-                else:
-                    works.append(self._keep(comm.isend(part, dst), part.nbytes, dst))
+                pass_on(part)
         except BaseException as error:
             self.ends_halfway(error, (*frames, *parts))
             raise
-        self._count(dst)
-        return works
+        if call_number():
+            self._routes.cpu.begun.count_sent(dst)
 
     def ends_halfway(self, error: BaseException, parts: Sequence[Tensor]) -> None:
         """End the group if ``error`` may have come between the ``parts`` of a message: its receiver
@@ -144,10 +154,7 @@ class Outgoing:
             )
 
     def _ahead(self, comm: Communicator, x: Tensor, dst: int, *, copy: bool = True) -> None:
-        """Send a tensor, which may then be changed, ahead of its receive. Never blocks.
-
-        Not copied: nobody else changes it.
-        """
+        """Send a tensor, which may then be changed, ahead of its receive. Never blocks."""
         if comm.goes_ahead(dst, x.nbytes):
             comm.send(x, dst)
         else:
@@ -170,14 +177,6 @@ class Outgoing:
         if self._routes.device is self._routes.cpu:
             return parts
         return sorted(parts, key=lambda part: part.device.type != "cpu")
-
-    def _count(self, dst: int) -> None:
-        if call_number():
-            self._routes.cpu.begun.count_sent(dst)
-
-
-def _frames(make: MakeMessage | None) -> Sequence[Tensor]:
-    return () if make is None else make().frames()
 
 
 def _bytes_of(under_way: Sequence[tuple[int, Work[None]]]) -> int:

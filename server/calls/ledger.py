@@ -507,12 +507,13 @@ class Ledger:
         self._stuck.forget(call)
         self._notify_waiters()
         diverged = call.compare()
-        then: Actions = [partial(self._hooks.resume, rank, call.number) for rank in call.failed]
-        if diverged is not None:
-            call.error = call.error or call.failure or diverged
-            then = self._break_off(call.failure or diverged)
         settled = partial(self._calls.settled, call)
-        return [call.finish(self._name), *self._clock(), *then, settled]
+        if diverged is None:
+            resumed = [partial(self._hooks.resume, rank, call.number) for rank in call.failed]
+            return [call.finish(self._name), *self._clock(), *resumed, settled]
+        call.error = call.error or call.failure or diverged
+        broken = self._break_off(call.failure or diverged)  # not to be done again after a restart
+        return [call.finish(self._name), *self._clock(), settled, *broken]
 
     def _notify_waiters(self) -> None:
         """A call has left those under way: wake the sender, or `wait_until_idle`."""
