@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import os
 import sys
 from contextlib import suppress
 from functools import cache
@@ -24,7 +25,7 @@ def interruptions(call: Callable[[], object], *packages: ModuleType) -> Iterator
     Yields the place after each call, until one has none left. Python runs signal handlers after
     calls, after jumps back, and where a function begins.
     """
-    folders = tuple(package.__path__[0] for package in packages)
+    folders = tuple(package.__path__[0] + os.sep for package in packages)
     for number in count():
         place = _interrupt(call, folders, number)
         if place is None:

@@ -122,16 +122,16 @@ class Outgoing:
             for part in self._in_order(parts):
                 pass_on(part)
         except BaseException as error:
-            self.ends_halfway(error, (*frames, *parts))
+            self.ends_halfway(error, len(frames) + len(parts))
             raise
         if call_number():
             self._routes.cpu.begun.count_sent(dst)
 
-    def ends_halfway(self, error: BaseException, parts: Sequence[Tensor]) -> None:
-        """End the group if ``error`` may have come between the ``parts`` of a message: its receiver
-        would take the next one for the rest. What its communicator raises, that has judged.
+    def ends_halfway(self, error: BaseException, n_parts: int) -> None:
+        """End the group if ``error`` may have come between so many parts of a message: its receiver
+        would take the next one for the rest. What the communicator has raised, that has judged.
         """
-        if len(parts) > 1 and not isinstance(error, CoordinatorError):
+        if n_parts > 1 and not isinstance(error, CoordinatorError):
             self._routes.cpu.abort(error)
 
     def flush(self, deadline: Deadline) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from coordinator.messages.framing import Message
     from coordinator.messages.incoming import Incoming
     from coordinator.messages.wire import Wire
     from device_comm import Communicator, Pending
@@ -83,11 +84,23 @@ class MessageTransport:
         """Begin to send what ``make`` makes; the work has a ``result``."""
         with self._or_refuse(*dsts):
             payload, parts = make()
-        works = []
-        for dst in dsts:
-            message = partial(self.wire.message, kind, payload, dst)
-            works += self._outgoing.begin(message, parts, dst)
+        works = self._begin_to_each(partial(self.wire.message, kind, payload), parts, dsts)
         return self._sending(works, result, timeout)
+
+    def _begin_to_each(
+        self, make: Callable[[int], Message], parts: Sequence[Tensor], dsts: Sequence[int]
+    ) -> list[Work[None]]:
+        works: list[Work[None]] = []
+        n_begun = 0
+        try:
+            for dst in dsts:
+                works += self._outgoing.begin(partial(make, dst), parts, dst)
+                n_begun += 1
+        except BaseException as error:
+            if n_begun or not isinstance(error, RuntimeError):  # another thread is sending
+                self._outgoing.ends_halfway(error, len(dsts))
+            raise
+        return works
 
     def _sending(self, works: Sequence[Work[None]], result: T, timeout: Timeout) -> Work[T]:
         return Work(result, Joined(works) if works else None, timeout=self._allowed(timeout))
@@ -155,7 +168,7 @@ class MessageTransport:
             self._broadcast_parts(frames, deadline)
             self._broadcast_parts(parts, deadline)
         except BaseException as error:
-            self._outgoing.ends_halfway(error, (*frames, *parts))
+            self._outgoing.ends_halfway(error, len(frames) + len(parts))
             raise
         return result
 
@@ -232,11 +245,10 @@ class MessageTransport:
             yield
         except Exception as error:  # noqa: BLE001 - `refused` raises it
             with suppress(CoordinatorError, RuntimeError):  # another thread is sending
-                for dst in dsts:
-                    if dst == EVERYONE:
-                        self._broadcast_parts(self.wire.refusal(error, dst).frames(), deadline)
-                    else:
-                        self._outgoing.begin(partial(self.wire.refusal, error, dst), (), dst)
+                if dsts == (EVERYONE,):
+                    self._broadcast_parts(self.wire.refusal(error, EVERYONE).frames(), deadline)
+                else:
+                    self._begin_to_each(partial(self.wire.refusal, error), (), dsts)
             self.refused(error)
 
     def refused(self, error: Exception) -> NoReturn:
