@@ -8,7 +8,8 @@ Guarantees
 - No two calls have the same number, so no reply is taken for another call's.
 - At most ``in_flight`` calls are under way; a call is under way until every rank has answered it.
 - A signal handler may raise in any thread that calls: then nobody knows whether its call was sent,
-  or which replies it has taken. A void call follows, and what was not answered before that is lost.
+  or which replies it has taken. A void call follows, and what was not answered before that is lost;
+  for calls that all ranks had answered, what is due is done then.
 - A result is handed out only when all ranks have answered that call and every earlier one, and did
   the same in each: they began the same collectives, and all messages were received. If they did
   not, an operation is left half done that the next call would meet, so the pool breaks.

@@ -170,9 +170,8 @@ class RingReader:
         unfinished = self.unfinished
         if unfinished is None:
             return None
-        if self._fast is None:
-            unfinished.count(self._position())
-        received = unfinished.received if self._fast is None else self._fast.moved
+        fast = self._fast
+        received = unfinished.count(self._position()) if fast is None else fast.moved
         if received != unfinished.size:
             return None
         try:
@@ -319,13 +318,13 @@ class _Assembly:
         self.received = 0
         self._copied, self._copied_to = 0, -1
 
-    def count(self, position: int) -> None:
-        """Count what was copied last as received, if the reader has moved on to ``position``.
-
-        A signal handler may raise before it moves on: the record is then copied once more.
+    def count(self, position: int) -> int:
+        """How many bytes have come, with those copied last if the reader is behind them, at
+        ``position``. If a signal handler raises before it moves on, they are copied once more.
         """
         if position == self._copied_to:
             self.received = self._copied
+        return self.received
 
     def fill(self, segment: Segment, record: Record) -> None:
         """Copy a record's payload, without the table of sizes at the start of the first record."""

@@ -486,3 +486,25 @@ def second_sender(rank: int, n: int, port: int, secret: bytes | None) -> None:
 def test_a_second_thread_that_sends_is_refused(secret: bytes | None) -> None:
     store = host_store()
     run_ranks(2, second_sender, store.port, secret)
+
+
+def second_broadcaster(rank: int, n: int, port: int) -> None:
+    """A broadcast to several that is refused before it has begun leaves the group as it was."""
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(tp=n, rank=rank, store=store, timeout=30) as groups:
+        group = groups.tp
+        if rank == 0:
+            turn = group._messenger._outgoing._turn
+            with ThreadPoolExecutor(1) as threads:
+                assert threads.submit(turn.__enter__).result()
+                with pytest.raises(RuntimeError, match="another thread is sending over tp"):
+                    group.broadcast_object("lost", async_op=True)
+                threads.submit(turn.__exit__).result()
+        work = group.broadcast_object("after" if rank == 0 else None, async_op=True)
+        assert work.wait() == "after"
+        groups.world.barrier()
+
+
+def test_a_second_thread_that_broadcasts_is_refused() -> None:
+    store = host_store()
+    run_ranks(3, second_broadcaster, store.port)

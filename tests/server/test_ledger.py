@@ -554,6 +554,22 @@ def test_an_interrupt_anywhere_in_the_taking_of_a_reply_leaves_nothing_half_done
     assert fails or taken > 10
 
 
+def test_a_divergence_breaks_no_later_generation() -> None:
+    """The pool is restarted, and a call given up, while the callback of a lost one still runs."""
+    book = Book(restartable=True)
+    diverging, lost = book.send(), book.send()
+
+    def restart(_: object) -> None:
+        book.ledger.open(2, book.cancelled)
+        book.ledger.abandon(book.send())
+
+    lost.future().add_done_callback(restart)
+    for rank in (0, 1):
+        book.reply(rank, diverging.number, operations=rank)
+    assert book.asked == [("broke", CallDivergedError)]
+    assert book.ledger.restarting is None
+
+
 def test_a_reply_that_an_interrupt_dropped_fails_its_call_only() -> None:
     book = Book()
     lost, kept = book.send(), book.send()
