@@ -34,7 +34,7 @@ class Recorder:
         self.numbers = array("I", [0]) * (1 + 2 * world_size)
 
     def begin(self, operation: Operation) -> int:
-        """Stamp ``operation`` on the board and write it down; the entry, for `end`.
+        """Stamp ``operation`` on the board and write it down; the entry, for `Watch.ended`.
 
         Of one in the background, ``ended`` is set.
         """
@@ -62,7 +62,3 @@ class Recorder:
         """As `begin`, of an operation of one rank, or of no tensors."""
         number = self.numbers[0] = (self.numbers[0] + 1) & _MOST
         return self._watch.stamp(name, self._group, _CODES[verb], 0, number)
-
-    def end(self, entry: int, error: BaseException | None = None) -> None:
-        """Write down that an operation has ended, unless that was done before."""
-        self._watch.ended(entry, error)

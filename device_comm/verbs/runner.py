@@ -8,7 +8,6 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from device_comm.call_number import call_number
-from device_comm.operation import NO_TENSOR
 from device_comm.verbs.checks import check_dim, check_rank, check_shape, check_tensor, equal_share
 from device_comm.work import Followed, Work, join
 from shm_broadcast.deadline import Deadline
@@ -140,7 +139,7 @@ class Runner:
 
     def skip(self, verb: str, result: Any, async_op: bool) -> Any:
         """Return ``result`` of an operation of one rank, or of no tensors."""
-        self._recorder.end(self._recorder.begin_nothing(verb, self._enter(verb)))
+        self._watch.ended(self._recorder.begin_nothing(verb, self._enter(verb)))
         self._watch.idle()
         return Work(result) if async_op else result
 
@@ -192,13 +191,12 @@ class Runner:
 
     def _label(self, operation: Operation) -> str:
         """What profilers call an operation: ``"group-coordinator all_reduce tp 4096 B"``."""
-        nothing_given = operation.source is NO_TENSOR
-        tensor = operation.output if nothing_given else operation.source
-        return f"group-coordinator {operation.verb} {self.backend.name} {tensor.nbytes} B"
+        size = operation.buffer.nbytes
+        return f"group-coordinator {operation.verb} {self.backend.name} {size} B"
 
     def _end(self, entries: Sequence[int], error: BaseException | None = None) -> None:
         for entry in entries:
-            self._recorder.end(entry, error)
+            self._watch.ended(entry, error)
 
     def _fail(self, entries: Sequence[int], error: BaseException) -> None:
         self._end(entries, error)

@@ -139,11 +139,11 @@ class DirectCalls:
         try:
             self._execution.perform(self._execution.messages[verb, peer], task, operation)
         except BaseException as error:
-            self._recorder.end(entry, error)
+            watch.ended(entry, error)
             raise
         finally:
             watch.idle()
-        self._recorder.end(entry)
+        watch.ended(entry)
 
     def _operation(self, verb: str, timeout: float | Deadline | None) -> Operation:
         allowed = self._identity.timeout if timeout is None else timeout
