@@ -69,10 +69,8 @@ class PastOperation:
     dtype: str
 
 
-def outcome_of(error: BaseException | None) -> int:
-    """The code of how an operation ended that raised ``error``, or nothing."""
-    if error is None:
-        return layout.OUTCOME_DONE
+def outcome_of(error: BaseException) -> int:
+    """The code of how an operation ended that raised ``error``."""
     name = next((name for kind, name in _ERRORS if isinstance(error, kind)), "failed")
     return layout.OUTCOME_NAMES.index(name)
 

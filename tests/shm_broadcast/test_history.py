@@ -127,7 +127,6 @@ LATE = MemberStatus(1, 42, "lost")
 @pytest.mark.parametrize(
     ("error", "name"),
     [
-        (None, "done"),
         (GroupTimeoutError("x", 1.0, ()), "timed out"),
         (PeerLostError("x", LATE), "peer lost"),
         (GroupAbortedError("x", Failure(0, "E", "no", 0)), "aborted"),
@@ -136,7 +135,7 @@ LATE = MemberStatus(1, 42, "lost")
         (KeyboardInterrupt(), "failed"),
     ],
 )
-def test_how_an_operation_ended(error: BaseException | None, name: str) -> None:
+def test_how_an_operation_ended(error: BaseException, name: str) -> None:
     assert layout.OUTCOME_NAMES[outcome_of(error)] == name
 
 
