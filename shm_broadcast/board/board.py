@@ -21,7 +21,6 @@ import math
 import os
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NoReturn, Self
 
@@ -45,7 +44,8 @@ from shm_broadcast.errors import (
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from shm_broadcast.atomics import WordsLike
     from shm_broadcast.board.elsewhere import Elsewhere
@@ -485,15 +485,13 @@ class Board:
         members = range(self.n_members) if among is None else among
         return [member for member in members if self._members.state(self._valid(member)) == "lost"]
 
-    @contextmanager
-    def lost_slot(self, member: int) -> Iterator[None]:
+    def lost_slot(self, member: int) -> AbstractContextManager[None]:
         """Inside, nobody can take the slot of ``member``, whose process has ended.
 
         Raises:
             ValueError: it has not, or a successor is about to take the slot.
         """
-        with self._members.lost_slot(self._valid(member)):
-            yield
+        return self._members.lost_slot(self._valid(member))
 
     def member_status(self, member: int) -> MemberStatus:
         """What one member was last seen doing."""
