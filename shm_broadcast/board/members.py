@@ -104,7 +104,8 @@ class Members:
 
     def joined(self, member: int) -> bool:
         """Whether a process has ever taken ``member``'s slot."""
-        return self._words.load32(layout.member_slot(member) + layout.MEMBER_STATE) != 0
+        state = self._words.load32(layout.member_slot(member) + layout.MEMBER_STATE)
+        return state != layout.STATE_ABSENT
 
     def state(self, member: int) -> str:
         """``"absent"``, ``"idle"``, ``"busy"``, ``"closed"`` or ``"lost"``."""
