@@ -117,8 +117,8 @@ class QueueEnd:
 
         Args:
             data: a contiguous buffer of any size; it may be changed once this returns.
-            timeout: seconds; 0 does not wait, ``None`` waits for ever. A message that times out
-                reaches no reader.
+            timeout: seconds; 0 or less does not wait, ``None`` waits for ever. A message that times
+                out reaches no reader.
 
         Raises:
             What `enqueue` raises.

@@ -88,7 +88,7 @@ class QueueWriter:
 
     def enqueue_encoded(self, data: Buffer, timeout: float | Deadline | None) -> None:
         """See `MessageQueue.enqueue_encoded`."""
-        deadline = Deadline.after(timeout)
+        deadline = Deadline.within(timeout)
         with self._lock.turn as mine:
             if not mine:
                 self._lock.take(deadline, "enqueue", self._check)

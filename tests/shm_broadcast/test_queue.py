@@ -359,8 +359,14 @@ def test_of_a_time_that_has_passed_nothing_is_left(n_local: int) -> None:
         writer.enqueue("there is room", timeout=-1.5)
         until(reader.readable)
         assert reader.dequeue(-1.5) == "there is room"
+        writer.enqueue_encoded(b"there is room", timeout=-1.5)
+        until(reader.readable)
+        with reader.acquire_read(-1.5) as view:
+            assert bytes(view) == b"there is room"
         with pytest.raises(TimeoutError):
             writer.enqueue(b"x" * (20 << 20), timeout=-1.5)
+        with pytest.raises(TimeoutError):
+            writer.enqueue_encoded(b"x" * (20 << 20), timeout=-1.5)
         with pytest.raises(ValueError, match="timeout"):
             reader.dequeue(float("nan"))
 
