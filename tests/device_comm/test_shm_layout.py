@@ -173,7 +173,7 @@ def test_plans_of_a_root_and_of_the_others() -> None:
 def test_plans_of_uneven_parts() -> None:
     x = torch.arange(6, dtype=torch.float64)
     output = torch.empty(3, dtype=torch.float64)
-    made: SlotPlan = SlotPlanner(2, 3).reduce_parts(b"", output, x, (1, 2, 3), ReduceOp.SUM)
+    made: SlotPlan = SlotPlanner(2, 3).reduce_scatter(b"", output, x, (1, 2, 3), ReduceOp.SUM)
     base = x.data_ptr()
     assert made.gives == (Span(base, 8), Span(base + 8, 16), Span(base + 24, 24))
     assert made.length == 24

@@ -95,13 +95,14 @@ def reducing(ends: Ends, rank: int, inputs: list[Tensor], x: Tensor) -> Made:
 def gathering(ends: Ends, rank: int, inputs: list[Tensor], x: Tensor) -> Made:
     output = torch.zeros(N * len(x))
     signature = sign("all_gather", x.dtype, x.shape)
-    return ends.planners[rank].all_gather(signature, output, x), output, torch.cat(inputs)
+    made = ends.planners[rank].all_gather(signature, output, x, (len(x),) * N)
+    return made, output, torch.cat(inputs)
 
 
 def exchanging(ends: Ends, rank: int, inputs: list[Tensor], x: Tensor) -> Made:
     output, sizes = torch.zeros_like(x), (len(x) // N,) * N
     signature = sign("all_to_all", x.dtype, x.shape)
-    made = ends.planners[rank].all_to_all(signature, output, x, sizes)
+    made = ends.planners[rank].all_to_all(signature, output, x, sizes, sizes, sizes[0])
     return made, output, torch.cat([each.chunk(N)[rank] for each in inputs if len(x)] or [x])
 
 
@@ -169,7 +170,7 @@ def test_ranks_that_diverge_find_out_before_data_is_used(ends: Ends) -> None:
     x, outputs = torch.ones(3), [torch.zeros(3), torch.zeros(6)]
     ends.steps[0].begin(ends.all_reduce(0, outputs[0], x), 0)
     gathering = sign("all_gather", x.dtype, x.shape)
-    ends.steps[1].begin(ends.planners[1].all_gather(gathering, outputs[1], x), 0)
+    ends.steps[1].begin(ends.planners[1].all_gather(gathering, outputs[1], x, (3, 3)), 0)
     assert ends.steps[0].advance(0) == Status.BLOCKED
     assert ends.steps[0].divergent() is None
     assert ends.steps[1].advance(0) == Status.DIVERGED

@@ -46,9 +46,16 @@ class Plans:
             case "all_reduce":
                 plan = planner.all_reduce(signature, output, source, op, self._whole_bytes)
             case "all_gather":
-                plan = planner.all_gather(signature, output, source)
+                sizes = operation.output_parts(self._n)
+                plan = planner.all_gather(signature, output, source, sizes)
+            case "all_gatherv":
+                return self.all_gatherv(signature, output, source, operation.output_parts(self._n))
             case "reduce_scatter":
-                plan = planner.reduce_scatter(signature, output, source, op)
+                sizes = operation.source_parts(self._n)
+                plan = planner.reduce_scatter(signature, output, source, sizes, op)
+            case "reduce_scatterv":
+                sizes = operation.source_parts(self._n)
+                return self.reduce_scatterv(signature, output, source, sizes, op)
             case "broadcast":
                 plan = planner.broadcast(signature, operation.buffer, root)
             case "reduce":
@@ -57,38 +64,28 @@ class Plans:
                 plan = planner.gather(signature, output, source, root)
             case "scatter":
                 plan = planner.scatter(signature, output, source, root)
-            case "all_to_all" if operation.source_sizes is None:
-                parts = operation.source_parts(self._n)
-                plan = planner.all_to_all(signature, output, source, parts)
+            case "all_to_all":
+                takes, gives = operation.output_parts(self._n), operation.source_parts(self._n)
+                if operation.source_sizes is not None:
+                    return self.all_to_all(signature, output, source, takes, gives)
+                plan = planner.all_to_all(signature, output, source, takes, gives, gives[0])
             case "barrier":
                 plan = planner.barrier(signature)
-            case _:
-                return self._agreed(signature, operation)
         return iter((plan,))
-
-    def _agreed(self, signature: bytes, operation: Operation) -> Iterator[SlotPlan]:
-        """The plans of verbs in which the ranks' shares may differ in size."""
-        source, output = operation.source, operation.output
-        takes, gives = operation.output_parts(self._n), operation.source_parts(self._n)
-        if operation.verb == "all_gatherv":
-            return self.all_gatherv(signature, output, source, takes)
-        if operation.verb == "reduce_scatterv":
-            return self.reduce_scatterv(signature, output, source, gives, operation.op)
-        return self.all_to_all(signature, output, source, takes, gives)
 
     def all_gatherv(
         self, signature: bytes, output: Tensor, source: Tensor, sizes: Sequence[int]
     ) -> Generator[SlotPlan, None, None]:
         """Plans that concatenate every rank's ``source``."""
         yield from self._agree("all_gatherv", signature, sizes)
-        yield self._planner.gather_parts(signature, output, source, sizes)
+        yield self._planner.all_gather(signature, output, source, sizes)
 
     def reduce_scatterv(
         self, signature: bytes, output: Tensor, source: Tensor, sizes: Sequence[int], op: ReduceOp
     ) -> Generator[SlotPlan, None, None]:
         """Plans that reduce this rank's part of every rank's ``source``."""
         yield from self._agree("reduce_scatterv", signature, sizes)
-        yield self._planner.reduce_parts(signature, output, source, sizes, op)
+        yield self._planner.reduce_scatter(signature, output, source, sizes, op)
 
     def all_to_all(
         self,
@@ -108,7 +105,7 @@ class Plans:
                     f"all_to_all that gives {row[self._rank]} elements to rank {self._rank}",
                 )
         longest = max(max(row) for row in table)
-        yield self._planner.exchange_parts(
+        yield self._planner.all_to_all(
             signature, output, source, output_sizes, source_sizes, longest
         )
 

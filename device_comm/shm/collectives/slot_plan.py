@@ -79,24 +79,13 @@ class SlotPlanner:
         kind = REDUCE if source.nbytes <= whole_bytes else ALL_REDUCE
         return self._reduce(signature, output, source, op, (Span.of(source),), kind=kind)
 
-    def all_gather(self, signature: bytes, output: Tensor, source: Tensor) -> SlotPlan:
-        """Put all ``source`` of one size in a row."""
-        return self.gather_parts(signature, output, source, (source.numel(),) * self._n)
-
-    def gather_parts(
+    def all_gather(
         self, signature: bytes, output: Tensor, source: Tensor, sizes: Sequence[int]
     ) -> SlotPlan:
         """Put all ``source``, of which rank r's has ``sizes[r]``, in a row."""
         return self._gather(signature, output, source, sizes, (Span.of(source),))
 
     def reduce_scatter(
-        self, signature: bytes, output: Tensor, source: Tensor, op: ReduceOp
-    ) -> SlotPlan:
-        """Reduce this rank's part of all ``source``, of equal parts."""
-        sizes = (source.numel() // self._n,) * self._n
-        return self.reduce_parts(signature, output, source, sizes, op)
-
-    def reduce_parts(
         self, signature: bytes, output: Tensor, source: Tensor, sizes: Sequence[int], op: ReduceOp
     ) -> SlotPlan:
         """Reduce this rank's part of all ``source``, whose part r has ``sizes[r]``."""
@@ -113,12 +102,6 @@ class SlotPlanner:
         )
 
     def all_to_all(
-        self, signature: bytes, output: Tensor, source: Tensor, sizes: Sequence[int]
-    ) -> SlotPlan:
-        """Give part r to rank r, put what rank r gives in part r; all parts are of one size."""
-        return self.exchange_parts(signature, output, source, sizes, sizes, sizes[0])
-
-    def exchange_parts(
         self,
         signature: bytes,
         output: Tensor,
