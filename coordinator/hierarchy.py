@@ -10,7 +10,7 @@ all-reduce between nodes, broadcast within the node.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -20,23 +20,10 @@ from device_comm.verbs.checks import check_out
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from device_comm import Communicator
+    from coordinator.verbs.member import Member
     from device_comm.verbs.arguments import Timeout
 
-
-class Part(Protocol):
-    """What an all-reduce in steps needs of the groups that it goes through."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of members."""
-
-    @property
-    def device_communicator(self) -> Communicator:
-        """What moves their tensors."""
-
-
-G_co = TypeVar("G_co", bound=Part, covariant=True)
+G_co = TypeVar("G_co", bound="Member", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
