@@ -9,22 +9,13 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from threading import Condition, Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from coordinator.group import GroupCoordinator
-
-
-class Waitable(Protocol):
-    """What is under way."""
-
-    def wait(self) -> Any:
-        """Return once it is done."""
-
-    def is_completed(self) -> bool:
-        """Whether it is."""
+    from device_comm import Work
 
 
 @dataclass
@@ -36,7 +27,7 @@ class P2PWork:
         payload: None: the work keeps what it sends.
     """
 
-    work: Waitable | None
+    work: Work[None] | None
     payload: Tensor | None
 
 
