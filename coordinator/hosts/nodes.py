@@ -119,21 +119,23 @@ def find_nodes(exchange: Exchange, board: Board | None = None, address: str = ""
         return Nodes(made, tuple(range(exchange.size)), node_of, progress, undo.pop_all())
 
 
-def known_nodes(board: Board, node_of: Sequence[int]) -> Nodes:
+def known_nodes(
+    board: Board, node_of: Sequence[int], members: Sequence[int] | None = None
+) -> Nodes:
     """The nodes that a launcher has named; nothing is exchanged.
 
     Args:
-        board: this node's board; member i is rank i.
+        board: this node's board.
         node_of: for each rank the first rank on its node.
+        members: each rank's slot on the board; None: member i is rank i.
 
     Collective: no.
     """
-    return _on_given(board, tuple(range(len(node_of))), tuple(node_of))
-
-
-def lone_node(board: Board) -> Nodes:
-    """The nodes of a group of one, this process. Collective: no."""
-    return _on_given(board, (board.member or 0,), (0,))
+    members = range(len(node_of)) if members is None else members
+    progress = Progress(board, "coordinator")
+    closing = ExitStack()
+    closing.callback(progress.close)
+    return Nodes(board, tuple(members), tuple(node_of), progress, closing)
 
 
 class TellingWhy:
@@ -162,13 +164,6 @@ def _watched(exchange: Exchange, board: Board, members: Sequence[int]) -> Exchan
         board.require(operation, lambda: members, ready)
 
     return replace(exchange, watch=watch)
-
-
-def _on_given(board: Board, members: tuple[int, ...], node_of: tuple[int, ...]) -> Nodes:
-    progress = Progress(board, "coordinator")
-    closing = ExitStack()
-    closing.callback(progress.close)
-    return Nodes(board, members, node_of, progress, closing)
 
 
 def _start_heartbeat(

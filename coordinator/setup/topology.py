@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from coordinator.group import GroupCoordinator, own_group
-from coordinator.hosts.nodes import TellingWhy, find_nodes, known_nodes, lone_node
+from coordinator.hosts.nodes import TellingWhy, find_nodes, known_nodes
 from coordinator.setup.bootstrap import DEFAULT_TIMEOUT, meet
 from coordinator.setup.link import alone, connect
 from coordinator.setup.settings import OPERATION_TIMEOUT, Settings
@@ -94,7 +94,8 @@ class Topology:
             secret=launch.secret,
         )
         if launch.world_size == 1:
-            return cls(0, 1, settings, None if board is None else lone_node(board), None)
+            nodes = None if board is None else known_nodes(board, (0,), (board.member or 0,))
+            return cls(0, 1, settings, nodes, None)
         terms = {name: str(size) for name, size in sizes.items()} | settings.terms()
         meeting = meet(launch, store, timeout, terms)
         exchange = authenticated(meeting.exchange, launch.secret, closing, meeting.address)
