@@ -84,7 +84,36 @@ def follow(steps: Plan, x: Tensor, axes: Sequence[GroupCoordinator]) -> Tensor:
 
 def take(steps: Plan, step: Step, x: Tensor, axes: Sequence[GroupCoordinator]) -> Tensor:
     """Carry out one step of a plan. Collective: yes, every member along the step's axis."""
-    return _Move(steps, step, axes).take(x)
+    source, target, group = step.source, step.target, axes[step.axis]
+    here = [axis.rank_in_group for axis in axes]
+
+    def sizes(arrangement: Arrangement, dim: int) -> tuple[int, ...]:
+        """How many elements of a dimension each rank along the step's axis holds."""
+        places = ([*here[: step.axis], r, *here[step.axis + 1 :]] for r in range(group.world_size))
+        return tuple(arrangement.extents(steps.shape, steps.mesh, at)[dim].size for at in places)
+
+    if isinstance(target, Partial):
+        if not isinstance(source, Shard):
+            return differentiable.as_term(x, group, target.op)
+        # This rank's shard at its place in the whole, surrounded by the neutral element.
+        held, rank = sizes(step.before, source.dim), group.rank_in_group
+        margins = [0, 0] * (x.dim() - source.dim - 1) + [sum(held[:rank]), sum(held[rank + 1 :])]
+        return functional.pad(x, margins, value=NEUTRAL[target.op])
+    if isinstance(source, Partial):
+        if not isinstance(target, Shard):
+            return differentiable.reduce(x, group, source.op)
+        after = sizes(step.after, target.dim)
+        return differentiable.reduce_scatter(x, target.dim, group, source.op, after)
+    if isinstance(source, Shard):
+        before = sizes(step.before, source.dim)
+        if not isinstance(target, Shard):
+            return differentiable.gather(x, source.dim, group, before)
+        after = sizes(step.after, target.dim)
+        if source.dim == target.dim:
+            return differentiable.recut(x, source.dim, group, before, after)
+        return differentiable.all_to_all(x, source.dim, target.dim, group, before, after)
+    dim = target.dim if isinstance(target, Shard) else 0
+    return differentiable.split(x, dim, group, sizes(step.after, dim))
 
 
 def strip(x: Tensor, extents: Sequence[Extent]) -> Tensor:
@@ -101,57 +130,6 @@ def pad(x: Tensor, extents: Sequence[Extent]) -> Tensor:
         return x
     margins = [margin for extent in reversed(extents) for margin in (0, extent.padding)]
     return functional.pad(x, margins)
-
-
-class _Move:
-    """One step of a plan, on this rank."""
-
-    def __init__(self, steps: Plan, step: Step, axes: Sequence[GroupCoordinator]) -> None:
-        self._shape = steps.shape
-        self._mesh = steps.mesh
-        self._step = step
-        self._group = axes[step.axis]
-        self._coordinates = [axis.rank_in_group for axis in axes]
-
-    def take(self, x: Tensor) -> Tensor:
-        source, target, group = self._step.source, self._step.target, self._group
-        if isinstance(target, Partial):
-            if isinstance(source, Shard):
-                return self._among_neutral(x, source.dim, target)
-            return differentiable.as_term(x, group, target.op)
-        if isinstance(source, Partial):
-            if not isinstance(target, Shard):
-                return differentiable.reduce(x, group, source.op)
-            sizes = self._sizes(self._step.after, target.dim)
-            return differentiable.reduce_scatter(x, target.dim, group, source.op, sizes)
-        if isinstance(source, Shard):
-            before = self._sizes(self._step.before, source.dim)
-            if not isinstance(target, Shard):
-                return differentiable.gather(x, source.dim, group, before)
-            after = self._sizes(self._step.after, target.dim)
-            if source.dim == target.dim:
-                return differentiable.recut(x, source.dim, group, before, after)
-            return differentiable.all_to_all(x, source.dim, target.dim, group, before, after)
-        dim = target.dim if isinstance(target, Shard) else 0
-        return differentiable.split(x, dim, group, self._sizes(self._step.after, dim))
-
-    def _sizes(self, arrangement: Arrangement, dim: int) -> tuple[int, ...]:
-        """How many elements of a dimension each rank along the step's axis holds."""
-        return tuple(
-            self._extent(arrangement, dim, rank).size for rank in range(self._group.world_size)
-        )
-
-    def _extent(self, arrangement: Arrangement, dim: int, rank: int) -> Extent:
-        coordinates = list(self._coordinates)
-        coordinates[self._step.axis] = rank
-        return arrangement.extents(self._shape, self._mesh, coordinates)[dim]
-
-    def _among_neutral(self, x: Tensor, dim: int, target: Partial) -> Tensor:
-        """This rank's shard at its place in the whole, surrounded by the neutral element."""
-        sizes = self._sizes(self._step.before, dim)
-        rank = self._group.rank_in_group
-        margins = [0, 0] * (x.dim() - dim - 1) + [sum(sizes[:rank]), sum(sizes[rank + 1 :])]
-        return functional.pad(x, margins, value=NEUTRAL[target.op])
 
 
 def whole_shape(x: Tensor, source: Layout, axes: Sequence[GroupCoordinator]) -> tuple[int, ...]:
