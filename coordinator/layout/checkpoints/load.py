@@ -82,25 +82,15 @@ def load_sharded(
             * checkpoint.dtype(names[name]).itemsize
             for name, extents in parts.items()
         }
-        progress = _Progress(sum(sizes.values()), report)
+        tell = report or (lambda *_: None)
+        done, total = 0, sum(sizes.values())
+        tell(done, total, "")
         tensors: dict[str, torch.Tensor] = {}
         for name, extents in parts.items():
             tensors[name] = _read(checkpoint, names[name], extents, dtype, device)
-            progress.advance(sizes[name], name)
+            done += sizes[name]
+            tell(done, total, name)
     return tensors
-
-
-class _Progress:
-    def __init__(self, total: int, report: Callable[[int, int, str], None] | None) -> None:
-        self._done = 0
-        self._total = total
-        self._report = report
-        self.advance(0, "")
-
-    def advance(self, size: int, name: str) -> None:
-        self._done += size
-        if self._report is not None:
-            self._report(self._done, self._total, name)
 
 
 def _read(
