@@ -66,9 +66,8 @@ class Arrangement:
             cuts = sorted((*self.cuts, (axis, placement)), key=lambda cut: cut[1].dim)
             return Arrangement(tuple(cuts), self.terms)
         if isinstance(placement, Partial):
-            return Arrangement(
-                self.cuts, tuple(sorted((*self.terms, (axis, placement)), key=_axis))
-            )
+            terms = sorted((*self.terms, (axis, placement)), key=lambda term: term[0])
+            return Arrangement(self.cuts, tuple(terms))
         return self
 
     def without(self, axis: int) -> Arrangement:
@@ -104,7 +103,3 @@ class Arrangement:
                 size for cut in parts for size in ([max(cut)] if shard.padded else cut)
             }
         return tuple(max(each) for each in lengths)
-
-
-def _axis(term: tuple[int, Partial]) -> int:
-    return term[0]

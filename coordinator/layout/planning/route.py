@@ -58,10 +58,7 @@ class SubMesh:
         """
         if rank not in self.ranks:
             raise ValueError(f"rank {rank} is not in the mesh of ranks {list(self.ranks)}")
-        return self._places(self.ranks.index(rank))
-
-    def _places(self, index: int) -> tuple[Place, ...]:
-        found = []
+        index, found = self.ranks.index(rank), []
         for size in reversed(self.shape):
             index, position = divmod(index, size)
             found.append(Place(position, size))
