@@ -118,7 +118,7 @@ def reduce(x: Tensor, group: GroupCoordinator, op: ReduceOp = ReduceOp.SUM) -> T
     """
     if group.world_size == 1:
         return x
-    _require_linear(x, op)
+    require_linear(x, op)
     return moves.Reduce(group, op)(x)
 
 
@@ -138,7 +138,7 @@ def reduce_scatter(
     """
     if group.world_size == 1:
         return x
-    _require_linear(x, op)
+    require_linear(x, op)
     dim = check_dim(dim, x)
     return moves.ReduceScatter(dim, group, op, _cut(x.shape[dim], group, sizes))(x)
 
@@ -154,7 +154,7 @@ def as_term(x: Tensor, group: GroupCoordinator, op: ReduceOp = ReduceOp.SUM) -> 
     """
     if group.world_size == 1:
         return x
-    _require_linear(x, op)
+    require_linear(x, op)
     return moves.AsTerm(group, op)(x)
 
 
@@ -165,7 +165,12 @@ def copy(x: Tensor, group: GroupCoordinator) -> Tensor:
     return moves.Copy(group)(x)
 
 
-def _require_linear(x: Tensor, op: ReduceOp) -> None:
+def require_linear(x: Tensor, op: ReduceOp) -> None:
+    """Accept a reduction of ``x`` that autograd need not know, or that has a gradient here.
+
+    Raises:
+        NotImplementedError: ``x`` requires a gradient, and ``op`` is neither SUM nor AVG.
+    """
     if x.requires_grad and op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise NotImplementedError(f"{op.name} has no gradient here: detach the tensor")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from coordinator.layout.differentiable import require_linear
 from coordinator.layout.moving.moves import Move
 from coordinator.layout.moving.redistribute import strip
 from coordinator.layout.moving.swap import swap
@@ -79,8 +80,7 @@ class Transfer(Move):
             op = _reduction(layout)
             if op is not None:
                 check_reduction(op, x.dtype)
-                if x.requires_grad and op not in (ReduceOp.SUM, ReduceOp.AVG):
-                    raise NotImplementedError(f"{op.name} has no gradient here: detach the tensor")
+                require_linear(x, op)
         return x
 
     def run(self, x: Tensor) -> Tensor:
