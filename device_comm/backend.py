@@ -283,6 +283,7 @@ class Backend(ABC):
         """Release everything except the watch; idempotent. Collective: no."""
         if not self.closed:
             self.closed = True
+            self.shortcut = None
             self._closing.close()
 
 

@@ -117,7 +117,6 @@ class ShmBackend(Backend):
             self.shortcut = DirectCalls(
                 self._native, self._pipes, self._execution, self.identity, self.recorder
             )
-            self._closing.callback(self._leave_shortcut)
 
     @classmethod
     def create(
@@ -244,9 +243,6 @@ class ShmBackend(Backend):
             self.world_size > len(GIVEN_CORES),
         )
         return comm
-
-    def _leave_shortcut(self) -> None:
-        self.shortcut = None
 
     def _ring_others(self) -> None:
         for peer in self.peers:
