@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from coordinator.graph_capture import GraphCaptureContext, capture_on_side_stream
 from coordinator.rank_grid import RankGrid
@@ -26,7 +26,6 @@ from shm_broadcast.board.forked_child import Closing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from types import TracebackType
 
     import torch
     from torch.distributed.distributed_c10d import Store
@@ -159,13 +158,8 @@ class ParallelGroups:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._closing.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._closing.__exit__(*error)
 
 
 def init(

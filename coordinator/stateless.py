@@ -27,7 +27,6 @@ from shm_broadcast.board.forked_child import Closing
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import ExitStack
-    from types import TracebackType
 
     from torch import Tensor
     from torch.distributed.distributed_c10d import Store
@@ -233,10 +232,5 @@ class StatelessProcessGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._closing.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._closing.__exit__(*error)

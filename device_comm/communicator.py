@@ -39,7 +39,6 @@ from shm_broadcast.errors import CoordinatorError, GroupClosedError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-    from types import TracebackType
     from typing import Self
 
     from device_comm.backend import Backend
@@ -155,12 +154,7 @@ class Communicator(
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

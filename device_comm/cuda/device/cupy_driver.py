@@ -20,7 +20,6 @@ from device_comm.cuda.errors import DeviceError, NotShareableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from types import TracebackType
 
     from device_comm.cuda.device.driver import Launch
 
@@ -306,12 +305,7 @@ class _OnDevice:
         except RuntimeError as error:
             raise DeviceError(self._call, str(error)) from error
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._before != self._index:
             cupy.cuda.runtime.setDevice(self._before)
         # CuPy's errors derive from it; that of an invalid capture is plain.
