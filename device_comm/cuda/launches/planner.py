@@ -225,7 +225,13 @@ class Planner:
         return [self._launch(MOVE, 1, KernelJob())]
 
     def all_gather(
-        self, output: int, source: int, sizes: Sequence[int], *, table: int = 0
+        self,
+        output: int,
+        source: int,
+        sizes: Sequence[int],
+        *,
+        table: int = 0,
+        receives: bool = True,
     ) -> list[KernelLaunch]:
         """Concatenate all ranks' ``source``, in rank order.
 
@@ -234,12 +240,25 @@ class Planner:
             source: the address of the input, ``sizes[rank]`` bytes; not used with a table.
             sizes: bytes of each rank's input, by rank.
             table: the table of the sources (see `abi.KernelJob`); 0: they are staged.
+            receives: whether this rank gets the result.
         """
-        return self._gather(output, source, sizes, table=table)
+        longest = max(sizes)
+        launches = []
+        for begin, chunk in pieces.chunks(
+            longest, longest if table else self._layout.staging_bytes
+        ):
+            mine = pieces.part(sizes[self._rank], begin, chunk)
+            job = KernelJob(
+                puts=() if table else (pieces.span(source, mine),),
+                takes=pieces.cut(output, sizes, begin, chunk) if receives else (),
+                table=table,
+            )
+            launches.append(self._launch(MOVE, self._grid(chunk), job))
+        return launches
 
     def gather(self, output: int, source: int, size: int, root: int) -> list[KernelLaunch]:
         """Concatenate all ranks' ``source``, ``size`` bytes each, in the root's ``output``."""
-        return self._gather(output, source, (size,) * self._n, receives=root == self._rank)
+        return self.all_gather(output, source, (size,) * self._n, receives=root == self._rank)
 
     def broadcast(self, buffer: int, size: int, root: int) -> list[KernelLaunch]:
         """Copy the root's ``buffer`` to the other ranks' ``buffer``."""
@@ -262,29 +281,6 @@ class Planner:
                 takes=self._only(root, Span(output + begin, chunk)),
                 offset=self._rank * piece,
                 piece=piece,
-            )
-            launches.append(self._launch(MOVE, self._grid(chunk), job))
-        return launches
-
-    def _gather(
-        self,
-        output: int,
-        source: int,
-        sizes: Sequence[int],
-        *,
-        table: int = 0,
-        receives: bool = True,
-    ) -> list[KernelLaunch]:
-        longest = max(sizes)
-        launches = []
-        for begin, chunk in pieces.chunks(
-            longest, longest if table else self._layout.staging_bytes
-        ):
-            mine = pieces.part(sizes[self._rank], begin, chunk)
-            job = KernelJob(
-                puts=() if table else (pieces.span(source, mine),),
-                takes=pieces.cut(output, sizes, begin, chunk) if receives else (),
-                table=table,
             )
             launches.append(self._launch(MOVE, self._grid(chunk), job))
         return launches
