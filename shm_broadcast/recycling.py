@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 RECYCLED_BYTES: Final = 1 << 20
 """Smaller requests are not pooled: malloc itself keeps their pages."""
 
-DEFAULT_KEPT_BYTES: Final = 256 << 20
+KEPT_BYTES: Final = 256 << 20
 
 
-def new_pool(kept_bytes: int = DEFAULT_KEPT_BYTES) -> RecyclingPool | FreshMemory:
+def new_pool() -> RecyclingPool | FreshMemory:
     """A pool whose ``take(size)`` gives writable memory of so many bytes, of undefined content.
 
     Guarantees: no two blocks that are referred to share memory, whatever views were made of them.
-    Any thread, and any signal handler, may use the pool. At most ``kept_bytes`` of unused blocks
-    are kept; what was unused for longest goes first.
+    Any thread, and any signal handler, may use the pool. At most `KEPT_BYTES` of unused blocks are
+    kept; what was unused for longest goes first.
     """
-    return FreshMemory() if native is None else native.RecyclingPool(kept_bytes)
+    return FreshMemory() if native is None else native.RecyclingPool(KEPT_BYTES)
 
 
 class FreshMemory:
