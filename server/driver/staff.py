@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from shm_broadcast import Deadline, GroupTimeoutError
@@ -45,11 +46,18 @@ class Staff:
         """
         self._plan = plan
         deadline = Deadline.after(plan.start_timeout)
-        self.hosts = DistantHosts(plan.hosts, plan, deadline) if plan.hosts else None
-        self._meeting = WorkerMeeting()
         self.using = threading.RLock()  # a signal handler may end what it interrupts
         self.workers: dict[int, WorkerHandle] = {}
-        self.supervisor = Supervisor()
+        self.hosts: DistantHosts | None = None
+        with ExitStack() as undo:
+            if plan.hosts is not None:
+                self.hosts = DistantHosts(plan.hosts, plan, deadline)
+                undo.callback(self.hosts.close)
+            self._meeting = WorkerMeeting()
+            undo.callback(self._meeting.close)
+            self.supervisor = Supervisor()
+            undo.callback(self.supervisor.close)
+            self._closing = undo.pop_all()
 
     def meet(self, tick: Tick) -> None:
         """Wait until all hosts of the pool are there.
@@ -122,10 +130,7 @@ class Staff:
         end(list(self.workers.values()), seconds, self._plan.config.kill_seconds)
         for worker in self.workers.values():
             worker.close()
-        self.supervisor.close()
-        self._meeting.close()
-        if self.hosts is not None:
-            self.hosts.close()
+        self._closing.close()
 
     def _employ(self, worker: WorkerHandle) -> None:
         self.workers[worker.rank] = worker

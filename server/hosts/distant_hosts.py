@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -52,7 +53,7 @@ class DistantHosts:
     """
 
     def __init__(self, hosts: Hosts, plan: PoolPlan, deadline: Deadline) -> None:
-        """Listen for them.
+        """Listen for them. If that fails, the summoner is closed.
 
         Raises:
             OSError: the head's address cannot be resolved, or its port is in use.
@@ -71,15 +72,16 @@ class DistantHosts:
         self._boards = RemoteBoards((), {})
         self._beats: dict[int, bytes] = {}
         _log.info("%d hosts, as %s say; this one is the head", hosts.nnodes, hosts.told_by)
-        self._link = HeadLink(hosts, self)
-        self.address = self._link.address
-        self._link.begin()
-        if hosts.summoner is None:
-            try:
+        with ExitStack() as undo:
+            if hosts.summoner is not None:
+                undo.callback(hosts.summoner.close)
+            self._link = HeadLink(hosts, self)
+            undo.callback(self._link.close)
+            self.address = self._link.address
+            self._link.begin()
+            if hosts.summoner is None:
                 tell_port(hosts, self._link.port, deadline)
-            except BaseException:
-                self._link.close()
-                raise
+            undo.pop_all()
 
     def meet(self, deadline: Deadline, tick: Callable[[], float]) -> None:
         """Wait until all hosts are there; a line every ten seconds says who is missing.
