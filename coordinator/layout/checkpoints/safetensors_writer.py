@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -87,7 +88,7 @@ def write_checkpoint(path: Path, header: bytes, tensors: Iterable[Tensor]) -> No
         tensors: the header's tensors, in its order, on any device.
 
     Raises:
-        OSError: the file cannot be written; no part of it is left.
+        OSError: the file cannot be written; names ``path``, and no part of it is left.
 
     Collective: no.
     """
@@ -102,6 +103,9 @@ def write_checkpoint(path: Path, header: bytes, tensors: Iterable[Tensor]) -> No
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            unfinished.unlink()
+        if isinstance(error, OSError) and error.filename is not None:
+            error.filename, error.filename2 = str(path), None
         raise

@@ -181,6 +181,16 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert load_file(file)["x"].tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("folder", ["absent", "file"])
+def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").touch()
+    file = tmp_path / folder / "x.safetensors"
+    with pytest.raises(OSError, match="directory") as caught:
+        write_checkpoint(file, encode_header({}), [])
+    assert caught.value.filename == str(file)
+    assert ".unfinished" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "metadata", [{"step": 3}, {3: "x"}, {"a": None}, {"a": ["b"]}, {"a": "b", "c": b"d"}]
 )
