@@ -195,13 +195,18 @@ class DistantHosts:
         match message:
             case Pulse(generation, beat):
                 self._take_beat(node, generation, beat)
-            case OfWorker(rank, told) if rank in self._plan.ranks_of(node):
-                self._workers[rank].deliver(told)
-            case WorkerStack(rank, text) if rank in self._plan.ranks_of(node):
-                self._workers[rank].show_stack(text)
-            case WorkerEnded(rank, since, how, stack) if rank in self._plan.ranks_of(node):
-                if self._workers[rank].since == since:
-                    self._workers[rank].end(f"{how} on host {self._names()[node]}", stack)
+            case OfWorker(rank, since, told) if worker := self._worker(node, rank, since):
+                worker.deliver(told)
+            case WorkerStack(rank, since, text) if worker := self._worker(node, rank, since):
+                worker.show_stack(text)
+            case WorkerEnded(rank, since, how, stack) if worker := self._worker(node, rank, since):
+                worker.end(f"{how} on host {self._names()[node]}", stack)
+
+    def _worker(self, node: int, rank: int, since: int) -> DistantWorker | None:
+        """The worker that a host speaks of, unless it was replaced meanwhile."""
+        worker = self._workers.get(rank)
+        speaks_of_it = worker is not None and worker.since == since
+        return worker if speaks_of_it and rank in self._plan.ranks_of(node) else None
 
     def on_lost(self, node: int, why: str) -> None:
         """Take in that a host is gone: its workers are, too."""

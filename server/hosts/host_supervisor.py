@@ -225,7 +225,7 @@ class HostSupervisor:
             self._workers[rank].pid = message.pid
             self._workers[rank].greeted = True
         self._tell_abort()  # first: it says how to understand a failure
-        self._link.post(OfWorker(rank, message))
+        self._link.post(OfWorker(rank, self._since[rank], message))
         self._link.pulse_now()
 
     def on_death(self, rank: int, how: str, stack: str) -> None:
@@ -312,14 +312,14 @@ class HostSupervisor:
             self._workers[rank].channel.send(told)
 
     def _show_stack(self, rank: int) -> None:
-        worker, seconds = self._workers[rank], self._pool.stack_seconds
+        worker, since, seconds = self._workers[rank], self._since[rank], self._pool.stack_seconds
 
         def show() -> None:
             files = {rank: worker.stack_file}
             found = read_stacks(
                 files, lambda _: worker.signal(STACK_SIGNAL), Deadline.after(seconds)
             )
-            self._link.post(WorkerStack(rank, found.get(rank, "")))
+            self._link.post(WorkerStack(rank, since, found.get(rank, "")))
 
         if worker.greeted:
             threading.Thread(target=show, name="pool-stack", daemon=True).start()

@@ -113,9 +113,15 @@ class Pulse(msgspec.Struct, frozen=True, tag=True):
 
 
 class OfWorker(msgspec.Struct, frozen=True, tag=True):
-    """A message of a worker."""
+    """A message of a worker.
+
+    Attributes:
+        since: the generation in which the worker was started, here and below: what is said of one
+            that was replaced meanwhile is not about the one in its place.
+    """
 
     rank: int
+    since: int
     message: FromWorker
 
 
@@ -123,7 +129,6 @@ class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
     """A worker's process has ended, or could not be started.
 
     Attributes:
-        since: the generation in which it was started.
         how: such as ``"killed by SIGKILL"``.
         stack: its stacks, if it could write them.
     """
@@ -138,6 +143,7 @@ class WorkerStack(msgspec.Struct, frozen=True, tag=True):
     """The stack that was asked for."""
 
     rank: int
+    since: int
     text: str
 
 

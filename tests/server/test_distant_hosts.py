@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from server.control.protocol import Hello
+from server.driver.pool_plan import PoolPlan
 from server.errors import HostError
+from server.hosts.distant_hosts import DistantHosts
+from server.hosts.link_messages import HostAdmitted, HostHello, OfWorker, WorkerEnded, WorkerStack
 from server.hosts.place import Hosts
 from server.pool import WorkerPool
+from server.pool_config import PoolConfig
+from shm_broadcast import NEVER
 from tests.server.workers import Worker
 
 if TYPE_CHECKING:
@@ -56,3 +62,31 @@ def test_a_host_that_cannot_be_summoned_ends_the_pool_and_what_was_summoned() ->
     with pytest.raises(HostError, match="node 1 cannot be started"):
         WorkerPool(Worker, tp=2, launcher="hosts", hosts=two_hosts(summoner, 0))
     assert summoner.closed == 1
+
+
+def test_what_is_said_of_a_worker_is_not_taken_for_its_replacements() -> None:
+    plan = PoolPlan(
+        *("tests.server.workers:Worker", None, b"", 2, 1, 1, ("cpu", "cpu"), None, print),
+        *("worker", 1, 1.0, None, PoolConfig()),
+        hosts=two_hosts(Summoner(), 0),
+    )
+    assert plan.hosts is not None
+    head = DistantHosts(plan.hosts, plan, NEVER)
+    try:
+        assert isinstance(head.admit(1, HostHello("other", HERE, 4242, {})), HostAdmitted)
+        (first,) = head.launch([1], 1, NEVER)
+        (second,) = head.launch([1], 2, NEVER)
+        for since in (1, 2):
+            head.on_message(1, OfWorker(1, since, Hello(since)))
+            head.on_message(1, WorkerStack(1, since, f"stack {since}"))
+        assert second.channel.take() == Hello(2)
+        assert second.channel.take() is None
+        assert second.stack_file.read() == "stack 2"
+        head.on_message(1, WorkerEnded(1, 1, "killed by SIGKILL", ""))
+        assert not second.ended()
+        head.on_message(1, WorkerEnded(1, 2, "killed by SIGKILL", ""))
+        assert second.bury() == "killed by SIGKILL on host other"
+        first.close()
+        second.close()
+    finally:
+        head.close()

@@ -70,11 +70,11 @@ class SlowHost:
 
     def post(self, message: Any) -> None:
         match message:
-            case OfWorker(_, Hello(pid)) if not self.pids:
+            case OfWorker(1, 1, Hello(pid)) if not self.pids:
                 self.pids.append(pid)
                 self._heeder.hear(SignalWorker(1, signal.SIGKILL))
                 self._heeder.hear(BeginGeneration(2, (1,), 2, PATIENCE_SECONDS))
-            case OfWorker(_, Hello(pid)):
+            case OfWorker(1, 2, Hello(pid)):
                 self.pids.append(pid)
                 threading.Thread(target=self._dismiss).start()
             case WorkerEnded():
