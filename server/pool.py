@@ -315,7 +315,7 @@ class WorkerPool:
     @property
     def failure(self) -> CoordinatorError | None:
         """What broke the pool for good, or `PoolClosedError`; ``None`` while it takes calls."""
-        return self._crew.failure
+        return self._crew.ledger.ended
 
     @property
     def restarting(self) -> CoordinatorError | None:
@@ -323,7 +323,7 @@ class WorkerPool:
 
         It takes calls meanwhile, which wait.
         """
-        return self._crew.restarting
+        return self._crew.ledger.restarting
 
     @property
     def last_failure(self) -> tuple[float, CoordinatorError] | None:
@@ -331,22 +331,22 @@ class WorkerPool:
 
         A pool that was restarted since keeps it.
         """
-        return self._crew.last_failure
+        return self._crew.ledger.last_failure
 
     @property
     def load(self) -> int:
         """How many calls wait or are with the workers, at this moment."""
-        return self._crew.load
+        return self._crew.ledger.load
 
     @property
     def restarts(self) -> int:
         """How often the pool was restarted."""
-        return self._crew.restarts
+        return self._crew.ledger.restarts
 
     @property
     def generation(self) -> int:
         """The number of the workers' generation: 1, and higher after each restart."""
-        return self._crew.generation
+        return self._crew.ledger.generation
 
     def status(self) -> list[MemberStatus]:
         """What every worker was last seen doing, by rank. Does not wait for the workers.
@@ -412,11 +412,12 @@ class WorkerPool:
                 by `adopt` of other pools, and returns those that stay.
             opened: called when the pool has been restarted.
         """
-        self._crew.hand_over(move, opened)
+        ledger = self._crew.ledger
+        ledger.move, ledger.opened = move, opened
 
     def move_on(self) -> None:
         """For `replicas.Replicas`: have ``move`` called with the calls that wait for a restart."""
-        self._crew.move_on()
+        self._crew.ledger.move_on()
 
     def adopt(self, call: PendingCall) -> None:
         """Take over a call of another pool; see `hand_over`.

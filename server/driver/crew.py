@@ -69,6 +69,7 @@ class Crew:
     """The workers of a pool, one generation after another. Any thread may use it.
 
     Attributes:
+        ledger: the book of the pool's calls.
         dispatcher: sends calls to the workers of the latest generation.
     """
 
@@ -93,7 +94,7 @@ class Crew:
         self._broken: CoordinatorError | None = None
         self._reason_by = math.inf
         self._end_at = math.inf
-        self._ledger = Ledger(
+        self.ledger = Ledger(
             plan.in_flight,
             plan.config.call_seconds,
             plan.config.settle_seconds,
@@ -121,7 +122,7 @@ class Crew:
         match message:
             case Failed():
                 final = self._links.board.aborted is not None
-                self._ledger.failed(rank, message, final)
+                self.ledger.failed(rank, message, final)
             case Left():
                 self._staff.workers[rank].away = True
             case WorkProgress(done, total, what):
@@ -137,10 +138,10 @@ class Crew:
         failure = self._links.board.aborted
         if failure is None or failure.culprit == rank != failure.rank:
             pid = self._staff.workers[rank].pid
-            where = {"rank": rank, "generation": self.generation}
+            where = {"rank": rank, "generation": self.ledger.generation}
             told = "rank %d (pid %d) of %s was lost: %s"
             _log.info(told, rank, pid, self._name, how, extra=where)
-            self._ledger.break_off(WorkerLostError(rank, pid, how, stack))
+            self.ledger.break_off(WorkerLostError(rank, pid, how, stack))
         elif self._reason_by == math.inf:
             # The worker that aborted the board reports why over its control channel. Give it time,
             # but not for ever: it may be the one that has just ended.
@@ -148,50 +149,8 @@ class Crew:
 
     def _unwatched(self, error: Exception) -> None:
         """End the pool, and its workers: nobody would notice any more that they end or hang."""
-        self._ledger.end(CoordinatorError(f"the pool's supervisor has failed: {error!r}"))
+        self.ledger.end(CoordinatorError(f"the pool's supervisor has failed: {error!r}"))
         end(list(self._staff.workers.values()), _LEAVE_SECONDS, self._plan.config.kill_seconds)
-
-    @property
-    def load(self) -> int:
-        """How many calls wait or are under way."""
-        return self._ledger.load
-
-    def hand_over(
-        self,
-        move: Callable[[list[PendingCall]], list[PendingCall]],
-        opened: Callable[[], None],
-    ) -> None:
-        """Give calls away when the pool breaks; see `pool.WorkerPool.hand_over`."""
-        self._ledger.move, self._ledger.opened = move, opened
-
-    def move_on(self) -> None:
-        """Give calls away that wait for a restart; see `pool.WorkerPool.move_on`."""
-        self._ledger.move_on()
-
-    @property
-    def restarts(self) -> int:
-        """How often the pool was restarted."""
-        return self._ledger.restarts
-
-    @property
-    def generation(self) -> int:
-        """The number of the generation that works, or worked last."""
-        return self._ledger.generation
-
-    @property
-    def restarting(self) -> CoordinatorError | None:
-        """What broke the pool, while it is restarted because of that."""
-        return self._ledger.restarting
-
-    @property
-    def last_failure(self) -> tuple[float, CoordinatorError] | None:
-        """When the pool broke last, in seconds since the epoch, and why, if it has."""
-        return self._ledger.last_failure
-
-    @property
-    def failure(self) -> CoordinatorError | None:
-        """The error that broke the pool, or `PoolClosedError`; ``None`` while it takes calls."""
-        return self._ledger.ended
 
     def status(self) -> list[MemberStatus]:
         """What every worker was last seen doing, by rank.
@@ -223,7 +182,7 @@ class Crew:
     def _status(self, rank: int) -> MemberStatus:
         # On the board a worker without a call is busy with `dequeue`: show it as idle instead.
         status = self._links.board.member_status(rank)
-        method = self._ledger.idle(rank)
+        method = self.ledger.idle(rank)
         if method is None or status.state not in ("busy", "idle"):
             return status
         return replace(status, state="idle", operation=method)
@@ -235,25 +194,25 @@ class Crew:
             CallTimeoutError: the call is late; it goes on if it was sent.
             The call's error, or what broke the pool.
         """
-        deadline = self._ledger.due(call)
+        deadline = self.ledger.due(call)
         try:
             self.dispatcher.send(call, deadline)
             while not call.done:
                 try:
                     self.dispatcher.wait(call, deadline)
                 except GroupTimeoutError:
-                    deadline = self._ledger.due(call)  # others may have been answered meanwhile
+                    deadline = self.ledger.due(call)  # others may have been answered meanwhile
                     if call.done or deadline.expired:
                         raise
         except GroupTimeoutError:
             if call.done:
                 return call.result()
-            self._ledger.give_up(call)
+            self.ledger.give_up(call)
             error = self.late(call, deadline.timeout)
-            self._ledger.cancel(call)  # only now: it may leave the place that its stack shows
+            self.ledger.cancel(call)  # only now: it may leave the place that its stack shows
             raise error from None
         except BaseException:  # it could not be pickled, or a signal handler has raised
-            self._ledger.abandon(call)
+            self.ledger.abandon(call)
             raise
         return call.result()
 
@@ -263,16 +222,16 @@ class Crew:
         Raises:
             What broke the pool.
         """
-        call.future().answer_for(partial(self.late, call), partial(self._ledger.cancel, call))
+        call.future().answer_for(partial(self.late, call), partial(self.ledger.cancel, call))
         return self.dispatcher.submit(call)
 
     def late(self, call: PendingCall, timeout: float | None) -> CallTimeoutError:
         """The error for a call that is late after ``timeout`` seconds: who has not answered, what
         these ranks are doing, and their stacks.
         """
-        ranks = self._ledger.late(call)
+        ranks = self.ledger.late(call)
         if not ranks:
-            restarting = self._ledger.restarting
+            restarting = self.ledger.restarting
             detail = "not sent: the workers are busy with calls before it"
             if call.number:
                 detail = "answered just afterwards"
@@ -306,11 +265,11 @@ class Crew:
         """
         if self.is_own(threading.current_thread()):
             raise RuntimeError("a pool cannot be shut down by a callback of its own")
-        self._ledger.wait_until(lambda: self._stopping.acquire(blocking=False), NEVER)
+        self.ledger.wait_until(lambda: self._stopping.acquire(blocking=False), NEVER)
         try:
             deadline = Deadline.after(timeout)
-            idle = self._ledger.wait_until_idle(timeout / 2 if finish else 0.0)
-            self._ledger.end(PoolClosedError("the pool was shut down"))
+            idle = self.ledger.wait_until_idle(timeout / 2 if finish else 0.0)
+            self.ledger.end(PoolClosedError("the pool was shut down"))
             self._staff.supervisor.stop()
             self._wait_for(self._staff.supervisor.thread)
             if self._stopped:  # before, or by a signal handler during the waits above
@@ -326,7 +285,7 @@ class Crew:
                 with self._counting:
                     self._leave_links.close()
                     self._stopped = True
-            self._ledger.let_go()
+            self.ledger.let_go()
         finally:
             self._stopping.release()
 
@@ -336,7 +295,7 @@ class Crew:
         def ended() -> bool:
             return not any(each is not None and each.is_alive() for each in threads)
 
-        if not self._ledger.wait_until(ended, Deadline.after(_THREAD_SECONDS)):
+        if not self.ledger.wait_until(ended, Deadline.after(_THREAD_SECONDS)):
             names = [each.name for each in threads if each is not None and each.is_alive()]
             _log.warning("%s ends without %s, which a callback holds up", self._name, names)
 
@@ -351,22 +310,22 @@ class Crew:
         self._staff.meet(tick)
         links = Links(self._plan, generation, self._staff.hosts)
         try:
-            self._staff.assemble(links, self._ledger.last_call + 1, tick)
+            self._staff.assemble(links, self.ledger.last_call + 1, tick)
         except BaseException as error:
             links.board.abort(error)  # those that wait for others leave
             links.close()
             raise
         before = self._leave_links.pop_all()
         with self._counting:
-            if self._ledger.generation:
+            if self.ledger.generation:
                 self._past_totals = self._totals_so_far()
             self._links = self._leave_links.enter_context(closing(links))
         self._broken = None
         before.close()
         # From here on the generation may answer calls, and break: all about it must be in place.
-        self._ledger.open(generation, links.cancelled)
+        self.ledger.open(generation, links.cancelled)
         self.dispatcher = Dispatcher(
-            self._ledger,
+            self.ledger,
             generation,
             links.board,
             links.calls,
@@ -380,14 +339,14 @@ class Crew:
         """Begin generations until one stands, or there were too many."""
 
         def tick() -> float:
-            self._ledger.check()
-            return self._ledger.tick()
+            self.ledger.check()
+            return self.ledger.tick()
 
         self.dispatcher.release()
         keep = True
         with suppress(PoolClosedError):
-            while (pause := self._budget.take(time.monotonic(), self._ledger.worked)) is not None:
-                of = {"generation": self.generation}
+            while (pause := self._budget.take(time.monotonic(), self.ledger.worked)) is not None:
+                of = {"generation": self.ledger.generation}
                 why = with_notes(failure)
                 _log.error("%s has broken, and is restarted: %s", self._name, why, extra=of)
                 try:
@@ -400,14 +359,14 @@ class Crew:
                     failure = error
                     keep = False  # those that stayed may be why it failed
                     continue
-                of = {"generation": self.generation}
+                of = {"generation": self.ledger.generation}
                 told = "%s was restarted: generation %d"
-                _log.warning(told, self._name, self.generation, extra=of)
+                _log.warning(told, self._name, self.ledger.generation, extra=of)
                 return
             limit = self._plan.max_restarts, self._plan.window
             limited = RestartLimitError(*limit, str(failure))
             limited.__cause__ = failure
-            self._ledger.end(limited)
+            self.ledger.end(limited)
 
     def _resume(self, rank: int, number: int) -> None:
         worker = self._staff.workers.get(rank)
@@ -428,10 +387,10 @@ class Crew:
 
         def expire() -> None:
             for call in calls:
-                self._ledger.give_up(call)
+                self.ledger.give_up(call)
                 limit = self._plan.config.call_seconds if call.timeout is None else call.timeout
-                self._ledger.expire(call, self.late(call, limit))
-                self._ledger.cancel(call)
+                self.ledger.expire(call, self.late(call, limit))
+                self.ledger.cancel(call)
 
         threading.Thread(target=expire, name="pool-late-calls", daemon=True).start()
 
@@ -439,12 +398,12 @@ class Crew:
         """Break the pool because of a call that is stuck, in a new thread as in `_expire`."""
 
         def expose() -> None:
-            seen = self._seen(self._ledger.late(call))
-            self._ledger.break_off(
+            seen = self._seen(self.ledger.late(call))
+            self.ledger.break_off(
                 CallStuckError(call.method, self._plan.stuck_after, *seen), generation
             )
 
-        generation = self._ledger.generation
+        generation = self.ledger.generation
         threading.Thread(target=expose, name="pool-stuck-call", daemon=True).start()
 
     def _broke(self, error: CoordinatorError) -> None:
@@ -452,23 +411,23 @@ class Crew:
         # by `_tick`.
         self._links.board.abort(error, getattr(error, "rank", None))
         self._broken = error
-        if self._ledger.ended is not None:
+        if self.ledger.ended is not None:
             self._end_at = time.monotonic() + _LEAVE_SECONDS
         self._staff.supervisor.wake()
 
     def _tick(self) -> float:
-        if self._broken is not None and self._ledger.ended is None:
+        if self._broken is not None and self.ledger.ended is None:
             self._reason_by = math.inf
             self._restart(self._broken)
         now = time.monotonic()
         failure = self._links.board.aborted
         if self._reason_by <= now and failure is not None:
             self._reason_by = math.inf
-            self._ledger.break_off(GroupAbortedError("pool", failure))
+            self.ledger.break_off(GroupAbortedError("pool", failure))
         if self._end_at <= now:
             self._end_at = math.inf
             end(list(self._staff.workers.values()), 0.0, self._plan.config.kill_seconds)
-        return min(self._ledger.tick(), max(min(self._end_at, self._reason_by) - now, 0.0))
+        return min(self.ledger.tick(), max(min(self._end_at, self._reason_by) - now, 0.0))
 
 
 def _apart(do: Callable[[], T]) -> T:
