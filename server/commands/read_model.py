@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..defaults import BATCH_TOKENS, CONTEXT, PACKAGED_DECODER, SLOTS
+from ..defaults import BATCH_TOKENS, CHUNK_TOKENS, CONTEXT, PACKAGED_DECODER, SLOTS
 from ..driver import devices
 from ..driver.binding import bound_here
 from ..driver.cores import MOST_THREADS, worker_threads
@@ -91,24 +91,24 @@ class WorkerOptions:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that embeds, and its workers."""
+    """A model that embeds, and its workers.
+
+    Attributes:
+        folder: the model's.
+        tokenizer: its tokenizer.
+        workers: how they run.
+        batch_tokens: tokens that are computed at once.
+    """
 
     folder: ModelFolder
     tokenizer: SentenceTokenizer
     workers: WorkerOptions
+    batch_tokens: int
 
-    def arguments(
-        self, timeout: float, batch_tokens: int = BATCH_TOKENS, spans: str | None = None
-    ) -> dict[str, Any]:
-        """What a pool is to be made with; see `WorkerOptions.pool_arguments`.
-
-        Args:
-            timeout: seconds until the workers are ready.
-            batch_tokens: tokens that are computed at once.
-            spans: see `PoolConfig`.
-        """
+    def arguments(self, timeout: float, spans: str | None = None) -> dict[str, Any]:
+        """What a pool is to be made with; see `WorkerOptions.pool_arguments`."""
         return self.workers.pool_arguments(
-            MiniLMWorker, self.folder.path, timeout, spans, batch_tokens=batch_tokens
+            *(MiniLMWorker, self.folder.path, timeout, spans), batch_tokens=self.batch_tokens
         )
 
 
@@ -120,6 +120,7 @@ class DecoderModel:
         folder: the model's.
         text: its tokenizer.
         workers: how they run.
+        batch_tokens: tokens that are computed at once.
         slots: sequences at once.
         context: tokens of a sequence at most.
     """
@@ -127,6 +128,7 @@ class DecoderModel:
     folder: DecoderFolder
     text: DecoderText
     workers: WorkerOptions
+    batch_tokens: int
     slots: int
     context: int
 
@@ -139,12 +141,13 @@ class DecoderModel:
         )
 
 
-def read_model(args: argparse.Namespace, nnodes: int = 1) -> Model:
+def read_model(args: argparse.Namespace, nnodes: int = 1, batch_tokens: int | None = None) -> Model:
     """Check the options about a model that embeds, and its folder.
 
     Args:
         args: the options.
         nnodes: how many hosts share the workers.
+        batch_tokens: tokens to compute at once; ``None``: as many as by default.
 
     Raises:
         ValueError, OSError, ImportError, CheckpointError: something is wrong; the text says
@@ -153,7 +156,7 @@ def read_model(args: argparse.Namespace, nnodes: int = 1) -> Model:
     workers = WorkerOptions.read(args, nnodes)
     folder = ModelFolder.open(args.model or packaged_model())
     folder.bert.check_parallel(args.tp, args.pp)
-    return Model(folder, SentenceTokenizer(folder), workers)
+    return Model(folder, SentenceTokenizer(folder), workers, batch_tokens or BATCH_TOKENS)
 
 
 def decoder_path(given: Path | None) -> Path | None:
@@ -186,4 +189,8 @@ def read_decoder(args: argparse.Namespace, path: Path, nnodes: int = 1) -> Decod
     if args.context == 1:
         raise ValueError("--context must be at least 2: a token of the prompt, one of the answer")
     context = min(args.context or CONTEXT, folder.config.max_position_embeddings)
-    return DecoderModel(folder, DecoderText(folder), workers, args.slots or SLOTS, context)
+    text, slots = DecoderText(folder), args.slots or SLOTS
+    batch_tokens = args.max_batch_tokens or CHUNK_TOKENS
+    if batch_tokens < slots:
+        raise ValueError(f"--max-batch-tokens must be at least {slots}, the slots")
+    return DecoderModel(folder, text, workers, batch_tokens, slots, context)

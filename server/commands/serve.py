@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import spans
-from ..defaults import BATCH_TOKENS, CHUNK_TOKENS, PACKAGED_NAME
+from ..defaults import PACKAGED_NAME
 from ..hosts.place import Hosts
+from ..service.service_limits import ServiceLimits
 from ..web import descriptors, listener, logs
 from .read_hosts import read_hosts, run_headless
 from .read_model import DecoderModel, Model, decoder_path, read_decoder, read_model
@@ -38,27 +39,27 @@ sent while the server closes its connection would fail."""
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """The checked options of a server; see `options.serve_options`."""
+    """The checked options of a server; see `options.serve_options`.
 
-    hosts: Hosts | RayCluster | None
+    Attributes:
+        model: what it serves.
+        pool: what the pool is to be made with, or each replica.
+        limits: what the service takes.
+        name, host, port, api_key, and all others: as the options.
+    """
+
     model: Model | DecoderModel
+    pool: dict[str, Any]
+    limits: ServiceLimits
     name: str
     host: str
     port: int
     api_key: str | None
-    max_batch_tokens: int
-    max_waiting: int
     max_connections: int
     truncate: bool
     access_log: str
     log_json: bool
     spans: str | None
-    restart: str
-    max_restarts: int
-    stuck_after: float | None
-    start_timeout: float
-    request_timeout: float
-    stall_timeout: float
     drain_timeout: float
 
 
@@ -98,27 +99,29 @@ def prepare(args: argparse.Namespace) -> ServePlan | HeadlessPlan:
     if args.spans is not None:
         spans.check_exporter(args.spans)
     model = _read_model(args, _n_hosts(args, hosts))
-    batch = CHUNK_TOKENS if isinstance(model, DecoderModel) else BATCH_TOKENS
+    pool = {
+        **model.arguments(args.start_timeout, args.spans),
+        "restart": args.restart,
+        "max_restarts": args.max_restarts,
+        "stuck_after": args.stuck_after,
+    }
+    if hosts is not None:
+        pool |= {"launcher": "hosts" if isinstance(hosts, Hosts) else "ray", "hosts": hosts}
     return ServePlan(
-        hosts=hosts,
         model=model,
+        pool=pool,
+        limits=ServiceLimits(
+            model.batch_tokens, args.max_waiting, args.request_timeout, args.stall_timeout
+        ),
         name=args.served_name or (args.model.resolve().name if args.model else PACKAGED_NAME),
         host=host,
         port=port,
         api_key=api_key,
-        max_batch_tokens=args.max_batch_tokens or batch,
-        max_waiting=args.max_waiting,
         max_connections=args.max_connections,
         truncate=args.truncate,
         access_log=args.access_log,
         log_json=args.log_json,
         spans=args.spans,
-        restart=args.restart,
-        max_restarts=args.max_restarts,
-        stuck_after=args.stuck_after,
-        start_timeout=args.start_timeout,
-        request_timeout=args.request_timeout,
-        stall_timeout=args.stall_timeout,
         drain_timeout=args.drain_timeout,
     )
 
@@ -145,7 +148,7 @@ def _serve(plan: ServePlan) -> int:
 
     from ..web.connections import ConnectionLimits, TimedConnection  # noqa: PLC0415
     from ..web.web_server import WebServer  # noqa: PLC0415
-    from .served import ServiceLimits, serve_completions, serve_embeddings  # noqa: PLC0415
+    from .served import serve_completions, serve_embeddings  # noqa: PLC0415
 
     logs.configure(plan.access_log, as_json=plan.log_json)
     if plan.spans is not None:
@@ -159,24 +162,12 @@ def _serve(plan: ServePlan) -> int:
     def end() -> None:
         server.should_exit = True
 
-    limits = ServiceLimits(
-        plan.max_batch_tokens, plan.max_waiting, plan.request_timeout, plan.stall_timeout
-    )
-    pool: dict[str, Any] = {
-        "restart": plan.restart,
-        "max_restarts": plan.max_restarts,
-        "stuck_after": plan.stuck_after,
-    }
-    if plan.hosts is not None:
-        pool["launcher"] = "hosts" if isinstance(plan.hosts, Hosts) else "ray"
-        pool["hosts"] = plan.hosts
+    model, limits, pool = plan.model, plan.limits, plan.pool
     about: dict[str, Any] = {"name": plan.name, "api_key": plan.api_key, "on_failure": end}
-    if isinstance(plan.model, DecoderModel):
-        pool |= plan.model.arguments(plan.start_timeout, plan.spans)
-        service, face = serve_completions(plan.model, limits, pool, **about)
+    if isinstance(model, DecoderModel):
+        service, face = serve_completions(model, limits, pool, **about)
     else:
-        pool |= plan.model.arguments(plan.start_timeout, plan.max_batch_tokens, plan.spans)
-        service, face = serve_embeddings(plan.model, limits, pool, truncate=plan.truncate, **about)
+        service, face = serve_embeddings(model, limits, pool, truncate=plan.truncate, **about)
     config = uvicorn.Config(
         face.app(),
         http=TimedConnection.within(
@@ -207,13 +198,10 @@ def _read_model(args: argparse.Namespace, nnodes: int) -> Model | DecoderModel:
     if path is None:
         if args.slots is not None or args.context is not None:
             raise ValueError("--slots and --context are for models that complete and chat")
-        return read_model(args, nnodes)
+        return read_model(args, nnodes, args.max_batch_tokens)
     if args.truncate:
         raise ValueError("--truncate is for models that embed")
-    decoder = read_decoder(args, path, nnodes)
-    if (args.max_batch_tokens or CHUNK_TOKENS) < decoder.slots:
-        raise ValueError(f"--max-batch-tokens must be at least {decoder.slots}, the slots")
-    return decoder
+    return read_decoder(args, path, nnodes)
 
 
 def _n_hosts(args: argparse.Namespace, hosts: Hosts | RayCluster | None) -> int:

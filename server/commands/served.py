@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,25 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ..service.pool_service import PoolService
+    from ..service.service_limits import ServiceLimits
     from ..web.face import Face
     from .read_model import DecoderModel, Model
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceLimits:
-    """What a service takes at once, and how long it may take.
-
-    Attributes:
-        batch_tokens: tokens of one call to the workers, at most.
-        waiting: inputs that may wait, at most.
-        request_timeout: seconds for an answer; of completions for each token.
-        stall_timeout: seconds that a call may take before the service counts as stalled.
-    """
-
-    batch_tokens: int
-    waiting: int
-    request_timeout: float
-    stall_timeout: float
 
 
 def serve_embeddings(
@@ -61,13 +44,7 @@ def serve_embeddings(
     dp, pp = model.workers.dp, model.workers.pp
     make = WorkerPool if dp == 1 else partial(Replicas, dp=dp)
     service = EmbeddingService(
-        model.tokenizer,
-        partial(make, **pool),
-        max_tokens=limits.batch_tokens,
-        max_waiting=limits.waiting,
-        in_flight=dp * (pp + 1),
-        request_timeout=limits.request_timeout,
-        stall_timeout=limits.stall_timeout,
+        model.tokenizer, partial(make, **pool), limits, in_flight=dp * (pp + 1)
     )
     folder = model.folder
     served = ServedModel(name, folder.bert.hidden_size, folder.max_length, folder.bert.vocab_size)
@@ -94,14 +71,7 @@ def serve_completions(
         name: what requests call it.
         api_key, on_failure: see `CompletionFace`.
     """
-    service = CompletionService(
-        model.text,
-        partial(WorkerPool, **pool),
-        chunk=limits.batch_tokens,
-        max_waiting=limits.waiting,
-        request_timeout=limits.request_timeout,
-        stall_timeout=limits.stall_timeout,
-    )
+    service = CompletionService(model.text, partial(WorkerPool, **pool), limits)
     config = model.folder.config
     served = ServedModel(name, config.hidden_size, model.context, config.vocab_size)
     return service, CompletionFace(service, served, api_key=api_key, on_failure=on_failure)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ..pool import WorkerPool
+    from ..service.service_limits import ServiceLimits
     from ..service.watched_pool import WatchedPool
     from ..workers.decoder import DecoderText, Generation, Sampling
 
@@ -23,26 +24,17 @@ class CompletionService(PoolService):
 
     Args:
         text: the model's tokenizer.
-        make_pool, stall_timeout: see `PoolService`.
-        chunk: tokens of one call to the workers, at most.
-        max_waiting: requests that may wait, at most.
-        request_timeout: seconds for each token, waiting included; a call to the workers has half.
+        make_pool, limits: see `PoolService`.
     """
 
     def __init__(
         self,
         text: DecoderText,
         make_pool: Callable[[], WorkerPool],
-        *,
-        chunk: int,
-        max_waiting: int,
-        request_timeout: float,
-        stall_timeout: float,
+        limits: ServiceLimits,
     ) -> None:
-        super().__init__(make_pool, request_timeout, stall_timeout, "completion")
+        super().__init__(make_pool, limits, "completion")
         self.text = text
-        self._chunk = chunk
-        self._max_waiting = max_waiting
         self._engine: Engine | None = None
 
     @property
@@ -63,14 +55,13 @@ class CompletionService(PoolService):
         """
         self.check_ready()
         engine = cast("Engine", self._engine)  # there is one once it is ready
-        return engine.submit(prompt, max_tokens, sampling, timeout=self._request_timeout)
+        return engine.submit(prompt, max_tokens, sampling, timeout=self._limits.request_timeout)
 
     async def _probe(self, pool: WatchedPool) -> None:
         if self._engine is None:
-            self._engine = await asyncio.to_thread(
-                Engine, pool, chunk=self._chunk, max_waiting=self._max_waiting
-            )
-        async for _ in self._engine.submit([0], 1, timeout=self._request_timeout):
+            chunk, most = self._limits.max_tokens, self._limits.max_waiting
+            self._engine = await asyncio.to_thread(Engine, pool, chunk=chunk, max_waiting=most)
+        async for _ in self._engine.submit([0], 1, timeout=self._limits.request_timeout):
             pass
 
     async def _finish(self) -> None:

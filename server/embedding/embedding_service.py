@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ..pool import WorkerPool
     from ..replicas import Replicas
+    from ..service.service_limits import ServiceLimits
     from ..service.watched_pool import WatchedPool
     from ..spans import Carrier
     from ..workers.minilm import Encoded, SentenceTokenizer
@@ -57,9 +58,7 @@ class EmbeddingService(PoolService):
 
     Args:
         tokenizer: the model's.
-        make_pool, request_timeout, stall_timeout: see `PoolService`.
-        max_tokens: tokens of one call to the workers, at most.
-        max_waiting: inputs that may wait, at most.
+        make_pool, limits: see `PoolService`.
         in_flight: calls that may be with the workers at once.
     """
 
@@ -67,17 +66,17 @@ class EmbeddingService(PoolService):
         self,
         tokenizer: SentenceTokenizer,
         make_pool: Callable[[], WorkerPool | Replicas],
+        limits: ServiceLimits,
         *,
-        max_tokens: int,
-        max_waiting: int,
         in_flight: int,
-        request_timeout: float,
-        stall_timeout: float,
     ) -> None:
-        super().__init__(make_pool, request_timeout, stall_timeout, "embedding")
+        super().__init__(make_pool, limits, "embedding")
         self._tokenizing = Tokenizing(tokenizer)
         self._batcher: Batcher[np.ndarray, np.ndarray] = Batcher(
-            self._compute, max_tokens=max_tokens, max_waiting=max_waiting, in_flight=in_flight
+            self._compute,
+            max_tokens=limits.max_tokens,
+            max_waiting=limits.max_waiting,
+            in_flight=in_flight,
         )
 
     @property
@@ -102,14 +101,14 @@ class EmbeddingService(PoolService):
         """
         self.check_ready()
         try:
-            async with asyncio.timeout(self._request_timeout):
+            async with asyncio.timeout(self._limits.request_timeout):
                 encoded = await self._encode(inputs, truncate=truncate)
                 vectors = await self._batcher.submit(encoded.tokens)
         except CallTimeoutError:
             raise
         except TimeoutError as error:
             raise RequestTimeoutError(
-                f"not answered within {self._request_timeout:g} s; "
+                f"not answered within {self._limits.request_timeout:g} s; "
                 f"{self._batcher.waiting} other inputs wait"
             ) from error
         return Embedded(vectors, sum(map(len, encoded.tokens)), encoded.truncated)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from ..pool import WorkerPool
     from ..replicas import Replicas
+    from .service_limits import ServiceLimits
 
 _UNANSWERED_SECONDS = 1.0
 """Seconds that clients have to read that their requests were given up, before the server ends."""
@@ -50,21 +51,18 @@ class PoolService(ABC):
 
     Args:
         make_pool: starts the workers; runs in a thread.
-        request_timeout: seconds for a request, waiting included; a call to the workers has half.
-        stall_timeout: seconds that a call may take before the service counts as stalled.
+        limits: see `ServiceLimits`.
         kind: what requests are answered with, for the metrics.
     """
 
     def __init__(
         self,
         make_pool: Callable[[], WorkerPool | Replicas],
-        request_timeout: float,
-        stall_timeout: float,
+        limits: ServiceLimits,
         kind: str,
     ) -> None:
         self._make_pool = make_pool
-        self._request_timeout = request_timeout
-        self._stall_timeout = stall_timeout
+        self._limits = limits
         self._pool: WatchedPool | None = None
         self._probed = False
         self._stopping = self._stopped = False
@@ -222,9 +220,7 @@ class PoolService(ABC):
     async def _run(self, on_failure: Callable[[], None]) -> None:
         try:
             pool = await _in_daemon_thread(self._make_pool)
-            self._pool = watched = WatchedPool(
-                pool, self.metrics, self._request_timeout / 2, self._stall_timeout
-            )
+            self._pool = watched = WatchedPool(pool, self.metrics, self._limits)
             await self._probe(watched)
         except Exception as error:  # noqa: BLE001 - it is kept, and raised by whoever serves
             self._failure = error

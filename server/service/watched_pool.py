@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..replicas import Replicas
     from ..spans import Carrier
     from .metrics import Metrics
+    from .service_limits import ServiceLimits
 
 _WATCH_SECONDS = 0.2
 _log = logging.getLogger(__name__)
@@ -36,21 +37,19 @@ class WatchedPool:
     Args:
         pool: the pool, which has started.
         metrics: where its calls are counted.
-        call_timeout: seconds for a call.
-        stall_timeout: seconds that a call may take before the pool counts as stalled.
+        limits: how long a call may take, and when the pool counts as stalled.
     """
 
     def __init__(
         self,
         pool: WorkerPool | Replicas,
         metrics: Metrics,
-        call_timeout: float,
-        stall_timeout: float,
+        limits: ServiceLimits,
     ) -> None:
         self._pool = pool
         self._metrics = metrics
-        self._call_timeout = call_timeout
-        self._watch = StallWatch(stall_timeout)
+        self._call_timeout = limits.request_timeout / 2
+        self._watch = StallWatch(limits.stall_timeout)
         self._closed = False
         self._failed_call: tuple[float, BaseException] | None = None
 

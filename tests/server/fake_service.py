@@ -16,6 +16,7 @@ from coordinator.rank_grid import RankGrid
 from server.embedding.embedding_face import EmbeddingFace
 from server.embedding.embedding_service import PROBE, EmbeddingService
 from server.errors import CallTimeoutError, WorkerError, WorkerLostError
+from server.service.service_limits import ServiceLimits
 from server.web.api import ServedModel
 from server.web.connections import ConnectionLimits, TimedConnection
 from server.web.listener import listen
@@ -152,14 +153,18 @@ def face(service: EmbeddingService, api_key: str | None = None) -> EmbeddingFace
 
 @asynccontextmanager
 async def site(
-    api_key: str | None = None, start: Callable[[Pool], Any] = lambda pool: pool, **limits: Any
+    api_key: str | None = None,
+    start: Callable[[Pool], Any] = lambda pool: pool,
+    in_flight: int = 1,
+    **limits: Any,
 ) -> AsyncIterator[Site]:
     pool = Pool()
     tokenizer: Any = Tokenizer()
     service = EmbeddingService(
         tokenizer,
         lambda: start(pool),
-        **{"max_tokens": 16, "max_waiting": 4, "in_flight": 1, **TIMES, **limits},
+        ServiceLimits(**{"max_tokens": 16, "max_waiting": 4, **TIMES, **limits}),
+        in_flight=in_flight,
     )
     transport = httpx.ASGITransport(face(service, api_key).app())
     service.start(lambda: None)

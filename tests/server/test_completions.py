@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 
 from server.completion.completion_face import CompletionFace
 from server.completion.completion_service import CompletionService
+from server.service.service_limits import ServiceLimits
 from server.web.api import ServedModel
 from server.workers.decoder import DecoderFolder, DecoderText
 from tests.server.fake_service import run, serving
@@ -86,7 +88,7 @@ async def site(
     service = CompletionService(
         DecoderText(DecoderFolder.open(folder)),
         lambda: pool,
-        **{"chunk": 16, "max_waiting": 8, **given},
+        ServiceLimits(**{"max_tokens": 16, "max_waiting": 8, **given}),
     )
     model = ServedModel("m", 36, length, 257)
     face = CompletionFace(service, model, api_key=api_key, on_failure=lambda: None)
@@ -358,7 +360,7 @@ def test_lost_workers_in_a_stream(llama: Path) -> None:
 def test_a_token_that_does_not_come(llama: Path) -> None:
     async def test(here: Site) -> None:
         here.pool.hold()
-        here.service._request_timeout = 0.3
+        here.service._limits = replace(here.service._limits, request_timeout=0.3)
         with pytest.raises(openai.InternalServerError, match=r"no token within 0.3 s"):
             await here.complete("x")
         counted = here.service.metrics.totals()

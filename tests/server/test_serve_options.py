@@ -81,7 +81,7 @@ def test_options_that_are_wrong_for_completions(tmp_path: Path, given: Any, text
 
 def test_a_model_that_completes(tmp_path: Path) -> None:
     plan: Any = serve.prepare(arguments(model=make_llama(tmp_path / "tiny"), context=1000))
-    assert (plan.name, plan.max_batch_tokens) == ("tiny", 256)
+    assert (plan.name, plan.limits.max_tokens) == ("tiny", 256)
     assert (plan.model.slots, plan.model.context) == (16, 128)
     with pytest.raises(ValueError, match="--slots and --context are for models that complete"):
         serve.prepare(arguments(slots=4))
