@@ -29,7 +29,7 @@ from shm_broadcast.board.totals import added_up
 from ..calls.dispatcher import Dispatcher
 from ..calls.ledger import Ledger, LedgerHooks
 from ..control.channel import ChannelClosedError
-from ..control.protocol import Failed, Left, Resume, WorkProgress
+from ..control.protocol import Failed, Resume, WorkProgress
 from ..errors import (
     CallStuckError,
     CallTimeoutError,
@@ -43,6 +43,7 @@ from ..launchers.local import end
 from .links import Links
 from .restart_budget import RestartBudget
 from .staff import Staff
+from .supervisor import Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +66,7 @@ _LEAVE_SECONDS = 0.5
 """How long workers have to leave by themselves if the pool breaks, or is stopped during a call."""
 
 
-class Crew:
+class Crew(Watcher):
     """The workers of a pool, one generation after another. Any thread may use it.
 
     Attributes:
@@ -123,8 +124,6 @@ class Crew:
             case Failed():
                 final = self._links.board.aborted is not None
                 self.ledger.failed(rank, message, final)
-            case Left():
-                self._staff.workers[rank].away = True
             case WorkProgress(done, total, what):
                 try:
                     self._plan.on_progress(rank, done, total, what)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from shm_broadcast import Deadline
 from shm_broadcast.board.stacks import STACK_SIGNAL, read_stacks
 
-from ..control.protocol import Failed, Hello, Left, Ready, WorkProgress
+from ..control.protocol import Failed, Ready, WorkProgress
 from ..control.worker_failure import rebuild
 from ..errors import WorkerStartError
+from .supervisor import Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .supervisor import Supervisor
 
 
-class RollCall:
+class RollCall(Watcher):
     """The supervisor's watcher while workers start: collects what they report.
 
     Attributes:
@@ -74,15 +75,10 @@ class RollCall:
     def on_message(self, rank: int, message: FromWorker) -> None:
         """Note a worker's message; called by the supervisor."""
         match message:
-            case Hello(pid):
-                self._workers[rank].pid = pid
-                self._workers[rank].greeted = True
             case Ready(replies):
                 self._absent.discard(rank)
                 if replies is not None:
                     self.replies[rank] = replies
-            case Left():
-                self._workers[rank].away = True
             case WorkProgress(done, total, what):
                 self._on_progress(rank, done, total, what)
             case Failed():

@@ -13,9 +13,8 @@ from ..control.meeting import WorkerMeeting
 from ..errors import WorkerStartError
 from ..hosts.distant_hosts import DistantHosts
 from ..launchers.local import end, launch
-from .leaving import Leaving
 from .roll_call import RollCall
-from .supervisor import Supervisor
+from .supervisor import Supervisor, Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -115,13 +114,14 @@ class Staff:
             tick: as for `assemble`.
         """
         over = time.monotonic() + pause
-        leaving = Leaving(self.workers.values())
-        patience = self._plan.config.leave_seconds if keep else 0.0
-        leaving.wait(self.supervisor, Deadline.after(patience), tick)
-        self._remove([worker for worker in self.workers.values() if not (keep and worker.away)])
+        deadline = Deadline.after(self._plan.config.leave_seconds if keep else 0.0)
+        workers, nobody = self.workers.values(), Watcher()
+        while not (deadline.expired or all(each.away or each.ended() for each in workers)):
+            self.supervisor.step(nobody, min(deadline.remaining(), tick()))
+        self._remove([worker for worker in workers if not (keep and worker.away)])
         while (seconds := over - time.monotonic()) > 0:
-            self.supervisor.step(leaving, min(seconds, tick()))
-        self._remove([worker for worker in self.workers.values() if worker.ended()])
+            self.supervisor.step(nobody, min(seconds, tick()))
+        self._remove([worker for worker in workers if worker.ended()])
 
     def close(self, seconds: float) -> None:
         """End all workers, after giving them ``seconds`` to end by themselves; nobody watches them

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import select
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -19,6 +19,7 @@ from shm_broadcast.deadline import milliseconds
 from shm_broadcast.remote.wake_fd import WakeFd
 
 from ..control.channel import ChannelClosedError
+from ..control.protocol import Hello, Left
 from ..control.worker_failure import describe
 
 if TYPE_CHECKING:
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Watcher(Protocol):
-    """Handles what the supervisor notices; called in the thread that watches."""
+class Watcher:
+    """Handles what the supervisor notices, by itself nothing; called in the thread that watches."""
 
     def on_message(self, rank: int, message: FromWorker) -> None:
-        """Handle a message of the worker of ``rank``."""
+        """Handle a message of the worker of ``rank``, whose handle knows of `Hello` and `Left`."""
 
     def on_death(self, rank: int, how: str, stack: str) -> None:
         """Handle the end of a worker's process.
@@ -135,6 +136,11 @@ class Supervisor:
     def _read(self, worker: WorkerHandle, watcher: Watcher) -> None:
         try:
             while (message := worker.channel.take()) is not None:
+                match message:
+                    case Hello(pid):
+                        worker.pid, worker.greeted = pid, True
+                    case Left():
+                        worker.away = True
                 watcher.on_message(worker.rank, message)
         except ChannelClosedError:
             self._ignore(worker.channel.fileno())

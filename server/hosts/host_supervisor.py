@@ -29,10 +29,10 @@ from ..control.cancelled_calls import CancelledCalls
 from ..control.channel import ChannelClosedError
 from ..control.meeting import WorkerMeeting
 from ..control.pool_board import create_pool_board
-from ..control.protocol import Hello, Start
+from ..control.protocol import Start
 from ..driver.binding import Bound, bound_here
 from ..driver.cores import worker_threads
-from ..driver.supervisor import Supervisor
+from ..driver.supervisor import Supervisor, Watcher
 from ..errors import HostError, WorkerStartError
 from ..launchers.local import end, launch
 from .host_link import HostLink
@@ -107,7 +107,7 @@ def serve_host(hosts: Hosts, timeout: float | None = 300.0) -> None:
         deadline = Deadline.after(timeout)
 
 
-class HostSupervisor:
+class HostSupervisor(Watcher):
     """One host's part of a pool, over one link to the head. Close it."""
 
     def __init__(self, hosts: Hosts, deadline: Deadline) -> None:
@@ -221,9 +221,6 @@ class HostSupervisor:
 
     def on_message(self, rank: int, message: FromWorker) -> None:
         """Pass a worker's message on; called by the supervisor."""
-        if isinstance(message, Hello):
-            self._workers[rank].pid = message.pid
-            self._workers[rank].greeted = True
         self._tell_abort()  # first: it says how to understand a failure
         self._link.post(OfWorker(rank, self._since[rank], message))
         self._link.pulse_now()
