@@ -22,6 +22,8 @@ from .read_model import DecoderModel, Model, decoder_path, read_decoder, read_mo
 if TYPE_CHECKING:
     import argparse
 
+    from ..completion.completion_face import CompletionFace
+    from ..embedding.embedding_face import EmbeddingFace
     from ..launchers.ray_actors import RayCluster
 
 PACKAGES = ("prometheus_client", "safetensors", "starlette", "tokenizers", "uvicorn")
@@ -164,10 +166,12 @@ def _serve(plan: ServePlan) -> int:
 
     model, limits, pool = plan.model, plan.limits, plan.pool
     about: dict[str, Any] = {"name": plan.name, "api_key": plan.api_key, "on_failure": end}
+    face: CompletionFace | EmbeddingFace
     if isinstance(model, DecoderModel):
-        service, face = serve_completions(model, limits, pool, **about)
+        face = serve_completions(model, limits, pool, **about)
     else:
-        service, face = serve_embeddings(model, limits, pool, truncate=plan.truncate, **about)
+        face = serve_embeddings(model, limits, pool, truncate=plan.truncate, **about)
+    service = face.service
     config = uvicorn.Config(
         face.app(),
         http=TimedConnection.within(

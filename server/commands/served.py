@@ -1,4 +1,4 @@
-"""What `serve` serves: the service and its HTTP face, by the kind of model."""
+"""What `serve` serves: the HTTP face of a service, by the kind of model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from ..web.api import ServedModel
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ..service.pool_service import PoolService
     from ..service.service_limits import ServiceLimits
-    from ..web.face import Face
     from .read_model import DecoderModel, Model
 
 
@@ -31,8 +29,8 @@ def serve_embeddings(
     api_key: str | None,
     truncate: bool,
     on_failure: Callable[[], None],
-) -> tuple[PoolService, Face]:
-    """The service of a model that embeds.
+) -> EmbeddingFace:
+    """The face of a service of a model that embeds.
 
     Args:
         model: the model.
@@ -48,9 +46,7 @@ def serve_embeddings(
     )
     folder = model.folder
     served = ServedModel(name, folder.bert.hidden_size, folder.max_length, folder.bert.vocab_size)
-    return service, EmbeddingFace(
-        service, served, api_key=api_key, truncate=truncate, on_failure=on_failure
-    )
+    return EmbeddingFace(service, served, api_key=api_key, truncate=truncate, on_failure=on_failure)
 
 
 def serve_completions(
@@ -61,17 +57,17 @@ def serve_completions(
     name: str,
     api_key: str | None,
     on_failure: Callable[[], None],
-) -> tuple[PoolService, Face]:
-    """The service of a model that completes and chats.
+) -> CompletionFace:
+    """The face of a service of a model that completes and chats.
 
     Args:
         model: the model.
         limits: see `ServiceLimits`.
         pool: what its pool is made with.
         name: what requests call it.
-        api_key, on_failure: see `CompletionFace`.
+        api_key, on_failure: see `Face`.
     """
     service = CompletionService(model.text, partial(WorkerPool, **pool), limits)
     config = model.folder.config
     served = ServedModel(name, config.hidden_size, model.context, config.vocab_size)
-    return service, CompletionFace(service, served, api_key=api_key, on_failure=on_failure)
+    return CompletionFace(service, served, api_key=api_key, on_failure=on_failure)

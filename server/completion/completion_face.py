@@ -13,37 +13,21 @@ from ..web.face import Face, json_answer, unless_client_leaves
 from ..workers.decoder import PromptTooLongError
 from .completion_api import Writer, error_event, read_chat, read_completion
 from .completion_openapi import completion_document
+from .completion_service import CompletionService
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from ..web.api import ServedModel
     from ..web.openapi import Schema
     from ..workers.decoder import AnswerReader, Generation
     from .completion_api import Wish
-    from .completion_service import CompletionService
 
 
-class CompletionFace(Face):
-    """The face of a service of completions.
-
-    Args:
-        service, model, api_key, on_failure: see `Face`.
-    """
-
-    def __init__(
-        self,
-        service: CompletionService,
-        model: ServedModel,
-        *,
-        api_key: str | None,
-        on_failure: Callable[[], None],
-    ) -> None:
-        super().__init__(service, model, api_key=api_key, on_failure=on_failure)
-        self._completions = service
+class CompletionFace(Face[CompletionService]):
+    """The face of a service of completions."""
 
     def asked(self) -> list[Route]:
         """See `Face`."""
@@ -67,16 +51,16 @@ class CompletionFace(Face):
         return await self._answer(request, wish)
 
     async def _answer(self, request: Request, wish: Wish) -> Response:
-        self._completions.check_ready()
+        self.service.check_ready()
         try:
             prompt = await self._tokens(wish)
-            generation = self._completions.generate(prompt, wish.max_tokens, wish.sampling)
+            generation = self.service.generate(prompt, wish.max_tokens, wish.sampling)
         except PromptTooLongError as error:
             raise ApiError(400, str(error), code="context_length_exceeded") from error
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         writer = Writer(self.model.name, wish.is_chat)
-        answer = _Answer(generation, self._completions.text.reader(wish.stops))
+        answer = _Answer(generation, self.service.text.reader(wish.stops))
         request.state.facts["prompt_tokens"] = len(prompt)
         if wish.stream:
             events = self._streamed(request, wish, writer, answer, len(prompt))
@@ -96,15 +80,15 @@ class CompletionFace(Face):
         """
         given = [each for part in wish.prompt if isinstance(part, dict) for each in part.values()]
         length = sum(map(len, given)) if wish.is_chat else len(wish.prompt)
-        most = self._completions.text.longest * self.model.max_tokens
+        most = self.service.text.longest * self.model.max_tokens
         if length > most:
             message = f"the prompt has {length} characters; at most {most} are looked at"
             raise ApiError(400, message, code="context_length_exceeded")
         if wish.is_chat:
             messages = cast("list[dict[str, str]]", wish.prompt)
-            return await asyncio.to_thread(self._completions.text.encode_chat, messages)
+            return await asyncio.to_thread(self.service.text.encode_chat, messages)
         if isinstance(wish.prompt, str):
-            return await asyncio.to_thread(self._completions.text.encode, wish.prompt)
+            return await asyncio.to_thread(self.service.text.encode, wish.prompt)
         return cast("list[int]", wish.prompt)
 
     async def _streamed(
@@ -123,15 +107,15 @@ class CompletionFace(Face):
         except Exception as error:  # noqa: BLE001 - told to the client and to the log
             told = self.as_api_error(error, request.state.request_id)
             request.state.outcome = told.status
-            self._completions.metrics.errors.labels(told.code or told.kind).inc()
+            self.service.metrics.errors.labels(told.code or told.kind).inc()
             yield error_event(told)
         finally:
             request.state.facts["tokens"] = answer.tokens
 
     def _count_answer(self, tokens: int) -> None:
         """Count an answer that was given, and the tokens of its prompt and its own."""
-        self._completions.metrics.inputs.inc()
-        self._completions.metrics.tokens.inc(tokens)
+        self.service.metrics.inputs.inc()
+        self.service.metrics.tokens.inc(tokens)
 
 
 class _Answer:

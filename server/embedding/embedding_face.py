@@ -11,7 +11,7 @@ from ..web.face import Face, json_answer, unless_client_leaves
 from ..workers.minilm import InputTooLongError
 from .embedding_api import read_request, write_response
 from .embedding_openapi import embedding_document
-from .embedding_service import BadInputError
+from .embedding_service import BadInputError, EmbeddingService
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
     from ..web.api import ServedModel
     from ..web.openapi import Schema
-    from .embedding_service import EmbeddingService
 
 
-class EmbeddingFace(Face):
+class EmbeddingFace(Face[EmbeddingService]):
     """The face of a service of embeddings.
 
     Args:
@@ -42,7 +41,6 @@ class EmbeddingFace(Face):
         on_failure: Callable[[], None],
     ) -> None:
         super().__init__(service, model, api_key=api_key, on_failure=on_failure)
-        self._embeddings = service
         self._truncate = truncate
 
     def asked(self) -> list[Route]:
@@ -67,14 +65,14 @@ class EmbeddingFace(Face):
             asked, inputs = read_request(body, self.model)
             truncate = self._truncate if asked.truncate is None else asked.truncate
             found = await unless_client_leaves(
-                request, self._embeddings.embed(inputs, truncate=truncate)
+                request, self.service.embed(inputs, truncate=truncate)
             )
         response = json_answer(write_response(asked, found.vectors, found.n_tokens))
         request.state.facts.update(inputs=len(inputs), tokens=found.n_tokens)
-        self._embeddings.metrics.inputs.inc(len(inputs))
-        self._embeddings.metrics.tokens.inc(found.n_tokens)
+        self.service.metrics.inputs.inc(len(inputs))
+        self.service.metrics.tokens.inc(found.n_tokens)
         if found.truncated:
-            self._embeddings.metrics.truncated.inc(len(found.truncated))
+            self.service.metrics.truncated.inc(len(found.truncated))
             response.headers["x-truncated-inputs"] = str(len(found.truncated))
             request.state.facts["truncated"] = len(found.truncated)
         return response

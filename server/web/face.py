@@ -24,7 +24,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -39,7 +39,7 @@ from shm_broadcast import CoordinatorError
 
 from ..errors import QueueFullError, WorkerLostError
 from ..service.metrics import CONTENT_TYPE
-from ..service.pool_service import NotReadyError
+from ..service.pool_service import NotReadyError, PoolService
 from ..spans import begin_request, end_request, within
 from .access_log import AccessLog
 from .api import ApiError
@@ -53,17 +53,17 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import Span
 
-    from ..service.pool_service import PoolService
     from .api import ServedModel
     from .openapi import Schema
 
 T = TypeVar("T")
+Service = TypeVar("Service", bound=PoolService)
 
 _CLIENT_LEFT = 499
 _log = logging.getLogger(__name__)
 
 
-class Face(ABC):
+class Face(ABC, Generic[Service]):
     """The routes of one service.
 
     Args:
@@ -73,6 +73,7 @@ class Face(ABC):
         on_failure: called when the service has failed for good.
 
     Attributes:
+        service: who answers.
         live: those who look at the page.
         model: what it serves.
         bodies: of the requests that are being answered.
@@ -80,13 +81,13 @@ class Face(ABC):
 
     def __init__(
         self,
-        service: PoolService,
+        service: Service,
         model: ServedModel,
         *,
         api_key: str | None,
         on_failure: Callable[[], None],
     ) -> None:
-        self._service = service
+        self.service = service
         self._api_key = api_key
         self._on_failure = on_failure
         self.model = model
@@ -125,10 +126,10 @@ class Face(ABC):
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        self._service.start(self._on_failure)
+        self.service.start(self._on_failure)
         yield
         self.live.close()
-        await self._service.stop()
+        await self.service.stop()
 
     def guarded(
         self, answer: Callable[[Request], Awaitable[Response]]
@@ -165,11 +166,11 @@ class Face(ABC):
                     response = await answer(request)
             except ClientDisconnect:
                 response = Response(status_code=_CLIENT_LEFT)
-                self._service.metrics.errors.labels("client_left").inc()
+                self.service.metrics.errors.labels("client_left").inc()
             except Exception as error:  # noqa: BLE001 - told to the client and to the log
                 refused = self.as_api_error(error, request.state.request_id)
                 response = refusal(refused)
-                self._service.metrics.errors.labels(refused.code or refused.kind).inc()
+                self.service.metrics.errors.labels(refused.code or refused.kind).inc()
             if isinstance(response, StreamingResponse):
                 request.state.outcome = _CLIENT_LEFT  # unless it comes to an end
                 response.background = BackgroundTask(self._count_stream, request, began, span)
@@ -182,13 +183,13 @@ class Face(ABC):
     async def _count(self, status: int, began: float, span: Span | None) -> None:
         end_request(span, status)
         if status == 200:
-            self._service.metrics.seconds.observe(time.perf_counter() - began)
-        self._service.metrics.requests.labels(str(status)).inc()
+            self.service.metrics.seconds.observe(time.perf_counter() - began)
+        self.service.metrics.requests.labels(str(status)).inc()
 
     async def _count_stream(self, request: Request, began: float, span: Span | None) -> None:
         """Count a stream by the status that it would have had as a whole, which it has left."""
         if request.state.outcome == _CLIENT_LEFT:
-            self._service.metrics.errors.labels("client_left").inc()
+            self.service.metrics.errors.labels("client_left").inc()
         await self._count(request.state.outcome, began, span)
 
     def as_api_error(self, error: Exception, request_id: str) -> ApiError:
@@ -205,7 +206,7 @@ class Face(ABC):
                 return ApiError(503, str(error), "server_error", code="not_ready")
             case WorkerLostError():
                 return ApiError(503, str(error), "server_error", code="worker_lost")
-            case CoordinatorError() if self._service.state in ("failed", "stopping"):
+            case CoordinatorError() if self.service.state in ("failed", "stopping"):
                 return ApiError(503, str(error), "server_error", code="not_ready")
             case TimeoutError():
                 return ApiError(504, str(error), "server_error", code="timeout")
@@ -223,14 +224,14 @@ class Face(ABC):
         return json_answer(msgspec.json.encode(self.model.entry()))
 
     async def _health(self, _: Request) -> Response:
-        return _ok_unless("failed", str(self._service.failure or ""))
+        return _ok_unless("failed", str(self.service.failure or ""))
 
     async def _progress(self, _: Request) -> Response:
-        return _ok_unless("stalled", self._service.stalled)
+        return _ok_unless("stalled", self.service.stalled)
 
     async def _ready(self, _: Request) -> Response:
         try:
-            self._service.check_ready()
+            self.service.check_ready()
         except NotReadyError as error:
             return _unavailable({"ready": False, "reason": str(error)})
         return json_answer(b'{"ready":true}')
@@ -239,7 +240,7 @@ class Face(ABC):
         return json_answer(await self._look())
 
     async def _look(self) -> bytes:
-        return msgspec.json.encode(await self._service.seen())
+        return msgspec.json.encode(await self.service.seen())
 
     async def _events(self, request: Request) -> Response:
         try:
@@ -248,7 +249,7 @@ class Face(ABC):
             return refusal(error)
 
     async def _metrics(self, _: Request) -> Response:
-        return Response(self._service.metrics.expose(), media_type=CONTENT_TYPE)
+        return Response(self.service.metrics.expose(), media_type=CONTENT_TYPE)
 
 
 async def unless_client_leaves(request: Request, answering: Coroutine[Any, Any, T]) -> T:

@@ -185,7 +185,7 @@ async def listening(site: Site, api_key: str | None = None, **limits: Any) -> As
 
 
 @asynccontextmanager
-async def serving(front: Face, **limits: Any) -> AsyncIterator[str]:
+async def serving(front: Face[Any], **limits: Any) -> AsyncIterator[str]:
     """A face behind a socket of its own, with `ConnectionLimits`; gives its URL."""
     config = uvicorn.Config(
         front.app(),
