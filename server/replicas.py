@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import Future, InvalidStateError, wait
-from contextlib import ExitStack, suppress
+from concurrent.futures import wait
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from coordinator.rank_grid import RankGrid
 from shm_broadcast import CoordinatorError, Deadline
 
+from .apart import begin_apart
 from .checked_arguments import function, optional, whole
 from .driver.binding import bound_here, written
 from .driver.cores import worker_threads
@@ -32,6 +33,7 @@ from .pool_config import settings_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+    from concurrent.futures import Future
 
     from shm_broadcast import MemberStatus
     from shm_broadcast.board.totals import VerbTotal
@@ -126,7 +128,10 @@ class Replicas:
             )
 
         with ExitStack() as undo:
-            starting = [_begin(start, number) for number in range(dp)]
+            starting = [
+                begin_apart(partial(start, number), f"start-replica-{number}")
+                for number in range(dp)
+            ]
             for future in starting:
                 undo.callback(_give_up, future)
             wait(starting)
@@ -300,27 +305,11 @@ class Replicas:
                 pool.move_on()
 
 
-def _begin(start: Callable[[int], WorkerPool], number: int) -> Future[WorkerPool]:
-    """Start a replica in a thread that the interpreter does not wait for at its exit."""
-    starting: Future[WorkerPool] = Future()
-
-    def run() -> None:
-        try:
-            pool = start(number)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
-            with suppress(InvalidStateError):
-                starting.set_exception(error)
-            return
-        try:
-            starting.set_result(pool)
-        except InvalidStateError:  # it was given up
-            pool.shutdown(0.0)
-
-    threading.Thread(target=run, name=f"start-replica-{number}", daemon=True).start()
-    return starting
-
-
 def _give_up(starting: Future[WorkerPool]) -> None:
     """Have a replica ended that has started, or once it has."""
-    if not starting.cancel() and starting.exception() is None:
-        starting.result().shutdown(0.0)
+
+    def end(started: Future[WorkerPool]) -> None:
+        if started.exception() is None:
+            started.result().shutdown(0.0)
+
+    starting.add_done_callback(end)

@@ -10,11 +10,10 @@ import logging
 import math
 import threading
 import time
-from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shm_broadcast import (
     NEVER,
@@ -26,6 +25,7 @@ from shm_broadcast import (
 from shm_broadcast.board.stacks import STACK_SIGNAL, read_stacks
 from shm_broadcast.board.totals import added_up
 
+from ..apart import begin_apart
 from ..calls.dispatcher import Dispatcher
 from ..calls.ledger import Ledger, LedgerHooks
 from ..control.channel import ChannelClosedError
@@ -47,6 +47,7 @@ from .supervisor import Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from shm_broadcast import MemberStatus
     from shm_broadcast.board.totals import VerbTotal
@@ -56,8 +57,6 @@ if TYPE_CHECKING:
     from .pool_plan import PoolPlan
 
     Seen: TypeAlias = "tuple[tuple[MemberStatus, ...], str, dict[int, str]]"
-
-    T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _THREAD_SECONDS = 10.0
@@ -238,7 +237,10 @@ class Crew(Watcher):
                 detail = f"not sent: the pool is being restarted after this: {restarting}"
             seen: Seen = (), detail, {}
         else:
-            seen = _apart(partial(self._seen, ranks))
+            # Not in the main thread: signal handlers, which interrupt that, may need what it holds.
+            is_main = threading.current_thread() is threading.main_thread()
+            look = partial(self._seen, ranks)
+            seen = begin_apart(look, "pool-apart").result() if is_main else look()
         return located(CallTimeoutError(call.method, timeout, *seen), self._plan.config.name)
 
     def _seen(self, ranks: list[int]) -> Seen:
@@ -427,21 +429,3 @@ class Crew(Watcher):
             self._end_at = math.inf
             end(list(self._staff.workers.values()), 0.0, self._plan.config.kill_seconds)
         return min(self.ledger.tick(), max(min(self._end_at, self._reason_by) - now, 0.0))
-
-
-def _apart(do: Callable[[], T]) -> T:
-    """What ``do`` returns, but not in the main thread: signal handlers, which interrupt that, may
-    need what it holds.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return do()
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(do())
-        except BaseException as error:  # noqa: BLE001 - handed on
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="pool-apart", daemon=True).start()
-    return done.result()

@@ -9,7 +9,6 @@ is restarting, requests are refused; those that were accepted before are compute
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import CoordinatorError
 
+from ..apart import begin_apart
 from .metrics import Metrics
 from .now import Activity, OperationTotals, ServiceNow, WorkersNow
 from .overview import clipped, past_failure, who_holds_up, workers
@@ -219,7 +219,7 @@ class PoolService(ABC):
 
     async def _run(self, on_failure: Callable[[], None]) -> None:
         try:
-            pool = await _in_daemon_thread(self._make_pool)
+            pool = await asyncio.wrap_future(begin_apart(self._make_pool, "start-pool"))
             self._pool = watched = WatchedPool(pool, self.metrics, self._limits)
             await self._probe(watched)
         except Exception as error:  # noqa: BLE001 - it is kept, and raised by whoever serves
@@ -229,25 +229,3 @@ class PoolService(ABC):
             await watched.watch(lambda: self._probe(watched))
             await asyncio.sleep(_FAILED_SECONDS)
         on_failure()
-
-
-async def _in_daemon_thread(make: Callable[[], WorkerPool | Replicas]) -> WorkerPool | Replicas:
-    """Run ``make`` in a thread that does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    made: asyncio.Future[WorkerPool | Replicas] = loop.create_future()
-
-    def tell(act: Callable[[], None]) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(lambda: None if made.done() else act())
-
-    def run() -> None:
-        try:
-            pool = make()
-        except Exception as error:  # noqa: BLE001 - raised where it is awaited
-            failure = error
-            tell(lambda: made.set_exception(failure))
-        else:
-            tell(lambda: made.set_result(pool))
-
-    threading.Thread(target=run, name="start-pool", daemon=True).start()
-    return await made
