@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..defaults import BATCH_TOKENS, CHUNK_TOKENS, CONTEXT, PACKAGED_DECODER, SLOTS
-from ..driver import devices
 from ..driver.binding import bound_here
 from ..driver.cores import MOST_THREADS, worker_threads
+from ..driver.devices import assign, count_gpus
 from ..pool_config import PoolConfig
 from ..workers.decoder import DecoderFolder, DecoderText, DecoderWorker, is_decoder, smollm2
 from ..workers.minilm import (
@@ -51,8 +51,9 @@ class WorkerOptions:
             raise ValueError(f"--threads must be 1 to {MOST_THREADS}; got {args.threads}")
         if args.dp < 1:
             raise ValueError(f"--dp must be at least 1; got {args.dp}")
-        devices.check_arguments(args)
-        shared = max(args.dp * args.tp * args.pp // nnodes, 1)
+        n_workers = args.dp * args.tp * args.pp
+        assign(args.device, n_workers, count_gpus(args.device), args.share_gpu)
+        shared = max(n_workers // nnodes, 1)
         return cls(
             dp=args.dp,
             tp=args.tp,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 from ..checked_arguments import texts
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
 
@@ -77,16 +76,6 @@ def count_gpus(device: str | Sequence[str]) -> int:
     import torch  # noqa: PLC0415
 
     return torch.cuda.device_count()
-
-
-def check_arguments(args: argparse.Namespace) -> None:
-    """Check that ``args.dp * args.tp * args.pp`` workers can have the devices asked for.
-
-    Raises:
-        ValueError: they cannot; says why in one line.
-    """
-    n_workers = args.dp * args.tp * args.pp
-    assign(args.device, n_workers, count_gpus(args.device), args.share_gpu)
 
 
 def _count(gpus: int) -> str:
