@@ -1,8 +1,9 @@
 """The console script ``group-coordinator``; its commands are the modules of `commands`.
 
 A command is three functions: ``add_arguments(parser)``; ``prepare(args)``, which checks everything
-that can be checked before a process starts; ``run(plan)``, which returns the exit status. The first
-stands in a module of its own where that of the others loads torch, so that help comes at once.
+that can be checked before a process starts, and returns what `run` needs; ``run(plan)``, which
+returns the exit status. The first stands in a module of its own where that of the others loads
+torch, so that help comes at once.
 
 An error in `prepare` ends with status 2, one in `run` with status 1, an interrupt with 130. An
 error is one line on stderr.
@@ -14,31 +15,13 @@ import argparse
 import gc
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from shm_broadcast import __version__
 from shm_broadcast.errors import CoordinatorError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import ModuleType
-
-
-class Options(Protocol):
-    """The interface of a module that has a command's options."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's options to ``parser``."""
-
-
-class Command(Protocol):
-    """The interface of a module that carries a command out."""
-
-    def prepare(self, args: argparse.Namespace) -> Any:
-        """Check the options; return what `run` needs."""
-
-    def run(self, plan: Any) -> int:
-        """Carry out the command; return the exit status."""
 
 
 COMMANDS: Final = {
@@ -73,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     chosen = next((word for word in words if word in COMMANDS), None)
     if chosen is not None:
-        options = cast("Options", _load(OPTIONS_APART.get(chosen, COMMANDS[chosen][0])))
+        options = _load(OPTIONS_APART.get(chosen, COMMANDS[chosen][0]))
         parsers[chosen].description = options.__doc__
         options.add_arguments(parsers[chosen])
     args = parser.parse_args(words)
-    module = cast("Command", _load(COMMANDS[args.command][0]))
+    module = _load(COMMANDS[args.command][0])
     if alone:
         gc.freeze()  # what torch brings along stays: collections pass it by, the last one too
         gc.enable()
@@ -86,16 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, CoordinatorError) as exc:
         parsers[args.command].error(_sentence(exc))
     try:
-        return module.run(plan)
+        status: int = module.run(plan)
     except KeyboardInterrupt:
         return 130
     except (CoordinatorError, OSError) as exc:
         problem = f"{type(exc).__name__}: {_sentence(exc)}"
         print(f"{parsers[args.command].prog}: {problem}", file=sys.stderr)
         return 1
+    return status
 
 
-def _load(name: str) -> ModuleType:
+def _load(name: str) -> Any:
     """A module of `commands`; only those of the command that was given are ever loaded."""
     return importlib.import_module(f".commands.{name}", __package__)
 
