@@ -80,13 +80,13 @@ class HostLink(LinkEnd):
             try:
                 message = _DECODER.decode(received[0].buffer)
             except UNDECODABLE as error:
-                self._lose(f"the head has sent what is no message: {error}")
+                self._fail(f"the head has sent what is no message: {error}")
                 return
             self._heeder.hear(message)
         if self._connection.fault:
-            self._lose(self._connection.fault)
+            self._fail(self._connection.fault)
         elif self._connection.lost:
-            self._lose("the head has ended, or closed the link")
+            self._fail("the head has ended, or closed the link")
 
     def _send(self, posted: FromHost) -> None:
         with suppress(zmq.Again):  # there is no link any more: its events say why
@@ -98,15 +98,12 @@ class HostLink(LinkEnd):
 
     def _look_for_silence(self, now: float) -> None:
         if self._heard_at is not None and now - self._heard_at > self._silence:
-            self._lose(f"the head has not been heard of for {now - self._heard_at:.1f} s")
+            self._fail(f"the head has not been heard of for {now - self._heard_at:.1f} s")
 
-    def _lose(self, why: str) -> None:
+    def _fail(self, why: str) -> None:
         if not self._lost:
             self._lost = True
             self._heeder.lose(why)
-
-    def _fail(self, why: str) -> None:
-        self._lose(why)
 
     def _farewell(self) -> None:
         if not self._connection.made:
