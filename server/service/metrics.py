@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from prometheus_client.registry import Collector
+    from collections.abc import Callable, Iterable
+
+    from prometheus_client import Metric
     from prometheus_client.samples import Sample
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -35,11 +38,11 @@ class Metrics:
         refusals: connections that were closed with an error before there was a request, by status.
 
     Args:
-        now: what is read whenever the metrics are.
+        now: gives further metrics, whenever all are read.
         kind: what requests are answered with.
     """
 
-    def __init__(self, *now: Collector, kind: str) -> None:
+    def __init__(self, now: Callable[[], Iterable[Metric]], kind: str) -> None:
         self._registry = of = CollectorRegistry(target_info={"kind": kind})
         self.requests = Counter("service_requests", "Requests answered", ["status"], registry=of)
         self.errors = Counter(
@@ -68,8 +71,7 @@ class Metrics:
         self.refusals = Counter(
             "connections_refused", "Connections closed without a request", ["status"], registry=of
         )
-        for each in now:
-            of.register(each)
+        of.register(_Now(now))
 
     def refuse(self, status: int) -> None:
         """Count a connection that was closed with an error before there was a request."""
@@ -94,6 +96,14 @@ class Metrics:
     def expose(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class _Now(Collector):
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        return self._read()
 
 
 def _samples(metric: Counter | Histogram, suffix: str) -> list[Sample]:

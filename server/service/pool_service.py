@@ -18,15 +18,16 @@ from shm_broadcast import CoordinatorError
 
 from ..apart import begin_apart
 from .metrics import Metrics
-from .now import Activity, OperationTotals, ServiceNow, WorkersNow
+from .now import Activity, of_operations, of_service, of_workers
 from .overview import clipped, past_failure, who_holds_up, workers
 from .watched_pool import WatchedPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from prometheus_client import Metric
 
     from shm_broadcast import MemberStatus
-    from shm_broadcast.board.totals import VerbTotal
 
     from ..pool import WorkerPool
     from ..replicas import Replicas
@@ -70,12 +71,7 @@ class PoolService(ABC):
         self._running: asyncio.Task[None] | None = None
         self._giving_up: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.metrics = Metrics(
-            ServiceNow(self.activity),
-            WorkersNow(self.workers),
-            OperationTotals(self._totals),
-            kind=kind,
-        )
+        self.metrics = Metrics(self._now, kind)
 
     @property
     @abstractmethod
@@ -126,8 +122,10 @@ class PoolService(ABC):
         """What every worker was last seen doing; empty before they run and after they stop."""
         return () if self._pool is None else self._pool.workers()
 
-    def _totals(self) -> Mapping[int, Sequence[VerbTotal]]:
-        return {} if self._pool is None else self._pool.totals()
+    def _now(self) -> Iterator[Metric]:
+        yield from of_service(self.activity())
+        yield from of_workers(self.workers())
+        yield from of_operations({} if self._pool is None else self._pool.totals())
 
     def activity(self) -> Activity:
         """What the service does at this moment."""
