@@ -181,12 +181,7 @@ class DistantHosts:
         return HostAdmitted(
             n_workers=plan.n_workers,
             ranks=tuple(plan.ranks_of(node)),
-            threads=plan.config.threads,
-            bind=plan.config.bind,
-            fork=plan.config.fork,
-            preload=plan.config.preload,
-            kill_seconds=plan.config.kill_seconds,
-            stack_seconds=plan.config.stack_seconds,
+            config=plan.config,
             stays=plan.restart != "never",
         )
 

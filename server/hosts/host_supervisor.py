@@ -166,7 +166,7 @@ class HostSupervisor(Watcher):
 
     def __exit__(self, *_: object) -> None:
         """End the workers here, and leave."""
-        end(list(self._workers.values()), 0.0, self._pool.kill_seconds)
+        end(list(self._workers.values()), 0.0, self._pool.config.kill_seconds)
         for worker in self._workers.values():
             worker.close()
         self._leave_board()
@@ -268,9 +268,9 @@ class HostSupervisor(Watcher):
             with self._boarding:
                 self._board, self._generation, self._told_abort = board, told.generation, False
             self._memory = undo.pop_all()
-        preload = pool.preload if pool.fork else None
+        preload = pool.config.preload if pool.config.fork else None
         try:
-            threads = pool.threads or worker_threads(len(pool.ranks), self._bound)
+            threads = pool.config.threads or worker_threads(len(pool.ranks), self._bound)
             with self._meeting.convene(told.missing) as seats:
                 started = launch(seats, threads, Deadline.after(told.seconds), preload=preload)
         except (OSError, ValueError, WorkerStartError) as error:
@@ -292,7 +292,7 @@ class HostSupervisor(Watcher):
     @cached_property
     def _bound(self) -> Bound:
         """The cores of each worker here, the same for those that replace others."""
-        return bound_here(self._pool.bind, len(self._pool.ranks))
+        return bound_here(self._pool.config.bind, len(self._pool.ranks))
 
     def _start(self, rank: int, start: Start) -> None:
         if self._board is None:
@@ -309,7 +309,8 @@ class HostSupervisor(Watcher):
             self._workers[rank].channel.send(told)
 
     def _show_stack(self, rank: int) -> None:
-        worker, since, seconds = self._workers[rank], self._since[rank], self._pool.stack_seconds
+        worker, since = self._workers[rank], self._since[rank]
+        seconds = self._pool.config.stack_seconds
 
         def show() -> None:
             files = {rank: worker.stack_file}

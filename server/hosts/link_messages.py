@@ -12,6 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from ..control.protocol import FromWorker, Resume, Start  # noqa: TC001 - decoded by these types
+from ..pool_config import PoolConfig  # noqa: TC001
 
 
 class HostHello(msgspec.Struct, frozen=True, tag=True):
@@ -36,20 +37,13 @@ class HostAdmitted(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         n_workers: the pool's workers on all hosts.
         ranks: those that this host runs.
-        threads: CPU threads of each; ``None``: the host shares its cores out among them.
-        bind: the cores that they are bound to, as in `PoolConfig`.
-        fork, preload, kill_seconds, stack_seconds: as in `PoolConfig`.
+        config: the pool's settings.
         stays: whether the host is to come again when the link has broken.
     """
 
     n_workers: int
     ranks: tuple[int, ...]
-    threads: int | None
-    bind: str
-    fork: bool
-    preload: tuple[str, ...]
-    kill_seconds: float
-    stack_seconds: float
+    config: PoolConfig
     stays: bool
 
 

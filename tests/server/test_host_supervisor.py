@@ -27,6 +27,7 @@ from server.hosts.link_messages import (
 )
 from server.hosts.meeting_port import tell_port
 from server.hosts.place import Hosts
+from server.pool_config import PoolConfig
 from shm_broadcast import Deadline
 from tests.patience import PATIENCE_SECONDS, until
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 SECRET: Final = b"known to both hosts"
 HERE = Hosts(nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=1, secret=SECRET)
-ADMITTED = HostAdmitted(2, (1,), 1, "none", False, (), 1.0, 1.0, False)
+ADMITTED = HostAdmitted(2, (1,), PoolConfig(threads=1, fork=False), stays=False)
 LOST: Final = "the head has ended, or closed the link"
 
 
