@@ -141,7 +141,7 @@ class PoolService(ABC):
             **asdict(self.activity()),
             "failure": None if self.failure is None else clipped(self.failure),
             "reason": clipped(self._reason),
-            "last_failure": past_failure(self._last_failure),
+            "last_failure": None if pool is None else past_failure(pool.last_failure),
             "totals": self.metrics.totals(),
             "grid": {} if pool is None else dict(pool.grid.axes),
             "workers": [] if pool is None else workers(pool.grid, self.workers()),
@@ -157,10 +157,6 @@ class PoolService(ABC):
     def _reason(self) -> object:
         """Why the state is what it is, where it is not that all is well."""
         return self.failure or self.restarting or self.stalled
-
-    @property
-    def _last_failure(self) -> tuple[float, BaseException] | None:
-        return None if self._pool is None else self._pool.last_failure
 
     def check_ready(self) -> None:
         """Raise unless requests can be answered.
