@@ -58,7 +58,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     @asynccontextmanager
     async def serving() -> AsyncIterator[str]:
-        async with site(folder, length=LENGTH, chunk=512) as made:
+        async with site(folder, length=LENGTH, max_tokens=512) as made:
             yield made.url
 
     with in_a_thread(serving) as at:
