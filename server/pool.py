@@ -315,7 +315,7 @@ class WorkerPool:
     @property
     def failure(self) -> CoordinatorError | None:
         """What broke the pool for good, or `PoolClosedError`; ``None`` while it takes calls."""
-        return self._crew.ledger.ended
+        return self._crew.ledger.state.ended
 
     @property
     def restarting(self) -> CoordinatorError | None:
@@ -323,7 +323,7 @@ class WorkerPool:
 
         It takes calls meanwhile, which wait.
         """
-        return self._crew.ledger.restarting
+        return self._crew.ledger.state.restarting
 
     @property
     def last_failure(self) -> tuple[float, CoordinatorError] | None:
@@ -331,7 +331,7 @@ class WorkerPool:
 
         A pool that was restarted since keeps it.
         """
-        return self._crew.ledger.last_failure
+        return self._crew.ledger.state.last_failure
 
     @property
     def load(self) -> int:
@@ -341,12 +341,12 @@ class WorkerPool:
     @property
     def restarts(self) -> int:
         """How often the pool was restarted."""
-        return self._crew.ledger.restarts
+        return self._crew.ledger.state.restarts
 
     @property
     def generation(self) -> int:
         """The number of the workers' generation: 1, and higher after each restart."""
-        return self._crew.ledger.generation
+        return self._crew.ledger.state.generation
 
     def status(self) -> list[MemberStatus]:
         """What every worker was last seen doing, by rank. Does not wait for the workers.

@@ -30,7 +30,7 @@ class Backlog:
         self.last = 0
         self.last_settled = ""
         self._under_way: dict[int, PendingCall] = {}
-        self._settling: dict[int, PendingCall] = {}
+        self._settling: dict[PendingCall, None] = {}
         self._queued: deque[PendingCall] = deque()
 
     @property
@@ -109,33 +109,44 @@ class Backlog:
             self._queued.appendleft(call.void())
 
     @property
+    def answered(self) -> list[PendingCall]:
+        """The calls under way that every rank has answered."""
+        return [call for call in self._under_way.values() if call.settled]
+
+    @property
     def settling(self) -> list[PendingCall]:
-        """The calls that every rank has answered and for which `settled` was not called."""
-        answered = [call for call in self._under_way.values() if call.settled]
-        return [*self._settling.values(), *answered]
+        """The calls that have left those under way and for which `settled` was not called."""
+        return list(self._settling)
 
     def settle(self, call: PendingCall) -> None:
         """Note that every rank has answered ``call``: it leaves the calls under way."""
         if not call.is_void:
             self.last_settled = call.method
-        self._settling[call.number] = call
+        self._settling[call] = None
         self._under_way.pop(call.number, None)  # or has left: a signal handler has called the pool
 
     def settled(self, call: PendingCall) -> None:
-        """Note that all has been done that is due after `settle`. Any thread may call this."""
-        self._settling.pop(call.number, None)
+        """Note that all has been done that is due after `settle` or `lose`. Any thread may call."""
+        self._settling.pop(call, None)
 
-    def take_back(self) -> list[PendingCall]:
-        """Leave no call under way: those that are to be made again go back to the queue's head.
+    def lose(self, error: BaseException, *, all_of_them: bool) -> None:
+        """Leave no call under way, because of ``error``: those that are to be made again go back to
+        the queue's head, the others fail.
 
-        Returns:
-            The others, in order.
+        Args:
+            error: what broke the pool.
+            all_of_them: whether no call is made again, and the queued ones fail as well.
         """
         calls = list(self._under_way.values())
+        again = [] if all_of_them else [call for call in calls if call.take_back()]
+        for call in [*calls, *(self._queued if all_of_them else ())]:
+            if call not in again:
+                call.lose(error)
+                self._settling[call] = None
         self._under_way.clear()
-        again = [call for call in calls if call.take_back()]
+        if all_of_them:
+            self._queued.clear()
         self.put_back(again)
-        return [call for call in calls if call not in again]
 
     def withdraw_all(self) -> list[PendingCall]:
         """Empty the queue; returns what was in it, in order, without void calls."""
@@ -146,13 +157,6 @@ class Backlog:
     def put_back(self, calls: Sequence[PendingCall]) -> None:
         """Queue calls before all others."""
         self._queued.extendleft(reversed(calls))
-
-    def clear(self) -> list[PendingCall]:
-        """Forget all calls, under way and queued; returns them in order."""
-        calls = [*self._under_way.values(), *self._queued]
-        self._under_way.clear()
-        self._queued.clear()
-        return calls
 
     @property
     def _has_room(self) -> bool:

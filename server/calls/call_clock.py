@@ -32,8 +32,8 @@ class CallClock:
         """Time ``call``, from now on if it is another one than before; whether it is."""
         if call is self.call:
             return False
-        self.call = call
         self._until = math.inf if call is None else time.monotonic() + self._seconds
+        self.call = call  # last: a signal handler may raise before
         return call is not None
 
     def forget(self, call: PendingCall) -> None:

@@ -191,7 +191,7 @@ class Dispatcher:
                 self._ledger.abandon(call, error)
 
     def _collect(self) -> None:
-        while not self._ledger.over(self._generation):
+        while not self._ledger.state.over(self._generation):
             # Emptied before it listens: what is put in while it listens causes another round.
             self._needs_collector.get()
             self._listen_until_idle()
@@ -200,7 +200,7 @@ class Dispatcher:
 
     def _listen_until_idle(self) -> None:
         with self._listening as mine:
-            while not mine and not self._ledger.over(self._generation):
+            while not mine and not self._ledger.state.over(self._generation):
                 mine = self._listening.take_within(_TURN_SECONDS)
             if mine:
                 self._listen(lambda: not self._ledger.busy, NEVER)

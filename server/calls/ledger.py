@@ -7,9 +7,10 @@ Guarantees
 - Calls are sent in the order in which they were accepted, by one thread at a time.
 - No two calls have the same number, so no reply is taken for another call's.
 - At most ``in_flight`` calls are under way; a call is under way until every rank has answered it.
-- A signal handler may raise in any thread that calls: then nobody knows whether its call was sent,
-  or which replies it has taken. A void call follows, and what was not answered before that is lost;
-  for calls that all ranks had answered, what is due is done then.
+- A signal handler may raise in the main thread: then nobody knows whether its call was sent, or
+  which replies it has taken. A void call follows, and what was not answered before that is lost;
+  for calls that all ranks had answered, what is due is done then. No other thread is interrupted,
+  so the one that calls `tick` breaks the pool; any may note why, and ask for that.
 - A result is handed out only when all ranks have answered that call and every earlier one, and did
   the same in each: they began the same collectives, and all messages were received. If they did
   not, an operation is left half done that the next call would meet, so the pool breaks.
@@ -27,19 +28,18 @@ which may call the pool again and would wait for this very lock.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
-import time
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from ..control.worker_failure import rebuild
-from ..errors import PoolClosedError, WorkerError, again, located
+from ..errors import WorkerError
 from .backlog import Backlog
 from .call_clock import CallClock
+from .hooks import LedgerHooks, ignore, run_all
 from .lateness import Lateness
+from .pool_state import PoolState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,34 +49,10 @@ if TYPE_CHECKING:
     from ..control.cancelled_calls import CancelledCalls
     from ..control.protocol import Failed, Reply
     from ..errors import CallTimeoutError
+    from .hooks import Actions
     from .pending_call import PendingCall
 
-    Actions: TypeAlias = "list[Callable[[], None]]"
-
-_log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1e-3
-_BROKEN = "The pool broke with this failure and takes no more calls."
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerHooks:
-    """What a ledger asks its owner to do. Called by any thread, without the ledger's lock.
-
-    Attributes:
-        resume: ``(rank, number)``: tell the rank, which has failed call ``number``, to go on.
-        wake: wake the thread that listens for replies: a call ended without a reply.
-        clock: call `Ledger.tick` now: it has to look earlier than it said last.
-        broke: ``(error)``: the pool broke; called once in each generation.
-        late: ``(calls)``: these calls are late: call `Ledger.expire`. Each call once.
-        stuck: ``(call)``: this call has been the oldest one for too long. Each call once.
-    """
-
-    resume: Callable[[int, int], None]
-    wake: Callable[[], None]
-    clock: Callable[[], None]
-    broke: Callable[[CoordinatorError], None]
-    late: Callable[[list[PendingCall]], None]
-    stuck: Callable[[PendingCall], None]
 
 
 class Ledger:
@@ -85,9 +61,7 @@ class Ledger:
     Calls wait until `open` is called: when the workers are there, and again after each restart.
 
     Attributes:
-        generation: what `open` was called with last; 0 before.
-        restarts: how often `open` was called again.
-        last_failure: when the pool broke last, in seconds since the epoch, and why.
+        state: whether the pool takes calls, and why not. To be read.
         move: called when the pool breaks, and by `move_on`, with the calls that wait: those that it
             does not return are another ledger's from then on. ``None``: all stay.
         opened: called when the pool has been restarted.
@@ -113,15 +87,11 @@ class Ledger:
         stuck_seconds: float = math.inf,
         restartable: bool = False,
     ) -> None:
-        self.generation = 0
-        self.restarts = 0
-        self.last_failure: tuple[float, CoordinatorError] | None = None
+        self.state = PoolState(name, restartable)
         self.move: Callable[[list[PendingCall]], list[PendingCall]] | None = None
-        self.opened: Callable[[], None] = _ignore
+        self.opened: Callable[[], None] = ignore
         self._hooks = hooks
         self._name = name
-        self._restartable = restartable
-        self._open = False
         self._lock = threading.RLock()  # a signal handler may ask for the status of its pool
         self._to_send = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
@@ -130,9 +100,6 @@ class Ledger:
         self._settling = CallClock(settle_seconds)
         self._stuck = CallClock(stuck_seconds)
         self._look_seconds = stuck_seconds / 4
-        self._failure: CoordinatorError | None = None
-        self._end: CoordinatorError | None = None
-        self._over = threading.Event()
 
     @property
     def busy(self) -> bool:
@@ -159,16 +126,6 @@ class Ledger:
             return None if busy else self._calls.last_settled
 
     @property
-    def ended(self) -> CoordinatorError | None:
-        """What broke the pool for good, or that it was closed; ``None`` while it takes calls."""
-        return self._end
-
-    @property
-    def restarting(self) -> CoordinatorError | None:
-        """What broke the pool, while it is restarted because of that."""
-        return None if self._open or self._end is not None else self._failure
-
-    @property
     def worked(self) -> bool:
         """Whether the workers of this generation have answered a call."""
         return self._calls.last_settled != ""
@@ -190,35 +147,23 @@ class Ledger:
             generation: its number, higher than those before.
             cancelled: where to mark calls that nobody waits for.
         """
-        actions: Actions = []
         with self._lock:
-            if self._end is None:
-                restarted = self.generation > 0
-                if restarted:
-                    actions.append(self.opened)
-                self.generation = generation
+            opens = self.state.ended is None
+            opened = self.opened if opens and self.state.generation else ignore
+            if opens:
                 self._calls.last_settled = ""
                 self._cancelled = cancelled
-                self._open = True
-                # Whoever sees the restart counted must not find the pool restarting any more.
-                self.restarts += restarted
-                self._over.clear()
+                self.state.open(generation)
                 self._lateness.resumed()
                 self._to_send.notify_all()
-        _run(actions)
-
-    def over(self, generation: int) -> bool:
-        """Whether the workers of ``generation`` take no more calls."""
-        return not self._open or generation != self.generation
-
-    def check(self) -> None:
-        """Raise the error that broke the pool, or `PoolClosedError`; nothing while it is usable."""
-        if self._end is not None:
-            raise again(self._end, "" if isinstance(self._end, PoolClosedError) else _BROKEN)
+        run_all([opened])
 
     def wait_until_over(self, generation: int, timeout: float) -> bool:
         """Wait until a generation has broken or was closed; False after ``timeout`` seconds."""
-        return self.over(generation) or self._over.wait(min(timeout, threading.TIMEOUT_MAX))
+        with self._lock:
+            return self._idle.wait_for(
+                lambda: self.state.over(generation), min(timeout, threading.TIMEOUT_MAX)
+            )
 
     def wait_until_idle(self, timeout: float) -> bool:
         """Wait until no call is queued or under way; False after ``timeout`` seconds."""
@@ -253,8 +198,8 @@ class Ledger:
             What broke the pool, or `PoolClosedError`.
         """
         with self._lock:
-            self.check()
-            if not may_send or self.over(generation) or not self._calls.open:
+            self.state.check()
+            if not may_send or self.state.over(generation) or not self._calls.open:
                 self._calls.enqueue(call)
                 self._to_send.notify()
                 return False
@@ -268,7 +213,7 @@ class Ledger:
             What broke the pool, or `PoolClosedError`.
         """
         with self._lock:
-            self.check()
+            self.state.check()
             self._calls.enqueue(call)
             self._to_send.notify()
             sooner = self._lateness.watch(call)
@@ -287,15 +232,15 @@ class Ledger:
     def wait_to_send(self, generation: int) -> bool:
         """Wait for a queued call that can be sent; False once the generation is over."""
         with self._lock:
-            self._to_send.wait_for(lambda: self.over(generation) or self._calls.sendable)
-            return not self.over(generation)
+            self._to_send.wait_for(lambda: self.state.over(generation) or self._calls.sendable)
+            return not self.state.over(generation)
 
     def next_to_send(self, generation: int) -> PendingCall | None:
         """The next queued call; the caller must send it, or call `abandon`. ``None`` if there is
         none, or none can be sent. One thread sends at a time.
         """
         with self._lock:
-            while self._calls.sendable and not self.over(generation):
+            while self._calls.sendable and not self.state.over(generation):
                 call = self._calls.next()
                 if call.begin():
                     self._calls.begin(call)
@@ -327,13 +272,13 @@ class Ledger:
         with self._lock:
             self.give_up(call)
             self.cancel(call)
-            actions = self._settle_again()
-            if self._calls.busy:
+            actions = [*self._settle_again(), self._hooks.clock]
+            if self._calls.busy and self.state.works:
                 self._calls.follow_up(call)
                 self._to_send.notify()
             call.error = call.error or error
             actions += [] if call.error is None else [call.finish(self._name)]
-        _run(actions)
+        run_all(actions)
 
     def due(self, call: PendingCall) -> Deadline:
         """Until when to wait for a call, as of now; later, once other calls were answered."""
@@ -375,17 +320,17 @@ class Ledger:
             if call is not None:
                 call.answer(rank, reply.value, reply.begun)
                 actions += self._settle(call)
-        _run(actions)
+        run_all(actions)
 
     def garbled(self, rank: int, error: BaseException, generation: int) -> None:
         """Take in a reply of ``rank`` that cannot be decoded, because of ``error``."""
         with self._lock:
-            call = None if self.over(generation) else self._calls.oldest_of(rank)
+            call = None if self.state.over(generation) else self._calls.oldest_of(rank)
             actions: Actions = []
             if call is not None:
                 call.spoil(rank, error)
                 actions = self._settle(call)
-        _run(actions)
+        run_all(actions)
 
     def failed(self, rank: int, failed: Failed, final: bool) -> None:
         """Take in that ``rank`` has failed a call; it waits to be told to go on.
@@ -418,11 +363,11 @@ class Ledger:
                 elif call.settled or not failed.consequence:
                     actions += self._break_with(call)
             actions.append(self._hooks.wake)
-        _run(actions)
+        run_all(actions)
 
     def tick(self) -> float:
-        """Break the pool if a failed call was not answered in time; report calls that are late, or
-        stuck.
+        """Break the pool if that was noted, or if a failed call was not answered in time; report
+        calls that are late, or stuck. One thread calls this, and it is not the main thread.
 
         Returns:
             The seconds until it has to be called again.
@@ -431,7 +376,8 @@ class Ledger:
         with self._lock:
             unsettled = self._settling.passed()
             if unsettled is not None:
-                actions += self._break_with(unsettled)
+                self._break_with(unsettled)
+            actions += self._break()
             self._stuck.watch(self._calls.oldest)
             stuck = self._stuck.passed()
             late, next_look = self._lateness.look()
@@ -440,45 +386,47 @@ class Ledger:
             actions.append(partial(self._hooks.stuck, stuck))
         if late:
             actions.append(partial(self._hooks.late, late))
-        _run(actions)
+        run_all(actions)
         return max(left, 0.0)
 
     def break_off(self, error: CoordinatorError, generation: int | None = None) -> None:
-        """Break the pool because of ``error``; nothing if it has broken already.
+        """Have `tick` break the pool because of ``error``; nothing if it has broken already.
 
         Args:
             error: what happened.
             generation: to which generation of workers; ``None``: the present one.
         """
         with self._lock:
-            late = generation is not None and self.over(generation)
+            late = generation is not None and self.state.over(generation)
             actions = [] if late else self._break_off(error)
-        _run(actions)
+        run_all(actions)
 
     def move_on(self) -> None:
         """While the pool is restarted, let other ledgers have the calls that wait, as when it
         broke: by now they may be answered there.
         """
         with self._lock:
-            waits = self.restarting is not None and self.move is not None
+            waits = self.state.restarting is not None and self.move is not None
             waiting = self._withdraw_all() if waits else []
         self._move(waiting)
 
     def end(self, error: CoordinatorError) -> None:
         """End the pool for good because of ``error``, or close it (`PoolClosedError`). The first
-        call counts.
+        error counts; another call does what a signal handler has kept the first from.
         """
         with self._lock:
-            actions = self._break(error, final=True) if self._end is None else []
-        _run(actions)
+            if self.state.ended is None:
+                self.state.end(error)
+            actions = self._break() or self._settle_again()
+        run_all(actions)
 
     def let_go(self) -> None:
         """Ask nobody any more, after `end`: the owner is freed with its last reference, not by a
         garbage collection, for which its shared memory would wait.
         """
-        self._hooks = LedgerHooks(*(_ignore,) * 6)
+        self._hooks = LedgerHooks(*(ignore,) * 6)
         self.move = None
-        self.opened = _ignore
+        self.opened = ignore
 
     def _spoil_before(self, rank: int, number: int) -> Actions:
         """Count replies of ``rank`` to calls before ``number`` as lost.
@@ -494,27 +442,34 @@ class Ledger:
         return actions
 
     def _settle_again(self) -> Actions:
-        """What may not have been done for calls that all ranks have answered: a signal handler has
-        interrupted it. To do it twice does no harm.
+        """What may not have been done for calls that all ranks have answered, or that are lost: a
+        signal handler has interrupted it. To do it twice does no harm.
         """
-        return [action for call in self._calls.settling for action in self._settle(call)]
+        actions = [action for call in self._calls.settling for action in self._due(call)]
+        actions += [action for call in self._calls.answered for action in self._settle(call)]
+        if actions and self.state.closed:
+            actions.insert(0, self._hooks.wake)
+        self._notify_waiters()
+        return [*actions, *self._clock()]
 
     def _settle(self, call: PendingCall) -> Actions:
         """If every rank has answered ``call``: compare the ranks, then hand out or break."""
-        if not call.settled:
+        if not call.settled or not self.state.works:
             return []
-        self._calls.settle(call)
+        diverged = call.compare()
+        if diverged is not None:
+            call.error = call.error or call.failure or diverged
+            return [call.finish(self._name), *self._break_off(call.failure or diverged)]
         self._lateness.answered(call)
         self._stuck.forget(call)
+        self._calls.settle(call)
         self._notify_waiters()
-        diverged = call.compare()
-        settled = partial(self._calls.settled, call)
-        if diverged is None:
-            resumed = [partial(self._hooks.resume, rank, call.number) for rank in call.failed]
-            return [call.finish(self._name), *self._clock(), *resumed, settled]
-        call.error = call.error or call.failure or diverged
-        broken = self._break_off(call.failure or diverged)  # not to be done again after a restart
-        return [call.finish(self._name), *self._clock(), settled, *broken]
+        return [*self._due(call), *self._clock()]
+
+    def _due(self, call: PendingCall) -> Actions:
+        """What is to be done for a call that is over."""
+        resumed = [partial(self._hooks.resume, rank, call.number) for rank in call.failed]
+        return [call.finish(self._name), *resumed, partial(self._calls.settled, call)]
 
     def _notify_waiters(self) -> None:
         """A call has left those under way: wake the sender, or `wait_until_idle`."""
@@ -533,31 +488,32 @@ class Ledger:
         return [] if call.failure is None else self._break_off(call.failure)
 
     def _break_off(self, error: CoordinatorError) -> Actions:
-        return self._break(error, final=not self._restartable) if self._open else []
+        """Note what breaks the pool, if it works; `tick` breaks it."""
+        if self.state.works:
+            self.state.break_off(error)
+        return [self._hooks.clock]
 
-    def _break(self, error: CoordinatorError, *, final: bool) -> Actions:
-        self._open = False
-        self._failure = located(error, self._name)
-        if final:
-            self._end = error
-        closed = isinstance(error, PoolClosedError)
-        if not closed:
-            self.last_failure = time.time(), error
-        moving = self.move is not None and not closed
-        doomed = self._calls.take_back() if moving or not final else self._calls.clear()
+    def _break(self) -> Actions:
+        """Let what the workers had fail, or go back to the queue, if the pool was to be broken.
+
+        If it is closed, by a thread that a signal handler interrupts, the next one goes on here.
+        """
+        state, error = self.state, self.state.breaking
+        if error is None:
+            return []
+        moving = self.move is not None and not state.closed
+        self._calls.lose(error, all_of_them=state.ended is not None and not moving)
         waiting = self._withdraw_all() if moving else []
-        self._clock()
         self._stuck.watch(None)
-        self._over.set()
-        # Wakes `next_to_send` and `wait_until_idle`: both look at what has changed here.
+        # Wakes `next_to_send`, `wait_until_over` and `wait_until_idle`, which look at what changed.
         self._to_send.notify_all()
         self._idle.notify_all()
-        for call in doomed:
-            call.error = call.error or error
+        state.breaking = None
+        if state.closed:
+            return self._settle_again()
         # `broke` wakes all who wait, and after it the owner may take down what `wake` needs.
-        before: Actions = [] if closed else [partial(self._hooks.broke, error)]
-        after: Actions = [self._hooks.wake] if closed else [partial(self._move, waiting)]
-        return [*before, *(call.finish(self._name) for call in doomed), *after]
+        told = partial(self._hooks.broke, error)
+        return [told, *self._settle_again(), partial(self._move, waiting)]
 
     def _withdraw_all(self) -> list[PendingCall]:
         """Take all calls off the queue."""
@@ -574,28 +530,14 @@ class Ledger:
         sooner = False
         with self._lock:
             for call in staying:
-                if self._end is None:
+                if self.state.ended is None:
                     sooner |= self._lateness.watch(call)
                 else:
-                    call.error = call.error or self._end
+                    call.error = call.error or self.state.ended
                     actions.append(call.finish(self._name))
-            if self._end is None:
+            if self.state.ended is None:
                 self._calls.put_back(staying)
                 self._to_send.notify_all()
         if sooner:
             actions.append(self._hooks.clock)
-        _run(actions)
-
-
-def _ignore(*_: object) -> None:
-    pass
-
-
-def _run(actions: Actions) -> None:
-    for action in actions:
-        try:
-            action()
-        except BaseException:
-            if threading.current_thread() is threading.main_thread():  # maybe a signal handler's
-                raise
-            _log.exception("what a user of the pool wants to be called has raised")
+        run_all(actions)

@@ -209,6 +209,11 @@ class PendingCall:
         self._forget_answers()
         return True
 
+    def lose(self, error: BaseException) -> None:
+        """Note that its workers are lost because of ``error``: none of them waits any more."""
+        self.error = self.error or error
+        self.failed = []
+
     def _uneven_end(self) -> CallDivergedError | None:
         """The error if a stream has ended on some ranks only."""
         if self.stream <= 0 or not self.settled:

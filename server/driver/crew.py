@@ -27,7 +27,8 @@ from shm_broadcast.board.totals import added_up
 
 from ..apart import begin_apart
 from ..calls.dispatcher import Dispatcher
-from ..calls.ledger import Ledger, LedgerHooks
+from ..calls.hooks import LedgerHooks
+from ..calls.ledger import Ledger
 from ..control.channel import ChannelClosedError
 from ..control.protocol import Failed, Resume, WorkProgress
 from ..errors import (
@@ -136,7 +137,7 @@ class Crew(Watcher):
         failure = self._links.board.aborted
         if failure is None or failure.culprit == rank != failure.rank:
             pid = self._staff.workers[rank].pid
-            where = {"rank": rank, "generation": self.ledger.generation}
+            where = {"rank": rank, "generation": self.ledger.state.generation}
             told = "rank %d (pid %d) of %s was lost: %s"
             _log.info(told, rank, pid, self._name, how, extra=where)
             self.ledger.break_off(WorkerLostError(rank, pid, how, stack))
@@ -229,7 +230,7 @@ class Crew(Watcher):
         """
         ranks = self.ledger.late(call)
         if not ranks:
-            restarting = self.ledger.restarting
+            restarting = self.ledger.state.restarting
             detail = "not sent: the workers are busy with calls before it"
             if call.number:
                 detail = "answered just afterwards"
@@ -318,7 +319,7 @@ class Crew(Watcher):
             raise
         before = self._leave_links.pop_all()
         with self._counting:
-            if self.ledger.generation:
+            if self.ledger.state.generation:
                 self._past_totals = self._totals_so_far()
             self._links = self._leave_links.enter_context(closing(links))
         self._broken = None
@@ -340,14 +341,14 @@ class Crew(Watcher):
         """Begin generations until one stands, or there were too many."""
 
         def tick() -> float:
-            self.ledger.check()
+            self.ledger.state.check()
             return self.ledger.tick()
 
         self.dispatcher.release()
         keep = True
         with suppress(PoolClosedError):
             while (pause := self._budget.take(time.monotonic(), self.ledger.worked)) is not None:
-                of = {"generation": self.ledger.generation}
+                of = {"generation": self.ledger.state.generation}
                 why = with_notes(failure)
                 _log.error("%s has broken, and is restarted: %s", self._name, why, extra=of)
                 try:
@@ -360,9 +361,9 @@ class Crew(Watcher):
                     failure = error
                     keep = False  # those that stayed may be why it failed
                     continue
-                of = {"generation": self.ledger.generation}
+                of = {"generation": self.ledger.state.generation}
                 told = "%s was restarted: generation %d"
-                _log.warning(told, self._name, self.ledger.generation, extra=of)
+                _log.warning(told, self._name, self.ledger.state.generation, extra=of)
                 return
             limit = self._plan.max_restarts, self._plan.window
             limited = RestartLimitError(*limit, str(failure))
@@ -404,7 +405,7 @@ class Crew(Watcher):
                 CallStuckError(call.method, self._plan.stuck_after, *seen), generation
             )
 
-        generation = self.ledger.generation
+        generation = self.ledger.state.generation
         threading.Thread(target=expose, name="pool-stuck-call", daemon=True).start()
 
     def _broke(self, error: CoordinatorError) -> None:
@@ -412,12 +413,12 @@ class Crew(Watcher):
         # by `_tick`.
         self._links.board.abort(error, getattr(error, "rank", None))
         self._broken = error
-        if self.ledger.ended is not None:
+        if self.ledger.state.ended is not None:
             self._end_at = time.monotonic() + _LEAVE_SECONDS
         self._staff.supervisor.wake()
 
     def _tick(self) -> float:
-        if self._broken is not None and self.ledger.ended is None:
+        if self._broken is not None and self.ledger.state.ended is None:
             self._reason_by = math.inf
             self._restart(self._broken)
         now = time.monotonic()

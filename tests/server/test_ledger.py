@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import math
 import threading
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import server.calls
-from server.calls.ledger import Ledger, LedgerHooks
+from server.calls.hooks import LedgerHooks
+from server.calls.ledger import Ledger
 from server.calls.pending_call import PendingCall
 from server.control.cancelled_calls import CancelledCalls
 from server.control.protocol import Failed, Reply
@@ -25,6 +27,9 @@ from shm_broadcast import CoordinatorError, MessageDecodeError
 from tests.interruptions import interruptions
 from tests.server.begun import begun
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 class Book:
     """A ledger of two ranks, and what it asked for."""
@@ -38,7 +43,10 @@ class Book:
         *,
         name: str = "",
         restartable: bool = False,
+        ticks: bool = True,
     ) -> None:
+        self.clocked = False
+        self._ticks = ticks
         self.asked: list[Any] = []
         self.cancelled = CancelledCalls.create(in_flight)
         self.ledger = Ledger(
@@ -48,7 +56,7 @@ class Book:
             LedgerHooks(
                 resume=lambda rank, number: self.asked.append(("resume", rank, number)),
                 wake=lambda: None,
-                clock=lambda: None,
+                clock=self._clock,
                 broke=lambda error: self.asked.append(("broke", type(error))),
                 late=lambda calls: self.asked.append(("late", [call.method for call in calls])),
                 stuck=lambda call: self.asked.append(("stuck", call.method)),
@@ -59,9 +67,20 @@ class Book:
         )
         self.ledger.open(1, self.cancelled)
 
+    def _clock(self) -> None:
+        self.clocked = True
+        if self._ticks:
+            self.look()
+
+    def look(self) -> None:
+        """Tick if the ledger has asked for it, as another thread does in a pool."""
+        if self.clocked:
+            self.clocked = False
+            self.ledger.tick()
+
     def send(self, method: str = "embed", reply_rank: int | None = None) -> PendingCall:
         call = PendingCall(method, (), {}, 2, reply_rank)
-        self.ledger.accept(call, self.ledger.generation)
+        self.ledger.accept(call, self.ledger.state.generation)
         return call
 
     def reply(self, rank: int, number: int, value: Any = None, operations: int = 0) -> None:
@@ -151,7 +170,7 @@ def test_a_failure_reaches_the_caller_at_once_and_its_rank_waits_for_the_others(
         call.result()
     book.fail(0, 1, "KeyError")
     assert book.asked == [("resume", 1, 1), ("resume", 0, 1)]
-    book.ledger.check()
+    book.ledger.state.check()
 
 
 def test_a_rank_may_go_on_when_the_others_succeeded_with_as_many_operations() -> None:
@@ -169,7 +188,7 @@ def test_the_pool_breaks_when_operations_were_left_half_done() -> None:
     book.fail(1, 1, "ValueError")
     book.reply(0, 1, operations=1)
     assert book.asked == [("broke", WorkerError)]
-    for refused in (later.result, book.ledger.check, book.send):
+    for refused in (later.result, book.ledger.state.check, book.send):
         with pytest.raises(WorkerError, match="rank 1 failed in embed: ValueError"):
             refused()
 
@@ -199,7 +218,7 @@ def test_a_call_in_which_ranks_differ_fails_and_no_later_one_is_answered() -> No
     book.reply(0, 3, "a", operations=1)
     book.reply(1, 2, "b", operations=1)
     expected = r"call 2 \(embed\): in group tp, rank 0 began 2 all_reduce where rank 1 began 1"
-    for refused in (second.result, third.result, book.ledger.check, book.send):
+    for refused in (second.result, third.result, book.ledger.state.check, book.send):
         with pytest.raises(CallDivergedError, match=expected):
             refused()
     assert book.asked == [("broke", CallDivergedError)]
@@ -299,7 +318,7 @@ def test_a_failure_that_aborted_the_board_breaks_the_pool_at_once() -> None:
     book.fail(1, 1, "DivergenceError", final=True)
     assert book.asked == [("broke", WorkerError)]
     with pytest.raises(WorkerError, match="rank 1 failed in embed: DivergenceError"):
-        book.ledger.check()
+        book.ledger.state.check()
 
 
 def test_an_aborted_board_breaks_the_pool_though_all_have_answered() -> None:
@@ -355,7 +374,7 @@ def test_what_is_not_answered_before_a_void_call_is_lost() -> None:
         kept.result()
     assert abandoned.done
     assert book.ledger.load == 0
-    book.ledger.check()
+    book.ledger.state.check()
 
 
 def test_no_call_gets_the_answer_of_one_that_was_abandoned_after_it_was_sent() -> None:
@@ -411,7 +430,7 @@ def test_the_first_failure_is_the_one_that_is_kept() -> None:
         with pytest.raises(WorkerLostError, match=r"rank 1 \(pid 4242\): killed by SIGKILL"):
             call.result()
     with pytest.raises(WorkerLostError, match="rank 1") as raised:
-        book.ledger.check()
+        book.ledger.state.check()
     assert "takes no more calls" in raised.value.__notes__[-1]
     assert book.asked == [("broke", WorkerLostError)]
 
@@ -503,7 +522,7 @@ def test_a_stream_ends_on_all_ranks_or_fails() -> None:
         "call 3 (words): in group world, rank 0 ended the stream where rank 1 went on with it"
     )
     assert calls[3].result() is None
-    assert book.ledger.ended is None
+    assert book.ledger.state.ended is None
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -513,7 +532,7 @@ def test_an_interrupt_anywhere_in_the_taking_of_a_reply_leaves_nothing_half_done
     """Who waits for one call takes the last answer to another one, and is interrupted there."""
 
     def prepared() -> tuple[Book, PendingCall, PendingCall]:
-        book = Book(in_flight=2, settle_seconds=0.0)
+        book = Book(in_flight=2, settle_seconds=0.0, ticks=False)
         other, own = book.send(), book.send()
         other.future()
         if fails:
@@ -549,9 +568,146 @@ def test_an_interrupt_anywhere_in_the_taking_of_a_reply_leaves_nothing_half_done
         book.ledger.tick()
         assert book.ledger.load == 0
         assert book.ledger._calls.settling == []
-        book.ledger.check()
+        book.ledger.state.check()
         book, other, own = prepared()
     assert fails or taken > 10
+
+
+def diverge(book: Book) -> None:
+    book.reply(1, 1, operations=1)
+
+
+def break_off(book: Book) -> None:
+    book.ledger.break_off(WorkerLostError(1, 4242, "killed by SIGKILL"))
+
+
+BREAKS: dict[str, tuple[Callable[[Book], None], Callable[[Book], None], type[Exception]]] = {
+    "a divergence": (lambda book: book.reply(0, 1), diverge, CallDivergedError),
+    "one in a failed call": (lambda book: book.fail(0, 1), diverge, WorkerError),
+    "a last failure": (lambda _: None, lambda book: book.fail(0, 1, final=True), WorkerError),
+    "a lost worker": (lambda _: None, break_off, WorkerLostError),
+}
+
+
+@pytest.mark.parametrize("restartable", [False, True])
+@pytest.mark.parametrize(("prepare", "broken", "error"), BREAKS.values(), ids=BREAKS)
+def test_a_break_that_is_interrupted_anywhere_is_finished(
+    prepare: Callable[[Book], None],
+    broken: Callable[[Book], None],
+    error: type[Exception],
+    restartable: bool,
+) -> None:
+    """Who waits for one call takes what breaks the pool, and is interrupted there."""
+
+    def prepared() -> tuple[Book, PendingCall, PendingCall, PendingCall, PendingCall]:
+        book = Book(in_flight=3, restartable=restartable, ticks=False)
+        first, own, again, queued = book.send(), book.send(), a_call(retry=True), a_call()
+        assert book.ledger.accept(again, 1)
+        for call in (first, again, queued):
+            call.future()
+        book.ledger.queue(queued)
+        prepare(book)
+        return book, first, own, again, queued
+
+    def take() -> None:
+        broken(book)
+
+    book, first, own, again, queued = prepared()
+    places = []
+    for place in interruptions(take, server.calls):
+        places.append(place)
+        book.ledger.abandon(own)
+        book.look()
+        if not book.asked:
+            broken(book)  # it had not begun
+            book.look()
+        assert book.asked == [("broke", error)]
+        assert isinstance(first.future().exception(0), error)
+        if restartable:
+            book.ledger.open(2, book.cancelled)
+            sent = iter(partial(book.ledger.next_to_send, 2), None)
+            assert [call for call in sent if not call.is_void] == [again, queued]
+            for call in (again, queued):
+                for rank in (0, 1):
+                    book.reply(rank, call.number, rank)
+                assert call.future().result(0) == [0, 1]
+        else:
+            for call in (again, queued):
+                assert isinstance(call.future().exception(0), error)
+        assert book.asked == [("broke", error)]
+        assert book.ledger.load == 0
+        assert book.ledger._calls.settling == []
+        book, first, own, again, queued = prepared()
+    assert len(places) > 3
+
+
+def test_an_interrupt_does_not_stop_the_time_of_a_failed_call() -> None:
+    """It begins when all earlier calls were answered, which is interrupted."""
+
+    def prepared() -> tuple[Book, PendingCall]:
+        book = Book(settle_seconds=0.0, ticks=False)
+        call, _ = book.send(), book.send()
+        book.fail(0, 2)
+        book.reply(0, 1)
+        return book, call
+
+    def answer_last() -> None:
+        book.reply(1, 1)
+
+    book, call = prepared()
+    for _ in interruptions(answer_last, server.calls):
+        book.ledger.abandon(call)
+        if call.settled:
+            book.look()
+            assert book.asked == [("broke", WorkerError)]
+        book, call = prepared()
+
+
+def test_a_second_shutdown_finishes_one_that_was_interrupted_anywhere() -> None:
+    def close() -> None:
+        book.ledger.end(PoolClosedError("shut down"))
+
+    def prepared() -> tuple[Book, list[PendingCall]]:
+        book = Book(in_flight=2, restartable=True)
+        calls = [book.send(), book.send(), a_call(retry=True)]
+        for call in calls:
+            call.future()
+        book.ledger.queue(calls[2])
+        return book, calls
+
+    book, calls = prepared()
+    places = []
+    for place in interruptions(close, server.calls):
+        places.append(place)
+        close()
+        for call in calls:
+            assert isinstance(call.future().exception(0), PoolClosedError)
+        assert book.ledger.wait_until_idle(0)
+        assert book.ledger._calls.settling == []
+        assert book.asked == []
+        book, calls = prepared()
+    assert len(places) > 10
+
+
+def test_what_an_interrupt_left_to_do_is_no_second_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of another thread is still handed out while a later one has been answered."""
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    book = Book(in_flight=2, call_seconds=60.0)
+    first, own, waiting = book.send("first"), book.send("own"), book.send()
+
+    def answer_own(_: object) -> None:
+        nonlocal now
+        for rank in (0, 1):
+            book.reply(rank, own.number)
+        now += 30.0
+        book.ledger.abandon(waiting)
+
+    first.future().add_done_callback(answer_own)
+    for rank in (0, 1):
+        book.reply(rank, first.number)
+    assert book.ledger.idle(0) == "own"
+    assert book.ledger.due(waiting).at == 1060.0
 
 
 def test_a_divergence_breaks_no_later_generation() -> None:
@@ -567,7 +723,7 @@ def test_a_divergence_breaks_no_later_generation() -> None:
     for rank in (0, 1):
         book.reply(rank, diverging.number, operations=rank)
     assert book.asked == [("broke", CallDivergedError)]
-    assert book.ledger.restarting is None
+    assert book.ledger.state.restarting is None
 
 
 def test_a_reply_that_an_interrupt_dropped_fails_its_call_only() -> None:
@@ -627,7 +783,7 @@ def test_the_sender_is_released_at_the_end() -> None:
     book.ledger.end(PoolClosedError("shut down"))
     sender.join(10)
     assert released == [False]
-    assert book.ledger.over(1)
+    assert book.ledger.state.over(1)
     assert book.ledger.wait_until_idle(0)
 
 
@@ -658,14 +814,14 @@ def test_a_pool_that_is_restarted_fails_what_the_workers_had_and_keeps_the_rest(
     with pytest.raises(WorkerLostError):
         had.result()
     assert not (again.done or third.done or queued.done)
-    assert isinstance(book.ledger.restarting, WorkerLostError)
-    assert book.ledger.restarts == 0
-    assert book.ledger.ended is None
+    assert isinstance(book.ledger.state.restarting, WorkerLostError)
+    assert book.ledger.state.restarts == 0
+    assert book.ledger.state.ended is None
     later = book.send()
     assert book.ledger.next_to_send(1) is None
     book.ledger.open(2, book.cancelled)
-    assert book.ledger.restarting is None
-    assert book.ledger.restarts == 1
+    assert book.ledger.state.restarting is None
+    assert book.ledger.state.restarts == 1
     for number, call in enumerate((again, third, queued), 4):
         assert book.ledger.next_to_send(2) is call
         assert call.number == number
@@ -756,6 +912,6 @@ def test_a_pool_that_is_not_restarted_any_more_fails_what_waits() -> None:
     book.ledger.end(RestartLimitError(5, 60.0, "lost"))
     with pytest.raises(WorkerLostError):
         waiting.result()
-    for refused in (queued.result, book.ledger.check):
+    for refused in (queued.result, book.ledger.state.check):
         with pytest.raises(RestartLimitError, match="after 5 restarts within 60 s"):
             refused()

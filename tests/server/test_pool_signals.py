@@ -20,7 +20,7 @@ from server.calls.lateness import Lateness
 from server.calls.ledger import Ledger
 from server.driver import crew
 from server.driver.supervisor import Supervisor
-from server.errors import PoolClosedError, WorkerError
+from server.errors import CallDivergedError, PoolClosedError, WorkerError
 from server.launchers.fork_servers import ChildProcess
 from server.launchers.local import LocalWorker
 from server.pool import WorkerPool
@@ -30,7 +30,7 @@ from shm_broadcast.board.stacks import read_stacks
 from tests.interruptions import interruptions
 from tests.patience import PATIENCE_SECONDS, until
 from tests.ranks import run_ranks
-from tests.server.workers import Gate, Worker
+from tests.server.workers import Gate, Restored, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -117,6 +117,40 @@ def test_a_call_that_is_interrupted_anywhere_leaves_the_pool_as_it_was(
     assert number > 20
 
 
+def no_collector(_: Dispatcher) -> None:
+    """Have callers alone listen for replies."""
+
+
+class Restorable(Restored):
+    def leave_a_message(self) -> None:
+        """Rank 0 sends what rank 1 never takes."""
+        if self.rank == 0:
+            self.groups.world.send_object("stale", 1)
+
+
+def test_a_pool_that_is_interrupted_anywhere_while_it_breaks_is_restarted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = PoolConfig(leave_seconds=PATIENCE_SECONDS)
+    with WorkerPool(Restorable, tp=2, restart="worker", max_restarts=10_000, config=config) as pool:
+
+        def collector_rests() -> bool:
+            with pool._crew.dispatcher._listening as mine:
+                return mine
+
+        def make() -> None:
+            with suppress(CallDivergedError), monkeypatch.context() as changed:
+                changed.setattr(Dispatcher, "_wake_collector", no_collector)
+                pool.call("leave_a_message")
+
+        for number, _ in enumerate(interruptions(make, server.calls)):
+            # It may be sent before the pool breaks.
+            assert pool.call("echo", number, timeout=PATIENCE_SECONDS, retry=True) == number
+            until(lambda: pool.load == 0 and collector_rests())
+        assert pool.restarts > 20
+    assert number > 100
+
+
 def interrupted_by(error: type[BaseException], wrapped: Any, *, after: bool) -> Any:
     """``wrapped`` as a signal handler leaves it that raises ``error`` just before or after it.
 
@@ -133,10 +167,6 @@ def interrupted_by(error: type[BaseException], wrapped: Any, *, after: bool) -> 
         return result
 
     return interrupted
-
-
-def no_collector(_: Dispatcher) -> None:
-    """Have callers alone listen for replies."""
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
@@ -165,10 +195,15 @@ def test_a_reply_that_was_lost_with_an_interrupt_fails_its_call_at_once(
 ) -> None:
     with WorkerPool(Worker, tp=2) as pool:
         with monkeypatch.context() as changed:
+            dequeue = interrupted_by(KeyboardInterrupt, MessageQueue.dequeue, after=True)
+
+            def take(*args: Any) -> Any:
+                changed.undo()  # the collector goes on
+                return dequeue(*args)
+
             changed.setattr(Dispatcher, "_wake_collector", no_collector)
             lost = pool.submit("hold", gate)
             until(lambda: gate.reached(0) and gate.reached(1))
-            take = interrupted_by(KeyboardInterrupt, MessageQueue.dequeue, after=True)
             changed.setattr(MessageQueue, "dequeue", take)
             opening = threading.Timer(0.3, gate.open)
             opening.start()
