@@ -66,14 +66,9 @@ class Incoming(Generic[T]):
         self._wire = wire
         self._src = src
         self._dst = dst
-        self._due = 0
         self._message = Message(kind)
         self._next: Callable[[], Sequence[Tensor]] = self._frame
         self._error: MessageRefusedError | None = None
-
-    def ask(self) -> None:
-        """Be the message that is due now: call it in the order of the messages, once."""
-        self._due = self._wire.expect(self._src, self._dst)
 
     def following(self) -> Sequence[Tensor]:
         """The tensors on the CPU that come next; none once all are there.
@@ -131,7 +126,7 @@ class Incoming(Generic[T]):
 
     def _open(self) -> Sequence[Tensor]:
         self._next, message = _nothing, self._message
-        sent = self._wire.open(message.kind, message.payload, self._src, self._dst, self._due)
+        sent = self._wire.open(message.kind, message.payload, self._src, self._dst)
         return self._read(sent)
 
     def _read(self, payload: memoryview) -> Sequence[Tensor]:

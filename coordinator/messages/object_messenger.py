@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from device_comm.verbs.arguments import Timeout
-    from shm_broadcast import MessageQueue
+    from shm_broadcast import Deadline, MessageQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,46 +124,68 @@ class ObjectMessenger(MessageTransport):
         if self.cpu.world_size == 1:
             return [self.broadcast_object(obj, 0, timeout)]
         deadline = self._deadline(timeout)
-        me, kind, refused = self.cpu.rank, Kind.GATHERED_OBJECT, None
+        kind, refused = Kind.GATHERED_OBJECT, None
         try:
             own = self.wire.dump(obj)
         except Exception as error:  # noqa: BLE001 - raised once the others are told
             own, kind, refused = why_refused(error).encode(), Kind.REFUSED, error
+        try:
+            payloads = self._gather(kind, own, deadline)
+        except MessageSealError as error:
+            self.cpu.abort(error)
+            raise
+        except BaseException as error:
+            self._outgoing.ends_halfway(error, 2)  # a number and two collectives
+            raise
+        if refused is not None:
+            self.refused(refused)
+        for refusal in payloads:
+            if isinstance(refusal, MessageRefusedError):
+                raise refusal
+        return [self.wire.load(payload) for payload in payloads]  # type: ignore[arg-type]
+
+    def _gather(
+        self, kind: Kind, own: bytes, deadline: Deadline
+    ) -> list[bytes | memoryview | MessageRefusedError]:
+        """What each member has made of its object, or why it could not."""
         sealed = self.wire.close(kind, own, EVERYONE)
         mine = torch.frombuffer(bytearray([kind]) + sealed, dtype=torch.uint8)
         length = torch.tensor([mine.numel()], device="cpu")
         lengths = self.cpu.all_gather(length, timeout=deadline).tolist()
         everyone = self.cpu.all_gatherv(mine, sizes=lengths, timeout=deadline)
-        dues = {src: self.wire.expect(src, EVERYONE) for src in self._others}
-        if refused is not None:
-            self.refused(refused)
-        payloads = [memoryview(part.numpy()) for part in everyone.split(lengths)]  # type: ignore[no-untyped-call]
-        try:
-            found = [
-                own if src == me else self.wire.open(each[0], each[1:], src, EVERYONE, dues[src])
-                for src, each in enumerate(payloads)
-            ]
-        except MessageSealError as error:
-            self.cpu.abort(error)
-            raise
-        return [self.wire.load(payload) for payload in found]
+        parts = [memoryview(part.numpy()) for part in everyone.split(lengths)]  # type: ignore[no-untyped-call]
+
+        def opened(src: int) -> memoryview | MessageRefusedError:
+            try:
+                return self.wire.open(parts[src][0], parts[src][1:], src, EVERYONE)
+            except MessageRefusedError as refusal:  # raised once all are opened, and so counted
+                return refusal
+
+        return [own if src == self.cpu.rank else opened(src) for src in range(len(parts))]
 
     def iall_gather_object(self, obj: Any, timeout: Timeout) -> Work[list[Any]]:
         """As `all_gather_object`, in the background. Collective: yes, every member."""
         if self.cpu.world_size == 1:
             return Work(self.all_gather_object(obj, timeout))
         kind = Kind.GATHERED_OBJECT
-        works = {
-            src: self.ireceive(self.object_of(src, kind), src, timeout) for src in self._others
-        }
-        payload = b""
+        payload, dumping = b"", False
 
         def make() -> tuple[bytes, Sequence[Tensor]]:
-            nonlocal payload
+            nonlocal payload, dumping
+            dumping = True
             payload = self.wire.dump(obj)
+            dumping = False
             return payload, ()
 
-        sent = self.isend(kind, self._others, make, None, timeout)
+        try:
+            works = {
+                src: self.ireceive(self.object_of(src, kind), src, timeout) for src in self._others
+            }
+            sent = self.isend(kind, self._others, make, None, timeout)
+        except BaseException as error:
+            if not (dumping and isinstance(error, Exception)):  # the others were not told
+                self._outgoing.ends_halfway(error, len(self._others) + 1)
+            raise
 
         def everyone() -> list[Any]:
             return [

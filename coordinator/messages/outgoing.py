@@ -43,9 +43,10 @@ COPIED_BYTES: Final = 1 << 20
 class Outgoing:
     """The sends of one member."""
 
-    def __init__(self, routes: Routes) -> None:
-        """Send over the communicators ``routes``."""
+    def __init__(self, routes: Routes, *, numbered: bool) -> None:
+        """Send over the communicators ``routes``, messages that are numbered or not."""
         self._routes = routes
+        self._numbered = numbered
         self._under_way: dict[int, deque[tuple[int, Work[None]]]] = {}
         self._turn = new_turn()
 
@@ -115,17 +116,34 @@ class Outgoing:
         pass_on: Callable[[Tensor], None],
     ) -> None:
         """Send the message that ``make`` makes, if any, and pass on each of ``parts``."""
-        frames = () if make is None else make().frames()
-        try:
+
+        def send(frames: Sequence[Tensor]) -> None:
             for frame in frames:
                 self._ahead(self._routes.cpu, frame, dst, copy=False)  # nobody else changes it
             for part in self._in_order(parts):
                 pass_on(part)
-        except BaseException as error:
-            self.ends_halfway(error, len(frames) + len(parts))
-            raise
+
+        self.whole(make, len(parts), send)
         if call_number():
             self._routes.cpu.begun.count_sent(dst)
+
+    def whole(
+        self,
+        make: MakeMessage | None,
+        n_parts: int,
+        send: Callable[[Sequence[Tensor]], None],
+    ) -> None:
+        """Have ``send`` send the frames of the message that ``make`` makes, if any, and ``n_parts``
+        tensors behind them; end the group where an error leaves it half sent.
+        """
+        n_pieces = 2 if self._numbered and make is not None else 0  # its number, and itself
+        try:
+            frames = () if make is None else make().frames()
+            n_pieces += len(frames) + n_parts
+            send(frames)
+        except BaseException as error:
+            self.ends_halfway(error, n_pieces)
+            raise
 
     def ends_halfway(self, error: BaseException, n_parts: int) -> None:
         """End the group if ``error`` may have come between so many parts of a message: its receiver

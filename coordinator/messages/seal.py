@@ -64,18 +64,14 @@ class Seal:
         tag = self._tag(kind, self._rank, dst, number, payload)
         return _NUMBER.pack(number) + tag + payload
 
-    def expect(self, src: int, dst: int) -> int:
-        """The number of the next message of ``src`` to ``dst``, which is asked for now."""
-        number = self._due[src, dst]
-        self._due[src, dst] += 1
-        return number
-
-    def open(self, kind: int, sealed: memoryview, src: int, dst: int, due: int) -> memoryview:
-        """The payload of a message of ``src``.
+    def open(self, kind: int, sealed: memoryview, src: int, dst: int) -> memoryview:
+        """The payload of a message of ``src``; call it in the order of the messages, once for each.
 
         Raises:
-            MessageSealError: it is not the message of ``src`` to ``dst`` with the number ``due``.
+            MessageSealError: it is not the next message of ``src`` to ``dst``.
         """
+        due = self._due[src, dst]
+        self._due[src, dst] += 1
         if len(sealed) < _HEAD:
             raise MessageSealError(src, "it has no seal: was this rank alone given a secret?")
         (number,) = _NUMBER.unpack_from(sealed)

@@ -61,7 +61,7 @@ class MessageTransport:
         self.wire = wire
         self.routes = Routes(cpu, device)
         self._timeout = cpu.timeout
-        self._outgoing = Outgoing(self.routes)
+        self._outgoing = Outgoing(self.routes, numbered=wire.numbers)
         self._turns: dict[int, Turn] = {}
         self._others = [rank for rank in range(cpu.world_size) if rank != cpu.rank]
 
@@ -108,7 +108,7 @@ class MessageTransport:
     def receive(self, incoming: Incoming[T], src: int, timeout: Timeout) -> T:
         """The next message of ``src``. Collective: no."""
         deadline = self._deadline(timeout)
-        self._ask(incoming, src)
+        check_peer("src", src, self.cpu.rank, self.cpu.world_size)
         if src in self._turns:
             self._turns[src].has_asked(deadline)
         self.cpu.begun.count_received(src)
@@ -131,7 +131,7 @@ class MessageTransport:
     def begin(self, incoming: Incoming[Any], src: int) -> Pending:
         """Begin to receive a message, behind what was asked for before. Never blocks."""
         cpu, device = self.routes
-        self._ask(incoming, src)
+        check_peer("src", src, self.cpu.rank, self.cpu.world_size)
         cpu.begun.count_received(src)
         if device is cpu:
             return cpu.irecv_series(incoming.following, src)
@@ -140,10 +140,6 @@ class MessageTransport:
             lambda: [device.irecv(out=part, src=src) for part in incoming.on_device],
             lambda: cpu.irecv_series(incoming.following, src),
         )
-
-    def _ask(self, incoming: Incoming[Any], src: int) -> None:
-        check_peer("src", src, self.cpu.rank, self.cpu.world_size)
-        incoming.ask()
 
     def _in_turn(
         self,
@@ -163,14 +159,19 @@ class MessageTransport:
         deadline = self._deadline(timeout)
         with self._or_refuse(EVERYONE, deadline=deadline):
             payload, parts = make()
-        frames = self.wire.message(kind, payload, EVERYONE).frames()
-        try:
+        self._broadcast_message(
+            partial(self.wire.message, kind, payload, EVERYONE), parts, deadline
+        )
+        return result
+
+    def _broadcast_message(
+        self, make: Callable[[], Message], parts: Sequence[Tensor], deadline: Deadline
+    ) -> None:
+        def send(frames: Sequence[Tensor]) -> None:
             self._broadcast_parts(frames, deadline)
             self._broadcast_parts(parts, deadline)
-        except BaseException as error:
-            self._outgoing.ends_halfway(error, len(frames) + len(parts))
-            raise
-        return result
+
+        self._outgoing.whole(make, len(parts), send)
 
     def _receive_broadcast(
         self, incoming: Incoming[Any], src: int, timeout: Timeout, async_op: bool
@@ -179,7 +180,6 @@ class MessageTransport:
         if async_op:
             return self.ireceive(incoming, src, timeout)
         deadline = self._deadline(timeout)
-        incoming.ask()
         try:
             while parts := incoming.following():
                 self._broadcast_parts(parts, deadline, src)
@@ -246,7 +246,8 @@ class MessageTransport:
         except Exception as error:  # noqa: BLE001 - `refused` raises it
             with suppress(CoordinatorError, RuntimeError):  # another thread is sending
                 if dsts == (EVERYONE,):
-                    self._broadcast_parts(self.wire.refusal(error, EVERYONE).frames(), deadline)
+                    refusal = partial(self.wire.refusal, error, EVERYONE)
+                    self._broadcast_message(refusal, (), deadline)
                 else:
                     self._begin_to_each(partial(self.wire.refusal, error), (), dsts)
             self.refused(error)

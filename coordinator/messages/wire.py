@@ -31,6 +31,8 @@ class Wire:
     """One member's way of writing and reading messages.
 
     Attributes:
+        numbers: whether messages are numbered, as they are sealed: what has its number has to be
+            sent, or nothing that follows is taken.
         pickles: whether values are pickled; otherwise they have to be plain.
     """
 
@@ -42,6 +44,7 @@ class Wire:
             pickles: only with a seal, or where nobody but the members can write.
         """
         self._seal = seal
+        self.numbers = seal is not None
         self.pickles = pickles
 
     def dump(self, value: Any) -> bytes:
@@ -86,18 +89,14 @@ class Wire:
         """What is sent of ``payload``."""
         return payload if self._seal is None else self._seal.close(kind, payload, dst)
 
-    def expect(self, src: int, dst: int) -> int:
-        """The number of the next message of ``src`` to ``dst``; call it in their order."""
-        return 0 if self._seal is None else self._seal.expect(src, dst)
-
-    def open(self, kind: int, data: memoryview, src: int, dst: int, due: int) -> memoryview:
-        """The payload of what has come.
+    def open(self, kind: int, data: memoryview, src: int, dst: int) -> memoryview:
+        """The payload of what has come; call it in the order of the messages, once for each.
 
         Raises:
             MessageSealError: it is not the message that is due.
             MessageRefusedError: its sender says that it cannot send it.
         """
-        payload = data if self._seal is None else self._seal.open(kind, data, src, dst, due)
+        payload = data if self._seal is None else self._seal.open(kind, data, src, dst)
         if kind == Kind.REFUSED:
             raise MessageRefusedError(src, bytes(payload).decode(errors="replace"))
         return payload

@@ -30,22 +30,33 @@ class Pair(NamedTuple):
     receive: Callable[[GroupCoordinator], Any]
 
 
+def made_of(value: float) -> dict[str, Any]:
+    """A dict of a frame, a rest and two tensors behind it, all of which tell the ``value``."""
+    tensors = {name: torch.full((5000,), value) for name in "ab"}
+    return {"value": value, "text": str(value) * 1000, **tensors}
+
+
+def gather(group: GroupCoordinator, values: dict[str, Any]) -> Any:
+    """What rank 0 has given, on all ranks."""
+    return made_of(group.all_gather_object(values.get("value"))[0])
+
+
+def gather_later(group: GroupCoordinator, values: dict[str, Any]) -> Any:
+    return made_of(group.all_gather_object(values.get("value"), async_op=True).wait()[0])
+
+
 PAIRS = {
     "message": Pair(lambda g, x: g.send_tensor_dict(x, dst=1), lambda g: g.recv_tensor_dict(src=0)),
     "broadcast": Pair(
         lambda g, x: g.broadcast_tensor_dict(x, src=0), lambda g: g.broadcast_tensor_dict(src=0)
     ),
+    "gathered": Pair(gather, lambda g: gather(g, {})),
+    "gathered in the background": Pair(gather_later, lambda g: gather_later(g, {})),
     "in the background": Pair(
         lambda g, x: g.broadcast_object(x["value"], src=0, async_op=True).wait(),
         lambda g: made_of(g.broadcast_object(src=0, async_op=True).wait()),
     ),
 }
-
-
-def made_of(value: float) -> dict[str, Any]:
-    """A dict of a frame, a rest and two tensors behind it, all of which tell the ``value``."""
-    tensors = {name: torch.full((5000,), value) for name in "ab"}
-    return {"value": value, "text": str(value) * 1000, **tensors}
 
 
 def value_of(values: dict[str, Any]) -> float:
@@ -55,7 +66,9 @@ def value_of(values: dict[str, Any]) -> float:
     return value
 
 
-def pass_messages(rank: int, n: int, path: str, pair: str, interrupted: int) -> list[bool]:
+def pass_messages(
+    rank: int, n: int, path: str, pair: str, interrupted: int, secret: bytes | None
+) -> list[bool]:
     """Pass a message that is interrupted in rank ``interrupted``, and another; again and again.
 
     Returns:
@@ -68,7 +81,9 @@ def pass_messages(rank: int, n: int, path: str, pair: str, interrupted: int) -> 
     def group() -> GroupCoordinator:
         if not groups:
             meeting = dist.PrefixStore(f"{len(ends)}.", store)
-            groups.append(coordinator.init(tp=n, rank=rank, store=meeting, timeout=20))
+            sealed: Any = {"secret": secret, "torch_only": secret is not None}
+            groups.append(coordinator.init(tp=n, rank=rank, store=meeting, timeout=20, **sealed))
+            groups[0].tp.barrier()  # all are connected before one of them ends the group
         return groups[0].tp
 
     def send() -> None:
@@ -105,17 +120,18 @@ def pass_messages(rank: int, n: int, path: str, pair: str, interrupted: int) -> 
         ends.append(ended)
 
 
+@pytest.mark.parametrize("secret", [None, b"s" * 32], ids=["", "sealed"])
 @pytest.mark.parametrize(
     ("pair", "n", "interrupted"),
     [
         *(("message", 2, 0), ("message", 2, 1), ("broadcast", 2, 0), ("broadcast", 2, 1)),
-        ("in the background", 3, 0),
+        *(("gathered", 2, 0), ("gathered in the background", 3, 0), ("in the background", 3, 0)),
     ],
 )
 def test_an_interrupt_anywhere_mixes_no_messages(
-    tmp_path: Path, pair: str, n: int, interrupted: int
+    tmp_path: Path, pair: str, n: int, interrupted: int, secret: bytes | None
 ) -> None:
     path = str(tmp_path / "store")
-    ends = run_ranks(n, pass_messages, path, pair, interrupted, timeout=300)
+    ends = run_ranks(n, pass_messages, path, pair, interrupted, secret, timeout=300)
     assert ends == ends[:1] * n
     assert set(ends[0]) == {True, False}

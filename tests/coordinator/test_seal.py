@@ -70,7 +70,7 @@ def refused(
     receiver: Seal, sealed: bytes, *, kind: int = 1, src: int = 0, dst: int = 1
 ) -> MessageSealError:
     with pytest.raises(MessageSealError) as caught:
-        receiver.open(kind, memoryview(sealed), src, dst, receiver.expect(src, dst))
+        receiver.open(kind, memoryview(sealed), src, dst)
     return caught.value
 
 
@@ -78,7 +78,7 @@ def test_what_was_sealed_is_opened_once_and_in_order() -> None:
     sender, receiver = ends()
     sealed = [sender.close(1, text, 1) for text in (b"first", b"", b"third")]
     for text, each in zip((b"first", b"", b"third"), sealed, strict=True):
-        assert receiver.open(1, memoryview(each), 0, 1, receiver.expect(0, 1)) == text
+        assert receiver.open(1, memoryview(each), 0, 1) == text
     assert "message 0 where message 3 is due" in str(refused(receiver, sealed[0]))
 
 
