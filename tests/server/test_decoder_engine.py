@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+import server.workers
 from server.errors import (
     CallStuckError,
     CallTimeoutError,
@@ -28,6 +29,7 @@ from server.workers.decoder import (
 )
 from server.workers.decoder.kv_cache import Row
 from tests.forked import in_a_child
+from tests.interruptions import interruptions
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.one_worker import LOST, OneWorker
 from tests.server.tiny_llama import PROMPTS, greedy, make_llama
@@ -69,6 +71,61 @@ def test_prompts_together_give_what_each_gives_alone(
     assert max(map(len, pool.steps)) == 3
     assert max(sum(len(row.tokens) for row in rows) for rows in pool.steps) <= 16
     assert [list(engine.submit(prompt, COUNT)) for prompt in PROMPTS] == expected
+
+
+class Library:
+    """Python's own modules, which interrupts meet as well."""
+
+    __path__ = (os.path.dirname(threading.__file__),)  # noqa: PTH120 - as of a package
+
+
+def test_an_interrupt_anywhere_in_a_request_keeps_up_no_other(
+    pool: OneWorker, engine: Engine
+) -> None:
+    pool.hold()
+    asked = [engine.submit([5], 2, timeout=PATIENCE_SECONDS)]
+    until(lambda: engine.running == 1)
+    asked += [engine.submit([5], 2, timeout=PATIENCE_SECONDS) for _ in range(7)]
+
+    def submit() -> None:
+        engine.submit([5], 1)
+
+    packages: Any = server.workers, Library
+    places = []
+    engine.submit([5], 1).cancel()
+    for place in interruptions(submit, *packages):
+        places.append(place)
+        assert engine.waiting >= 7, place
+        for each in list(engine._waiting):
+            if each not in asked:
+                each.cancel()
+        engine.submit([5], 1).cancel()
+    assert len(places) > 10
+    pool.go()
+    assert [len(list(each)) for each in asked] == [2] * len(asked)
+
+
+def test_an_engine_whose_close_is_interrupted_anywhere_can_be_closed(llama: Path) -> None:
+    pool = OneWorker(llama)
+    pool.hold()
+
+    def prepared() -> tuple[Engine, list[Generation]]:
+        made = Engine(pool)
+        asked = [made.submit([5], 2, timeout=PATIENCE_SECONDS) for _ in range(5)]
+        until(lambda: made.running > 0)
+        return made, asked
+
+    def close() -> None:
+        made.close(0.0)
+
+    made, asked = prepared()
+    for _ in interruptions(close, server.workers):
+        close()
+        for each in asked:
+            with pytest.raises(PoolClosedError):
+                list(each)
+        made, asked = prepared()
+    pool.go()
 
 
 def test_answers_go_on_while_a_long_prompt_is_read(pool: OneWorker, engine: Engine) -> None:

@@ -80,7 +80,9 @@ class Engine:
         self._chunk = chunk
         self._max_waiting = max_waiting
         self._waiting: deque[Generation] = deque()
-        self._changed = threading.Condition()
+        # Taken by itself: a Condition would keep it where a signal handler raises on its way in.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._ended: Exception | None = None
         n_lanes = min(self.room.stages, self.room.slots)
         self._lanes = [_Lane(range(at, self.room.slots, n_lanes)) for at in range(n_lanes)]
@@ -94,7 +96,7 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests that wait for a slot."""
-        with self._changed:
+        with self._lock:
             return sum(not each.cancelled for each in self._waiting)
 
     @property
@@ -143,7 +145,7 @@ class Engine:
         stop = min(room.context, len(tokens) + (max_tokens or room.context))
         ends = frozenset[int]() if ignore_ends else room.ends
         made = Generation(tokens, stop, ends, sampling or Sampling(), timeout)
-        with self._changed:
+        with self._lock:
             if self._ended is not None:
                 raise again(self._ended)
             if len(self._waiting) >= self._max_waiting:
@@ -201,7 +203,7 @@ class Engine:
 
     def _next_step(self, lane: _Lane) -> list[Row]:
         """What the lane's next step computes, once there is something; empty at the end."""
-        with self._changed:
+        with self._lock:
             while self._ended is None:
                 lane.drop()
                 while self._waiting and lane.free and self._is_emptiest(lane):
@@ -216,20 +218,17 @@ class Engine:
             return []
 
     def _forget_cancelled(self) -> None:
-        waiting = list(self._waiting)
-        self._waiting.clear()
-        for each in waiting:
+        for each in self._waiting:
             if each.cancelled:
                 each.end("cancelled")
-            else:
-                self._waiting.append(each)
+        self._waiting = deque(each for each in self._waiting if each.reason is None)
 
     def _is_emptiest(self, lane: _Lane) -> bool:
         return len(lane.taken) == min(len(each.taken) for each in self._lanes if each.free)
 
     def _end(self, error: Exception) -> None:
         """Take no more requests, and end those that there are."""
-        with self._changed:
+        with self._lock:
             if self._ended is None:
                 self._ended = error
             for each in self._waiting:

@@ -73,6 +73,7 @@ class Generation:
         self._number = self._random.random()
         self._news: queue.SimpleQueue[int | Exception | None] = queue.SimpleQueue()
         self._ring = _nobody_waits
+        self._told = False
 
     @property
     def behind(self) -> int:
@@ -101,9 +102,10 @@ class Generation:
 
     def end(self, how: Reason | Exception) -> None:
         """Give out no more tokens."""
-        if self.reason is None:
-            self.reason = "cancelled" if isinstance(how, Exception) else how
+        self.reason = self.reason or ("cancelled" if isinstance(how, Exception) else how)
+        if not self._told:
             self._tell(None if isinstance(how, str) else how)
+            self._told = True  # last: a signal handler may raise before
 
     def cancel(self) -> None:
         """Want no more of it: its slot is free after the present step. Idempotent."""
