@@ -8,11 +8,15 @@ import sys
 from contextlib import suppress
 from functools import cache
 from itertools import count, pairwise
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import CodeType, FrameType, ModuleType
+    from types import CodeType, FrameType
+
+LIBRARY = ModuleType("library", "Python's own modules, as a package for `interruptions`.")
+LIBRARY.__path__ = [os.path.dirname(os.__file__)]  # noqa: PTH120
 
 
 class Interruption(BaseException):

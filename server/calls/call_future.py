@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,11 +14,21 @@ if TYPE_CHECKING:
     Late: TypeAlias = Callable[[float | None], CallTimeoutError]
 
 
+class _Condition(threading.Condition):
+    """A condition that ``with`` takes as it takes a lock: by no code of Python's, in which a signal
+    handler could raise once it is taken. It would stay taken, and hold up the pool's threads.
+    """
+
+    __enter__ = property(lambda self: self._lock.__enter__)
+    __exit__ = property(lambda self: self._lock.__exit__)
+
+
 class CallFuture(Future[Any]):
     """A `concurrent.futures.Future` whose time-out errors name late workers, with their stacks."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._condition = _Condition()
         self._late: Late | None = None
         self._cancelled: Callable[[], None] | None = None
 

@@ -201,7 +201,7 @@ class Ledger:
             self.state.check()
             if not may_send or self.state.over(generation) or not self._calls.open:
                 self._calls.enqueue(call)
-                self._to_send.notify()
+                self._to_send.notify_all()
                 return False
             self._calls.begin(call)
             return True
@@ -215,7 +215,7 @@ class Ledger:
         with self._lock:
             self.state.check()
             self._calls.enqueue(call)
-            self._to_send.notify()
+            self._to_send.notify_all()
             sooner = self._lateness.watch(call)
         if sooner:
             self._hooks.clock()
@@ -275,7 +275,7 @@ class Ledger:
             actions = [*self._settle_again(), self._hooks.clock]
             if self._calls.busy and self.state.works:
                 self._calls.follow_up(call)
-                self._to_send.notify()
+                self._to_send.notify_all()
             call.error = call.error or error
             actions += [] if call.error is None else [call.finish(self._name)]
         run_all(actions)
@@ -474,7 +474,7 @@ class Ledger:
     def _notify_waiters(self) -> None:
         """A call has left those under way: wake the sender, or `wait_until_idle`."""
         if self._calls.sendable:
-            self._to_send.notify()
+            self._to_send.notify_all()
         elif self._calls.empty:
             self._idle.notify_all()
 

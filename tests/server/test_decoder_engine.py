@@ -29,7 +29,7 @@ from server.workers.decoder import (
 )
 from server.workers.decoder.kv_cache import Row
 from tests.forked import in_a_child
-from tests.interruptions import interruptions
+from tests.interruptions import LIBRARY, interruptions
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.one_worker import LOST, OneWorker
 from tests.server.tiny_llama import PROMPTS, greedy, make_llama
@@ -73,12 +73,6 @@ def test_prompts_together_give_what_each_gives_alone(
     assert [list(engine.submit(prompt, COUNT)) for prompt in PROMPTS] == expected
 
 
-class Library:
-    """Python's own modules, which interrupts meet as well."""
-
-    __path__ = (os.path.dirname(threading.__file__),)  # noqa: PTH120 - as of a package
-
-
 def test_an_interrupt_anywhere_in_a_request_keeps_up_no_other(
     pool: OneWorker, engine: Engine
 ) -> None:
@@ -90,10 +84,9 @@ def test_an_interrupt_anywhere_in_a_request_keeps_up_no_other(
     def submit() -> None:
         engine.submit([5], 1)
 
-    packages: Any = server.workers, Library
     places = []
     engine.submit([5], 1).cancel()
-    for place in interruptions(submit, *packages):
+    for place in interruptions(submit, server.workers, LIBRARY):
         places.append(place)
         assert engine.waiting >= 7, place
         for each in list(engine._waiting):
@@ -126,6 +119,8 @@ def test_an_engine_whose_close_is_interrupted_anywhere_can_be_closed(llama: Path
                 list(each)
         made, asked = prepared()
     pool.go()
+    made.close()
+    until(lambda: not [each for each in threading.enumerate() if each.name == "decoder-lane"])
 
 
 def test_answers_go_on_while_a_long_prompt_is_read(pool: OneWorker, engine: Engine) -> None:
