@@ -153,7 +153,6 @@ def test_a_pool_that_is_interrupted_anywhere_while_it_breaks_is_restarted(
         def make() -> None:
             with suppress(CallDivergedError), monkeypatch.context() as changed:
                 changed.setattr(Dispatcher, "_wake_collector", no_collector)
-                changed.setattr(Dispatcher, "_listen_until_idle", no_collector)
                 pool.call("leave_a_message")
 
         for number, _ in enumerate(interruptions(make, server.calls)):
