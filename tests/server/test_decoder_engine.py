@@ -28,6 +28,7 @@ from server.workers.decoder import (
     Sampling,
 )
 from server.workers.decoder.kv_cache import Row
+from shm_broadcast import GroupClosedError
 from tests.forked import in_a_child
 from tests.interruptions import LIBRARY, interruptions
 from tests.patience import PATIENCE_SECONDS, until
@@ -378,11 +379,32 @@ def test_a_forked_child_is_refused(pool: OneWorker, engine: Engine) -> None:
         with pytest.raises(PoolClosedError, match=f"belongs to process {os.getppid()}, from which"):
             engine.submit([7])
 
+        with pytest.raises(GroupClosedError, match="forked from"):
+            next(iter(asked))
+
     pool.hold()
     asked = engine.submit([5], 3, ignore_ends=True)
     in_a_child(meddle)
     pool.go()
     assert len(list(asked)) == 3
+
+
+def test_who_iterates_again_comes_to_the_end_at_once(pool: OneWorker, engine: Engine) -> None:
+    asked = engine.submit([5], 3, ignore_ends=True)
+    assert len(list(asked)) == 3
+    assert list(asked) == []
+
+    async def rest() -> list[int]:
+        return [token async for token in asked]
+
+    assert asyncio.run(rest()) == []
+    pool.hold()
+    lost = engine.submit([5], 3)
+    engine.close(0.0)
+    pool.go()
+    for _ in range(2):
+        with pytest.raises(PoolClosedError):
+            list(lost)
 
 
 def test_many_at_once_from_an_event_loop(llama: Path, pool: OneWorker, engine: Engine) -> None:

@@ -13,7 +13,8 @@ import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
-from shm_broadcast import CoordinatorError
+from shm_broadcast import CoordinatorError, GroupClosedError
+from shm_broadcast.board.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.deadline import Deadline
 
 from ...errors import again
@@ -33,9 +34,10 @@ class GenerationTimeoutError(CoordinatorError, TimeoutError):
 
 
 class Generation:
-    """The tokens of one answer as they are made: iterate over it once, ``for`` or ``async for``.
+    """The tokens of one answer as they are made: iterate over it, by ``for`` or ``async for``.
 
-    Leaving the loop before the end does not end the answer: `cancel` does, and ``with`` does so.
+    Each token is given out once; who iterates again after the end comes to it at once. Leaving the
+    loop before the end does not end the answer: `cancel` does, and ``with`` does so.
 
     Args:
         prompt: token ids, one or more.
@@ -74,6 +76,12 @@ class Generation:
         self._news: queue.SimpleQueue[int | Exception | None] = queue.SimpleQueue()
         self._ring = _nobody_waits
         self._told = False
+        disown_in_children(self)
+
+    def disown(self) -> None:
+        """In a forked child: nothing comes any more, and what has come is the parent's."""
+        self._news = queue.SimpleQueue()
+        self._news.put(GroupClosedError(f"the tokens of an answer: {DISOWNED}"))
 
     @property
     def behind(self) -> int:
@@ -123,9 +131,9 @@ class Generation:
                 news = self._news.get(timeout=self._seconds())
             except queue.Empty:
                 raise self._late() from None
-            if news is None:
+            if (token := self._given_out(news)) is None:
                 return
-            yield _token(news)
+            yield token
 
     async def __aiter__(self) -> AsyncIterator[int]:
         """As ``__iter__``, for ``async for``."""
@@ -141,9 +149,9 @@ class Generation:
                     raise self._late() from None
                 rung.clear()
                 continue
-            if news is None:
+            if (token := self._given_out(news)) is None:
                 return
-            yield _token(news)
+            yield token
 
     def __enter__(self) -> Generation:
         """Give itself."""
@@ -152,6 +160,14 @@ class Generation:
     def __exit__(self, *_: object) -> None:
         """Cancel it."""
         self.cancel()
+
+    def _given_out(self, news: int | Exception | None) -> int | None:
+        """A token; ``None`` at the end. The end stays, for whoever iterates again."""
+        if not isinstance(news, int):
+            self._news.put(news)
+        if isinstance(news, Exception):
+            raise again(news)
+        return news
 
     def _tell(self, news: int | Exception | None) -> None:
         self._news.put(news)
@@ -173,9 +189,3 @@ def _nobody_waits() -> None:
 def _ring_in(loop: asyncio.AbstractEventLoop, rung: asyncio.Event) -> None:
     with suppress(RuntimeError):  # the loop was closed: nobody reads on
         loop.call_soon_threadsafe(rung.set)
-
-
-def _token(news: int | Exception) -> int:
-    if isinstance(news, Exception):
-        raise again(news)
-    return news
