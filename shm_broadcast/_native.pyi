@@ -61,6 +61,7 @@ class FastWriter:
         slot: int,
         history: int,
         doorbells: tuple[int, ...],
+        crowded: bool,
         /,
     ) -> None: ...
     def try_write(self, codec: int, body: Buffer, /) -> bool: ...
@@ -79,10 +80,12 @@ class FastReader:
         slot: int,
         history: int,
         doorbells: tuple[int, ...],
+        crowded: bool,
         own_line: int,
         /,
     ) -> None: ...
     def try_read(
         self, spin_ns: int, begins: bool, /
     ) -> tuple[int, bytes, tuple[()]] | Literal[False] | None: ...
+    def look(self, spin_ns: int, /) -> bool: ...
     def read_parts(self, targets: tuple[Buffer, ...], spin_ns: int, /) -> None: ...

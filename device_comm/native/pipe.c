@@ -60,7 +60,7 @@ static void write_chunk(const shm_pipe *m, uint64_t posted, const message *x, ui
 
 uint64_t pipe_push(const shm_pipe *m, message x, uint64_t sent, uint64_t patience_ns) {
     uint64_t posted = gc_load64(m->memory, PIPE_POSTED), taken = gc_load64(m->memory, PIPE_TAKEN);
-    gc_spin spin = gc_spin_for(patience_ns);
+    gc_spin spin = gc_spin_for(patience_ns, false);
     while (sent < x.total) {
         uint64_t left = x.total - sent, used = smaller(left, PIPE_PIECE_BYTES);
         uint64_t reserved = left <= PIPE_SMALL_BYTES ? 0 : PIPE_RESERVED_BYTES;
@@ -68,7 +68,7 @@ uint64_t pipe_push(const shm_pipe *m, message x, uint64_t sent, uint64_t patienc
             uint64_t before = taken;
             taken = gc_load64(m->memory, PIPE_TAKEN);
             if (taken != before)
-                spin = gc_spin_for(patience_ns);
+                spin = gc_spin_for(patience_ns, false);
             else if (!gc_spin_again(&spin))
                 break;
             continue;
@@ -95,12 +95,12 @@ static uint64_t read_chunk(const shm_pipe *m, uint64_t taken, const message *x, 
 uint64_t pipe_pull(const shm_pipe *m, message x, uint64_t received, uint64_t spin_ns) {
     uint64_t taken = gc_load64(m->memory, PIPE_TAKEN), posted = taken;
     copier copy = x.total >= LARGE_BYTES ? stream_copy : plain_copy;
-    gc_spin spin = gc_spin_for(spin_ns);
+    gc_spin spin = gc_spin_for(spin_ns, false);
     while (received < x.total) {
         if (taken == posted) {
             posted = gc_load64(m->memory, PIPE_POSTED);
             if (taken != posted)
-                spin = gc_spin_for(spin_ns);
+                spin = gc_spin_for(spin_ns, false);
             else if (!gc_spin_again(&spin))
                 break;
             continue;

@@ -300,21 +300,15 @@ void steps_put_first(steps *s) {
     if (s->plan.kind != KIND_ALL_REDUCE && may_write(s, s->first)) put(s, s->put++);
 }
 
-static gc_spin spin_for(const steps *s, uint64_t spin_ns) {
-    gc_spin spin = gc_spin_for(spin_ns);
-    if (s->crowded) spin.looks = GC_PAUSES;
-    return spin;
-}
-
 steps_status steps_run(steps *s, uint64_t spin_ns) {
     steps_status status = run(s);
     if (status != STEPS_BLOCKED || spin_ns == 0) return status;
-    gc_spin spin = spin_for(s, spin_ns);
+    gc_spin spin = gc_spin_for(spin_ns, s->crowded);
     do {
         if (!unblocked(s)) continue;
         status = run(s);
         if (status != STEPS_BLOCKED) return status;
-        spin = spin_for(s, spin_ns);
+        spin = gc_spin_for(spin_ns, s->crowded);
     } while (gc_spin_again(&spin));
     return STEPS_BLOCKED;
 }

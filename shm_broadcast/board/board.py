@@ -41,6 +41,7 @@ from shm_broadcast.errors import (
     GroupTimeoutError,
     PeerLostError,
 )
+from shm_broadcast.machine.affinity import GIVEN_CORES
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:
@@ -185,6 +186,11 @@ class Board:
     def memory(self) -> memoryview:
         """The board's bytes, for extensions that wait and stamp by themselves."""
         return self._segment.memory
+
+    @property
+    def crowded(self) -> bool:
+        """Whether it has more members than this process was given cores: some lack one."""
+        return self.n_members > len(GIVEN_CORES)
 
     @property
     def key(self) -> bytes:

@@ -59,7 +59,8 @@ static inline void gc_relax(void) {
 }
 
 /* A spin loop: GC_PAUSES looks without giving up the core (about 2 us), then one sched_yield per
- * look, so that with more processes than cores the peer that is waited for gets to run. */
+ * look. Where processes are `crowded`, more than the cores, the peer that is waited for may be the
+ * one that lacks a core: it is given up at once. */
 #define GC_PAUSES 64
 
 typedef struct {
@@ -67,8 +68,9 @@ typedef struct {
     unsigned looks;
 } gc_spin;
 
-static inline gc_spin gc_spin_for(uint64_t spin_ns) {
-    return (gc_spin){.until_ns = spin_ns ? gc_now_ns() + spin_ns : 0, .looks = 0};
+static inline gc_spin gc_spin_for(uint64_t spin_ns, bool crowded) {
+    return (gc_spin){.until_ns = spin_ns ? gc_now_ns() + spin_ns : 0,
+                     .looks = crowded ? GC_PAUSES : 0};
 }
 
 /* Returns false when the window is over. */

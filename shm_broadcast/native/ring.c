@@ -103,7 +103,7 @@ static int spin_for_record(RingEnd *self, uint64_t position, uint64_t spin_ns) {
     if (spin_ns == 0) return 0;
     bool there;
     Py_BEGIN_ALLOW_THREADS
-    gc_spin spin = gc_spin_for(spin_ns);
+    gc_spin spin = gc_spin_for(spin_ns, self->crowded);
     while (!(there = gc_load64(self->ring, RING_PUBLISHED) != position) && gc_spin_again(&spin)) {}
     Py_END_ALLOW_THREADS
     return there && PyErr_CheckSignals() < 0 ? -1 : there;
@@ -166,13 +166,27 @@ static PyObject *try_read(PyObject *object, PyObject *const *args, Py_ssize_t n)
     }
 }
 
-/* (ring, board, data_offset, slot, history, doorbells[, own_line]). Every offset is checked against the
- * segments' sizes here, once, so that the hot path need not. */
+static PyObject *look(PyObject *object, PyObject *const *args, Py_ssize_t n) {
+    RingEnd *self = (RingEnd *)object;
+    size_t spin_ns;
+    if (n != 1) {
+        PyErr_SetString(PyExc_TypeError, "look(spin_ns)");
+        return NULL;
+    }
+    if (size_argument(args[0], &spin_ns) < 0) return NULL;
+    uint64_t position = gc_load64(self->ring, self->own_line + READER_CONSUMED);
+    int there = spin_for_record(self, position, spin_ns);
+    return there < 0 ? NULL : PyBool_FromLong(there);
+}
+
+/* (ring, board, data_offset, slot, history, doorbells, crowded[, own_line]). Every offset is checked
+ * against the segments' sizes here, once, so that the hot path need not. */
 static PyObject *end_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *ring, *board, *history, *doorbells;
     Py_ssize_t data, slot, own_line = 0;
-    if (!PyArg_ParseTuple(args, "OOnnOO!|n", &ring, &board, &data, &slot, &history, &PyTuple_Type,
-                          &doorbells, &own_line))
+    int crowded;
+    if (!PyArg_ParseTuple(args, "OOnnOO!p|n", &ring, &board, &data, &slot, &history, &PyTuple_Type,
+                          &doorbells, &crowded, &own_line))
         return NULL;
     Py_ssize_t n_peers = PyTuple_Size(doorbells);
     char *ring_memory = words_memory(ring, (size_t)data);
@@ -213,6 +227,7 @@ static PyObject *end_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED
     self->slot = (size_t)slot;
     self->history = entries;
     self->own_line = (size_t)own_line;
+    self->crowded = crowded;
     self->n_peers = (size_t)n_peers;
     return (PyObject *)self;
 }
@@ -244,6 +259,8 @@ static PyMethodDef reader_methods[] = {
          "try_read(spin_ns, begins) -> (codec, body, ()) | None | False: a message of one record; "
          "None if there is no record, or the board is aborted; False if the next record is of "
          "another kind."),
+    FAST("look", look,
+         "look(spin_ns) -> bool: whether a record is in the ring, or arrives within spin_ns."),
     FAST("read_parts", read_parts,
          "read_parts(targets, spin_ns): take records of one long message from byte `moved` on, "
          "while there are any."),

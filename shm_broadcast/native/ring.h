@@ -20,6 +20,7 @@ typedef struct {
     uint64_t capacity;
     size_t slot;       /* offset of this member's slot, in the board */
     char *history;     /* of this member; NULL if none is kept */
+    bool crowded;      /* the board has more members than there are cores */
     uint64_t begun;    /* reader only: the last dequeue, by its number on the board */
     size_t own_line;   /* reader only: its line in the ring */
     size_t n_peers;    /* doorbells to ring: the readers', or the writer's one */

@@ -137,7 +137,7 @@ static PyObject *spin64(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     bool changed = gc_load64(base, offset) != seen;
     if (!changed && spin_ns > 0) {
         Py_BEGIN_ALLOW_THREADS
-        gc_spin spin = gc_spin_for(spin_ns);
+        gc_spin spin = gc_spin_for(spin_ns, false);
         while (!(changed = gc_load64(base, offset) != seen) && gc_spin_again(&spin)) {}
         Py_END_ALLOW_THREADS
     }

@@ -71,6 +71,8 @@ class RingReader:
         read_small: the next message, if it is of one record, as `try_read` takes it; False if it is
             of several, or None. Only while nothing is unfinished. It is the extension's own
             function, one call less on the hot path.
+        look: whether an unread record is in the ring, or arrives within so many nanoseconds, for
+            which others have the GIL. The extension's own function, likewise.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class RingReader:
             self._words.store64(self._line + layout.READER_JOINED, self._position())
         self._fast: FastReader | None = None
         self.read_small: Callable[[int, bool], Message | Literal[False] | None] = self._read_none
+        self.look: Callable[[int], bool] = self._look
         if native is not None:
             self._fast = native.FastReader(
                 self._words,
@@ -107,9 +110,11 @@ class RingReader:
                 board.slot_offset(member),
                 board.history,
                 (board.doorbell_offset(writer),),
+                board.crowded,
                 self._line,
             )
             self.read_small = self._fast.try_read
+            self.look = self._fast.look
 
     @property
     def begun(self) -> int:
@@ -120,10 +125,6 @@ class RingReader:
     def readable(self) -> bool:
         """Whether an unread record is in the ring."""
         return self._words.load64(layout.RING_PUBLISHED) != self._position()
-
-    def look(self, spin_ns: int) -> bool:
-        """Whether an unread record is in the ring, or arrives within ``spin_ns``; drops the GIL."""
-        return self._words.spin64(layout.RING_PUBLISHED, self._position(), spin_ns)
 
     @property
     def writer_closed(self) -> bool:
@@ -215,6 +216,9 @@ class RingReader:
         self.unfinished = None  # with the blocks that it holds
         self._blocks.forget()
         self._consume(layout.LEFT)
+
+    def _look(self, spin_ns: int) -> bool:
+        return self._words.spin64(layout.RING_PUBLISHED, self._position(), spin_ns)
 
     def _read_none(self, spin_ns: int, begins: bool) -> Literal[False] | None:
         """`read_small` without the extension: every message is put together here."""

@@ -80,6 +80,7 @@ class RingWriter:
                 board.slot_offset(member),
                 board.history,
                 doorbells,
+                board.crowded,
             )
             self.try_write = self._fast.try_write
 

@@ -26,6 +26,7 @@ from shm_broadcast.errors import (
     SharedMemoryError,
 )
 from shm_broadcast.liveness import ProcessId
+from shm_broadcast.machine.affinity import GIVEN_CORES
 from tests.forked import in_a_child
 from tests.patience import until
 from tests.ranks import run_ranks
@@ -85,6 +86,12 @@ def test_joining() -> None:
         mine = board.member_status(1)
         assert (mine.pid, mine.rank, mine.sequence, mine.operation) == (os.getpid(), 1, 0, "")
         assert mine.age is not None and 0 <= mine.age < 10
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_a_board_is_crowded_if_some_member_lacks_a_core(spare: int) -> None:
+    with Board.create(len(GIVEN_CORES) + 1 - spare) as board:
+        assert board.crowded == (not spare)
 
 
 def test_an_onlooker_takes_no_slot() -> None:
