@@ -179,8 +179,8 @@ static PyObject *look(PyObject *object, PyObject *const *args, Py_ssize_t n) {
     return there < 0 ? NULL : PyBool_FromLong(there);
 }
 
-/* (ring, board, data_offset, slot, history, doorbells, crowded[, own_line]). Every offset is checked
- * against the segments' sizes here, once, so that the hot path need not. */
+/* (ring, board, data_offset, slot, history, doorbells, crowded[, own_line]). Every offset is
+ * checked against the segments' sizes here, once, so that the hot path need not. */
 static PyObject *end_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *ring, *board, *history, *doorbells;
     Py_ssize_t data, slot, own_line = 0;
