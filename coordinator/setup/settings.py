@@ -12,7 +12,6 @@ import torch
 from coordinator.setup import torch_groups
 from coordinator.setup.torch_groups import SocketChoice
 from coordinator.stores.secret import SecretError
-from shm_broadcast import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,18 +52,12 @@ class Settings:
     secret: bytes | None = field(default=None, repr=False)
 
     def terms(self) -> dict[str, str]:
-        """What all members have to be given alike, by name; nothing of the secret itself.
-
-        Raises:
-            ValueError, TypeError: the timeout is no time.
-        """
-        allowed = Deadline.after(self.timeout).timeout
+        """What all members have to be given alike, by name; nothing of the secret itself."""
         return {
             "secret": "not given" if self.secret is None else "given",
             "backend": self.backend,
             "torch_only": str(self.torch_only),
             "checked": str(self.checked),
-            "operation_timeout": "None" if allowed is None else f"{allowed:g}",
         }
 
     def on(self, stream: torch.cuda.Stream | None) -> Settings:

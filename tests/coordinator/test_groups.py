@@ -322,16 +322,6 @@ def told_differently(rank: int, n: int, path: str, arguments: list[dict[str, Any
             {"torch_only": True},
             "checked is True on ranks [0], False on ranks [1, 2]",
         ),
-        (
-            {"operation_timeout": 20},
-            {"operation_timeout": 30.5},
-            "operation_timeout is 20 on ranks [0], 30.5 on ranks [1, 2]",
-        ),
-        (
-            {"operation_timeout": None},
-            {},
-            "operation_timeout is None on ranks [0], 600 on ranks [1, 2]",
-        ),
         ({"secret": SECRET}, {}, "secret is given on ranks [0], not given on ranks [1, 2]"),
         ({}, {"secret": SECRET}, "secret is not given on ranks [0], given on ranks [1, 2]"),
     ],
