@@ -23,21 +23,27 @@ class Interruption(BaseException):
     """What the signal handler raises."""
 
 
-def interruptions(call: Callable[[], object], *packages: ModuleType) -> Iterator[str]:
+def interruptions(
+    call: Callable[[], object],
+    *packages: ModuleType,
+    error: type[BaseException] = Interruption,
+) -> Iterator[str]:
     """Make ``call`` again and again, each time interrupted at the next place in ``packages``.
 
     Yields the place after each call, until one has none left. Python runs signal handlers after
-    calls, after jumps back, and where a function begins.
+    calls, after jumps back, and where a function begins; these raise ``error``.
     """
     folders = tuple(package.__path__[0] + os.sep for package in packages)
     for number in count():
-        place = _interrupt(call, folders, number)
+        place = _interrupt(call, folders, number, error)
         if place is None:
             return
         yield place
 
 
-def _interrupt(call: Callable[[], object], folders: tuple[str, ...], number: int) -> str | None:
+def _interrupt(
+    call: Callable[[], object], folders: tuple[str, ...], number: int, error: type[BaseException]
+) -> str | None:
     """Raise at the ``number``-th place of ``call``; where that is, None if there are fewer."""
     place: str | None = None
     last: dict[FrameType, int] = {}
@@ -51,7 +57,7 @@ def _interrupt(call: Callable[[], object], folders: tuple[str, ...], number: int
             number -= 1
             if number < 0:
                 place = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
-                raise Interruption
+                raise error
         return step
 
     def enter(frame: FrameType, _: str, __: object) -> Any:
@@ -63,7 +69,7 @@ def _interrupt(call: Callable[[], object], folders: tuple[str, ...], number: int
     before = sys.gettrace()
     sys.settrace(enter)
     try:
-        with suppress(Interruption):
+        with suppress(error):
             call()
     finally:
         sys.settrace(before)

@@ -45,10 +45,6 @@ from shm_broadcast import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
     from device_comm.verbs.arguments import Timeout
     from shm_broadcast import Deadline, MessageQueue
 
@@ -167,29 +163,26 @@ class ObjectMessenger(MessageTransport):
         """As `all_gather_object`, in the background. Collective: yes, every member."""
         if self.cpu.world_size == 1:
             return Work(self.all_gather_object(obj, timeout))
-        kind = Kind.GATHERED_OBJECT
-        payload, dumping = b"", False
-
-        def make() -> tuple[bytes, Sequence[Tensor]]:
-            nonlocal payload, dumping
-            dumping = True
-            payload = self.wire.dump(obj)
-            dumping = False
-            return payload, ()
-
+        kind, own, refused = Kind.GATHERED_OBJECT, b"", None
+        try:
+            own = self.wire.dump(obj)
+            make = partial(self.wire.message, kind, own)
+        except Exception as error:  # noqa: BLE001 - raised once the others are told
+            refused, make = error, partial(self.wire.refusal, error)
         try:
             works = {
                 src: self.ireceive(self.object_of(src, kind), src, timeout) for src in self._others
             }
-            sent = self.isend(kind, self._others, make, None, timeout)
+            sent = self._sending(self._begin_to_each(make, (), self._others), None, timeout)
         except BaseException as error:
-            if not (dumping and isinstance(error, Exception)):  # the others were not told
-                self._outgoing.ends_halfway(error, len(self._others) + 1)
+            self._outgoing.ends_halfway(error, len(self._others) + 1)
             raise
+        if refused is not None:
+            self.refused(refused)
 
         def everyone() -> list[Any]:
             return [
-                works[rank].wait() if rank in works else self.wire.load(payload)
+                works[rank].wait() if rank in works else self.wire.load(own)
                 for rank in range(self.cpu.world_size)
             ]
 

@@ -40,6 +40,10 @@ COPIED_BYTES: Final = 1 << 20
 """The largest asynchronous message that is copied where it cannot be sent ahead of its receive."""
 
 
+class AnotherThreadSendsError(RuntimeError):
+    """Another thread is sending over the group; nothing was sent."""
+
+
 class Outgoing:
     """The sends of one member."""
 
@@ -166,7 +170,7 @@ class Outgoing:
 
     def _require(self, mine: bool) -> None:
         if not mine:
-            raise RuntimeError(
+            raise AnotherThreadSendsError(
                 f"another thread is sending over {self._routes.cpu.name}: a group is for one "
                 "thread at a time, so give each thread a group of its own, or lock around sends"
             )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from coordinator.messages.framing import Kind
 from coordinator.messages.incoming import IncomingObject, Routes
-from coordinator.messages.outgoing import Outgoing
+from coordinator.messages.outgoing import AnotherThreadSendsError, Outgoing
 from coordinator.messages.seal import EVERYONE
 from coordinator.messages.turns import Turn
 from device_comm import Joined, Work
@@ -97,7 +97,7 @@ class MessageTransport:
                 works += self._outgoing.begin(partial(make, dst), parts, dst)
                 n_begun += 1
         except BaseException as error:
-            if n_begun or not isinstance(error, RuntimeError):  # another thread is sending
+            if n_begun or not isinstance(error, AnotherThreadSendsError):
                 self._outgoing.ends_halfway(error, len(dsts))
             raise
         return works
@@ -244,7 +244,7 @@ class MessageTransport:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - `refused` raises it
-            with suppress(CoordinatorError, RuntimeError):  # another thread is sending
+            with suppress(CoordinatorError, AnotherThreadSendsError):
                 if dsts == (EVERYONE,):
                     refusal = partial(self.wire.refusal, error, EVERYONE)
                     self._broadcast_message(refusal, (), deadline)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import coordinator
-from shm_broadcast import GroupAbortedError, PeerLostError
-from tests.interruptions import interruptions
+from shm_broadcast import GroupAbortedError, MessageDecodeError, MessageRefusedError, PeerLostError
+from tests.interruptions import Interruption, interruptions
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -21,6 +21,16 @@ if TYPE_CHECKING:
     from coordinator import GroupCoordinator
 
 LAST = -1.0
+REFUSED = -2.0
+
+
+class Alarm(Exception):
+    """What a handler of SIGALRM may raise: no `BaseException`, but an error as others."""
+
+
+class Unsendable:
+    def __reduce__(self) -> Any:
+        raise ValueError("not to be sent")
 
 
 class Pair(NamedTuple):
@@ -45,6 +55,19 @@ def gather_later(group: GroupCoordinator, values: dict[str, Any]) -> Any:
     return made_of(group.all_gather_object(values.get("value"), async_op=True).wait()[0])
 
 
+def gather_unsendable(group: GroupCoordinator, values: dict[str, Any]) -> Any:
+    """As `gather_later`, of what rank 0 cannot send, but for the last."""
+    given = values.get("value")
+    try:
+        works = group.all_gather_object(given if given == LAST else Unsendable(), async_op=True)
+        return made_of(works.wait()[0])
+    except (MessageRefusedError, ValueError):
+        return made_of(REFUSED)
+    except MessageDecodeError as error:
+        if not isinstance(error.__cause__, Alarm):
+            raise
+
+
 PAIRS = {
     "message": Pair(lambda g, x: g.send_tensor_dict(x, dst=1), lambda g: g.recv_tensor_dict(src=0)),
     "broadcast": Pair(
@@ -52,6 +75,9 @@ PAIRS = {
     ),
     "gathered": Pair(gather, lambda g: gather(g, {})),
     "gathered in the background": Pair(gather_later, lambda g: gather_later(g, {})),
+    "refused in the background": Pair(
+        gather_unsendable, lambda g: gather_unsendable(g, {"value": LAST})
+    ),
     "in the background": Pair(
         lambda g, x: g.broadcast_object(x["value"], src=0, async_op=True).wait(),
         lambda g: made_of(g.broadcast_object(src=0, async_op=True).wait()),
@@ -67,9 +93,15 @@ def value_of(values: dict[str, Any]) -> float:
 
 
 def pass_messages(
-    rank: int, n: int, path: str, pair: str, interrupted: int, secret: bytes | None
+    rank: int,
+    n: int,
+    path: str,
+    pair: str,
+    interrupted: int,
+    error: type[BaseException],
+    secret: bytes | None,
 ) -> list[bool]:
-    """Pass a message that is interrupted in rank ``interrupted``, and another; again and again.
+    """Pass a message that ``error`` interrupts in rank ``interrupted``, and another; and again.
 
     Returns:
         Whether that was the end of the group, each time.
@@ -94,7 +126,9 @@ def pass_messages(
 
     received: list[float] = []
     own = send if rank == 0 else receive
-    places: Iterator[Any] = interruptions(own, coordinator) if rank == interrupted else count()
+    places: Iterator[Any] = count()
+    if rank == interrupted:
+        places = interruptions(own, coordinator, error=error)
     while True:
         group()
         received.clear()
@@ -106,7 +140,7 @@ def pass_messages(
                 PAIRS[pair].send(group(), made_of(LAST))
             while rank > 0 and LAST not in received:
                 receive()
-            assert rank == 0 or received in ([len(ends), LAST], [LAST])
+            assert rank == 0 or received in ([len(ends), LAST], [REFUSED, LAST], [LAST])
             group().barrier()
             ended = False
         except (GroupAbortedError, PeerLostError):
@@ -122,16 +156,28 @@ def pass_messages(
 
 @pytest.mark.parametrize("secret", [None, b"s" * 32], ids=["", "sealed"])
 @pytest.mark.parametrize(
-    ("pair", "n", "interrupted"),
+    ("pair", "n", "interrupted", "error"),
     [
-        *(("message", 2, 0), ("message", 2, 1), ("broadcast", 2, 0), ("broadcast", 2, 1)),
-        *(("gathered", 2, 0), ("gathered in the background", 3, 0), ("in the background", 3, 0)),
+        ("message", 2, 0, Interruption),
+        ("message", 2, 1, Interruption),
+        ("broadcast", 2, 0, Interruption),
+        ("broadcast", 2, 1, Interruption),
+        ("gathered", 2, 0, Interruption),
+        ("gathered in the background", 3, 0, Interruption),
+        ("refused in the background", 2, 0, Alarm),
+        ("refused in the background", 3, 0, Alarm),
+        ("in the background", 3, 0, Interruption),
     ],
 )
 def test_an_interrupt_anywhere_mixes_no_messages(
-    tmp_path: Path, pair: str, n: int, interrupted: int, secret: bytes | None
+    tmp_path: Path,
+    pair: str,
+    n: int,
+    interrupted: int,
+    error: type[BaseException],
+    secret: bytes | None,
 ) -> None:
     path = str(tmp_path / "store")
-    ends = run_ranks(n, pass_messages, path, pair, interrupted, secret, timeout=300)
+    ends = run_ranks(n, pass_messages, path, pair, interrupted, error, secret, timeout=300)
     assert ends == ends[:1] * n
     assert set(ends[0]) == {True, False}

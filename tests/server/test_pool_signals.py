@@ -117,10 +117,14 @@ def test_a_call_that_is_interrupted_anywhere_leaves_the_pool_as_it_was(
     assert number > 20
 
 
+def no_collector(_: Dispatcher) -> None:
+    """Have callers alone listen for replies."""
+
+
 def wake_collector_only_for_others(
     dispatcher: Dispatcher, *, wake: Callable[[Dispatcher], None] = Dispatcher._wake_collector
 ) -> None:
-    """Have the main thread listen for the replies to its own calls, unless another one does."""
+    """Have the main thread listen for the replies to its own calls, unless the collector does."""
     if threading.current_thread() is not threading.main_thread():
         wake(dispatcher)
 
@@ -196,7 +200,7 @@ def test_an_interrupt_of_a_call_holds_up_no_other_and_gives_it_no_other_value(
     kind, name = place
     with WorkerPool(Worker, tp=2, config=PoolConfig(in_flight=1)) as pool:
         with monkeypatch.context() as changed:
-            changed.setattr(Dispatcher, "_wake_collector", wake_collector_only_for_others)
+            changed.setattr(Dispatcher, "_wake_collector", no_collector)
             changed.setattr(kind, name, interrupted_by(error, getattr(kind, name), after=after))
             with pytest.raises(error, match="interrupted"):
                 pool.call("echo", "interrupted")
@@ -217,7 +221,7 @@ def test_a_reply_that_was_lost_with_an_interrupt_fails_its_call_at_once(
                 changed.undo()  # the collector goes on
                 return dequeue(*args)
 
-            changed.setattr(Dispatcher, "_wake_collector", wake_collector_only_for_others)
+            changed.setattr(Dispatcher, "_wake_collector", no_collector)
             lost = pool.submit("hold", gate)
             until(lambda: gate.reached(0) and gate.reached(1))
             changed.setattr(MessageQueue, "dequeue", take)

@@ -106,6 +106,7 @@ def write_checkpoint(path: Path, header: bytes, tensors: Iterable[Tensor]) -> No
     except BaseException as error:
         with suppress(OSError):
             unfinished.unlink()
-        if isinstance(error, OSError) and error.filename is not None:
-            error.filename, error.filename2 = str(path), None
+        if isinstance(error, OSError) and error.filename == str(unfinished):
+            error.filename = str(path)
+            del error.filename2  # of a name that is not there yet: None would be shown
         raise

@@ -187,8 +187,7 @@ def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path, folder: str)
     file = tmp_path / folder / "x.safetensors"
     with pytest.raises(OSError, match="directory") as caught:
         write_checkpoint(file, encode_header({}), [])
-    assert caught.value.filename == str(file)
-    assert ".unfinished" not in str(caught.value)
+    assert str(caught.value).endswith(f"directory: '{file}'")
 
 
 @pytest.mark.parametrize(
