@@ -61,7 +61,7 @@ def text(name: str, given: Any) -> str:
     """A text; see `Check`."""
     if not isinstance(given, str):
         raise _mistaken(name, "a text", given)
-    return given
+    return str(given)
 
 
 def texts(name: str, given: Any) -> tuple[str, ...]:

@@ -113,7 +113,8 @@ class WorkerPool:
                 environment says; see `hosts.place.Hosts`, `launchers.ray_actors.RayCluster`.
             start_timeout: seconds for all workers to be ready; ``None``: for ever.
             on_progress: called with ``(rank, done, total, what)`` when a worker reports progress:
-                in this thread until the workers are ready, in a thread of the pool afterwards.
+                in this thread until the workers are ready, afterwards in the one that watches
+                them: while it lasts, nobody notices that one ends.
             restart: what happens when the pool breaks, because a worker's process ends, a call is
                 stuck, or a failure has left a group operation half done. ``"never"``: it takes no
                 more calls. ``"worker"``: workers that have ended, or do not leave what they do

@@ -23,28 +23,45 @@ class Interruption(BaseException):
     """What the signal handler raises."""
 
 
+class Alarm(Interruption, Exception):
+    """What that of SIGALRM may raise: an error as others."""
+
+
+def interrupt() -> None:
+    """Be a signal handler that raises."""
+    raise Interruption
+
+
+def alarm() -> None:
+    """Be a signal handler that raises what is taken for a plain error."""
+    raise Alarm
+
+
 def interruptions(
     call: Callable[[], object],
     *packages: ModuleType,
-    error: type[BaseException] = Interruption,
+    handler: Callable[[], object] = interrupt,
 ) -> Iterator[str]:
     """Make ``call`` again and again, each time interrupted at the next place in ``packages``.
 
     Yields the place after each call, until one has none left. Python runs signal handlers after
-    calls, after jumps back, and where a function begins; these raise ``error``.
+    calls, after jumps back, and where a function begins. This one may return as well.
     """
     folders = tuple(package.__path__[0] + os.sep for package in packages)
     for number in count():
-        place = _interrupt(call, folders, number, error)
+        place = _interrupt(call, folders, number, handler)
         if place is None:
             return
         yield place
 
 
 def _interrupt(
-    call: Callable[[], object], folders: tuple[str, ...], number: int, error: type[BaseException]
+    call: Callable[[], object],
+    folders: tuple[str, ...],
+    number: int,
+    handler: Callable[[], object],
 ) -> str | None:
-    """Raise at the ``number``-th place of ``call``; where that is, None if there are fewer."""
+    """Run ``handler`` at the ``number``-th place of ``call``; where that is, if there is one."""
     place: str | None = None
     last: dict[FrameType, int] = {}
 
@@ -57,7 +74,7 @@ def _interrupt(
             number -= 1
             if number < 0:
                 place = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
-                raise error
+                handler()
         return step
 
     def enter(frame: FrameType, _: str, __: object) -> Any:
@@ -69,7 +86,7 @@ def _interrupt(
     before = sys.gettrace()
     sys.settrace(enter)
     try:
-        with suppress(error):
+        with suppress(Interruption):
             call()
     finally:
         sys.settrace(before)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Backlog:
-    """Calls under way by number, and queued calls, which have no number. Not thread-safe.
+    """Calls under way by number, and queued calls, which have no number. Not thread-safe, but a
+    signal handler may call anything of it between two steps of anything else.
 
     Attributes:
         last: the number of the call that began last.
@@ -61,11 +62,13 @@ class Backlog:
     @property
     def oldest(self) -> PendingCall | None:
         """The call that has been under way longest; ``None`` if none is."""
-        return next(iter(self._under_way.values()), None)
+        for call in self._under_way.values():
+            return call
+        return None
 
     def oldest_of(self, rank: int) -> PendingCall | None:
         """The call under way that ``rank`` has to answer next; ``None`` if it has answered all."""
-        for call in self._under_way.values():
+        for call in tuple(self._under_way.values()):
             if rank in call.waiting:
                 return call
         return None
@@ -111,7 +114,7 @@ class Backlog:
     @property
     def answered(self) -> list[PendingCall]:
         """The calls under way that every rank has answered."""
-        return [call for call in self._under_way.values() if call.settled]
+        return [call for call in tuple(self._under_way.values()) if call.settled]
 
     @property
     def settling(self) -> list[PendingCall]:

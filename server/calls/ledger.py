@@ -10,7 +10,7 @@ Guarantees
 - A signal handler may raise in the main thread: then nobody knows whether its call was sent, or
   which replies it has taken. A void call follows, and what was not answered before that is lost;
   for calls that all ranks had answered, what is due is done then. No other thread is interrupted,
-  so the one that calls `tick` breaks the pool; any may note why, and ask for that.
+  so the main thread only notes why the pool breaks, and the one that calls `tick` breaks it.
 - A result is handed out only when all ranks have answered that call and every earlier one, and did
   the same in each: they began the same collectives, and all messages were received. If they did
   not, an operation is left half done that the next call would meet, so the pool breaks.
@@ -378,6 +378,8 @@ class Ledger:
             if unsettled is not None:
                 self._break_with(unsettled)
             actions += self._break()
+            if self.state.closed:
+                actions += self._settle_again()
             self._stuck.watch(self._calls.oldest)
             stuck = self._stuck.passed()
             late, next_look = self._lateness.look()
@@ -390,7 +392,7 @@ class Ledger:
         return max(left, 0.0)
 
     def break_off(self, error: CoordinatorError, generation: int | None = None) -> None:
-        """Have `tick` break the pool because of ``error``; nothing if it has broken already.
+        """Break the pool because of ``error``; nothing if it has broken already.
 
         Args:
             error: what happened.
@@ -415,8 +417,12 @@ class Ledger:
         error counts; another call does what a signal handler has kept the first from.
         """
         with self._lock:
+            before = self._break()  # what was noted has a reason of its own
             if self.state.ended is None:
                 self.state.end(error)
+        # The clock first: what a signal handler keeps this thread from, `tick` does.
+        run_all([self._hooks.clock, *before])
+        with self._lock:
             actions = self._break() or self._settle_again()
         run_all(actions)
 
@@ -488,10 +494,13 @@ class Ledger:
         return [] if call.failure is None else self._break_off(call.failure)
 
     def _break_off(self, error: CoordinatorError) -> Actions:
-        """Note what breaks the pool, if it works; `tick` breaks it."""
+        """Break the pool, if it works. The main thread, which a signal handler may interrupt, only
+        notes why; `tick` does the rest.
+        """
         if self.state.works:
             self.state.break_off(error)
-        return [self._hooks.clock]
+        is_main = threading.current_thread() is threading.main_thread()
+        return [self._hooks.clock] if is_main else self._break()
 
     def _break(self) -> Actions:
         """Let what the workers had fail, or go back to the queue, if the pool was to be broken.

@@ -2,7 +2,7 @@
 
 Plain bookkeeping, which the ledger's lock guards; it may be read without. A failure is noted by
 assignments with no call between them. Python runs signal handlers after calls, so one that raises
-leaves it noted, or not.
+leaves it noted, or not, and one that ends the pool meanwhile counts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class PoolState:
     Attributes:
         generation: the number of the generation that works, or worked last; 0 before the first.
         restarts: how often there was a new generation in the place of a broken one.
-        last_failure: when that was, in seconds since the epoch, and why; a closed pool has not
-            broken.
+        last_failure: when the pool broke last, in seconds since the epoch, and why.
         ended: what broke the pool for good, or `PoolClosedError`; ``None`` while it takes calls.
         works: whether calls may go to the workers.
         breaking: a failure whose consequences for the calls are still to be drawn.
@@ -85,5 +84,6 @@ class PoolState:
         located(error, self._name)
         closed = isinstance(error, PoolClosedError)
         last = self.last_failure if closed else (time.time(), error)
-        self.works, self.breaking, self.ended = False, error, ended
-        self._failure, self.last_failure = error, last
+        if self.ended is None:
+            self.works, self.breaking, self.ended = False, error, ended
+            self._failure, self.last_failure = error, last

@@ -146,7 +146,7 @@ class Crew(Watcher):
             # but not for ever: it may be the one that has just ended.
             self._reason_by = time.monotonic() + self._plan.config.settle_seconds
 
-    def _unwatched(self, error: Exception) -> None:
+    def _unwatched(self, error: BaseException) -> None:
         """End the pool, and its workers: nobody would notice any more that they end or hang."""
         self.ledger.end(CoordinatorError(f"the pool's supervisor has failed: {error!r}"))
         end(list(self._staff.workers.values()), _LEAVE_SECONDS, self._plan.config.kill_seconds)

@@ -93,7 +93,7 @@ class Supervisor:
                 watcher.on_death(worker.rank, worker.bury(), worker.stack_file.read())
 
     def start(
-        self, watcher: Watcher, tick: Callable[[], float], failed: Callable[[Exception], None]
+        self, watcher: Watcher, tick: Callable[[], float], failed: Callable[[BaseException], None]
     ) -> None:
         """Watch in a new thread from now on.
 
@@ -121,7 +121,7 @@ class Supervisor:
         self._wake.close()
 
     def _run(
-        self, watcher: Watcher, tick: Callable[[], float], failed: Callable[[Exception], None]
+        self, watcher: Watcher, tick: Callable[[], float], failed: Callable[[BaseException], None]
     ) -> None:
         try:
             while not self._stopping:
@@ -129,7 +129,7 @@ class Supervisor:
                 # A restart within `tick` calls `step`, which may have taken `stop`'s wake.
                 if not self._stopping:
                     self.step(watcher, seconds)
-        except Exception as error:  # noqa: BLE001 - told to the pool, which ends
+        except BaseException as error:  # noqa: BLE001 - told to the pool, which ends
             _log.exception("the thread that watches the workers has failed")
             failed(error)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import coordinator
 from shm_broadcast import GroupAbortedError, MessageDecodeError, MessageRefusedError, PeerLostError
-from tests.interruptions import Interruption, interruptions
+from tests.interruptions import Alarm, alarm, interrupt, interruptions
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 LAST = -1.0
 REFUSED = -2.0
-
-
-class Alarm(Exception):
-    """What a handler of SIGALRM may raise: no `BaseException`, but an error as others."""
 
 
 class Unsendable:
@@ -98,10 +94,10 @@ def pass_messages(
     path: str,
     pair: str,
     interrupted: int,
-    error: type[BaseException],
+    handler: Callable[[], object],
     secret: bytes | None,
 ) -> list[bool]:
-    """Pass a message that ``error`` interrupts in rank ``interrupted``, and another; and again.
+    """Pass a message that ``handler`` interrupts in rank ``interrupted``, and another; and again.
 
     Returns:
         Whether that was the end of the group, each time.
@@ -128,7 +124,7 @@ def pass_messages(
     own = send if rank == 0 else receive
     places: Iterator[Any] = count()
     if rank == interrupted:
-        places = interruptions(own, coordinator, error=error)
+        places = interruptions(own, coordinator, handler=handler)
     while True:
         group()
         received.clear()
@@ -156,17 +152,17 @@ def pass_messages(
 
 @pytest.mark.parametrize("secret", [None, b"s" * 32], ids=["", "sealed"])
 @pytest.mark.parametrize(
-    ("pair", "n", "interrupted", "error"),
+    ("pair", "n", "interrupted", "handler"),
     [
-        ("message", 2, 0, Interruption),
-        ("message", 2, 1, Interruption),
-        ("broadcast", 2, 0, Interruption),
-        ("broadcast", 2, 1, Interruption),
-        ("gathered", 2, 0, Interruption),
-        ("gathered in the background", 3, 0, Interruption),
-        ("refused in the background", 2, 0, Alarm),
-        ("refused in the background", 3, 0, Alarm),
-        ("in the background", 3, 0, Interruption),
+        ("message", 2, 0, interrupt),
+        ("message", 2, 1, interrupt),
+        ("broadcast", 2, 0, interrupt),
+        ("broadcast", 2, 1, interrupt),
+        ("gathered", 2, 0, interrupt),
+        ("gathered in the background", 3, 0, interrupt),
+        ("refused in the background", 2, 0, alarm),
+        ("refused in the background", 3, 0, alarm),
+        ("in the background", 3, 0, interrupt),
     ],
 )
 def test_an_interrupt_anywhere_mixes_no_messages(
@@ -174,10 +170,10 @@ def test_an_interrupt_anywhere_mixes_no_messages(
     pair: str,
     n: int,
     interrupted: int,
-    error: type[BaseException],
+    handler: Callable[[], object],
     secret: bytes | None,
 ) -> None:
     path = str(tmp_path / "store")
-    ends = run_ranks(n, pass_messages, path, pair, interrupted, error, secret, timeout=300)
+    ends = run_ranks(n, pass_messages, path, pair, interrupted, handler, secret, timeout=300)
     assert ends == ends[:1] * n
     assert set(ends[0]) == {True, False}

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,41 @@ def test_an_engine_whose_close_is_interrupted_anywhere_can_be_closed(llama: Path
         for each in asked:
             with pytest.raises(PoolClosedError):
                 list(each)
+        made, asked = prepared()
+    pool.go()
+    made.close()
+    until(lambda: not [each for each in threading.enumerate() if each.name == "decoder-lane"])
+
+
+@pytest.mark.parametrize("what", ["submit", "close"])
+def test_a_signal_handler_may_close_the_engine_anywhere(llama: Path, what: str) -> None:
+    pool = OneWorker(llama)
+    pool.hold()
+
+    def prepared() -> tuple[Engine, list[Generation]]:
+        made = Engine(pool, max_waiting=3)
+        asked = [made.submit([5], 2, timeout=PATIENCE_SECONDS)]
+        until(lambda: made.running > 0)
+        asked += [made.submit([5], 2, timeout=PATIENCE_SECONDS) for _ in range(3)]
+        asked[1].cancel()
+        return made, asked
+
+    def act() -> None:
+        if what == "close":
+            made.close(0.0)
+            return
+        with suppress(PoolClosedError):
+            asked.append(made.submit([5], 2, timeout=PATIENCE_SECONDS))
+
+    def close() -> None:
+        made.close(0.0)
+
+    made, asked = prepared()
+    for place in interruptions(act, server.workers, handler=close):
+        for each in asked:
+            with suppress(PoolClosedError):
+                assert list(each) == [], place
+            assert each.reason == "cancelled"
         made, asked = prepared()
     pool.go()
     made.close()

@@ -641,6 +641,70 @@ def test_a_break_that_is_interrupted_anywhere_is_finished(
     assert len(places) > 3
 
 
+@pytest.mark.parametrize("restartable", [False, True])
+@pytest.mark.parametrize(("prepare", "broken", "error"), BREAKS.values(), ids=BREAKS)
+def test_a_pool_may_be_shut_down_by_a_signal_handler_anywhere_while_it_breaks(
+    prepare: Callable[[Book], None],
+    broken: Callable[[Book], None],
+    error: type[Exception],
+    restartable: bool,
+) -> None:
+    def prepared() -> tuple[Book, list[PendingCall]]:
+        book = Book(in_flight=3, restartable=restartable, ticks=False)
+        calls = [book.send(), book.send(), a_call(retry=True)]
+        for call in calls:
+            call.future()
+        book.ledger.queue(calls[2])
+        prepare(book)
+        return book, calls
+
+    def take() -> None:
+        broken(book)
+
+    def close() -> None:
+        book.ledger.end(PoolClosedError("shut down"))
+
+    book, calls = prepared()
+    places = []
+    for place in interruptions(take, server.calls, handler=close):
+        places.append(place)
+        book.look()
+        ended = book.ledger.state.ended
+        assert isinstance(ended, PoolClosedError if restartable else (PoolClosedError, error)), (
+            place
+        )
+        assert book.ledger.state.restarting is None
+        for call in calls:
+            assert isinstance(call.future().exception(0), PoolClosedError | error)
+        assert book.ledger.load == 0
+        assert book.ledger._calls.settling == []
+        book, calls = prepared()
+    assert len(places) > 3
+
+
+@pytest.mark.parametrize("restartable", [False, True])
+def test_what_broke_a_pool_is_told_though_it_is_shut_down_at_once(restartable: bool) -> None:
+    book = Book(restartable=restartable, ticks=False)
+    call = book.send()
+    break_off(book)
+    book.ledger.end(PoolClosedError("shut down"))
+    assert isinstance(call.future().exception(0), WorkerLostError)
+    assert book.asked == [("broke", WorkerLostError)]
+    ended = PoolClosedError if restartable else WorkerLostError
+    assert isinstance(book.ledger.state.ended, ended)
+
+
+def test_a_thread_that_no_signal_handler_interrupts_breaks_the_pool_itself() -> None:
+    """The one that ticks may be held up."""
+    book = Book(ticks=False)
+    call = book.send()
+    thread = threading.Thread(target=break_off, args=(book,))
+    thread.start()
+    thread.join()
+    assert isinstance(call.future().exception(0), WorkerLostError)
+    assert book.asked == [("broke", WorkerLostError)]
+
+
 def test_an_interrupt_does_not_stop_the_time_of_a_failed_call() -> None:
     """It begins when all earlier calls were answered, which is interrupted."""
 
@@ -668,7 +732,7 @@ def test_a_second_shutdown_finishes_one_that_was_interrupted_anywhere() -> None:
         book.ledger.end(PoolClosedError("shut down"))
 
     def prepared() -> tuple[Book, list[PendingCall]]:
-        book = Book(in_flight=2, restartable=True)
+        book = Book(in_flight=2, restartable=True, ticks=False)
         calls = [book.send(), book.send(), a_call(retry=True)]
         for call in calls:
             call.future()
@@ -676,9 +740,11 @@ def test_a_second_shutdown_finishes_one_that_was_interrupted_anywhere() -> None:
         return book, calls
 
     book, calls = prepared()
-    places = []
+    places, finished = [], 0
     for place in interruptions(close, server.calls):
         places.append(place)
+        book.look()  # finishes it as well, once it has begun
+        finished += all(call.future().done() for call in calls)
         close()
         for call in calls:
             assert isinstance(call.future().exception(0), PoolClosedError)
@@ -686,7 +752,7 @@ def test_a_second_shutdown_finishes_one_that_was_interrupted_anywhere() -> None:
         assert book.ledger._calls.settling == []
         assert book.asked == []
         book, calls = prepared()
-    assert len(places) > 10
+    assert len(places) - finished < 20 < finished
 
 
 def test_what_an_interrupt_left_to_do_is_no_second_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,14 +159,20 @@ def test_a_time_that_is_none_leaves_the_pool_as_it_is(timeout: Any) -> None:
         assert pool.call("echo", 1) == 1
 
 
+@pytest.mark.parametrize("error", [AttributeError, SystemExit])
 def test_a_supervisor_that_fails_ends_the_pool_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: type[BaseException],
 ) -> None:
+    def fail(_: Ledger) -> float:
+        raise error("no such thing")
+
     config = PoolConfig(kill_seconds=1.0)
     with WorkerPool(Worker, tp=2, config=config) as pool:
         pids = [pid for _, pid in pool.collective_rpc("where")]
-        monkeypatch.setattr(Ledger, "tick", lambda ledger: ledger.no_such_thing)
-        with pytest.raises(CoordinatorError, match=r"supervisor has failed.*no_such_thing"):
+        monkeypatch.setattr(Ledger, "tick", fail)
+        with pytest.raises(CoordinatorError, match=r"supervisor has failed.*no such thing"):
             pool.submit("hold_python", [1]).result(PATIENCE_SECONDS)
         assert pool.failure is not None
         # One hangs in native code: nobody else would end it.

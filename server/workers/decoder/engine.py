@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from contextlib import suppress
 from operator import index
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -146,14 +147,15 @@ class Engine:
         ends = frozenset[int]() if ignore_ends else room.ends
         made = Generation(tokens, stop, ends, sampling or Sampling(), timeout)
         with self._lock:
-            if self._ended is not None:
-                raise again(self._ended)
+            self._check()
             if len(self._waiting) >= self._max_waiting:
                 self._forget_cancelled()
             if len(self._waiting) >= self._max_waiting:
                 raise QueueFullError(1, len(self._waiting), self._max_waiting)
             self._waiting.append(made)
             self._changed.notify_all()
+            if self._ended is not None:  # a signal handler has closed it meanwhile
+                self._end(self._ended)
         return made
 
     def close(self, timeout: float = 10.0) -> None:
@@ -176,6 +178,10 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
+
+    def _check(self) -> None:
+        if self._ended is not None:
+            raise again(self._ended)
 
     def _run(self, lane: _Lane) -> None:
         """Make one step after another; an error in between is told to all who wait for answers."""
@@ -218,10 +224,11 @@ class Engine:
             return []
 
     def _forget_cancelled(self) -> None:
-        for each in self._waiting:
+        for each in tuple(self._waiting):  # a signal handler may ask or close meanwhile
             if each.cancelled:
                 each.end("cancelled")
-        self._waiting = deque(each for each in self._waiting if each.reason is None)
+                with suppress(ValueError):
+                    self._waiting.remove(each)
 
     def _is_emptiest(self, lane: _Lane) -> bool:
         return len(lane.taken) == min(len(each.taken) for each in self._lanes if each.free)
@@ -231,7 +238,7 @@ class Engine:
         with self._lock:
             if self._ended is None:
                 self._ended = error
-            for each in self._waiting:
+            for each in tuple(self._waiting):
                 each.end(self._ended)
             self._waiting.clear()
             for lane in self._lanes:
