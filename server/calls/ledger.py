@@ -376,7 +376,7 @@ class Ledger:
         with self._lock:
             unsettled = self._settling.passed()
             if unsettled is not None:
-                self._break_with(unsettled)
+                actions += self._break_with(unsettled)
             actions += self._break()
             if self.state.closed:
                 actions += self._settle_again()
