@@ -120,11 +120,7 @@ class ObjectMessenger(MessageTransport):
         if self.cpu.world_size == 1:
             return [self.broadcast_object(obj, 0, timeout)]
         deadline = self._deadline(timeout)
-        kind, refused = Kind.GATHERED_OBJECT, None
-        try:
-            own = self.wire.dump(obj)
-        except Exception as error:  # noqa: BLE001 - raised once the others are told
-            own, kind, refused = why_refused(error).encode(), Kind.REFUSED, error
+        kind, own, refused = self._dumped(obj)
         try:
             payloads = self._gather(kind, own, deadline)
         except MessageSealError as error:
@@ -139,6 +135,13 @@ class ObjectMessenger(MessageTransport):
             if isinstance(refusal, MessageRefusedError):
                 raise refusal
         return [self.wire.load(payload) for payload in payloads]  # type: ignore[arg-type]
+
+    def _dumped(self, obj: Any) -> tuple[Kind, bytes, Exception | None]:
+        """What the others are told of an object, and why it cannot be sent, to be raised then."""
+        try:
+            return Kind.GATHERED_OBJECT, self.wire.dump(obj), None
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            return Kind.REFUSED, why_refused(error).encode(), error
 
     def _gather(
         self, kind: Kind, own: bytes, deadline: Deadline
@@ -163,15 +166,12 @@ class ObjectMessenger(MessageTransport):
         """As `all_gather_object`, in the background. Collective: yes, every member."""
         if self.cpu.world_size == 1:
             return Work(self.all_gather_object(obj, timeout))
-        kind, own, refused = Kind.GATHERED_OBJECT, b"", None
-        try:
-            own = self.wire.dump(obj)
-            make = partial(self.wire.message, kind, own)
-        except Exception as error:  # noqa: BLE001 - raised once the others are told
-            refused, make = error, partial(self.wire.refusal, error)
+        kind, own, refused = self._dumped(obj)
+        make = partial(self.wire.message, kind, own)
         try:
             works = {
-                src: self.ireceive(self.object_of(src, kind), src, timeout) for src in self._others
+                src: self.ireceive(self.object_of(src, Kind.GATHERED_OBJECT), src, timeout)
+                for src in self._others
             }
             sent = self._sending(self._begin_to_each(make, (), self._others), None, timeout)
         except BaseException as error:

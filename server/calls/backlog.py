@@ -146,10 +146,9 @@ class Backlog:
             if call not in again:
                 call.lose(error)
                 self._settling[call] = None
-        self._under_way.clear()
-        if all_of_them:
-            self._queued.clear()
-        self.put_back(again)
+        queued = deque([*again, *(() if all_of_them else self._queued)])
+        # Both at once: a signal handler raises before it, and this is done again, or after it.
+        self._under_way, self._queued = {}, queued
 
     def withdraw_all(self) -> list[PendingCall]:
         """Empty the queue; returns what was in it, in order, without void calls."""

@@ -31,8 +31,7 @@ class LedgerHooks:
         wake: wake the thread that listens for replies: a call ended without a reply.
         clock: call `Ledger.tick` now: it has to look earlier than it said last, or to break the
             pool.
-        broke: ``(error)``: the pool broke; called once in each generation, within `Ledger.tick` or
-            `Ledger.end`.
+        broke: ``(error)``: the pool broke; called once in each generation.
         late: ``(calls)``: these calls are late: call `Ledger.expire`. Each call once.
         stuck: ``(call)``: this call has been the oldest one for too long. Each call once.
     """

@@ -41,14 +41,15 @@ class PoolState:
         self.ended: CoordinatorError | None = None
         self.works = False
         self.breaking: CoordinatorError | None = None
-        self._failure: CoordinatorError | None = None
         self._name = name
         self._restartable = restartable
 
     @property
     def restarting(self) -> CoordinatorError | None:
         """What broke the pool, while it is restarted because of that."""
-        return None if self.works or self.ended is not None else self._failure
+        if self.works or self.ended is not None or self.last_failure is None:
+            return None
+        return self.last_failure[1]
 
     @property
     def closed(self) -> bool:
@@ -85,5 +86,4 @@ class PoolState:
         closed = isinstance(error, PoolClosedError)
         last = self.last_failure if closed else (time.time(), error)
         if self.ended is None:
-            self.works, self.breaking, self.ended = False, error, ended
-            self._failure, self.last_failure = error, last
+            self.works, self.breaking, self.ended, self.last_failure = False, error, ended, last

@@ -97,7 +97,8 @@ def test_what_is_reserved_for_a_pool_is_given_back_whatever_goes_wrong(
 
 
 def test_numbers_of_numpy_count() -> None:
-    config = PoolConfig(threads=np.int64(1), kill_seconds=np.float32(0.5))
+    config = PoolConfig(threads=np.int64(1), kill_seconds=np.float32(0.5), name=np.str_("one"))
+    assert type(config.name) is str  # other hosts are told
     with WorkerPool(Worker, tp=np.int64(2), config=config) as pool:
         assert pool.call("total", 1.0) == 2.0
         assert pool.call("environment")["threads"] == 1

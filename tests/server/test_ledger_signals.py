@@ -1,0 +1,260 @@
+"""The ledger's calls when a signal handler raises in the middle, or ends the pool and returns."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+import server.calls
+from server.errors import (
+    CallDivergedError,
+    PoolClosedError,
+    WorkerError,
+    WorkerLostError,
+)
+from tests.interruptions import interruptions
+from tests.server.book import Book, a_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from server.calls.pending_call import PendingCall
+
+
+def at_work(*, restartable: bool) -> tuple[Book, list[PendingCall]]:
+    """Three calls under way, of which the last may be made again, and one that is queued."""
+    book = Book(in_flight=3, restartable=restartable, ticks=False)
+    calls = [book.send(), book.send(), a_call(retry=True), a_call()]
+    assert book.ledger.accept(calls[2], 1)
+    book.ledger.queue(calls[3])
+    for call in calls:
+        call.future()
+    return book, calls
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_interrupt_anywhere_in_the_taking_of_a_reply_leaves_nothing_half_done(
+    fails: bool,
+) -> None:
+    """Who waits for one call takes the last answer to another one, and is interrupted there."""
+
+    def prepared() -> tuple[Book, PendingCall, PendingCall]:
+        book = Book(in_flight=2, settle_seconds=0.0, ticks=False)
+        other, own = book.send(), book.send()
+        other.future()
+        if fails:
+            book.fail(0, 1)
+        else:
+            book.reply(0, 1, "zero")
+        return book, other, own
+
+    def answer_last() -> None:
+        book.reply(1, 1, "one")
+
+    book, other, own = prepared()
+    taken = 0
+    for _ in interruptions(answer_last, server.calls):
+        book.ledger.abandon(own)
+        void = book.ledger.next_to_send(1)
+        assert void is not None
+        book.reply(1, 2)
+        book.reply(1, void.number)
+        assert book.asked == [("resume", 0, 1)] * len(book.asked)
+        assert bool(book.asked) == fails
+        book.reply(0, 2)
+        book.reply(0, void.number)
+        if fails:
+            with pytest.raises(WorkerError, match="rank 0 failed"):
+                other.future().result(0)
+        elif other.error is None:
+            assert other.future().result(0) == ["zero", "one"]
+            taken += 1
+        else:
+            with pytest.raises(WorkerError, match="interrupted"):
+                other.future().result(0)
+        book.ledger.tick()
+        assert book.ledger.load == 0
+        assert book.ledger._calls.settling == []
+        book.ledger.state.check()
+        book, other, own = prepared()
+    assert fails or taken > 10
+
+
+def diverge(book: Book) -> None:
+    book.reply(1, 1, operations=1)
+
+
+def break_off(book: Book) -> None:
+    book.ledger.break_off(WorkerLostError(1, 4242, "killed by SIGKILL"))
+
+
+BREAKS: dict[str, tuple[Callable[[Book], None], Callable[[Book], None], type[Exception]]] = {
+    "a divergence": (lambda book: book.reply(0, 1), diverge, CallDivergedError),
+    "one in a failed call": (lambda book: book.fail(0, 1), diverge, WorkerError),
+    "a last failure": (lambda _: None, lambda book: book.fail(0, 1, final=True), WorkerError),
+    "a lost worker": (lambda _: None, break_off, WorkerLostError),
+}
+
+
+@pytest.mark.parametrize("restartable", [False, True])
+@pytest.mark.parametrize(("prepare", "broken", "error"), BREAKS.values(), ids=BREAKS)
+def test_a_break_that_is_interrupted_anywhere_is_finished(
+    prepare: Callable[[Book], None],
+    broken: Callable[[Book], None],
+    error: type[Exception],
+    restartable: bool,
+) -> None:
+    """Who waits for one call takes what breaks the pool, and is interrupted there."""
+
+    def prepared() -> tuple[Book, list[PendingCall]]:
+        book, calls = at_work(restartable=restartable)
+        prepare(book)
+        return book, calls
+
+    def take() -> None:
+        broken(book)
+
+    book, calls = prepared()
+    places = []
+    for place in interruptions(take, server.calls):
+        places.append(place)
+        first, own, again, queued = calls
+        book.ledger.abandon(own)
+        book.look()
+        if not book.asked:
+            broken(book)  # it had not begun
+            book.look()
+        assert book.asked == [("broke", error)]
+        assert isinstance(first.future().exception(0), error)
+        if restartable:
+            book.ledger.open(2, book.cancelled)
+            sent = iter(partial(book.ledger.next_to_send, 2), None)
+            assert [call for call in sent if not call.is_void] == [again, queued]
+            for call in (again, queued):
+                for rank in (0, 1):
+                    book.reply(rank, call.number, rank)
+                assert call.future().result(0) == [0, 1]
+        else:
+            for call in (again, queued):
+                assert isinstance(call.future().exception(0), error)
+        assert book.asked == [("broke", error)]
+        assert book.ledger.load == 0
+        assert book.ledger._calls.settling == []
+        book, calls = prepared()
+    assert len(places) > 3
+
+
+@pytest.mark.parametrize("restartable", [False, True])
+@pytest.mark.parametrize(("prepare", "broken", "error"), BREAKS.values(), ids=BREAKS)
+def test_a_pool_may_be_shut_down_by_a_signal_handler_anywhere_while_it_breaks(
+    prepare: Callable[[Book], None],
+    broken: Callable[[Book], None],
+    error: type[Exception],
+    restartable: bool,
+) -> None:
+    def prepared() -> tuple[Book, list[PendingCall]]:
+        book, calls = at_work(restartable=restartable)
+        prepare(book)
+        return book, calls
+
+    def take() -> None:
+        broken(book)
+
+    def close() -> None:
+        book.ledger.end(PoolClosedError("shut down"))
+
+    book, calls = prepared()
+    places = []
+    for place in interruptions(take, server.calls, handler=close):
+        places.append(place)
+        book.look()
+        ended = PoolClosedError if restartable else (PoolClosedError, error)
+        assert isinstance(book.ledger.state.ended, ended), place
+        assert book.ledger.state.restarting is None
+        for call in calls:
+            assert isinstance(call.future().exception(0), PoolClosedError | error)
+        assert book.ledger.load == 0
+        assert book.ledger._calls.settling == []
+        book, calls = prepared()
+    assert len(places) > 3
+
+
+@pytest.mark.parametrize("restartable", [False, True])
+def test_what_broke_a_pool_is_told_though_it_is_shut_down_at_once(restartable: bool) -> None:
+    book = Book(restartable=restartable, ticks=False)
+    call = book.send()
+    break_off(book)
+    book.ledger.end(PoolClosedError("shut down"))
+    assert isinstance(call.future().exception(0), WorkerLostError)
+    assert book.asked == [("broke", WorkerLostError)]
+    ended = PoolClosedError if restartable else WorkerLostError
+    assert isinstance(book.ledger.state.ended, ended)
+
+
+def test_a_thread_that_no_signal_handler_interrupts_breaks_the_pool_itself() -> None:
+    """The one that ticks may be held up."""
+    book = Book(ticks=False)
+    call = book.send()
+    thread = threading.Thread(target=break_off, args=(book,))
+    thread.start()
+    thread.join()
+    assert isinstance(call.future().exception(0), WorkerLostError)
+    assert book.asked == [("broke", WorkerLostError)]
+
+
+def test_an_interrupt_does_not_stop_the_time_of_a_failed_call() -> None:
+    """It begins when all earlier calls were answered, which is interrupted."""
+
+    def prepared() -> tuple[Book, PendingCall]:
+        book = Book(settle_seconds=0.0, ticks=False)
+        call, _ = book.send(), book.send()
+        book.fail(0, 2)
+        book.reply(0, 1)
+        return book, call
+
+    def answer_last() -> None:
+        book.reply(1, 1)
+
+    book, call = prepared()
+    for _ in interruptions(answer_last, server.calls):
+        book.ledger.abandon(call)
+        if call.settled:
+            book.look()
+            assert book.asked == [("broke", WorkerError)]
+        book, call = prepared()
+
+
+@pytest.mark.parametrize("helped", [False, True])
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_shutdown_that_is_interrupted_anywhere_is_finished(noted: bool, helped: bool) -> None:
+    """By the thread that ticks, once it has begun, or by a second one."""
+
+    def prepared() -> tuple[Book, list[PendingCall]]:
+        book, calls = at_work(restartable=True)
+        if noted:
+            break_off(book)
+        return book, calls
+
+    def close() -> None:
+        book.ledger.end(PoolClosedError("shut down"))
+
+    had = WorkerLostError if noted else PoolClosedError
+    book, calls = prepared()
+    places, finished = [], 0
+    for place in interruptions(close, server.calls):
+        places.append(place)
+        if helped:
+            book.look()
+            finished += all(call.future().done() for call in calls)
+        close()
+        errors = [type(call.future().exception(0)) for call in calls]
+        assert errors == [had, had, PoolClosedError, PoolClosedError], place
+        assert book.ledger.wait_until_idle(0)
+        assert book.ledger._calls.settling == []
+        assert book.asked in ([], [("broke", had)] if noted else [])
+        book, calls = prepared()
+    assert len(places) > 20
+    assert not helped or len(places) - finished < len(places) // 2
