@@ -96,13 +96,13 @@ def test_what_is_reserved_for_a_pool_is_given_back_whatever_goes_wrong(
     assert summoner.closed
 
 
-def test_numbers_of_numpy_count() -> None:
+def test_numbers_and_texts_of_numpy_count() -> None:
     config = PoolConfig(threads=np.int64(1), kill_seconds=np.float32(0.5), name=np.str_("one"))
-    assert type(config.name) is str  # other hosts are told
     with WorkerPool(Worker, tp=np.int64(2), config=config) as pool:
         assert pool.call("total", 1.0) == 2.0
         assert pool.call("environment")["threads"] == 1
-    assert (type(config.threads), type(config.kill_seconds)) == (int, float)
+    given = config.threads, config.kill_seconds, config.name
+    assert [*map(type, given)] == [int, float, str]  # other hosts are told
 
 
 @pytest.mark.parametrize(
