@@ -40,18 +40,22 @@ class Served:
             http: where to listen.
             before: a command that runs the one that follows it, and its options.
         """
-        self.process = subprocess.Popen(
-            [*before, sys.executable, "-c", COMMAND, "serve", "--http", http, *options],
+        self._before = before
+        self.process = self._begin(["serve", "--http", http, *options])
+        line = self.process.stdout.readline() if self.process.stdout else ""
+        if not line:
+            raise RuntimeError(f"the server ended: {self.process.communicate()[1]}")
+        self.url = line.split()[-1]
+
+    def _begin(self, arguments: Sequence[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*self._before, sys.executable, "-c", COMMAND, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
         )
-        line = self.process.stdout.readline() if self.process.stdout else ""
-        if not line:
-            raise RuntimeError(f"the server ended: {self.process.communicate()[1]}")
-        self.url = line.split()[-1]
 
     def get(self, path: str) -> tuple[int, Any]:
         """Status and JSON of a route."""
@@ -160,8 +164,16 @@ class FastApi:
 def gone(pids: Sequence[int], seconds: float = 10.0) -> bool:
     """Whether these processes have ended, within some seconds."""
     end = time.monotonic() + seconds
-    while any(psutil.pid_exists(pid) for pid in pids):
+    while any(map(runs, pids)):
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
     return True
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that init has not reaped yet does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

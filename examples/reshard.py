@@ -115,7 +115,7 @@ def show_a_plan(mesh: Mesh, rank: int) -> None:
 
 if __name__ == "__main__":
     store = coordinator.host_store()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     processes = [context.Process(target=main, args=(rank, store.port)) for rank in range(RANKS)]
     for process in processes:
         process.start()

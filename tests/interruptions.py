@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import os
+import random
 import sys
 from contextlib import suppress
 from functools import cache
@@ -41,14 +42,16 @@ def interruptions(
     call: Callable[[], object],
     *packages: ModuleType,
     handler: Callable[[], object] = interrupt,
+    every: int = 1,
 ) -> Iterator[str]:
     """Make ``call`` again and again, each time interrupted at the next place in ``packages``.
 
     Yields the place after each call, until one has none left. Python runs signal handlers after
-    calls, after jumps back, and where a function begins. This one may return as well.
+    calls, after jumps back, and where a function begins. This one may return as well. With
+    ``every`` only each so-manieth place is taken, at which one begins is drawn.
     """
     folders = tuple(package.__path__[0] + os.sep for package in packages)
-    for number in count():
+    for number in count(random.randrange(every), every):
         place = _interrupt(call, folders, number, handler)
         if place is None:
             return

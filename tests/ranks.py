@@ -56,6 +56,7 @@ PRELOADED = (
     *("numpy", "torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"),
     *("torch.testing", "pytest", "hypothesis"),
     *("coordinator", "coordinator.layout", "coordinator.pipeline"),
+    *("server.worker", "server.commands.serve", "starlette", "uvicorn"),
 )
 """What the fork server imports, as far as it is installed."""
 

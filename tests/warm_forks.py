@@ -24,10 +24,13 @@ import server.worker  # noqa: F401 - what fork servers load
 from server.launchers import fork_servers, forking
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Mapping, Sequence
 
 _PR_SET_PDEATHSIG = 1
 _LARGEST = 1 << 18
+_UNSEEN = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
+"""What Python does not show by itself."""
 
 
 def warm_fork_servers() -> None:
@@ -39,13 +42,21 @@ def warm_fork_servers() -> None:
     parent = os.getpid()
     if os.fork() == 0:
         try:
+            os.setsid()
             ours.close()
+            _be_silent()
             _nest(theirs, parent)
         finally:
             os._exit(1)
     theirs.close()
 
-    def start(told: int, inherited: Sequence[int], environment: Mapping[str, str]) -> _Forked:
+    start_cold = fork_servers.start_process
+
+    def start(
+        told: int, inherited: Sequence[int], environment: Mapping[str, str]
+    ) -> _Forked | subprocess.Popen[bytes]:
+        if os.getpid() != parent:
+            return start_cold(told, inherited, environment)
         asked = json.dumps([list(inherited), dict(environment)]).encode()
         socket.send_fds(ours, [asked], [told, *inherited])
         return _Forked(int(ours.recv(64)))
@@ -99,16 +110,25 @@ def _become(descriptors: list[int], inherited: list[int], environment: dict[str,
     os.setsid()
     _take([0, *inherited], descriptors)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for the life of the process
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)
-    os.dup2(nothing, 2)
     os.environ.clear()
     os.environ.update(environment)
     warnings.resetwarnings()
-    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    for category in _UNSEEN:
+        warnings.simplefilter("ignore", category)
+    threads = int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1))
+    if threads != torch.get_num_threads():  # to set it starts threads, but for one
+        torch.set_num_threads(threads)
     sys.argv[:] = [str(forking.__file__)]
     forking.main()
     os._exit(0)
+
+
+def _be_silent() -> None:
+    """Hold no output open, which others may read to its end."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    os.close(nothing)
 
 
 def _take(numbers: list[int], descriptors: list[int]) -> None:

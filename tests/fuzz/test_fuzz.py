@@ -19,9 +19,9 @@ from tests.fuzz.search import search_layouts, search_programs
 from tests.fuzz.sockets import SOCKETS, search_socket
 from tests.fuzz.verbs import Given
 
-SECONDS = 7.0
-FAULT_SECONDS = 5.0
-SOCKET_SECONDS = 3.0
+SECONDS = 5.0
+FAULT_SECONDS = 3.0
+SOCKET_SECONDS = 2.0
 
 NO_VERBS = {
     *("from_device_mesh", "from_link", "from_process_group", "make_sibling_device_group"),

@@ -84,9 +84,9 @@ def over_hosts(
 
 
 def living_children() -> list[str]:
-    """What this process has started and has not ended, but fork servers."""
+    """Workers that this process has started and has not ended, and their keepers."""
     found = psutil.Process().children(recursive=True)
-    return [str(each) for each in found if "worker" in " ".join(each.cmdline())]
+    return [str(each) for each in found if each.name() in {"pool-keeper", "pool-worker"}]
 
 
 def is_gone(pid: int) -> bool:

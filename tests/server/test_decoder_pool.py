@@ -17,13 +17,13 @@ import openai
 import psutil
 import pytest
 
-from benchmarks.http_served import Served
 from server.errors import WorkerLostError
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from server.replicas import Replicas
 from server.workers.decoder import DecoderFolder, DecoderText, DecoderWorker, Engine, smollm2
 from tests.patience import PATIENCE_SECONDS, until
+from tests.server.served import ForkedServed
 from tests.server.tiny_llama import PROMPTS, greedy, make_llama
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def test_the_service_streams_on_when_a_worker_is_killed(llama: Path) -> None:
     expected = greedy(llama, PROMPTS[0], 90)
     reader = DecoderText(DecoderFolder.open(llama)).reader()
     options = ("--model", str(llama), "--tp", "2", "--restart", "worker", "--slots", "2")
-    with Served(*options) as served:
+    with ForkedServed(*options) as served:
         served.wait_until_ready()
         base_url = f"{served.url}/v1"
         with openai.OpenAI(api_key="none", base_url=base_url, max_retries=0) as client:

@@ -23,7 +23,7 @@ from server.launchers.fork_servers import FORK_SERVERS
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from tests.patience import until
-from tests.server.test_pool_ends import Driver
+from tests.server.test_pool_ends import DRIVERS, Driver
 from tests.server.workers import Worker
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def test_servers_that_are_killed_while_they_serve_stop_no_start(server: psutil.P
     killing = threading.Thread(target=kill_servers)
     killing.start()
     try:
-        for _ in range(4):
+        for _ in range(2):
             with WorkerPool(Worker, tp=2) as pool:
                 assert pool.collective_rpc("total", args=(1.0,)) == [2.0, 2.0]
     finally:
@@ -260,7 +260,7 @@ def test_threads_start_pools_at_the_same_time(server: psutil.Process) -> None:
 
 
 def test_few_servers_stay(server: psutil.Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    for word in ("one", "two", "three"):
+    for word in ("one", "two"):
         monkeypatch.setenv("A_WORD", word)
         ask("where")
     assert len(servers()) == 2
@@ -309,7 +309,7 @@ def test_workers_are_spawned_where_they_cannot_be_forked_and_the_log_says_why(
     caplog.set_level(logging.WARNING, "server.launchers.fork_servers")
     with at_start(monkeypatch, tmp_path, code):
         for _ in range(2):
-            assert [rank for rank, _ in ask("where")] == [0, 1]
+            assert [rank for rank, _ in ask("where", tp=1)] == [0]
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("workers are spawned, not forked: ")
     assert reason in said
@@ -317,7 +317,7 @@ def test_workers_are_spawned_where_they_cannot_be_forked_and_the_log_says_why(
 
 def test_who_wants_no_fork_gets_none() -> None:
     FORK_SERVERS.close()
-    ask("where", PoolConfig(fork=False))
+    ask("where", PoolConfig(fork=False), tp=1)
     assert servers() == []
 
 
@@ -340,7 +340,7 @@ def test_a_driver_killed_at_any_moment_leaves_nothing(
     """While its fork server starts (it has said one line), and while later pools start and end."""
     mark = f"MARK_{random.getrandbits(64):x}"
     monkeypatch.setenv(mark, "1")
-    driver = Driver("repeat")
+    driver = Driver("repeat", command=[str(DRIVERS)])
     try:
         for _ in range(lines):
             driver.says()
@@ -370,5 +370,5 @@ def test_what_is_preloaded_is_there_before_the_worker_is(tmp_path: Path) -> None
 def test_a_module_that_cannot_be_preloaded_has_workers_spawned(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert len(ask("where", PoolConfig(preload=("no_such_module_anywhere",)))) == 2
+    assert len(ask("where", PoolConfig(preload=("no_such_module_anywhere",)), tp=1)) == 1
     assert any("no_such_module_anywhere" in record.getMessage() for record in caplog.records)

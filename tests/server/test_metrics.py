@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.http_served import Served
 from server.defaults import PACKAGED_NAME
 from tests.server.fake_service import MAX_TOKENS, Site, listening, run, site
+from tests.server.served import ForkedServed
 from tests.server.test_http_connections import Raw
 
 CLIENTS = 1000
@@ -155,7 +155,7 @@ def test_real_workers_count_what_their_clients_asked_for() -> None:
     async def clients(url: str) -> None:
         await asyncio.gather(*(client(url, number) for number in range(40)))
 
-    with Served("--tp", "2", "--pp", "2") as served:
+    with ForkedServed("--tp", "2", "--pp", "2") as served:
         served.wait_until_ready()
         asyncio.run(clients(served.url))
         found = samples(httpx.get(f"{served.url}/metrics").text)

@@ -18,10 +18,10 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.http_served import Served
 from server.defaults import PACKAGED_NAME
 from tests.patience import PATIENCE_SECONDS
 from tests.server.fake_service import Site, listening, run, site
+from tests.server.served import ForkedServed
 from tests.server.tiny_llama import make_llama
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def asked_all_the_time(url: str) -> Iterator[None]:
 
 def test_what_is_seen_of_ranks_that_work_stop_and_die(browser: Browser) -> None:
     options = ("--tp", "2", "--pp", "2", "--restart", "worker", "--stall-timeout", "2")
-    with Served(*options) as served:
+    with ForkedServed(*options) as served:
         wide = Looker(browser, served.url, viewport={"width": 1100, "height": 800})
         served.wait_until_ready()
         pids = served.worker_pids()
@@ -222,7 +222,7 @@ def test_a_model_that_completes_is_tried_with_a_completion(
     browser: Browser, tmp_path: Path
 ) -> None:
     make_llama(tmp_path)
-    with Served("--model", str(tmp_path)) as served:
+    with ForkedServed("--model", str(tmp_path)) as served:
         served.wait_until_ready()
         looker = Looker(browser, served.url)
         looker.until("#go:has-text('Go on')")

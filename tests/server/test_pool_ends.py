@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from benchmarks.http_served import runs
 from tests.patience import STALL_SECONDS
+from tests.programs import Program
+from tests.server.drivers import main as drive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,16 +27,25 @@ DRIVERS = Path(__file__).with_name("drivers.py")
 
 
 class Driver:
-    """A running driver, in a session of its own as from a terminal."""
+    """A running driver, in a session of its own as from a terminal.
 
-    def __init__(self, *arguments: str, command: Sequence[str] = (str(DRIVERS),)) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", *command, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+    Args:
+        arguments: of `drivers`.
+        command: how Python is started for it; as a rule it is not, but forked.
+    """
+
+    def __init__(self, *arguments: str, command: Sequence[str] = ()) -> None:
+        self.process: Program | subprocess.Popen[str]
+        if command:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "error", *command, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        else:
+            self.process = Program(drive, *arguments)
         self.pids: list[int] = []
 
     def says(self) -> list[int]:
@@ -54,7 +66,7 @@ class Driver:
     def end(self) -> tuple[int, str]:
         """Its exit status, and all it and its workers said on stderr."""
         _, errors = self.process.communicate(timeout=30)
-        return self.process.returncode, errors
+        return self.process.returncode or 0, errors
 
     def left(self, seconds: float) -> list[int]:
         """Who of the family is still there so long after."""
@@ -64,14 +76,6 @@ class Driver:
                 break
             time.sleep(0.02)
         return left
-
-
-def runs(pid: int) -> bool:
-    """Whether a process runs; one that init has not reaped yet does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from server.defaults import PACKAGED_NAME
 from server.workers.minilm import ModelFolder, packaged_model
 from tests.pages.blocks import block_of
 from tests.patience import NAMED_WITHIN, STALL_SECONDS, quickest, until
+from tests.server.served import ForkedServed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -185,7 +186,7 @@ def test_a_dead_worker_turns_requests_and_readiness_into_503_within_a_second() -
 
 
 def seconds_until_all_get_503() -> float:
-    with Served(*FOUR, "--truncate") as served:
+    with ForkedServed(*FOUR, "--truncate") as served:
         served.wait_until_ready()
         pids = served.worker_pids()
         answers, threads = in_threads(8, served, ["word " * 300] * 200)
@@ -212,11 +213,11 @@ def seconds_until_all_get_503() -> float:
 
 
 def test_a_lost_worker_is_replaced_and_no_accepted_request_is_lost() -> None:
-    with Served(*FOUR, "--restart", "worker", "--request-timeout", "120") as served:
+    with ForkedServed(*FOUR, "--restart", "worker", "--request-timeout", "120") as served:
         served.wait_until_ready()
         pids = served.worker_pids()
         expected = embed(served, "word").json()["data"]
-        answers, threads = in_threads(8, served, ["word " * 100] * 60)
+        answers, threads = in_threads(8, served, ["word " * 40] * 60)
         wait_for(served, "items_waiting", 300)
         psutil.Process(pids[2]).kill()
         for thread in threads:
@@ -236,7 +237,7 @@ def test_a_lost_worker_is_replaced_and_no_accepted_request_is_lost() -> None:
 
 
 def test_the_log_as_json_says_which_rank_and_generation() -> None:
-    with Served("--tp", "2", "--restart", "worker", "--log-json") as served:
+    with ForkedServed("--tp", "2", "--restart", "worker", "--log-json") as served:
         served.wait_until_ready()
         pid = served.worker_pids()[1]
         psutil.Process(pid).kill()
@@ -257,7 +258,7 @@ def test_the_log_as_json_says_which_rank_and_generation() -> None:
 
 
 def test_a_service_whose_workers_are_lost_too_often_ends_and_says_why() -> None:
-    with Served(*FOUR, "--restart", "pool", "--max-restarts", "1") as served:
+    with ForkedServed(*FOUR, "--restart", "pool", "--max-restarts", "1") as served:
         served.wait_until_ready()
         psutil.Process(served.worker_pids()[0]).kill()
         until(lambda: "pool_restarts_total 1.0" in httpx.get(f"{served.url}/metrics").text)
@@ -270,7 +271,7 @@ def test_a_service_whose_workers_are_lost_too_often_ends_and_says_why() -> None:
 
 
 def test_clients_notice_nothing_of_a_replica_that_dies() -> None:
-    with Served("--dp", "2", "--restart", "worker") as served:
+    with ForkedServed("--dp", "2", "--restart", "worker") as served:
         served.wait_until_ready()
         pids = served.worker_pids()
         assert len(pids) == 2
@@ -300,7 +301,7 @@ def lines_up_to(served: Served, text: str) -> str:
 
 
 def test_a_stopped_worker_is_named_with_its_stack_and_the_service_recovers() -> None:
-    with Served(*FOUR, "--request-timeout", "8", "--stall-timeout", "1") as served:
+    with ForkedServed(*FOUR, "--request-timeout", "8", "--stall-timeout", "1") as served:
         served.wait_until_ready()
         pids = served.worker_pids()
         with stopped(pids[1:2]):
@@ -330,7 +331,7 @@ def test_a_stopped_worker_is_named_with_its_stack_and_the_service_recovers() -> 
 
 
 def test_what_is_unfinished_when_the_time_to_drain_is_over_is_given_up() -> None:
-    with Served("--drain-timeout", "1") as served:
+    with ForkedServed("--drain-timeout", "1") as served:
         served.wait_until_ready()
         pids = served.worker_pids()
         with stopped(pids):
@@ -345,7 +346,7 @@ def test_what_is_unfinished_when_the_time_to_drain_is_over_is_given_up() -> None
 
 
 def test_a_second_signal_gives_up_what_is_unfinished() -> None:
-    with Served("--truncate", "--max-batch-tokens", "1024") as served:
+    with ForkedServed("--truncate", "--max-batch-tokens", "1024") as served:
         served.wait_until_ready()
         pids = served.worker_pids()
         answers, threads = in_threads(2, served, ["word " * 300] * 1000)
@@ -373,7 +374,7 @@ def test_a_second_signal_gives_up_what_is_unfinished() -> None:
 def test_a_stop_before_it_is_ready_ends_all(
     loading: bool, numbers: list[signal.Signals], status: int
 ) -> None:
-    with Served(*FOUR) as served:
+    with ForkedServed(*FOUR) as served:
         children: list[int] = []
         while loading and len(children) < 4:
             children = [child.pid for child in psutil.Process(served.process.pid).children()]
@@ -388,7 +389,7 @@ def test_a_stop_before_it_is_ready_ends_all(
 
 
 def test_ipv6_and_a_key() -> None:
-    with Served("--api-key", "secret", http="[::1]:0") as served:
+    with ForkedServed("--api-key", "secret", http="[::1]:0") as served:
         assert served.url.startswith("http://[::1]:")
         served.wait_until_ready()
         refused = embed(served, "a")

@@ -18,6 +18,7 @@ from benchmarks.http_served import Served
 from server.defaults import PACKAGED_NAME
 from server.web.body import MAX_BODY_BYTES
 from tests.patience import STALL_SECONDS, until
+from tests.server.served import ForkedServed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,8 +73,8 @@ class Peak:
         self._thread.join()
 
 
-def hostile_requests() -> list[tuple[dict[str, Any], int]]:
-    """Valid requests as large as may be, and their answers' status."""
+def hostile_requests(most: int = 2048) -> list[tuple[dict[str, Any], int]]:
+    """Valid requests as large as may be, of up to ``most`` texts, and their answers' status."""
     half = "wörd " * (NEARLY // 12)
     return [
         ({"input": "word " * (NEARLY // 5)}, 400),
@@ -82,7 +83,7 @@ def hostile_requests() -> list[tuple[dict[str, Any], int]]:
         ({"input": " " * NEARLY, "truncate": True}, 200),
         ({"input": "\u0301" * (NEARLY // 6), "truncate": True}, 200),
         ({"input": [half, half], "truncate": True}, 200),
-        ({"input": ["a" * 4000] * 2048, "truncate": True}, 200),
+        ({"input": ["a" * 4000] * most, "truncate": True}, 200),
         ({"input": [7] * (NEARLY // 3)}, 400),
         ({"input": [7] * (NEARLY // 3), "truncate": True}, 200),
         ({"input": [[7] * 900] * 2048}, 400),
@@ -91,7 +92,7 @@ def hostile_requests() -> list[tuple[dict[str, Any], int]]:
 
 
 def test_hostile_texts_cost_bounded_memory_and_kill_nobody() -> None:
-    with Served("--request-timeout", "120") as served:
+    with ForkedServed("--request-timeout", "120") as served:
         served.wait_until_ready()
         pids = served.worker_pids()
         with Peak([served.process.pid, *pids]) as peak:
@@ -107,14 +108,14 @@ def test_hostile_texts_cost_bounded_memory_and_kill_nobody() -> None:
 
 def test_within_a_limit_of_memory_no_worker_dies() -> None:
     """What a process may map is limited to what it has when idle, and half a GiB."""
-    with Served("--request-timeout", "120") as served:
+    with ForkedServed("--request-timeout", "120") as served:
         served.wait_until_ready()
         pids = served.worker_pids()
         assert ask(served, ["warm " * 250] * 64).status_code == 200
         for pid in (served.process.pid, *pids):
             room = psutil.Process(pid).memory_info().vms + 512 * MIB
             resource.prlimit(pid, resource.RLIMIT_AS, (room, room))
-        for fields, status in hostile_requests():
+        for fields, status in hostile_requests(512):
             answer = ask(served, **{"given": fields.pop("input"), **fields})
             assert answer.status_code == status, answer.text[:200]
         assert served.worker_pids() == pids
@@ -122,7 +123,7 @@ def test_within_a_limit_of_memory_no_worker_dies() -> None:
 
 
 def test_a_small_request_does_not_wait_for_a_large_one() -> None:
-    with Served("--request-timeout", "120") as served:
+    with ForkedServed("--request-timeout", "120") as served:
         served.wait_until_ready()
         answers: list[httpx.Response] = []
         large = threading.Thread(target=lambda: answers.append(ask(served, ["word " * 240] * 100)))
@@ -153,7 +154,7 @@ def test_more_connections_than_descriptors_leave_health_and_the_log_alone() -> N
 
 
 def test_a_request_that_is_half_sent_does_not_hold_a_stop() -> None:
-    with Served() as served:
+    with ForkedServed() as served:
         served.wait_until_ready()
         body = json.dumps({"model": PACKAGED_NAME, "input": "a"}).encode()
         head = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)

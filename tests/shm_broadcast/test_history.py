@@ -285,7 +285,7 @@ def test_it_is_read_while_it_is_written() -> None:
         try:
             until(lambda: any(each.sequence > KEPT for each in board.past(1)))
             found = 0
-            for _ in range(100):
+            for _ in range(40):
                 for past in (board.past(1), seen_of(board)[1]):
                     if not past:  # a reader that is stalled each time finds all overwritten
                         continue

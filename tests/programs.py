@@ -1,0 +1,127 @@
+"""Programs that tests run in processes of their own, forked from one that has loaded torch.
+
+    program = Program(drivers.main, "wait", "idle")
+    line = program.stdout.readline()
+
+To start Python and load torch takes a second of a core, and the program's fork server takes another
+one: here both are forked. Such a program has a session and output of its own, and ends as Python
+does: with what its main function raises, with exit functions, threads and modules. It has no
+command line and no main module of its own; what is about these starts Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import warnings
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from server.apart import begin_apart
+from server.launchers import forking
+from tests.patience import PATIENCE_SECONDS
+from tests.ranks import CONTEXT
+from tests.warm_forks import warm_fork_servers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from multiprocessing.connection import Connection
+
+
+class Program:
+    """A function that runs as a program; has what tests use of a `subprocess.Popen`.
+
+    Attributes:
+        pid: its process id.
+        stdout: what it writes there.
+        stderr: likewise.
+
+    Args:
+        main: at the top level of a module that can be imported by its name.
+        arguments: of it.
+    """
+
+    def __init__(self, main: Callable[..., object], *arguments: str) -> None:
+        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(2)]
+        theirs = [end for _, end in pipes]
+        call = (main.__module__, main.__name__, arguments, *theirs, dict(os.environ))
+        self._process = CONTEXT.Process(target=_run, args=call)
+        self._process.start()
+        for end in theirs:
+            end.close()
+        self.pid: int = self._process.pid or 0
+        self.stdout, self.stderr = (_file(end, "r") for end, _ in pipes)
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit status, or the number of the signal that ended it, below 0; None: it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """As `returncode`."""
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        with suppress(ProcessLookupError):
+            if self.poll() is None:
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it by SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float = PATIENCE_SECONDS) -> tuple[str, str]:
+        """Wait until it, and all that write to its output, have ended; the rest of its output.
+
+        Raises:
+            TimeoutError: it takes longer.
+        """
+        said = ["", ""]
+        if not self.stdout.closed:
+            reading = [begin_apart(file.read, "read") for file in (self.stdout, self.stderr)]
+            said = [each.result(timeout) for each in reading]
+            self.stdout.close()
+            self.stderr.close()
+        self._process.join(timeout)
+        return said[0], said[1]
+
+
+def _run(
+    module: str,
+    main: str,
+    arguments: Sequence[str],
+    stdout: Connection,
+    stderr: Connection,
+    environment: Mapping[str, str],
+) -> NoReturn:
+    """What a program's process does. At its end nothing of the module is held by anybody here."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:] = [module, *arguments]
+    for name, number, end in (("stdout", 1, stdout), ("stderr", 2, stderr)):
+        os.dup2(end.fileno(), number)
+        end.close()
+        forking._reopen(name, number)
+    warm_fork_servers()
+    warnings.simplefilter("error")
+    status = 0
+    try:
+        getattr(importlib.import_module(module), main)(*arguments)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1 if end.code else 0
+    except BaseException:  # noqa: BLE001 - it ends the program
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    ctypes.pythonapi.Py_Exit(status)
+    raise RuntimeError("Python has not ended")
+
+
+def _file(end: Connection, mode: str) -> Any:
+    """What is at one end of a pipe, as text."""
+    with end:
+        return os.fdopen(os.dup(end.fileno()), mode)

@@ -1,0 +1,26 @@
+"""The service in a process that is forked, not started: see `tests.programs`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, cast
+
+from benchmarks.http_served import Served
+from server import cli
+from tests.programs import Program
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Sequence
+
+
+class ForkedServed(Served):
+    """As `Served`, which starts the command as users do."""
+
+    def _begin(self, arguments: Sequence[str]) -> subprocess.Popen[str]:
+        return cast("subprocess.Popen[str]", Program(command, *arguments))
+
+
+def command(*_: str) -> None:
+    """Be ``group-coordinator`` with this process's arguments."""
+    sys.exit(cli.main())
