@@ -1,8 +1,8 @@
-"""Fork servers that load nothing, for pools that a rank of a test starts.
+"""Fork servers that load nothing, for pools that a rank of a test starts, or a program.
 
 A pool's fork server loads torch, which takes seconds, and a process that was forked itself starts
 one of its own: two of them for each test of a pool over two hosts. A rank has loaded all of it
-already. After `warm_fork_servers` its fork servers are forked from it, as it was then, and run
+already, and so has a program (`tests.programs`). After `warm_fork_servers` its fork servers are forked from it, as it was then, and run
 `server.launchers.forking` as they do otherwise.
 """
 
