@@ -2,8 +2,8 @@
 
 A pool's fork server loads torch, which takes seconds, and a process that was forked itself starts
 one of its own: two of them for each test of a pool over two hosts. A rank has loaded all of it
-already, and so has a program (`tests.programs`). After `warm_fork_servers` its fork servers are forked from it, as it was then, and run
-`server.launchers.forking` as they do otherwise.
+already, and so has a program (`tests.programs`). After `warm_fork_servers` its fork servers are
+forked from it, as it was then, and run `server.launchers.forking` as they do otherwise.
 """
 
 from __future__ import annotations

@@ -60,11 +60,12 @@ class Messenger(ObjectMessenger):
     ) -> Tensor:
         """Receive a tensor of the group's device, behind what was asked for before."""
         deadline = self._deadline(timeout)
-        if src in self._turns:
-            self._turns[src].has_asked(deadline)
-        tensor = self.routes.device.recv(size, dtype, src, out=out, timeout=deadline)
-        self.cpu.begun.count_received(src)
-        return tensor
+        with self._receiving[src] as mine:
+            self._require_alone(mine, src)
+            self._await_turn(src, deadline)
+            tensor = self.routes.device.recv(size, dtype, src, out=out, timeout=deadline)
+            self.cpu.begun.count_received(src)
+            return tensor
 
     def irecv_tensor(
         self,
@@ -75,16 +76,18 @@ class Messenger(ObjectMessenger):
         timeout: Timeout,
     ) -> Work[Tensor]:
         """Begin to receive a tensor of the group's device, behind what was asked for before."""
-        self.cpu.begun.count_received(src)
         asked: list[Work[Tensor]] = []
 
         def ask() -> list[Work[Tensor]]:
             asked.append(self.routes.device.irecv(size, dtype, src, out=out, timeout=timeout))
             return asked
 
-        if src not in self._turns:
-            return ask()[0]
-        turn = self._in_turn(src, ask)
+        with self._receiving[src] as mine:
+            self._require_alone(mine, src)
+            self.cpu.begun.count_received(src)
+            if src not in self._turns:
+                return ask()[0]
+            turn = self._in_turn(src, ask)
         work: Work[Any] = Work(None, turn, lambda: asked[0].wait(), self._allowed(timeout))
         return work
 

@@ -40,8 +40,14 @@ COPIED_BYTES: Final = 1 << 20
 """The largest asynchronous message that is copied where it cannot be sent ahead of its receive."""
 
 
-class AnotherThreadSendsError(RuntimeError):
-    """Another thread is sending over the group; nothing was sent."""
+class AnotherThreadError(RuntimeError):
+    """Another thread does the same over the group at this moment; nothing was moved."""
+
+    def __init__(self, does: str) -> None:
+        super().__init__(
+            f"another thread {does}: a group is for one thread at a time, so give each thread a "
+            "group of its own, or lock around these calls"
+        )
 
 
 class Outgoing:
@@ -170,10 +176,7 @@ class Outgoing:
 
     def _require(self, mine: bool) -> None:
         if not mine:
-            raise AnotherThreadSendsError(
-                f"another thread is sending over {self._routes.cpu.name}: a group is for one "
-                "thread at a time, so give each thread a group of its own, or lock around sends"
-            )
+            raise AnotherThreadError(f"is sending over {self._routes.cpu.name}")
 
     def _ahead(self, comm: Communicator, x: Tensor, dst: int, *, copy: bool = True) -> None:
         """Send a tensor, which may then be changed, ahead of its receive. Never blocks."""

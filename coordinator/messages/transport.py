@@ -6,13 +6,14 @@ place. `coordinator.messages.outgoing` and `coordinator.messages.incoming` are t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from coordinator.messages.framing import Kind
 from coordinator.messages.incoming import IncomingObject, Routes
-from coordinator.messages.outgoing import AnotherThreadSendsError, Outgoing
+from coordinator.messages.outgoing import AnotherThreadError, Outgoing
 from coordinator.messages.seal import EVERYONE
 from coordinator.messages.turns import Turn
 from device_comm import Joined, Work
@@ -26,6 +27,7 @@ from shm_broadcast import (
     MessageRefusedError,
     MessageSealError,
 )
+from shm_broadcast.queue.timed_lock import new_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +65,9 @@ class MessageTransport:
         self._timeout = cpu.timeout
         self._outgoing = Outgoing(self.routes, numbered=wire.numbers)
         self._turns: dict[int, Turn] = {}
+        # Of each member, who receives from it; of what is no member, which is refused later.
+        turns = {rank: new_turn() for rank in range(cpu.world_size)}
+        self._receiving = defaultdict(new_turn, turns)
         self._others = [rank for rank in range(cpu.world_size) if rank != cpu.rank]
 
     def flush(self, linger: float) -> None:
@@ -97,7 +102,7 @@ class MessageTransport:
                 works += self._outgoing.begin(partial(make, dst), parts, dst)
                 n_begun += 1
         except BaseException as error:
-            if n_begun or not isinstance(error, AnotherThreadSendsError):
+            if n_begun or not isinstance(error, AnotherThreadError):
                 self._outgoing.ends_halfway(error, len(dsts))
             raise
         return works
@@ -109,16 +114,17 @@ class MessageTransport:
         """The next message of ``src``. Collective: no."""
         deadline = self._deadline(timeout)
         check_peer("src", src, self.cpu.rank, self.cpu.world_size)
-        if src in self._turns:
-            self._turns[src].has_asked(deadline)
-        self.cpu.begun.count_received(src)
-        try:
-            self.cpu.recv_series(incoming.following, src, timeout=deadline)
-            for part in incoming.on_device:
-                self.routes.device.recv(out=part, src=src, timeout=deadline)
-        except BaseException as error:
-            self._ends_halfway(error, incoming)
-            raise
+        with self._receiving[src] as mine:
+            self._require_alone(mine, src)
+            self._await_turn(src, deadline)
+            self.cpu.begun.count_received(src)
+            try:
+                self.cpu.recv_series(incoming.following, src, timeout=deadline)
+                for part in incoming.on_device:
+                    self.routes.device.recv(out=part, src=src, timeout=deadline)
+            except BaseException as error:
+                self._ends_halfway(error, incoming)
+                raise
         return incoming.result(deadline)
 
     def ireceive(self, incoming: Incoming[T], src: int, timeout: Timeout) -> Work[T]:
@@ -132,14 +138,26 @@ class MessageTransport:
         """Begin to receive a message, behind what was asked for before. Never blocks."""
         cpu, device = self.routes
         check_peer("src", src, self.cpu.rank, self.cpu.world_size)
-        cpu.begun.count_received(src)
-        if device is cpu:
-            return cpu.irecv_series(incoming.following, src)
-        return self._in_turn(
-            src,
-            lambda: [device.irecv(out=part, src=src) for part in incoming.on_device],
-            lambda: cpu.irecv_series(incoming.following, src),
-        )
+        with self._receiving[src] as mine:
+            self._require_alone(mine, src)
+            cpu.begun.count_received(src)
+            if device is cpu:
+                return cpu.irecv_series(incoming.following, src)
+            return self._in_turn(
+                src,
+                lambda: [device.irecv(out=part, src=src) for part in incoming.on_device],
+                lambda: cpu.irecv_series(incoming.following, src),
+            )
+
+    def _require_alone(self, mine: bool, src: int) -> None:
+        """Refuse a second thread that receives from ``src``: each could get parts of a message."""
+        if not mine:
+            raise AnotherThreadError(f"is receiving from rank {src} over {self.cpu.name}")
+
+    def _await_turn(self, src: int, deadline: Deadline) -> None:
+        """Wait until the receives that were begun before have asked for all their tensors."""
+        if src in self._turns:
+            self._turns[src].has_asked(deadline)
 
     def _in_turn(
         self,
@@ -244,7 +262,7 @@ class MessageTransport:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - `refused` raises it
-            with suppress(CoordinatorError, AnotherThreadSendsError):
+            with suppress(CoordinatorError, AnotherThreadError):
                 if dsts == (EVERYONE,):
                     refusal = partial(self.wire.refusal, error, EVERYONE)
                     self._broadcast_message(refusal, (), deadline)

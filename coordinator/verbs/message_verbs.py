@@ -31,7 +31,8 @@ class MessageVerbs(Member):
     receiver asks for the same kinds in the same order. Blocking sends do not wait for their
     receives, until 64 MiB to one member are under way. Members trust each other: objects are
     pickled, unless they travel where nothing proves who sent them (`coordinator.messages.wire`).
-    One thread at a time: a second one that sends meanwhile gets `RuntimeError`, and sends nothing.
+    One thread at a time: a second one that sends meanwhile, or receives from the same member, gets
+    `RuntimeError`, and nothing moves.
 
     What is begun asynchronously goes on while the caller computes, or waits for anything else; of
     tensors on a GPU only once it is waited for. An asynchronous send

@@ -16,7 +16,7 @@ import torch
 
 import coordinator
 from coordinator import GroupCoordinator, host_store
-from coordinator.messages.outgoing import OUTSTANDING_BYTES
+from coordinator.messages.outgoing import OUTSTANDING_BYTES, AnotherThreadError
 from device_comm.shm.pipes.spills import AHEAD_BYTES
 from shm_broadcast import (
     DivergenceError,
@@ -486,6 +486,86 @@ def second_sender(rank: int, n: int, port: int, secret: bytes | None) -> None:
 def test_a_second_thread_that_sends_is_refused(secret: bytes | None) -> None:
     store = host_store()
     run_ranks(2, second_sender, store.port, secret)
+
+
+TWO_RECEIVE = {
+    "objects": (
+        lambda group, number: group.send_object((number, "x" * (number % 5000)), 1),
+        lambda group: group.recv_object(0)[0],
+    ),
+    "dicts": (
+        lambda group, number: group.send_tensor_dict({"is": number, "x": torch.ones(9999)}, 1),
+        lambda group: group.recv_tensor_dict(0)["is"],
+    ),
+    "tensors": (
+        lambda group, number: group.send(torch.full((5,), float(number)), 1),
+        lambda group: int(group.recv((5,), torch.float32, 0)[0]),
+    ),
+    "objects, later": (
+        lambda group, number: group.send_object(number, 1),
+        lambda group: group.irecv_object(0).wait(),
+    ),
+}
+MANY = 200
+
+
+def two_receive(rank: int, n: int, port: int, kind: str, torch_only: bool) -> None:
+    """Two threads of rank 1 receive from rank 0 at once: each message is one thread's, whole."""
+    store = coordinator.connect_store("127.0.0.1", port)
+    send, receive = TWO_RECEIVE[kind]
+    with coordinator.init(tp=n, rank=rank, store=store, timeout=30, torch_only=torch_only) as found:
+        group = found.tp
+        got: list[int] = []
+        if rank == 0:
+            for number in range(MANY):
+                send(group, number)
+
+        def take(_: int) -> None:
+            while len(got) < MANY - 1:  # the other one may wait for the last
+                try:
+                    got.append(receive(group))
+                except AnotherThreadError:
+                    time.sleep(0)
+
+        if rank == 1:
+            with ThreadPoolExecutor(2) as threads:
+                list(threads.map(take, range(2)))
+            if len(got) < MANY:
+                got.append(receive(group))
+            assert sorted(got) == list(range(MANY))
+        found.world.barrier()
+
+
+@pytest.mark.parametrize("torch_only", [False, True])
+@pytest.mark.parametrize("kind", TWO_RECEIVE)
+def test_a_second_thread_that_receives_from_a_rank_is_refused(kind: str, torch_only: bool) -> None:
+    store = host_store()
+    run_ranks(2, two_receive, store.port, kind, torch_only)
+
+
+def receive_apart(rank: int, n: int, port: int) -> Any:
+    """Threads that receive from one member each do not disturb each other, nor one that sends."""
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(tp=n, rank=rank, store=store, timeout=30) as groups:
+        group = groups.tp
+        others = [other for other in range(n) if other != rank]
+
+        def take(src: int) -> list[Any]:
+            return [group.recv_object(src) for _ in range(MANY)]
+
+        with ThreadPoolExecutor(n) as threads:
+            found = {src: threads.submit(take, src) for src in others}
+            for number in range(MANY):
+                for dst in others:
+                    group.send_object((rank, number), dst)
+            for src, taken in found.items():
+                assert taken.result() == [(src, number) for number in range(MANY)]
+        groups.world.barrier()
+
+
+def test_threads_may_receive_from_different_ranks() -> None:
+    store = host_store()
+    run_ranks(3, receive_apart, store.port)
 
 
 def second_broadcaster(rank: int, n: int, port: int) -> None:
