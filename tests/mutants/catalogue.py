@@ -212,7 +212,7 @@ MUTANTS = (
     Mutant(
         "Q11 every reader that sleeps is woken",
         "shm_broadcast/native/atomics.h",
-        "        first = NULL;\n",
+        "    if (first != NULL) gc_futex_wake_all(base, *first);\n",
         "",
         (f"{_HERE}/test_ring_sleep.py::test_a_message_wakes_all_readers_that_sleep",),
     ),
