@@ -47,7 +47,7 @@ from .control.output import label_output
 from .control.protocol import VOID, Call, Left, Ready, Reply, Resume, Start, WorkProgress
 from .control.reference import load
 from .control.seat import take_seat
-from .control.worker_failure import describe, is_consequence
+from .control.worker_failure import describe, is_consequence, unsendable
 from .launchers.boot import retitle
 from .running_streams import RunningStreams
 from .spans import of_call, record
@@ -320,6 +320,8 @@ class _Serving:
             self._replies.enqueue(astuple(reply))
         except _ENDS:
             raise
+        except TypeError as error:
+            self._fail(unsendable(value, error), begun)
         except BaseException as error:  # noqa: BLE001 - the value's own code fails to pickle it
             self._fail(error, begun)
 

@@ -174,6 +174,9 @@ class Dispatcher:
         except GroupTimeoutError:
             self._ledger.unsent(call)
             raise
+        except TypeError as error:
+            why = error.__cause__ or error
+            raise TypeError(f"the arguments of {call.method} cannot be sent: {why}") from error
 
     def _send_queued(self) -> None:
         while self._ledger.wait_to_send(self._generation):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING
 
 from shm_broadcast import DivergenceError, GroupAbortedError, PeerLostError
@@ -13,6 +14,13 @@ from .protocol import Failed
 
 if TYPE_CHECKING:
     from coordinator.begun_in_call import BegunInGroup
+
+_INSTEAD = {
+    GeneratorType: "iterate over pool.stream(...)",
+    AsyncGeneratorType: "make it a plain generator, and iterate over pool.astream(...)",
+    CoroutineType: "make it a plain method, and await pool.acall(...)",
+}
+"""What to do where a method does not return its result, by what it returns."""
 
 
 def describe(error: BaseException, number: int = 0, begun: tuple[BegunInGroup, ...] = ()) -> Failed:
@@ -38,6 +46,15 @@ def describe(error: BaseException, number: int = 0, begun: tuple[BegunInGroup, .
         diverged=isinstance(error, DivergenceError),
         exception=_pickled(shown),
     )
+
+
+def unsendable(value: object, error: TypeError) -> TypeError:
+    """In a worker: what to report of a result that ``error`` has kept from being sent."""
+    kind = type(value)
+    instead = _INSTEAD.get(kind, str(error.__cause__ or error))
+    told = TypeError(f"its result, of type {kind.__name__}, cannot be sent: {instead}")
+    told.__cause__ = error
+    return told
 
 
 def rebuild(failed: Failed, rank: int, method: str, detail: str = "") -> WorkerError:

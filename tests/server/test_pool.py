@@ -158,8 +158,15 @@ def test_a_method_has_a_name_of_any_length_and_script(pool: WorkerPool) -> None:
 def test_what_cannot_travel_fails_its_call_only(pool: WorkerPool) -> None:
     with pytest.raises(TypeError, match="this cannot be pickled"):
         pool.call("echo", Unpicklable())
-    with pytest.raises(WorkerError, match="TypeError: this cannot be pickled"):
-        pool.call("make", "unpicklable")
+    for kind, why in (
+        ("unpicklable", "its result, of type Unpicklable, cannot be sent: this cannot be pickled"),
+        ("lambda", "its result, of type function, cannot be sent: Can't pickle local object"),
+        ("generator", "of type generator, cannot be sent: iterate over pool.stream"),
+        ("coroutine", "of type coroutine, cannot be sent: make it a plain method, and await"),
+        ("asynchronous generator", "cannot be sent: make it a plain generator, and iterate over"),
+    ):
+        with pytest.raises(WorkerError, match=why):
+            pool.call("make", kind)
     with pytest.raises(WorkerError, match="MessageDecodeError"):
         pool.call("echo", Undecodable())
     with pytest.raises(MessageDecodeError, match="invalid literal"):
@@ -303,7 +310,7 @@ def test_the_workers_number_what_they_cannot_decode_right_after_what_could_not_b
     pool: WorkerPool,
 ) -> None:
     for _ in range(3):
-        with pytest.raises(TypeError, match="cannot send"):
+        with pytest.raises(TypeError, match="the arguments of echo cannot be sent: this cannot be"):
             pool.call("echo", Unpicklable())
         with pytest.raises(WorkerError, match="MessageDecodeError"):
             pool.call("echo", Undecodable(), timeout=PATIENCE_SECONDS)

@@ -25,7 +25,7 @@ from shm_broadcast import DivergenceError, GroupAbortedError
 from tests.patience import until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from server.worker import WorkerContext
 
@@ -47,6 +47,29 @@ class Unpicklable:
 class Undecodable:
     def __reduce__(self) -> tuple[Any, ...]:
         return int, ("not a number",)
+
+
+async def promised() -> Any:
+    yield 1
+
+
+async def promise() -> int:
+    return 1
+
+
+def yielded() -> Iterator[int]:
+    yield 1
+
+
+MADE: dict[str, Callable[[], Any]] = {
+    "unpicklable": Unpicklable,
+    "undecodable": Undecodable,
+    "lambda": lambda: lambda: 1,
+    "generator": yielded,
+    "coroutine": promise,
+    "asynchronous generator": promised,
+}
+"""What a worker's method may return that cannot be sent, or not be restored."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +299,7 @@ class Worker:
         return int(subprocess.check_output(["sh", "-c", daemon]))
 
     def make(self, kind: str) -> Any:
-        return {"unpicklable": Unpicklable, "undecodable": Undecodable}[kind]()
+        return MADE[kind]()
 
     def progress(self, steps: int) -> None:
         for step in range(steps):
