@@ -100,6 +100,7 @@ class Ledger:
         self._settling = CallClock(settle_seconds)
         self._stuck = CallClock(stuck_seconds)
         self._look_seconds = stuck_seconds / 4
+        self._moves_on = False
 
     @property
     def busy(self) -> bool:
@@ -378,6 +379,10 @@ class Ledger:
             if unsettled is not None:
                 actions += self._break_with(unsettled)
             actions += self._break()
+            if self._moves_on:
+                self._moves_on = False
+                if self.state.restarting is not None and self.move is not None:
+                    actions.append(partial(self._move, self._withdraw_all()))
             if self.state.closed:
                 actions += self._settle_again()
             self._stuck.watch(self._calls.oldest)
@@ -404,18 +409,18 @@ class Ledger:
         run_all(actions)
 
     def move_on(self) -> None:
-        """While the pool is restarted, let other ledgers have the calls that wait, as when it
-        broke: by now they may be answered there.
+        """While the pool is restarted, have `tick` let other ledgers have the calls that wait, as
+        when it broke: by now they may be answered there.
         """
-        with self._lock:
-            waits = self.state.restarting is not None and self.move is not None
-            waiting = self._withdraw_all() if waits else []
-        self._move(waiting)
+        self._moves_on = True
+        self._hooks.clock()
 
     def end(self, error: CoordinatorError) -> None:
         """End the pool for good because of ``error``, or close it (`PoolClosedError`). The first
         error counts; another call does what a signal handler has kept the first from.
         """
+        if _in_main_thread():
+            self.move = None  # calls on their way would be lost with what a signal handler raises
         with self._lock:
             before = self._break()  # what was noted has a reason of its own
             if self.state.ended is None:
@@ -499,8 +504,7 @@ class Ledger:
         """
         if self.state.works:
             self.state.break_off(error)
-        is_main = threading.current_thread() is threading.main_thread()
-        return [self._hooks.clock] if is_main else self._break()
+        return [self._hooks.clock] if _in_main_thread() else self._break()
 
     def _break(self) -> Actions:
         """Let what the workers had fail, or go back to the queue, if the pool was to be broken.
@@ -550,3 +554,7 @@ class Ledger:
         if sooner:
             actions.append(self._hooks.clock)
         run_all(actions)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -258,3 +258,47 @@ def test_a_shutdown_that_is_interrupted_anywhere_is_finished(noted: bool, helped
         book, calls = prepared()
     assert len(places) > 20
     assert not helped or len(places) - finished < len(places) // 2
+
+
+def test_no_call_that_may_be_moved_is_lost_by_an_interrupted_shutdown() -> None:
+    """It fails with what broke the pool, or is moved: its caller does not wait for ever."""
+    moved: list[PendingCall] = []
+
+    def prepared() -> tuple[Book, list[PendingCall]]:
+        book, calls = at_work(restartable=False)
+        book.ledger.move = lambda calls: moved.extend(calls) or []
+        break_off(book)
+        return book, calls
+
+    def close() -> None:
+        book.ledger.end(PoolClosedError("shut down"))
+
+    book, calls = prepared()
+    places = 0
+    for place in interruptions(close, server.calls):
+        places += 1
+        book.look()
+        close()
+        assert all((call in moved) != call.future().done() for call in calls), place
+        moved.clear()
+        book, calls = prepared()
+    assert places > 20
+
+
+def test_no_call_is_lost_on_its_way_to_another_pool() -> None:
+    moved: list[PendingCall] = []
+
+    def prepared() -> tuple[Book, list[PendingCall]]:
+        book, calls = at_work(restartable=True)
+        break_off(book)
+        book.look()
+        book.ledger.move = lambda calls: moved.extend(calls) or []
+        return book, calls[2:]
+
+    book, waiting = prepared()
+    for place in interruptions(book.ledger.move_on, server.calls):
+        book.ledger.move_on()
+        book.look()
+        assert moved == waiting, place
+        moved.clear()
+        book, waiting = prepared()
