@@ -295,9 +295,12 @@ def test_no_call_is_lost_on_its_way_to_another_pool() -> None:
         book.ledger.move = lambda calls: moved.extend(calls) or []
         return book, calls[2:]
 
-    book, waiting = prepared()
-    for place in interruptions(book.ledger.move_on, server.calls):
+    def move_on() -> None:
         book.ledger.move_on()
+
+    book, waiting = prepared()
+    for place in interruptions(move_on, server.calls):
+        move_on()
         book.look()
         assert moved == waiting, place
         moved.clear()
