@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from coordinator.group import GroupCoordinator
     from coordinator.messages.tensor_dict import Slicing
     from coordinator.messages.transport import Make, Packed
+    from coordinator.pipeline.inflow import Request
     from device_comm import Pending
     from device_comm.verbs.arguments import Later, Maybe, Now, Timeout
 
@@ -185,17 +186,24 @@ class PipelineEnd:
             self._messenger.isend(Kind.TENSOR_DICT, (dst,), _giving(each), None, allowed)
             for (_, _, dst), each in zip(sends, packed, strict=True)
         ]
-        requests = [each and each[1].want(each[0]) for each in inflows]
-        if refused is not None:
-            self._messenger.refused(refused)
-        under_way: list[Pending] = [request for request in requests if request is not None]
-        work = Work(
-            None,
-            Joined([*under_way, *sending]),
-            lambda: pick([request and request.finish(allowed) for request in requests]),
-            allowed,
-        )
-        return work if async_op else self._messenger.finish(work)
+        requests: list[Request | None] = []
+        try:
+            requests += (each and each[1].want(each[0]) for each in inflows)
+            under_way: list[Pending] = [request for request in requests if request is not None]
+            work = Work(
+                None,
+                Joined([*under_way, *sending]),
+                lambda: pick([request and request.finish(allowed) for request in requests]),
+                allowed,
+            )
+            if refused is None:
+                return work if async_op else self._messenger.finish(work)
+        except BaseException as error:
+            here = [request is None or request.message is not None for request in requests]
+            if not (all(here) and len(here) == len(inflows)):
+                self._messenger.cpu.abort(error)  # the next call would get what this one was to get
+            raise
+        return self._messenger.refused(refused)
 
     def _packed(
         self, sends: Sequence[tuple[Any, str, int]], slicing: Slicing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import coordinator
+from coordinator.pipeline import Stage
 from shm_broadcast import GroupAbortedError, MessageDecodeError, MessageRefusedError, PeerLostError
 from tests.interruptions import Alarm, alarm, interrupt, interruptions
 from tests.ranks import run_ranks
@@ -64,8 +66,15 @@ def gather_unsendable(group: GroupCoordinator, values: dict[str, Any]) -> Any:
             raise
 
 
+@cache
+def stage_of(group: GroupCoordinator) -> Stage:
+    """One end of a pipeline, as long as its group lasts."""
+    return Stage(group)
+
+
 PAIRS = {
     "message": Pair(lambda g, x: g.send_tensor_dict(x, dst=1), lambda g: g.recv_tensor_dict(src=0)),
+    "forward": Pair(lambda g, x: stage_of(g).send_forward(x), lambda g: stage_of(g).recv_forward()),
     "broadcast": Pair(
         lambda g, x: g.broadcast_tensor_dict(x, src=0), lambda g: g.broadcast_tensor_dict(src=0)
     ),
@@ -157,6 +166,8 @@ def pass_messages(
     [
         ("message", 2, 0, interrupt),
         ("message", 2, 1, interrupt),
+        ("forward", 2, 0, interrupt),
+        ("forward", 2, 1, interrupt),
         ("broadcast", 2, 0, interrupt),
         ("broadcast", 2, 1, interrupt),
         ("gathered", 2, 0, interrupt),
@@ -175,6 +186,6 @@ def test_an_interrupt_anywhere_mixes_no_messages(
     secret: bytes | None,
 ) -> None:
     path = str(tmp_path / "store")
-    ends = run_ranks(n, pass_messages, path, pair, interrupted, handler, secret, timeout=300)
+    ends = run_ranks(n, pass_messages, path, pair, interrupted, handler, secret, timeout=60)
     assert ends == ends[:1] * n
     assert set(ends[0]) == {True, False}
