@@ -116,8 +116,9 @@ class Inflow:
         except Exception:  # noqa: BLE001 - who has waited longest gets it, and the error
             wanted = self._wanting
         if wanted:
-            self._wanting.remove(wanted[0])
-            wanted[0][1].message = message
+            first = wanted[0]
+            self._wanting.remove(first)
+            first[1].message = message
         else:
             self._arrived[way].append(message)
             self._begin()
