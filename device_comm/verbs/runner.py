@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch.autograd import profiler
 from torch.profiler import record_function
@@ -65,6 +65,7 @@ class Runner:
         self._watch = backend.watch
         self._begun = backend.begun
         self._recorder = backend.recorder
+        self._in_collective = False
         self._names = {
             verb: backend.identity.operation(verb) for verb in backend.capabilities.verbs
         }
@@ -90,7 +91,37 @@ class Runner:
             result: what is returned, unless ``finish`` makes it.
             finish: called once the operation is done.
             more: operations of the same call, begun with it.
+
+        Raises:
+            RuntimeError: another thread is in a collective, or this one was, and a signal handler
+                calls: which data would be whose is not known, so the group is aborted.
         """
+        if operation.verb in ("send", "recv"):
+            return self._profiled(operation, result, finish, more)
+        if self._in_collective:  # nothing is called before it is set: so no thread comes between
+            self._refuse(operation)
+        self._in_collective = True
+        try:
+            return self._profiled(operation, result, finish, more)
+        finally:
+            self._in_collective = False
+
+    def _refuse(self, operation: Operation) -> NoReturn:
+        name = self.backend.identity.operation(operation.verb)
+        error = RuntimeError(
+            f"{name}: another thread is in a call of this group, or one was interrupted"
+        )
+        self._watch.abort(error)
+        self.backend.discard()
+        raise error
+
+    def _profiled(
+        self,
+        operation: Operation,
+        result: Any,
+        finish: Callable[[], Any] | None,
+        more: Sequence[Operation],
+    ) -> Any:
         if profiler._is_profiler_enabled:
             with record_function(self._label(operation)):
                 return self._run(operation, result, finish, more)
