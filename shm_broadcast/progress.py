@@ -186,8 +186,8 @@ class Lane:
         with self._pushing:
             if self._advancing:
                 return
+            self._advancing = True
             try:
-                self._advancing = True
                 while self.tickets and self.tickets[0].task.advance(0):
                     self.tickets.popleft().settle()
                     ended = True
@@ -195,9 +195,8 @@ class Lane:
                 failure = error
             except BaseException as error:
                 self.board.abort(error)
-                raise
-            finally:
-                self._advancing = False
+                raise  # and nothing is advanced again
+            self._advancing = False
         if failure is not None:
             self.fail(failure)
         elif ended:

@@ -188,6 +188,31 @@ def test_a_thread_that_cannot_look_ends_the_group(
     assert looks == 1
 
 
+class Interrupted(ByHand):
+    """A task in the middle of which a signal handler raises, in the main thread."""
+
+    def advance(self, spin_ns: int) -> bool:
+        if self.may_end and not self._log:
+            self._log.append("interrupted")
+            raise KeyboardInterrupt
+        return super().advance(spin_ns)
+
+
+def test_a_task_that_was_interrupted_midway_is_never_done(progress: Progress) -> None:
+    """Nobody knows how far it has come: to go on with it may give what was never received."""
+    log: list[str] = []
+    task = Interrupted(log, "a")
+    ticket = lane_of(progress).perform(task, soon, background=True)
+    assert ticket is not None
+    progress.close()  # this thread goes on with it
+    task.may_end = True
+    with pytest.raises(KeyboardInterrupt):
+        ticket.wait(soon())
+    with pytest.raises(GroupAbortedError, match="KeyboardInterrupt"):
+        ticket.wait(soon())
+    assert log == ["interrupted"]
+
+
 class HalfWay(ByHand):
     """A task that takes its time once it may end."""
 
