@@ -114,6 +114,9 @@ class Incoming(Generic[T]):
             raise self._error
         return self._restore(timeout)
 
+    def leave(self, error: BaseException) -> None:
+        """Tell those that help to make it whole that ``error`` keeps this member from it."""
+
     def _frame(self) -> Sequence[Tensor]:
         self._next = self._rest
         return (self._message.first,)
@@ -176,6 +179,7 @@ class IncomingDict(Incoming[dict[Any, Any]]):
         self._peers = peers
         self._header: Header | None = None
         self._tensors: dict[Any, Tensor] = {}
+        self._may_be_cut = peers is not None
 
     def header(self) -> Header:
         """The dict's header, once everything is there.
@@ -187,6 +191,14 @@ class IncomingDict(Incoming[dict[Any, Any]]):
             raise self._error or RuntimeError("a header is read once it is there, not before")
         return self._header
 
+    def leave(self, error: BaseException) -> None:
+        """End the peers' group if ``error``, maybe a signal handler's, comes before all slices are
+        gathered: they would gather theirs with those of another message.
+        """
+        interrupted = self.has_begun and not isinstance(error, CoordinatorError)
+        if interrupted and self._may_be_cut and self._peers is not None:
+            self._peers.cpu.abort(error)
+
     def _read(self, payload: memoryview) -> Sequence[Tensor]:
         return self._make_room(*from_payload(payload))
 
@@ -194,6 +206,7 @@ class IncomingDict(Incoming[dict[Any, Any]]):
         """Room for all tensors of the header but those that have come; the rooms on the CPU."""
         self._next = _nothing
         self._header, self._tensors = header, tensors
+        self._may_be_cut = any(meta.slices for meta in header.tensors.values())
         following: dict[bool, list[Tensor]] = {True: [], False: []}
         for key, meta in header.tensors.items():
             if key not in tensors:
@@ -210,24 +223,39 @@ class IncomingDict(Incoming[dict[Any, Any]]):
         return comm.empty((meta.numel_sent,), meta.torch_dtype)
 
     def _restore(self, timeout: Timeout) -> dict[Any, Any]:
-        header, peers, tensors = self.header(), self._peers, self._tensors
+        header, peers = self.header(), self._peers
         for key, meta in header.tensors.items():
             if meta.slices and (
                 peers is None or (peers.cpu.world_size, peers.cpu.rank) != (meta.slices, meta.slice)
             ):
+                self._may_be_cut = False  # as at the peers: nobody gathers
                 raise ValueError(
                     f"{key!r} came as slice {meta.slice} of {meta.slices}: receive it with an "
                     "all_gather_group of that size, at that rank"
                 )
         whole = {}
+        tensors = self._gathered(header, timeout)
         for key, meta in header.tensors.items():
-            tensor = tensors[key]
-            if meta.slices and peers is not None:
-                tensor = peers.of(meta.device).all_gather(tensor, dim=0, timeout=timeout)
-            tensor = tensor.view(meta.shape)
+            tensor = tensors[key].view(meta.shape)
             may_require = meta.requires_grad and torch.is_grad_enabled()
             whole[key] = tensor.requires_grad_() if may_require else tensor
         return unpack(header, whole, self._wire)
+
+    def _gathered(self, header: Header, timeout: Timeout) -> dict[Any, Tensor]:
+        """The flat tensors, of those that came in slices all of them."""
+        if not self._may_be_cut:
+            return self._tensors
+        whole, peers = dict(self._tensors), self._peers
+        try:
+            for key, meta in header.tensors.items():
+                if meta.slices and peers is not None:
+                    comm = peers.of(meta.device)
+                    whole[key] = comm.all_gather(whole[key], dim=0, timeout=timeout)
+        except BaseException as error:
+            self.leave(error)
+            raise
+        self._tensors, self._may_be_cut = whole, False
+        return whole
 
 
 def _nothing() -> Sequence[Tensor]:

@@ -114,6 +114,14 @@ class MessageTransport:
         """The next message of ``src``. Collective: no."""
         deadline = self._deadline(timeout)
         check_peer("src", src, self.cpu.rank, self.cpu.world_size)
+        try:
+            self._receive(incoming, src, deadline)
+            return incoming.result(deadline)
+        except BaseException as error:
+            incoming.leave(error)
+            raise
+
+    def _receive(self, incoming: Incoming[Any], src: int, deadline: Deadline) -> None:
         with self._receiving[src] as mine:
             self._require_alone(mine, src)
             self._await_turn(src, deadline)
@@ -125,7 +133,6 @@ class MessageTransport:
             except BaseException as error:
                 self._ends_halfway(error, incoming)
                 raise
-        return incoming.result(deadline)
 
     def ireceive(self, incoming: Incoming[T], src: int, timeout: Timeout) -> Work[T]:
         """Begin to receive the next message of ``src``. Collective: no."""

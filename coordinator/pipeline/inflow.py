@@ -18,6 +18,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from coordinator.pipeline.message import NEXT, PREV, from_dict, way_of
+from shm_broadcast import CoordinatorError
 
 if TYPE_CHECKING:
     from coordinator.messages.incoming import IncomingDict
@@ -61,6 +62,11 @@ class Request:
         way_of(self.message.header())
         return from_dict(self.message.result(timeout), self._inflow.src)
 
+    def leave(self, error: BaseException) -> None:
+        """As `Incoming.leave`, of a message that is there."""
+        if self.message is not None:
+            self.message.leave(error)
+
 
 class Inflow:
     """What one peer sends to this stage.
@@ -90,8 +96,8 @@ class Inflow:
         if self._arrived[way]:
             request.message = self._arrived[way].popleft()
         else:
+            self._begin(len(self._wanting) + 1)
             self._wanting.append((way, request))
-            self._begin()
         return request
 
     def has_come(self) -> bool:
@@ -104,16 +110,25 @@ class Inflow:
         Raises:
             GroupTimeoutError: none is; it is still under way.
         """
+        if not self._coming:  # a signal handler has raised while it was sorted
+            self._messenger.cpu.check()
         self._coming[0][1].wait(deadline)
         self.sort_one()
 
     def sort_one(self) -> None:
         """Give the message that is there to who asked for it, or keep it. Never blocks."""
-        message, _ = self._coming.popleft()
+        try:
+            message, _ = self._coming.popleft()
+            self._sort(message)
+        except BaseException as error:  # a signal handler's
+            self._messenger.cpu.abort(error)
+            raise
+
+    def _sort(self, message: IncomingDict) -> None:
         try:
             way = way_of(message.header())
             wanted = [each for each in self._wanting if each[0] == way]
-        except Exception:  # noqa: BLE001 - who has waited longest gets it, and the error
+        except (CoordinatorError, RuntimeError):  # who has waited longest gets it, and the error
             wanted = self._wanting
         if wanted:
             first = wanted[0]
@@ -121,10 +136,10 @@ class Inflow:
             first[1].message = message
         else:
             self._arrived[way].append(message)
-            self._begin()
+            self._begin(len(self._wanting))
 
-    def _begin(self) -> None:
-        """Have a receive begun for every request that has no message yet. Never blocks."""
-        while len(self._coming) < len(self._wanting):
+    def _begin(self, n_wanted: int) -> None:
+        """Have so many receives begun, one for every request without a message. Never blocks."""
+        while len(self._coming) < n_wanted:
             message = self._messenger.incoming_dict(self.src, self._peers)
             self._coming.append((message, self._messenger.begin(message, self.src)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, overload
 
 from coordinator.messages.framing import Kind
+from coordinator.messages.outgoing import AnotherThreadError
 from coordinator.messages.tensor_dict import WHOLE
 from coordinator.pipeline.inflow import Inflow
 from coordinator.pipeline.message import NEXT, PREV, by_place, refusal, to_dict
@@ -178,17 +179,21 @@ class PipelineEnd:
             (PREV, self._inflow_of(to_next)) if recv_next else None,
         ]
         packed, refused = self._packed(sends, self._slicing(scatter_gather_tensors))
-        if not (async_op or refused or any(inflows)):
-            for (_, _, dst), each in zip(sends, packed, strict=True):
-                self._messenger.send(Kind.TENSOR_DICT, dst, _giving(each), allowed)
-            return pick([None, None])
-        sending = [
-            self._messenger.isend(Kind.TENSOR_DICT, (dst,), _giving(each), None, allowed)
-            for (_, _, dst), each in zip(sends, packed, strict=True)
-        ]
+        sends_only = not (async_op or refused or any(inflows))
+        sending: list[Work[None]] = []
         requests: list[Request | None] = []
+        n_sent = 0
         try:
+            for (_, _, dst), each in zip(sends, packed, strict=True):
+                kind, make = Kind.TENSOR_DICT, _giving(each)
+                if sends_only:
+                    self._messenger.send(kind, dst, make, allowed)
+                else:
+                    sending.append(self._messenger.isend(kind, (dst,), make, None, allowed))
+                n_sent += 1
             requests += (each and each[1].want(each[0]) for each in inflows)
+            if sends_only:
+                return pick(requests)
             under_way: list[Pending] = [request for request in requests if request is not None]
             work = Work(
                 None,
@@ -199,11 +204,25 @@ class PipelineEnd:
             if refused is None:
                 return work if async_op else self._messenger.finish(work)
         except BaseException as error:
-            here = [request is None or request.message is not None for request in requests]
-            if not (all(here) and len(here) == len(inflows)):
-                self._messenger.cpu.abort(error)  # the next call would get what this one was to get
+            is_message = len(sends) <= 1 and not any(inflows)  # whole, or the messenger's affair
+            begun = n_sent or any(requests) or not isinstance(error, AnotherThreadError)
+            if begun and not is_message:
+                self._ends_halfway(error, requests)
             raise
         return self._messenger.refused(refused)
+
+    def _ends_halfway(self, error: BaseException, requests: Sequence[Request | None]) -> None:
+        """End the groups if ``error``, maybe a signal handler's, leaves an exchange half done: the
+        next one would get its trees, or gather their slices.
+        """
+        asked = [request for request in requests if request is not None]
+        if len(requests) == len(Exchanged._fields) and all(each.message for each in asked):
+            for each in asked:
+                each.leave(error)
+            return
+        self._messenger.cpu.abort(error)
+        if self._peers is not None:
+            self._peers.cpu.abort(error)
 
     def _packed(
         self, sends: Sequence[tuple[Any, str, int]], slicing: Slicing
