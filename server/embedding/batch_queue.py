@@ -4,6 +4,9 @@ Pure logic: no waiting, no tasks. The requests take turns, in the order of arriv
 request may fill a share of a batch's tokens; the rest of its items wait for its next turn, behind
 the other requests (deficit round robin). So a small request waits for one share of each request
 that came before it, however large these are, and a large one that is alone fills whole batches.
+
+A signal handler that raises comes after a call, never between two assignments: what waits stays
+counted right.
 """
 
 from __future__ import annotations
@@ -103,8 +106,8 @@ class BatchQueue(Generic[Item, Result]):
         if self.waiting + asked > self.max_waiting:
             raise QueueFullError(asked, self.waiting, self.max_waiting)
         request.credit = self._share
-        self._turns.append(request)
         self.waiting += asked
+        self._turns.append(request)
 
     def take(self) -> list[RequestPiece[Item, Result]]:
         """The next batch; empty if nothing waits."""
@@ -118,11 +121,11 @@ class BatchQueue(Generic[Item, Result]):
                 room -= cost
             if full:
                 break
-            self._turns.popleft()
             if request.waiting:
                 request.credit += self._share
-                self._turns.append(request)
-        self.waiting -= sum(piece.stop - piece.start for piece in batch)
+                self._turns.rotate(-1)
+            else:
+                self._turns.popleft()
         return batch
 
     def _turn(
@@ -144,10 +147,12 @@ class BatchQueue(Generic[Item, Result]):
             taken += cost
             request.credit -= cost
             request.next += 1
+            self.waiting -= 1
         return RequestPiece(request, start, request.next), taken, full
 
     def drop(self, request: BatchRequest[Item, Result]) -> None:
         """Forget the items of a request that are in no batch yet."""
         if request in self._turns:
+            left = request.waiting
+            self.waiting -= left
             self._turns.remove(request)
-            self.waiting -= request.waiting

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Generic
 
+from shm_broadcast import CoordinatorError
+
 from ..errors import PoolClosedError
 from ..spans import carried
 from .batch_queue import BatchQueue, BatchRequest, Item, RequestPiece, Result
@@ -69,11 +71,11 @@ class Batcher(Generic[Item, Result]):
             return []
         answer: asyncio.Future[list[Result]] = asyncio.get_running_loop().create_future()
         request = BatchRequest(items, [None] * len(items), len(items), answer, trace=carried())
-        self._queue.add(request)
-        self._start()
         try:
+            self._queue.add(request)
+            self._start()
             return await answer
-        except asyncio.CancelledError:
+        except BaseException:  # cancelled, or a signal handler's
             self._queue.drop(request)
             raise
 
@@ -86,21 +88,22 @@ class Batcher(Generic[Item, Result]):
     def _start(self) -> None:
         while len(self._running) < self._in_flight and (batch := self._queue.take()):
             task = asyncio.create_task(self._run(batch))
+            task.add_done_callback(self._running.discard)  # no Python: nothing interrupts it
+            task.add_done_callback(lambda _: self._start())
             self._running.add(task)
-            task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        self._start()
 
     async def _run(self, batch: list[RequestPiece[Item, Result]]) -> None:
-        items = [item for piece in batch for item in piece.items]
         try:
+            items = [item for piece in batch for item in piece.items]
             traces = [trace for piece in batch if (trace := piece.request.trace) is not None]
-            results = await self._compute(items, traces)
+            self._answer(batch, await self._compute(items, traces))
         except Exception as error:  # noqa: BLE001 - whatever it is, those who asked get it
             self._fail(batch, error)
-            return
+        except BaseException as error:
+            self._fail(batch, CoordinatorError(f"a batch was given up: {error!r}"))
+            raise
+
+    def _answer(self, batch: list[RequestPiece[Item, Result]], results: Sequence[Result]) -> None:
         at = 0
         for piece in batch:
             size = piece.stop - piece.start
