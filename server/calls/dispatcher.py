@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import time
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec.structs import astuple
 
@@ -41,7 +41,6 @@ from ..control.protocol import Call, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
 
     from shm_broadcast import Board, Deadline, MessageQueue
 
@@ -132,16 +131,6 @@ class Dispatcher:
             self._listen_in_turn(call, deadline)
         if not call.done:
             self._wait_for_other_listener(call, deadline)
-
-    def submit(self, call: PendingCall) -> Future[Any]:
-        """Queue ``call`` and return the future of its result. Does not wait for workers.
-
-        Raises:
-            What broke the pool.
-        """
-        future = call.future()
-        self._ledger.queue(call)
-        return future
 
     def release(self) -> None:
         """Let both threads end, as the generation is over."""

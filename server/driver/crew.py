@@ -216,13 +216,15 @@ class Crew(Watcher):
         return call.result()
 
     def submit(self, call: PendingCall) -> Future[Any]:
-        """Queue a call and return the future of its result.
+        """Queue a call and return the future of its result. Does not wait for workers.
 
         Raises:
             What broke the pool.
         """
-        call.future().answer_for(partial(self.late, call), partial(self.ledger.cancel, call))
-        return self.dispatcher.submit(call)
+        future = call.future()
+        future.answer_for(partial(self.late, call), partial(self.ledger.cancel, call))
+        self.ledger.queue(call)
+        return future
 
     def late(self, call: PendingCall, timeout: float | None) -> CallTimeoutError:
         """The error for a call that is late after ``timeout`` seconds: who has not answered, what
