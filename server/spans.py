@@ -8,7 +8,7 @@ carried, and nobody is asked for anything.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -24,7 +24,7 @@ else:
     _tracer = trace.get_tracer("group_coordinator")
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from opentelemetry.trace import Span
@@ -90,16 +90,14 @@ def of_batch(
     return _tracer.start_as_current_span(name, contexts[0], links=links, attributes=attributes)
 
 
-@contextmanager
-def of_call(method: str, carrier: Carrier, rank: int, generation: int) -> Iterator[None]:
+def of_call(
+    method: str, carrier: Carrier, rank: int, generation: int
+) -> AbstractContextManager[Any]:
     """The span of a call in a worker."""
     if not INSTALLED:
-        yield
-        return
+        return nullcontext()
     about = {"group_coordinator.rank": rank, "group_coordinator.generation": generation}
-    parent = _propagator.extract(carrier)
-    with _tracer.start_as_current_span(method, parent, attributes=about):
-        yield
+    return _tracer.start_as_current_span(method, _propagator.extract(carrier), attributes=about)
 
 
 def check_exporter(name: str) -> None:
