@@ -33,13 +33,12 @@ class Switches:
     force: bool = False
 
     @classmethod
-    def of(cls, text: str, known: Collection[str]) -> Switches:
+    def of(cls, text: str) -> Switches:
         """What a value of the variable means.
 
         Args:
             text: ``""`` or ``"0"``: nothing; ``"1"``: all parts; else names of parts with commas
                 between; ``"force"``, alone or among them: also on a version not tested.
-            known: the names of all parts.
 
         Raises:
             ValueError: one of the names is none of a part.
@@ -47,23 +46,23 @@ class Switches:
         words = [word for each in text.split(",") if (word := each.strip())]
         if not words or words == ["0"]:
             return cls(frozenset())
-        unknown = [word for word in words if word not in known and word not in _ALL]
+        unknown = [word for word in words if word not in PARTS and word not in _ALL]
         if unknown:
             raise ValueError(
                 f"{VARIABLE}={text!r}: there is no part {unknown[0]!r}; "
-                f"it is 0, 1, force, or some of {','.join(sorted(known))}"
+                f"it is 0, 1, force, or some of {','.join(PARTS)}"
             )
         named = frozenset(words) - {*_ALL}
-        return cls(named if named and "1" not in words else frozenset(known), "force" in words)
+        return cls(named if named and "1" not in words else frozenset(PARTS), "force" in words)
 
     @classmethod
-    def from_environment(cls, known: Collection[str]) -> Switches:
+    def from_environment(cls) -> Switches:
         """What the variable says now.
 
         Raises:
             ValueError: it names an unknown part.
         """
-        return cls.of(os.environ.get(VARIABLE, ""), known)
+        return cls.of(os.environ.get(VARIABLE, ""))
 
     def check_version(self, engine: str, version: str, tested: Collection[str]) -> None:
         """Accept a version that was tested; any, with ``force``.

@@ -14,7 +14,7 @@ from coordinator.plugins.vllm import hooks
 
 @pytest.mark.parametrize("text", ["", "0", " ", ","])
 def test_nothing_is_on_by_default(text: str) -> None:
-    assert Switches.of(text, PARTS) == Switches(frozenset())
+    assert Switches.of(text) == Switches(frozenset())
 
 
 @pytest.mark.parametrize(
@@ -29,12 +29,12 @@ def test_nothing_is_on_by_default(text: str) -> None:
     ],
 )
 def test_parts_are_on_by_name(text: str, parts: list[str], force: bool) -> None:
-    assert Switches.of(text, PARTS) == Switches(frozenset(parts), force)
+    assert Switches.of(text) == Switches(frozenset(parts), force)
 
 
 def test_an_unknown_part_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="no part 'ques'; it is 0, 1, force, or some of commun"):
-        Switches.of("queue,ques", PARTS)
+        Switches.of("queue,ques")
 
 
 def test_a_version_that_was_not_tested_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,8 +44,8 @@ def test_a_version_that_was_not_tested_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_build_of_a_tested_version_is_accepted_and_any_is_with_force() -> None:
-    Switches.of("1", PARTS).check_version("vLLM", "0.32.0+cpu", ("0.32.0",))
-    Switches.of("force", PARTS).check_version("vLLM", "0.99.1", ("0.32.0",))
+    Switches.of("1").check_version("vLLM", "0.32.0+cpu", ("0.32.0",))
+    Switches.of("force").check_version("vLLM", "0.99.1", ("0.32.0",))
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])

@@ -7,7 +7,7 @@ from importlib.metadata import version as installed
 from typing import TYPE_CHECKING, Any, Final
 
 from coordinator.compat.sglang.device_communicators.shm_broadcast import MessageQueue
-from coordinator.plugins.switches import PARTS, Switches
+from coordinator.plugins.switches import Switches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ def install(version: Callable[[], str] = lambda: installed("sglang")) -> frozens
         UntestedVersionError: one of them is to be, and SGLang is of another version than was
             tested.
     """
-    switches = Switches.from_environment(PARTS)
+    switches = Switches.from_environment()
     parts = switches.parts & {*HOOKS}
     if not parts:
         return parts

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from coordinator.plugins.switches import PARTS, Switches
+from coordinator.plugins.switches import Switches
 from coordinator.plugins.vllm import page
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def install(version: Callable[[], str] | None = None) -> frozenset[str]:
         ValueError: the variable names a part that does not exist.
         UntestedVersionError: vLLM is of another version than was tested.
     """
-    switches = Switches.from_environment(PARTS)
+    switches = Switches.from_environment()
     if switches.parts:
         switches.check_version("vLLM", version() if version else _version(), TESTED)
     for hook in HOOKS:
