@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .terminal import shown
+from .terminal import counted, shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,8 +25,8 @@ def title(folder: ModelFolder, tp: int, pp: int, device: str, threads: int) -> s
         f"model  {folder.path}\n"
         f"       {bert.num_hidden_layers} layers, {bert.num_attention_heads} heads, "
         f"hidden size {bert.hidden_size}, at most {folder.max_length} tokens\n"
-        f"pool   tp={tp} x pp={pp}: {_count(tp * pp, 'worker')} on {device}, "
-        f"{_count(threads, 'thread')} each"
+        f"pool   tp={tp} x pp={pp}: {counted(tp * pp, 'worker')} on {device}, "
+        f"{counted(threads, 'thread')} each"
     )
 
 
@@ -52,7 +52,7 @@ def grid(places: Sequence[Placed], seconds: float) -> str:
 def speed(tokens: np.ndarray, seconds: float) -> str:
     """The number of sentences and tokens, the time, and the speed."""
     return (
-        f"embedded {_count(len(tokens), 'sentence')} ({_count(int(tokens.sum()), 'token')}) in "
+        f"embedded {counted(len(tokens), 'sentence')} ({counted(int(tokens.sum()), 'token')}) in "
         f"{seconds:.3f} s: {len(tokens) / seconds:.1f} sentences/s"
     )
 
@@ -99,7 +99,3 @@ def _layers(place: Placed) -> str:
     first, end = place.layers
     what = f"layer {first}" if end - first == 1 else f"layers {first}-{end - 1}"
     return f"stage {place.pp_rank}, {what}"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

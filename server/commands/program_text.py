@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from shm_broadcast.errors import name_of
 from shm_broadcast.onlooker.blame import judge
 
-from .terminal import shown
+from .terminal import counted, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ def program(seen: Program, width: int = UNLIMITED) -> str:
     """All about a program: its boards, their members and queues, and who holds others up."""
     lines = [
         _title(seen, width),
-        shown(f"{_count(len(seen.pids), 'process')}, {_bytes(seen.shared)} shared", width),
+        shown(f"{counted(len(seen.pids), 'process')}, {_bytes(seen.shared)} shared", width),
     ]
     for number, board in enumerate(seen.boards, 1):
         several = f"board {number}" if len(seen.boards) > 1 else ""
@@ -96,13 +96,13 @@ def _board(title: str, board: BoardSeen, width: int) -> list[str]:
     for dropped in _DROPPED:
         if _width(columns, rows) > width and dropped in columns:
             columns.remove(dropped)
-    members = _count(len(board.members), "member")
+    members = counted(len(board.members), "member")
     lines = [shown(f"{title}: {members}" if title else members, width)]
     lines.append(_table(columns, _RIGHT, rows, width))
     behind = sorted((q for q in board.queues if q.behind), key=lambda queue: queue.writer)
     lines += [f"  {shown(_queue(each), width - 2)}" for each in behind]
     if len(board.queues) > len(behind):
-        rest = _count(len(board.queues) - len(behind), "more queue" if behind else "queue")
+        rest = counted(len(board.queues) - len(behind), "more queue" if behind else "queue")
         lines.append(f"  {rest}, all read")
     return lines
 
@@ -141,7 +141,7 @@ def _queue(queue: QueueSeen) -> str:
     to = ", ".join(readers[:_NAMED])
     if len(readers) > _NAMED:
         to += f" and {len(readers) - _NAMED} more"
-    text = f"{name_of(queue.writer)} -> {to}: {_count(queue.messages, 'message')}"
+    text = f"{name_of(queue.writer)} -> {to}: {counted(queue.messages, 'message')}"
     slow = next(each for each in queue.readers if each.behind == queue.behind)
     used = f"{_bytes(queue.used)} of {_bytes(queue.capacity)} used"
     return f"{text}, {queue.behind} not read by {name_of(slow.rank)}, {used}"
@@ -202,8 +202,3 @@ def _bytes(number: int) -> str:
             )
         number /= 1024  # type: ignore[assignment]
     return f"{number:.1f} GiB"
-
-
-def _count(number: int, thing: str) -> str:
-    plural = f"{thing}es" if thing.endswith("s") else f"{thing}s"
-    return f"{number} {thing if number == 1 else plural}"
