@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from starlette.routing import Route
@@ -16,11 +17,12 @@ from .completion_openapi import completion_document
 from .completion_service import CompletionService
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from ..web.api import ServedModel
     from ..web.openapi import Schema
     from ..workers.decoder import AnswerReader, Generation
     from .completion_api import Wish
@@ -32,25 +34,22 @@ class CompletionFace(Face[CompletionService]):
     def asked(self) -> list[Route]:
         """See `Face`."""
         return [
-            Route("/v1/completions", self.answering(self._complete), methods=["POST"]),
-            Route("/v1/chat/completions", self.answering(self._chat), methods=["POST"]),
+            Route(path, self.answering(partial(self._answer, read)), methods=["POST"])
+            for path, read in (
+                ("/v1/completions", read_completion),
+                ("/v1/chat/completions", read_chat),
+            )
         ]
 
     def about(self, *, with_key: bool) -> Schema:
         """See `Face`."""
         return completion_document(self.model, with_key=with_key)
 
-    async def _complete(self, request: Request) -> Response:
+    async def _answer(
+        self, read: Callable[[bytearray, ServedModel], Wish], request: Request
+    ) -> Response:
         async with self.bodies.read(request) as body:
-            wish = read_completion(body, self.model)
-        return await self._answer(request, wish)
-
-    async def _chat(self, request: Request) -> Response:
-        async with self.bodies.read(request) as body:
-            wish = read_chat(body, self.model)
-        return await self._answer(request, wish)
-
-    async def _answer(self, request: Request, wish: Wish) -> Response:
+            wish = read(body, self.model)
         self.service.check_ready()
         try:
             prompt = await self._tokens(wish)
