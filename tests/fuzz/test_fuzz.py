@@ -21,7 +21,7 @@ from tests.fuzz.verbs import Given
 
 SECONDS = 5.0
 FAULT_SECONDS = 3.0
-SOCKET_SECONDS = 2.0
+SOCKET_SECONDS = 3.0
 
 NO_VERBS = {
     *("from_device_mesh", "from_link", "from_process_group", "make_sibling_device_group"),
