@@ -280,7 +280,11 @@ def init(
             operation_timeout=operation_timeout,
             torch_only=torch_only,
             checked=checked,
-            sizes={**dict(grid.axes), "dcp": dcp, "axes": ", ".join(outer.names) or "none"},
+            sizes={
+                **dict(reversed(grid.axes)),  # what was given before what follows from it
+                "dcp": dcp,
+                "axes": ", ".join(outer.names) or "none",
+            },
         )
         # A launcher whose board it is hears of failures itself, and tells the others.
         telling_why = topology.telling_why() if board is None else nullcontext()

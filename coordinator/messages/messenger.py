@@ -8,6 +8,7 @@ guaranteed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,8 +24,6 @@ from device_comm.verbs.checks import check_tensor
 from shm_broadcast import GroupTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
     from coordinator.messages.tensor_dict import Header
@@ -122,8 +121,9 @@ class Messenger(ObjectMessenger):
         kind = Kind.BROADCAST_TENSOR_DICT
         if self._has_others(src):
             if self.cpu.rank == src:
+                own = dict(values) if isinstance(values, Mapping) else {}  # refused, then
                 make = partial(self._pack_source, values)
-                return self._broadcast(kind, make, dict(values or {}), timeout, async_op)
+                return self._broadcast(kind, make, own, timeout, async_op)
             dst = self.cpu.rank if async_op else EVERYONE
             incoming = IncomingDict(self.wire, kind, src, dst, self.routes)
             return self._receive_broadcast(incoming, src, timeout, async_op)
@@ -169,4 +169,6 @@ class Messenger(ObjectMessenger):
 def _a_dict(values: Mapping[Any, Any] | None, src: int) -> Mapping[Any, Any]:
     if values is None:
         raise ValueError(f"rank {src} is the source: it needs a dict")
+    if not isinstance(values, Mapping):
+        raise TypeError(f"rank {src} is the source: it needs a dict, not {type(values).__name__}")
     return values

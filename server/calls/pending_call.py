@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shm_broadcast import Deadline
 
 from ..control.protocol import VOID
-from ..errors import CallDivergedError, WorkerError, again, located
+from ..errors import CallDivergedError, StreamLostError, WorkerError, again, located
 from ..spans import carried
 from .agreement import difference
 from .call_future import CallFuture
@@ -100,7 +100,7 @@ class PendingCall:
         self.waiting = set(range(self._n_ranks))
         self.failed: list[int] = []
         self.error: BaseException | None = None
-        self.failure: WorkerError | None = None
+        self.failure: WorkerError | StreamLostError | None = None
         self._values: list[Any] = [None] * self._n_ranks
         self._begun: dict[int, tuple[BegunInGroup, ...]] = {}
 
@@ -136,13 +136,14 @@ class PendingCall:
         self.error = self.error or error
         self.waiting.discard(rank)
 
-    def fail(self, rank: int, error: WorkerError, told: Failed) -> None:
+    def fail(self, rank: int, error: WorkerError | StreamLostError, told: Failed) -> None:
         """Note that ``rank`` has failed: its report, and the error that was made of it."""
         self._begun[rank] = told.begun
         self.failed.append(rank)
         if not told.consequence:
             self.error = self.error or error
-            self.failure = self.error if isinstance(self.error, WorkerError) else error
+            reported = isinstance(self.error, (WorkerError, StreamLostError))
+            self.failure = self.error if reported else error  # type: ignore[assignment]
         self.failure = self.failure or error
         self.waiting.discard(rank)
 

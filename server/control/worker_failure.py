@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shm_broadcast import DivergenceError, GroupAbortedError, PeerLostError
 
-from ..errors import CallRefusedError, WorkerError
+from ..errors import CallRefusedError, StreamLostError, WorkerError
 from .protocol import Failed
 
 if TYPE_CHECKING:
@@ -57,10 +57,13 @@ def unsendable(value: object, error: TypeError) -> TypeError:
     return told
 
 
-def rebuild(failed: Failed, rank: int, method: str, detail: str = "") -> WorkerError:
+def rebuild(
+    failed: Failed, rank: int, method: str, detail: str = ""
+) -> WorkerError | StreamLostError:
     """In the driver: the error to raise at the caller.
 
-    Its ``__cause__`` is the original exception, if that can be unpickled here.
+    Its ``__cause__`` is the original exception, if that can be unpickled here. That a stream is
+    lost is not the worker's error, but the pool's.
 
     Args:
         failed: the worker's message.
@@ -68,9 +71,12 @@ def rebuild(failed: Failed, rank: int, method: str, detail: str = "") -> WorkerE
         method: the method that was called.
         detail: added to the message, in parentheses.
     """
+    original = _unpickled(failed.exception)
+    if isinstance(original, StreamLostError):
+        return original
     message = f"{failed.message} ({detail})" if detail else failed.message
     error = WorkerError(rank, method, failed.kind, message, failed.traceback)
-    error.__cause__ = _unpickled(failed.exception)
+    error.__cause__ = original
     return error
 
 

@@ -6,6 +6,7 @@ head also while workers are being started, which takes seconds.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -67,6 +68,10 @@ _LOOK_SECONDS = 0.05
 """How often to look whether the board was aborted."""
 _LINE_SECONDS = 10.0
 """How often a line says that the head is not there."""
+_NO_WAY = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH)
+"""What there is no way for, as while this host's interface is down."""
+_AGAIN_SECONDS = 0.5
+"""How often to look for a way."""
 _log = logging.getLogger(__name__)
 
 
@@ -327,6 +332,19 @@ class HostSupervisor(Watcher):
             self._board = None
         self._memory.close()
 
+    def _own_address(self, head: str, port: int, deadline: Deadline) -> str:
+        """This host's address on the way to the head, once there is a way."""
+        while True:
+            try:
+                return own_address(head, port)
+            except OSError as error:
+                if error.errno not in _NO_WAY:
+                    raise
+                if deadline.expired:
+                    reason = f"there is no way to the head in {deadline.timeout:g} s: {error}"
+                    raise HostError(self._node, reason) from error
+            time.sleep(min(_AGAIN_SECONDS, deadline.remaining()))
+
     def _join(self, hosts: Hosts, deadline: Deadline, undo: ExitStack) -> HostAdmitted:
         """Make the link, and wait until the head admits this host."""
         began = said = time.monotonic()
@@ -336,7 +354,7 @@ class HostSupervisor(Watcher):
         )
         port = hosts.master_port
         head = str(one_address(hosts.master_addr))
-        self._address = own_address(head, port)
+        self._address = self._own_address(head, port, deadline)
         hello = HostHello(socket.gethostname(), self._address, os.getpid(), facts_here(hosts.facts))
         self._link = HostLink(hosts, head, port, hello, self)
         undo.callback(self._link.close)

@@ -307,8 +307,8 @@ def told_differently(rank: int, n: int, path: str, arguments: list[dict[str, Any
 @pytest.mark.parametrize(
     ("first", "others", "said"),
     [
-        ({"tp": 3}, {"pp": 3}, "pp is 1 on ranks [0], 3 on ranks [1, 2]"),
-        ({"tp": 3}, {"dp": 3}, "dp is 1 on ranks [0], 3 on ranks [1, 2]"),
+        ({"tp": 3}, {"pp": 3}, "tp is 3 on ranks [0], 1 on ranks [1, 2]"),
+        ({"tp": 3}, {"dp": 3}, "tp is 3 on ranks [0], 1 on ranks [1, 2]"),
         ({"tp": 3, "dcp": 3}, {"tp": 3}, "dcp is 3 on ranks [0], 1 on ranks [1, 2]"),
         ({"axes": {"a": 3}}, {"axes": {"b": 3}}, "a is 3 on ranks [0], not given on ranks [1, 2]"),
         (

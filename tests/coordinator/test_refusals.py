@@ -99,6 +99,11 @@ def refusing(rank: int, n: int, port: int, torch_only: bool) -> None:
         for make, kind, why in ODD:
             between(tp, rank, make(), kind, why)
             to_all(tp, rank, make(), kind, why)
+        for no_dict in ([1], 5):
+            says = "rank 0 is the source: it needs a dict, not"
+            with pytest.raises(MessageRefusedError, match=says):
+                tp.broadcast_tensor_dict(no_dict if rank == 0 else None)
+            assert tp.broadcast_tensor_dict({"step": 2} if rank == 0 else None) == {"step": 2}
         with tp.create_mq_broadcaster() as queue:
             tp.mq_broadcaster = queue
             for make, kind, why in ODD:
