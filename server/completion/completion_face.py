@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from starlette.routing import Route
@@ -17,12 +16,11 @@ from .completion_openapi import completion_document
 from .completion_service import CompletionService
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from ..web.api import ServedModel
     from ..web.openapi import Schema
     from ..workers.decoder import AnswerReader, Generation
     from .completion_api import Wish
@@ -34,22 +32,25 @@ class CompletionFace(Face[CompletionService]):
     def asked(self) -> list[Route]:
         """See `Face`."""
         return [
-            Route(path, self.answering(partial(self._answer, read)), methods=["POST"])
-            for path, read in (
-                ("/v1/completions", read_completion),
-                ("/v1/chat/completions", read_chat),
-            )
+            Route("/v1/completions", self.answering(self._complete), methods=["POST"]),
+            Route("/v1/chat/completions", self.answering(self._chat), methods=["POST"]),
         ]
 
     def about(self, *, with_key: bool) -> Schema:
         """See `Face`."""
         return completion_document(self.model, with_key=with_key)
 
-    async def _answer(
-        self, read: Callable[[bytearray, ServedModel], Wish], request: Request
-    ) -> Response:
+    async def _complete(self, request: Request) -> Response:
         async with self.bodies.read(request) as body:
-            wish = read(body, self.model)
+            wish = read_completion(body, self.model)
+        return await self._answer(request, wish)
+
+    async def _chat(self, request: Request) -> Response:
+        async with self.bodies.read(request) as body:
+            wish = read_chat(body, self.model)
+        return await self._answer(request, wish)
+
+    async def _answer(self, request: Request, wish: Wish) -> Response:
         self.service.check_ready()
         try:
             prompt = await self._tokens(wish)
