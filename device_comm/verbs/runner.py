@@ -96,15 +96,19 @@ class Runner:
             RuntimeError: another thread is in a collective, or this one was, and a signal handler
                 calls: which data would be whose is not known, so the group is aborted.
         """
-        if operation.verb in ("send", "recv"):
-            return self._profiled(operation, result, finish, more)
-        if self._in_collective:  # nothing is called before it is set: so no thread comes between
-            self._refuse(operation)
-        self._in_collective = True
+        collective = operation.verb not in ("send", "recv")
+        if collective:
+            if self._in_collective:  # and set with no call between: no other thread is as far
+                self._refuse(operation)
+            self._in_collective = True
         try:
-            return self._profiled(operation, result, finish, more)
+            if profiler._is_profiler_enabled:
+                with record_function(self._label(operation)):
+                    return self._run(operation, result, finish, more)
+            return self._run(operation, result, finish, more)
         finally:
-            self._in_collective = False
+            if collective:
+                self._in_collective = False
 
     def _refuse(self, operation: Operation) -> NoReturn:
         name = self.backend.identity.operation(operation.verb)
@@ -114,18 +118,6 @@ class Runner:
         self._watch.abort(error)
         self.backend.discard()
         raise error
-
-    def _profiled(
-        self,
-        operation: Operation,
-        result: Any,
-        finish: Callable[[], Any] | None,
-        more: Sequence[Operation],
-    ) -> Any:
-        if profiler._is_profiler_enabled:
-            with record_function(self._label(operation)):
-                return self._run(operation, result, finish, more)
-        return self._run(operation, result, finish, more)
 
     def _run(
         self,

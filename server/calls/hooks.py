@@ -55,9 +55,14 @@ def run_all(actions: Actions) -> None:
         try:
             action()
         except BaseException:
-            if threading.current_thread() is threading.main_thread():  # maybe a signal handler's
+            if in_main_thread():  # maybe a signal handler's
                 raise
             _log.exception("what a user of the pool wants to be called has raised")
+
+
+def in_main_thread() -> bool:
+    """Whether this is the thread that signal handlers interrupt."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def ignore(*_: object) -> None:

@@ -37,7 +37,7 @@ from ..control.worker_failure import rebuild
 from ..errors import WorkerError
 from .backlog import Backlog
 from .call_clock import CallClock
-from .hooks import LedgerHooks, ignore, run_all
+from .hooks import LedgerHooks, ignore, in_main_thread, run_all
 from .lateness import Lateness
 from .pool_state import PoolState
 
@@ -419,7 +419,7 @@ class Ledger:
         """End the pool for good because of ``error``, or close it (`PoolClosedError`). The first
         error counts; another call does what a signal handler has kept the first from.
         """
-        if _in_main_thread():
+        if in_main_thread():
             self.move = None  # calls on their way would be lost with what a signal handler raises
         with self._lock:
             before = self._break()  # what was noted has a reason of its own
@@ -504,7 +504,7 @@ class Ledger:
         """
         if self.state.works:
             self.state.break_off(error)
-        return [self._hooks.clock] if _in_main_thread() else self._break()
+        return [self._hooks.clock] if in_main_thread() else self._break()
 
     def _break(self) -> Actions:
         """Let what the workers had fail, or go back to the queue, if the pool was to be broken.
@@ -554,7 +554,3 @@ class Ledger:
         if sooner:
             actions.append(self._hooks.clock)
         run_all(actions)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

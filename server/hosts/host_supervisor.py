@@ -112,6 +112,25 @@ def serve_host(hosts: Hosts, timeout: float | None = 300.0) -> None:
         deadline = Deadline.after(timeout)
 
 
+def address_on_the_way(node: int, head: str, port: int, deadline: Deadline) -> str:
+    """The address of host ``node``, this one, on the way to the head, once there is a way.
+
+    Raises:
+        HostError: there was none by the deadline.
+        OSError: the name cannot be resolved.
+    """
+    while True:
+        try:
+            return own_address(head, port)
+        except OSError as error:
+            if error.errno not in _NO_WAY:
+                raise
+            if deadline.expired:
+                reason = f"there is no way to the head in {deadline.timeout:g} s: {error}"
+                raise HostError(node, reason) from error
+        time.sleep(min(_AGAIN_SECONDS, deadline.remaining()))
+
+
 class HostSupervisor(Watcher):
     """One host's part of a pool, over one link to the head. Close it."""
 
@@ -332,19 +351,6 @@ class HostSupervisor(Watcher):
             self._board = None
         self._memory.close()
 
-    def _own_address(self, head: str, port: int, deadline: Deadline) -> str:
-        """This host's address on the way to the head, once there is a way."""
-        while True:
-            try:
-                return own_address(head, port)
-            except OSError as error:
-                if error.errno not in _NO_WAY:
-                    raise
-                if deadline.expired:
-                    reason = f"there is no way to the head in {deadline.timeout:g} s: {error}"
-                    raise HostError(self._node, reason) from error
-            time.sleep(min(_AGAIN_SECONDS, deadline.remaining()))
-
     def _join(self, hosts: Hosts, deadline: Deadline, undo: ExitStack) -> HostAdmitted:
         """Make the link, and wait until the head admits this host."""
         began = said = time.monotonic()
@@ -354,7 +360,7 @@ class HostSupervisor(Watcher):
         )
         port = hosts.master_port
         head = str(one_address(hosts.master_addr))
-        self._address = self._own_address(head, port, deadline)
+        self._address = address_on_the_way(self._node, head, port, deadline)
         hello = HostHello(socket.gethostname(), self._address, os.getpid(), facts_here(hosts.facts))
         self._link = HostLink(hosts, head, port, hello, self)
         undo.callback(self._link.close)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
-import psutil
 import pytest
 
 from benchmarks.child import Child, PeerError
 from benchmarks.harness import Report
+from benchmarks.http_served import runs
 from benchmarks.remote import Remote
 from tests.patience import until
 
@@ -37,12 +37,6 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 {LEAVING}
 time.sleep(3600)
 """
-
-
-def runs(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def echoes(name: str) -> Remote:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import signal
+import socket
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import psutil
@@ -173,3 +176,25 @@ def test_a_head_that_never_says_where_it_listens_is_an_error_of_hosts(
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     with pytest.raises(HostError, match="the head has not said where it listens"):
         serve_host(dataclasses.replace(HERE, master_port=0), 0.2)
+
+
+def test_a_way_to_the_head_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while this host's interface is down; a name that does not resolve is told at once."""
+    outcomes = [OSError(errno.ENETUNREACH, "no way"), OSError(errno.ENETDOWN, "down"), "10.0.0.2"]
+
+    def looked_up(*_: object) -> str:
+        found = outcomes.pop(0)
+        if isinstance(found, OSError):
+            raise found
+        return str(found)
+
+    monkeypatch.setattr(host_supervisor, "own_address", looked_up)
+    monkeypatch.setattr(host_supervisor, "_AGAIN_SECONDS", 0.0)
+    way = partial(host_supervisor.address_on_the_way, 1, "10.0.0.1", 5)
+    assert way(Deadline.after(PATIENCE_SECONDS)) == "10.0.0.2"
+    outcomes[:] = [OSError(errno.ENETUNREACH, "no way")]
+    with pytest.raises(HostError, match=r"there is no way to the head in 0 s: .*no way"):
+        way(Deadline.after(0.0))
+    outcomes[:] = [socket.gaierror("no such name")]
+    with pytest.raises(socket.gaierror):
+        way(Deadline.after(PATIENCE_SECONDS))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import server.calls
+from server.calls.hooks import ignore
 from server.errors import (
     CallDivergedError,
     PoolClosedError,
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from server.calls.pending_call import PendingCall
 
 
-def at_work(*, restartable: bool) -> tuple[Book, list[PendingCall]]:
+def at_work(
+    prepare: Callable[[Book], object] = ignore, *, restartable: bool
+) -> tuple[Book, list[PendingCall]]:
     """Three calls under way, of which the last may be made again, and one that is queued."""
     book = Book(in_flight=3, restartable=restartable, ticks=False)
     calls = [book.send(), book.send(), a_call(retry=True), a_call()]
@@ -32,6 +35,7 @@ def at_work(*, restartable: bool) -> tuple[Book, list[PendingCall]]:
     book.ledger.queue(calls[3])
     for call in calls:
         call.future()
+    prepare(book)
     return book, calls
 
 
@@ -109,10 +113,7 @@ def test_a_break_that_is_interrupted_anywhere_is_finished(
 ) -> None:
     """Who waits for one call takes what breaks the pool, and is interrupted there."""
 
-    def prepared() -> tuple[Book, list[PendingCall]]:
-        book, calls = at_work(restartable=restartable)
-        prepare(book)
-        return book, calls
+    prepared = partial(at_work, prepare, restartable=restartable)
 
     def take() -> None:
         broken(book)
@@ -155,10 +156,7 @@ def test_a_pool_may_be_shut_down_by_a_signal_handler_anywhere_while_it_breaks(
     error: type[Exception],
     restartable: bool,
 ) -> None:
-    def prepared() -> tuple[Book, list[PendingCall]]:
-        book, calls = at_work(restartable=restartable)
-        prepare(book)
-        return book, calls
+    prepared = partial(at_work, prepare, restartable=restartable)
 
     def take() -> None:
         broken(book)

@@ -14,6 +14,7 @@ from server.errors import (
     CallTimeoutError,
     PoolClosedError,
     QueueFullError,
+    StreamLostError,
     WorkerError,
     WorkerLostError,
     WorkerStartError,
@@ -152,3 +153,9 @@ def test_a_refusal_travels_as_what_it_was_raised_from() -> None:
     assert isinstance(rebuild(told, 0, "embed").__cause__, BadInputError)
     passed_on = describe(_raised(CallRefusedError(0)), 1, 4)
     assert passed_on.message == "rank 0 has refused the call"
+
+
+def test_a_lost_stream_is_what_it_is_called() -> None:
+    error = rebuild(describe(_raised(StreamLostError("count")), 1), 0, "count")
+    assert type(error) is StreamLostError
+    assert (error.method, str(error)) == ("count", str(StreamLostError("count")))
