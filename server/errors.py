@@ -157,6 +157,9 @@ class CallTimeoutError(GroupTimeoutError):
     Attributes:
         method: the method that was called.
         stacks: the Python stack of each worker that had not answered, by rank.
+        held_up_by: the ranks that other ranks wait for and that wait for nobody, such as one whose
+            process is stopped or that does not take part in a collective; or those that wait for
+            each other. Empty if none is seen.
     """
 
     def __init__(
@@ -166,9 +169,11 @@ class CallTimeoutError(GroupTimeoutError):
         waiting_for: tuple[MemberStatus, ...] = (),
         detail: str = "",
         stacks: Mapping[int, str] | None = None,
+        held_up_by: tuple[int, ...] = (),
     ) -> None:
         super().__init__(method, timeout, waiting_for, detail)
         self.method = method
+        self.held_up_by = held_up_by
         self.stacks = dict(stacks or {})
         for rank, stack in self.stacks.items():
             self.add_note(f"Stack of rank {rank}:\n{stack.rstrip()}")

@@ -24,6 +24,7 @@ from shm_broadcast import (
 )
 from shm_broadcast.board.stacks import STACK_SIGNAL, read_stacks
 from shm_broadcast.board.totals import added_up
+from shm_broadcast.onlooker.own import own_verdicts
 
 from ..apart import begin_apart
 from ..calls.dispatcher import Dispatcher
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from ..control.protocol import FromWorker
     from .pool_plan import PoolPlan
 
-    Seen: TypeAlias = "tuple[tuple[MemberStatus, ...], str, dict[int, str]]"
+    Seen: TypeAlias = "tuple[tuple[MemberStatus, ...], str, dict[int, str], tuple[int, ...]]"
 
 _log = logging.getLogger(__name__)
 _THREAD_SECONDS = 10.0
@@ -228,7 +229,7 @@ class Crew(Watcher):
 
     def late(self, call: PendingCall, timeout: float | None) -> CallTimeoutError:
         """The error for a call that is late after ``timeout`` seconds: who has not answered, what
-        these ranks are doing, and their stacks.
+        these ranks are doing, who holds them up, and their stacks.
         """
         ranks = self.ledger.late(call)
         if not ranks:
@@ -238,7 +239,7 @@ class Crew(Watcher):
                 detail = "answered just afterwards"
             elif restarting is not None:
                 detail = f"not sent: the pool is being restarted after this: {restarting}"
-            seen: Seen = (), detail, {}
+            seen: Seen = (), detail, {}, ()
         else:
             # Not in the main thread: signal handlers, which interrupt that, may need what it holds.
             is_main = threading.current_thread() is threading.main_thread()
@@ -247,17 +248,41 @@ class Crew(Watcher):
         return located(CallTimeoutError(call.method, timeout, *seen), self._plan.config.name)
 
     def _seen(self, ranks: list[int]) -> Seen:
-        """What ranks are doing, that the pool was shut down if it was, and their stacks."""
+        """What ranks are doing, why they are late, their stacks, and who holds them up."""
         with self._staff.using:
             if self._stopped:
-                return (), "the pool was shut down", {}
+                return (), "the pool was shut down", {}, ()
+            why, held_up_by = self._held_up_by()
             workers = {r: w for r, w in self._staff.workers.items() if r in ranks}
             stacks = read_stacks(
                 {rank: worker.stack_file for rank, worker in workers.items()},
                 lambda rank: workers[rank].signal(STACK_SIGNAL),
                 Deadline.after(self._plan.config.stack_seconds),
             )
-            return tuple(self._links.board.member_status(rank) for rank in ranks), "", stacks
+            statuses = tuple(self._links.board.member_status(rank) for rank in ranks)
+            return statuses, why, stacks, held_up_by
+
+    def _held_up_by(self) -> tuple[str, tuple[int, ...]]:
+        """Which workers of this host hold up others of them: in words, and their ranks."""
+        ranks = {worker.pid: rank for rank, worker in self._staff.workers.items()}
+        try:
+            culprits = [each for verdict in own_verdicts() for each in verdict.culprits]
+        except OSError:  # out of descriptors, say: the error is needed all the same
+            return "", ()
+        own = {
+            ranks[each.status.pid]: each
+            for each in culprits
+            if each.status.pid in ranks and not all(peer.drives for peer in each.awaited_by)
+        }
+        who = {rank: f"rank {rank} (pid {each.status.pid})" for rank, each in own.items()}
+        told = [
+            f"{who[rank]} holds up others: {each.holds_up()}"
+            for rank, each in own.items()
+            if not each.waits_on
+        ]
+        knot = [who[rank] for rank, each in own.items() if each.waits_on]
+        told += [f"{' and '.join(knot)} wait for each other"] if knot else []
+        return "; ".join(told), tuple(own)
 
     def stop(self, timeout: float, finish: bool) -> None:
         """End everything; idempotent, from any thread but the pool's own.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from shm_broadcast.onlooker.blame import judge
-from shm_broadcast.onlooker.processes import condition_of, scan
-from shm_broadcast.onlooker.programs import of_process, programs
+from shm_broadcast.onlooker.own import own_verdicts
+from shm_broadcast.onlooker.processes import condition_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,9 +48,7 @@ def who_holds_up() -> list[str]:
 
     Takes some milliseconds: it looks at all processes of this user.
     """
-    seen = scan()
-    verdicts = [judge(each) for each in of_process(os.getpid(), seen, programs(seen))]
-    told = [line for each in verdicts if each.held_up for line in each.sentences]
+    told = [line for each in own_verdicts() if each.held_up for line in each.sentences]
     return [clipped(line) for line in told[:_SENTENCES]]
 
 

@@ -1,7 +1,8 @@
 """Who waits for whom, and who holds everybody up: conclusions from what boards say.
 
 A process waits if one of its threads does, on any board. Those that are waited for and wait for
-nobody hold the others up. Where there are none, those that wait for each other do.
+nobody hold the others up. Where there are none, those that wait for each other do. Who waits for
+the next message of a driver, while others wait for it in something else, takes no part in that.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from shm_broadcast.errors import name_of
+from shm_broadcast.errors import DRIVER_RANK, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -39,7 +40,7 @@ class Waiting:
     seconds: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Party:
     """A process that takes part, or a member that has none.
 
@@ -47,11 +48,15 @@ class Party:
         name: what the largest board calls it: ``"rank 1"``, ``"rank 1 of board 2"``.
         members: what it is on each board, its latest progress first.
         waits_on: the names of those that it waits for.
+        awaited_by: those that wait for it.
+        idle: whose next message it waits for, while others wait for it in something else.
     """
 
     name: str
     members: list[MemberSeen]
     waits_on: dict[str, Waiting] = field(default_factory=dict)
+    awaited_by: list[Party] = field(default_factory=list)
+    idle: str = ""
 
     @property
     def status(self) -> MemberStatus:
@@ -62,6 +67,16 @@ class Party:
     def who(self) -> str:
         """``"rank 1 (pid 4242)"``."""
         return f"{self.name} (pid {self.status.pid})" if self.status.pid else self.name
+
+    @property
+    def only_read_from(self) -> bool:
+        """Whether all that wait for it are readers that wait for a message."""
+        return all(each.waits_on[self.name].verb in _READS for each in self.awaited_by)
+
+    @property
+    def drives(self) -> bool:
+        """Whether it is the driver of others: it may wait for some while it calls others."""
+        return any(member.status.rank == DRIVER_RANK for member in self.members)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -84,7 +99,11 @@ class Party:
 
     def holds_up(self) -> str:
         """Why those that wait for it do so."""
-        why = self.fault or "it waits for no other process"
+        why = self.fault or (
+            f"it takes no part, and waits for the next message of {self.idle}"
+            if self.idle
+            else "it waits for no other process"
+        )
         return why if self.status.state == "absent" else f"{why}; {self.status.last_seen}"
 
 
@@ -111,13 +130,12 @@ def judge(program: Program) -> Verdict:
         for board in program.boards
         if board.failure is not None
     ]
-    awaited = {name for party in parties.values() for name in party.waits_on}
     ends = sorted(
-        (each for each in parties.values() if each.name in awaited and not each.waits_on),
+        (each for each in parties.values() if each.awaited_by and not each.waits_on),
         key=lambda each: each.order,
     )
-    culprits = [each for each in ends if each.fault or not _only_read_from(each, parties)]
-    told += [line for each in culprits for line in _tell("holds up others", each, parties)]
+    culprits = [each for each in ends if each.fault or not each.only_read_from]
+    told += [line for each in culprits for line in _tell("holds up others", each)]
     knot = _knot(parties)
     told += _tell_knot(knot)
     held_up = bool(culprits or knot)
@@ -126,7 +144,7 @@ def judge(program: Program) -> Verdict:
             told.append("Readers wait for messages. Nobody is held up, unless one is due:")
         elif not told:
             told.append("Nobody has waited for anybody for longer than a tenth of a second.")
-        told += [line for each in ends for line in _tell("sends nothing", each, parties)]
+        told += [line for each in ends for line in _tell("sends nothing", each)]
         culprits = ends
     told += [_full(queue) for board in program.boards for queue in board.queues if _is_full(queue)]
     return Verdict(tuple(told), (*culprits, *knot), held_up)
@@ -160,27 +178,40 @@ def _parties(boards: Iterable[BoardSeen]) -> dict[str, Party]:
                 number = f" #{member.status.sequence}" if same else ""
                 waiting = Waiting(wait.operation + number, wait.operation, wait.seconds)
                 for each in wait.members:
-                    if here[each] is not party:
-                        party.waits_on.setdefault(here[each].name, waiting)
+                    late = here[each]
+                    if late is not party and late.name not in party.waits_on:
+                        party.waits_on[late.name] = waiting
+                        late.awaited_by.append(party)
     for party in parties.values():
         party.members.sort(key=lambda m: (m.status.age is None, m.status.age or 0.0))
+    for party in [each for each in parties.values() if _takes_no_part(each, parties)]:
+        party.idle = next(iter(party.waits_on))
+        for name in party.waits_on:
+            parties[name].awaited_by.remove(party)
+        party.waits_on.clear()
     return parties
 
 
-def _only_read_from(party: Party, parties: Mapping[str, Party]) -> bool:
-    """Whether all that wait for it are readers that wait for a message."""
-    waits = [each.waits_on[party.name] for each in parties.values() if party.name in each.waits_on]
-    return all(wait.verb in _READS for wait in waits)
+def _takes_no_part(party: Party, parties: Mapping[str, Party]) -> bool:
+    """Whether it waits for a message that nobody may owe it, while others wait for it to act."""
+    return (
+        bool(party.waits_on)
+        and not party.only_read_from
+        and all(
+            wait.verb in _READS and (parties[name].drives or not parties[name].waits_on)
+            for name, wait in party.waits_on.items()
+        )
+    )
 
 
-def _tell(what: str, culprit: Party, parties: Mapping[str, Party]) -> list[str]:
+def _tell(what: str, culprit: Party) -> list[str]:
     """What a party does to others, and each that waits for it, also because of others."""
     told = [f"{_title(culprit.who)} {what}: {culprit.holds_up()}."]
     reached, todo = {culprit.name}, [culprit]
     while todo:
         late = todo.pop(0)
-        for party in sorted(parties.values(), key=lambda each: each.order):
-            if late.name in party.waits_on and party.name not in reached:
+        for party in sorted(late.awaited_by, key=lambda each: each.order):
+            if party.name not in reached:
                 reached.add(party.name)
                 todo.append(party)
                 told.append(_wait(party, late))

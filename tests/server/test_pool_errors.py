@@ -33,7 +33,7 @@ STATUS = MemberStatus(1, 4242, "busy", "embed", 7, 2.5)
         WorkerLostError(1, 4242, "killed by SIGSEGV", "Fatal Python error"),
         CallRefusedError(1),
         WorkerStartError(1, "ValueError: bad", "Traceback ..."),
-        CallTimeoutError("embed", 2.0, (STATUS,), "", {1: 'File "x.py", line 1 in embed'}),
+        CallTimeoutError("embed", 2.0, (STATUS,), "why", {1: 'File "x.py", line 1 in embed'}, (0,)),
         PoolClosedError("the pool was shut down"),
         QueueFullError(3, 9, 10),
     ],

@@ -248,6 +248,14 @@ class Worker:
             time.sleep(seconds)
         return self.total(1.0)
 
+    def skip_group(self, but: int) -> float:
+        """Every rank but one waits in an all_reduce; that one takes no part."""
+        return 0.0 if self.rank == but else self.total(1.0)
+
+    def cross(self) -> torch.Tensor:
+        """Two ranks wait for a tensor of each other."""
+        return self.groups.world.recv((1,), torch.float32, 1 - self.rank)
+
     def sleep(self, seconds: float, ranks: list[int] | None = None) -> int:
         if ranks is None or self.rank in ranks:
             time.sleep(seconds)

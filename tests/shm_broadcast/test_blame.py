@@ -116,3 +116,28 @@ def test_a_process_on_two_boards_is_one_party() -> None:
     replies = BoardSeen("queue", (member(0), member(0, pid=99)), None, ())
     told = judge(Program(1, "", (calls, replies), (), 0)).sentences
     assert "The driver (pid 99) sends nothing" in told[1]
+
+
+@pytest.mark.parametrize("driver_waits", [(), (0,)])
+def test_who_reads_calls_while_others_wait_for_it_is_to_blame(driver_waits: tuple[int]) -> None:
+    """A worker that has skipped a collective and answered the call."""
+    told = judged(
+        member(0, 1), member(1, 2, verb="dequeue"), member(DRIVER_RANK, *driver_waits, verb="call")
+    )
+    assert told[0] == (
+        "Rank 1 (pid 101) holds up others: it takes no part, and waits for the next message of "
+        "the driver; last seen in dequeue #7, 3.0 s ago."
+    )
+    assert told[1].startswith("  Rank 0 (pid 100) waits for rank 1 in tp all_reduce #7")
+    assert len(told) == 2 + len(driver_waits)
+
+
+def test_who_reads_from_a_peer_that_is_held_up_is_not_to_blame() -> None:
+    told = judged(member(0, 1), member(1, 2, verb="dequeue"), member(2, 3), member(3))
+    assert told[0].startswith("Rank 3 (pid 103) holds up others")
+    assert not any("takes no part" in line for line in told)
+
+
+def test_a_reader_and_its_writer_that_waits_for_it_wait_for_each_other() -> None:
+    told = judged(member(0, 1), member(1, 0, verb="dequeue"))
+    assert told[0].startswith("Rank 0 (pid 100) and rank 1 (pid 101) wait for each other")

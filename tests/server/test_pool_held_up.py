@@ -1,0 +1,86 @@
+"""A late call names who holds up the others, also if that one has answered."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from server.errors import CallTimeoutError
+from server.pool import WorkerPool
+from tests.server.workers import Gate, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(Worker, tp=2) as pool:
+        yield pool
+        pool.shutdown(0.2)
+
+
+def late_error(pool: WorkerPool, method: str, *args: object) -> CallTimeoutError:
+    error = pool.submit(method, *args, timeout=0.8).exception()
+    assert isinstance(error, CallTimeoutError)
+    return error
+
+
+def test_a_rank_that_skips_a_collective_is_named_beside_those_that_wait(pool: WorkerPool) -> None:
+    pid = pool.status()[1].pid
+    error = late_error(pool, "skip_group", 1)
+    assert [each.rank for each in error.waiting_for] == [0]
+    assert error.held_up_by == (1,)
+    assert f"(rank 1 (pid {pid}) holds up others: it takes no part, and waits for the next" in str(
+        error
+    )
+
+
+def test_a_rank_that_is_stopped_is_named_beside_those_that_wait(pool: WorkerPool) -> None:
+    pid = pool.status()[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        future = pool.submit("total", 1.0, timeout=0.8)
+        with pytest.raises(CallTimeoutError) as raised:
+            future.result()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert raised.value.held_up_by == (1,)
+    assert f"(rank 1 (pid {pid}) holds up others: its process is stopped" in str(raised.value)
+
+
+def test_a_rank_that_lags_is_told_from_those_that_wait_for_it(pool: WorkerPool) -> None:
+    error = late_error(pool, "hang_in_group", 1, 3.0)
+    assert [each.rank for each in error.waiting_for] == [0, 1]
+    assert error.held_up_by == (1,)
+    assert "holds up others: it waits for no other process; last seen in" in str(error)
+
+
+def test_ranks_that_wait_for_each_other_are_told_as_such(pool: WorkerPool) -> None:
+    first, second = (each.pid for each in pool.status())
+    error = late_error(pool, "cross")
+    assert error.held_up_by == (0, 1)
+    assert f"(rank 0 (pid {first}) and rank 1 (pid {second}) wait for each other)" in str(error)
+
+
+def test_what_is_late_and_holds_up_nobody_is_not_told_twice(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    gate = Gate(tmp_path)
+    error = late_error(pool, "hold", gate)
+    gate.open()
+    assert (error.held_up_by, error.detail) == ((), "")
+
+
+def test_pools_of_one_process_are_not_blamed_for_each_other(pool: WorkerPool) -> None:
+    with WorkerPool(Worker, tp=2) as other:
+        held = other.submit("skip_group", 0)
+        error = late_error(pool, "skip_group", 1)
+        assert error.held_up_by == (1,)
+        assert str(error).count("rank 1 (pid ") == 1
+        assert not held.done()
+        other.shutdown(0.2)
