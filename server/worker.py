@@ -93,7 +93,7 @@ def main(control: int, seat: int, stacks: int) -> None:
 
     Args:
         control: the descriptor of the control channel.
-        seat: the descriptor for `meeting.take_seat`.
+        seat: the descriptor for `seat.take_seat`.
         stacks: the descriptor to which this process writes its stacks.
     """
     writes_stacks_to(stacks)

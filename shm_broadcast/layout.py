@@ -18,6 +18,8 @@ Board: abort word, member slots, failure slots, outward slots, histories
 ------------------------------------------------------------------------
 ::
 
+    32   +----------------+----------------+
+         | key, 32 random bytes: only those know it who have attached the board
     64   +----------------+----------------+
          | abort          | n_members      |   abort: 0, or 1 + the member whose failure is first
     72   +----------------+----------------+
@@ -37,7 +39,9 @@ Board: abort word, member slots, failure slots, outward slots, histories
      0   | doorbell u32   | sleepers u32   |   written by anyone (atomic add)
      8   | state u32      | pid u32        |   written by the member
     16   | start time of the process u64   |
-    24   | joining u32                     |   pid of a process that is taking the slot, or 0
+    24   | joining u32    | rank i32       |   pid of a process that is taking the slot, or 0
+    32   | collective u64                  |   the number of the group's collective that it is in
+    40   | as of u64                       |   the sequence that the number above belongs to
     64   | sequence u64                    |   a line of its own: stamped by every operation
     72   | progress, monotonic ns u64      |
     80   | operation, 48 bytes, NUL-padded |
@@ -133,8 +137,8 @@ The ordering rule
    doorbell and wake. Whoever sleeps: add to ``sleepers`` (full fence), load the doorbell, check
    what it waits for, sleep if the doorbell still holds that value. So no wake-up is lost.
 
-Run on x86-64. Written for aarch64 (every rule above is an explicit order, none relies on TSO), not
-tested there. ``models/doorbell_ring.pml`` checks rules 1-3 with store buffers.
+Run on x86-64. Written for aarch64 (every rule above is an explicit order, none relies on TSO), run
+emulated only there. ``models/doorbell_ring.pml`` checks rules 1-3 with store buffers.
 """
 
 from __future__ import annotations

@@ -111,8 +111,7 @@ def _look_at(pid: int) -> tuple[bytes, int]:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         raise ProcessLookupError(f"no process has pid {pid}") from None
-    # The command name, field 2, may hold spaces and parentheses; the rest may not.
-    fields = stat[stat.rindex(b")") + 2 :].split()
+    fields = stat_fields(stat)
     return fields[0], int(fields[19]) % START_TIMES
 
 
@@ -129,3 +128,9 @@ def _open_pidfd(process: ProcessId) -> int | None:
             return pidfd
     os.close(pidfd)
     return None
+
+
+def stat_fields(stat: bytes) -> list[bytes]:
+    """The fields of proc(5)'s stat from the third on, by its content."""
+    # The command name, field 2, may hold spaces and parentheses; the rest may not.
+    return stat[stat.rindex(b")") + 2 :].split()

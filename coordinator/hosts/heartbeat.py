@@ -151,9 +151,7 @@ class Heartbeat:
         # If the store is gone, this raises; `get` would print to stderr as well.
         store.check([self._key])
         mine, *others = _get(store, [self._key, *self._others])
-        for failure in self.boards.hear(others):
-            if self._board.aborted is None:
-                self._board.report(failure.member, failure.kind, failure.message, failure.culprit)
+        self.boards.pass_on(others, self._board)
         age = time.monotonic_ns() - number_of(mine)
         if wanted > self._done or age > _DUE_SECONDS * 1e9:
             self._write(store)

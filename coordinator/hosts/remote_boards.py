@@ -219,6 +219,12 @@ class RemoteBoards:
         self._answered_at = now
         return failures
 
+    def pass_on(self, beats: Iterable[bytes], board: Board) -> None:
+        """`hear` the beats, and abort this host's board for the first failure that they report."""
+        for failure in self.hear(beats):
+            if board.aborted is None:
+                board.report(failure.member, failure.kind, failure.message, failure.culprit)
+
     def store_ended(self, why: str) -> None:
         """Note that the connection to the store has broken: no more beats will come."""
         self._ended = why

@@ -146,7 +146,7 @@ class PendingCall:
         self.failure = self.failure or error
         self.waiting.discard(rank)
 
-    def finish(self, pool: str = "") -> Callable[[], None]:
+    def finish(self, pool: str) -> Callable[[], None]:
         """Fix the result, once; returns the function that passes it to the future, if there is one.
         An error gets a note that names the ``pool``, if that has a name.
 

@@ -78,18 +78,20 @@ class CompletionFace(Face[CompletionService]):
             ApiError: it is too long to be looked at.
             ValueError: the model's template refuses the chat.
         """
-        given = [each for part in wish.prompt if isinstance(part, dict) for each in part.values()]
-        length = sum(map(len, given)) if wish.is_chat else len(wish.prompt)
-        most = self.service.text.longest * self.model.max_tokens
-        if length > most:
-            message = f"the prompt has {length} characters; at most {most} are looked at"
-            raise ApiError(400, message, code="context_length_exceeded")
         if wish.is_chat:
             messages = cast("list[dict[str, str]]", wish.prompt)
+            self._check_length(sum(len(text) for each in messages for text in each.values()))
             return await asyncio.to_thread(self.service.text.encode_chat, messages)
         if isinstance(wish.prompt, str):
+            self._check_length(len(wish.prompt))
             return await asyncio.to_thread(self.service.text.encode, wish.prompt)
         return cast("list[int]", wish.prompt)
+
+    def _check_length(self, characters: int) -> None:
+        most = self.service.text.longest * self.model.max_tokens
+        if characters > most:
+            message = f"the prompt has {characters} characters; at most {most} are looked at"
+            raise ApiError(400, message, code="context_length_exceeded")
 
     async def _streamed(
         self, request: Request, wish: Wish, writer: Writer, answer: _Answer, n_prompt: int

@@ -6,7 +6,6 @@ no address to connect to, and no file.
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import threading
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.stores.key_values import KeyValues, Question
 from shm_broadcast import Deadline, GroupTimeoutError, MessageDecodeError
+from shm_broadcast.remote.wake_fd import WakeFd
 
 from .channel import Channel, ChannelClosedError
 
@@ -35,7 +35,7 @@ class WorkerMeeting:
     def __init__(self) -> None:
         """Nobody is invited yet; see `convene`."""
         self._channels: dict[int, Channel] = {}
-        self._end = os.eventfd(0, os.EFD_CLOEXEC)
+        self._end = WakeFd()
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -73,23 +73,23 @@ class WorkerMeeting:
             self._adjourn()
             for channel in self._channels.values():
                 channel.close()
-            os.close(self._end)
+            self._end.close()
 
     def _adjourn(self) -> None:
         if self._thread is not None:
-            os.eventfd_write(self._end, 1)
+            self._end.ring()
             self._thread.join()
             self._thread = None
-            os.eventfd_read(self._end)
+            self._end.clear()
 
     def _serve(self) -> None:
         channels = {channel.fileno(): channel for channel in self._channels.values()}
         asking = select.poll()
-        for fd in (self._end, *channels):
+        for fd in (self._end.fileno(), *channels):
             asking.register(fd, select.POLLIN)
         while True:
             for fd, _ in asking.poll():
-                if fd == self._end:
+                if fd == self._end.fileno():
                     return
                 if not self._answers(channels[fd]):
                     asking.unregister(fd)

@@ -22,13 +22,12 @@ from shm_broadcast import (
     GroupAbortedError,
     GroupTimeoutError,
 )
-from shm_broadcast.board.stacks import STACK_SIGNAL, read_stacks
 from shm_broadcast.board.totals import added_up
 from shm_broadcast.onlooker.own import own_verdicts
 
 from ..apart import begin_apart
 from ..calls.dispatcher import Dispatcher
-from ..calls.hooks import LedgerHooks
+from ..calls.hooks import LedgerHooks, in_main_thread
 from ..calls.ledger import Ledger
 from ..control.channel import ChannelClosedError
 from ..control.protocol import Failed, Resume, WorkProgress
@@ -42,6 +41,7 @@ from ..errors import (
     with_notes,
 )
 from ..launchers.local import end
+from ..launchers.worker_handle import stacks_of
 from .links import Links
 from .restart_budget import RestartBudget
 from .staff import Staff
@@ -242,9 +242,8 @@ class Crew(Watcher):
             seen: Seen = (), detail, {}, ()
         else:
             # Not in the main thread: signal handlers, which interrupt that, may need what it holds.
-            is_main = threading.current_thread() is threading.main_thread()
             look = partial(self._seen, ranks)
-            seen = begin_apart(look, "pool-apart").result() if is_main else look()
+            seen = begin_apart(look, "pool-apart").result() if in_main_thread() else look()
         return located(CallTimeoutError(call.method, timeout, *seen), self._plan.config.name)
 
     def _seen(self, ranks: list[int]) -> Seen:
@@ -253,12 +252,8 @@ class Crew(Watcher):
             if self._stopped:
                 return (), "the pool was shut down", {}, ()
             why, held_up_by = self._held_up_by()
-            workers = {r: w for r, w in self._staff.workers.items() if r in ranks}
-            stacks = read_stacks(
-                {rank: worker.stack_file for rank, worker in workers.items()},
-                lambda rank: workers[rank].signal(STACK_SIGNAL),
-                Deadline.after(self._plan.config.stack_seconds),
-            )
+            workers = {r: w for r, w in self._staff.workers.items() if r in ranks and w.greeted}
+            stacks = stacks_of(workers, self._plan.config.stack_seconds)
             statuses = tuple(self._links.board.member_status(rank) for rank in ranks)
             return statuses, why, stacks, held_up_by
 

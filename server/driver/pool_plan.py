@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from ..calls.hooks import ignore
 from ..checked_arguments import function, optional, some_seconds, whole
 from ..control.reference import main_of, name_of
 from ..defaults import RESTARTS
@@ -117,7 +118,7 @@ class PoolPlan:
             *grid,
             devices,
             start_timeout,
-            on_progress or _ignore,
+            on_progress or ignore,
             restart,
             max_restarts,
             window,
@@ -208,7 +209,3 @@ def _pickled(worker_kwargs: Mapping[str, Any] | None) -> bytes:
         except Exception as error:
             raise TypeError(f"worker_kwargs[{name!r}] cannot be pickled: {error}") from error
     return pickle.dumps(dict(worker_kwargs))
-
-
-def _ignore(*_: object) -> None:
-    """The ``on_progress`` of a pool that was given none."""

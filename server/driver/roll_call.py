@@ -6,11 +6,11 @@ import time
 from typing import TYPE_CHECKING
 
 from shm_broadcast import Deadline
-from shm_broadcast.board.stacks import STACK_SIGNAL, read_stacks
 
 from ..control.protocol import Failed, Ready, WorkProgress
 from ..control.worker_failure import rebuild
 from ..errors import WorkerStartError
+from ..launchers.worker_handle import stacks_of
 from .supervisor import Watcher
 
 if TYPE_CHECKING:
@@ -107,12 +107,7 @@ class RollCall(Watcher):
     def _late(self, deadline: Deadline) -> WorkerStartError:
         rank = min(self._absent)
         worker = self._workers[rank]
-        stacks = {}
-        if worker.greeted:
-            files = {rank: worker.stack_file}
-            stacks = read_stacks(
-                files, lambda _: worker.signal(STACK_SIGNAL), Deadline.after(self._patience)
-            )
+        stacks = stacks_of({rank: worker}, self._patience) if worker.greeted else {}
         late = ", ".join(map(str, sorted(self._absent)))
         reason = f"not ready after {deadline.timeout:g} s (late: {late})"
         return WorkerStartError(rank, reason, stacks.get(rank, ""))

@@ -226,9 +226,7 @@ class DistantHosts:
             if board is None or generation != self._generation or node not in self._beats:
                 return
             self._beats[node] = beat
-            for failure in self._boards.hear(self._beats.values()):
-                if board.aborted is None:
-                    board.report(failure.member, failure.kind, failure.message, failure.culprit)
+            self._boards.pass_on(self._beats.values(), board)
 
     def _summon(self) -> None:
         """Have the absent hosts' processes started, if that is not a launcher's task."""

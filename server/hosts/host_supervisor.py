@@ -23,7 +23,7 @@ from msgspec import structs
 from coordinator.hosts.remote_boards import compose, decode_beat
 from coordinator.setup.addresses import own_address
 from shm_broadcast import Deadline, GroupTimeoutError
-from shm_broadcast.board.stacks import STACK_SIGNAL, read_stacks
+from shm_broadcast.board.stacks import STACK_SIGNAL
 from shm_broadcast.remote.end import one_address
 
 from ..control.cancelled_calls import CancelledCalls
@@ -36,6 +36,7 @@ from ..driver.cores import worker_threads
 from ..driver.supervisor import Supervisor, Watcher
 from ..errors import HostError, WorkerStartError
 from ..launchers.local import end, launch
+from ..launchers.worker_handle import stacks_of
 from .host_link import HostLink
 from .link_messages import (
     BeginGeneration,
@@ -337,10 +338,7 @@ class HostSupervisor(Watcher):
         seconds = self._pool.config.stack_seconds
 
         def show() -> None:
-            files = {rank: worker.stack_file}
-            found = read_stacks(
-                files, lambda _: worker.signal(STACK_SIGNAL), Deadline.after(seconds)
-            )
+            found = stacks_of({rank: worker}, seconds)
             self._link.post(WorkerStack(rank, since, found.get(rank, "")))
 
         if worker.greeted:

@@ -137,16 +137,16 @@ class Hosts:
         )
 
     @classmethod
-    def of_torchrun(cls, environ: Mapping[str, str] = os.environ) -> Hosts:
+    def of_torchrun(cls) -> Hosts:
         """What torchrun says.
 
         Raises:
             ValueError: it did not start this process, or runs several on a host.
             SecretError: as for the class.
         """
-        if "TORCHELASTIC_RUN_ID" not in environ:
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
             raise ValueError("torchrun did not start this process: TORCHELASTIC_RUN_ID is not set")
-        return _by_torchrun(environ)
+        return _by_torchrun(os.environ)
 
     @property
     def is_head(self) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import select
 import threading
 from typing import TYPE_CHECKING, Self
+
+from shm_broadcast.remote.wake_fd import WakeFd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -23,9 +24,9 @@ class ReplyBell:
 
     def __init__(self, queues: Iterable[MessageQueue], wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._end = os.eventfd(0, os.EFD_CLOEXEC)
+        self._end = WakeFd()
         self._poll = select.epoll()
-        self._poll.register(self._end, select.EPOLLIN)
+        self._poll.register(self._end.fileno(), select.EPOLLIN)
         for queue in queues:
             # By edges: the descriptor stays readable until the queue itself is looked at.
             self._poll.register(queue.fileno(), select.EPOLLIN | select.EPOLLET)
@@ -34,12 +35,10 @@ class ReplyBell:
 
     def close(self) -> None:
         """End the thread; idempotent."""
-        if self._end >= 0:
-            os.eventfd_write(self._end, 1)
-            self._thread.join()
-            self._poll.close()
-            os.close(self._end)
-            self._end = -1
+        self._end.ring()
+        self._thread.join()
+        self._poll.close()
+        self._end.close()
 
     def __enter__(self) -> Self:
         """Give the object itself."""
@@ -50,5 +49,5 @@ class ReplyBell:
         self.close()
 
     def _watch(self) -> None:
-        while all(fd != self._end for fd, _ in self._poll.poll()):
+        while all(fd != self._end.fileno() for fd, _ in self._poll.poll()):
             self._wake()

@@ -243,8 +243,8 @@ class ForkServers:
         environment: Mapping[str, str],
         inherited: Sequence[int],
         deadline: Deadline,
-        preload: Sequence[str] = (),
-        tick: Tick = _no_tick,
+        preload: Sequence[str],
+        tick: Tick,
     ) -> ChildProcess | None:
         """Fork a worker's process, as a child of this one; start a server if there is none for it.
 

@@ -22,8 +22,12 @@ class SharedBytes(Protocol):
 
 def read_text(segment: SharedBytes, offset: int, size: int) -> str:
     """The text in the ``size`` bytes at ``offset``."""
-    raw = bytes(segment.memory[offset : offset + size])
-    return raw.split(b"\0", 1)[0].decode(errors="replace")
+    return text_of(bytes(segment.memory[offset : offset + size]))
+
+
+def text_of(field: bytes) -> str:
+    """The text in a field."""
+    return field.split(b"\0", 1)[0].decode(errors="replace")
 
 
 def write_text(segment: SharedBytes, offset: int, text: str, size: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shm_broadcast import layout
+from shm_broadcast.board.fixed_text import text_of
 from shm_broadcast.errors import (
     DivergenceError,
     GroupAbortedError,
@@ -113,7 +114,7 @@ def read_history(
 
 def _decoded(fields: tuple[int, int, int, int, int, int, int, int, int, bytes]) -> PastOperation:
     begin, end, sequence, size, number, peer, verb, dtype, outcome, raw = fields
-    group = raw.split(b"\0", 1)[0].decode(errors="replace")
+    group = text_of(raw)
     known = 0 < verb < len(layout.DID_NAMES)
     # The end is stored after the outcome, but may have been copied before it.
     told = outcome if 0 < outcome < len(layout.OUTCOME_NAMES) else layout.OUTCOME_DONE

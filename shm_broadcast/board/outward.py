@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shm_broadcast import layout
-from shm_broadcast.board.fixed_text import read_text, write_text
+from shm_broadcast.board.fixed_text import read_text, text_of, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -141,8 +141,7 @@ def read_groups(memory: SharedBytes, member: int, n_members: int) -> tuple[Membe
             memory.memory, begin + entry * layout.MEMBERSHIP_STRIDE
         )
         if size:
-            text = name.split(b"\0", 1)[0].decode(errors="replace")
-            found.append(Membership(text, rank, size, first))
+            found.append(Membership(text_of(name), rank, size, first))
     return tuple(found)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shm_broadcast import layout
+from shm_broadcast.board.fixed_text import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,7 +67,7 @@ def read_totals(memory: SharedBytes, member: int, n_members: int) -> tuple[VerbT
     found = []
     for group in range(layout.TOTAL_GROUPS):
         (raw,) = _NAME.unpack_from(data, group * layout.TOTAL_NAME_STRIDE)
-        name = raw.split(b"\0", 1)[0].decode(errors="replace")
+        name = text_of(raw)
         if group == layout.TOTAL_GROUPS - 1:
             name = FURTHER_GROUPS
         for verb in range(1, layout.TOTAL_VERBS):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from shm_broadcast import layout
 from shm_broadcast.errors import DRIVER_RANK, name_of
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from shm_broadcast.errors import MemberStatus
     from shm_broadcast.onlooker.programs import BoardSeen, MemberSeen, Program, QueueSeen
 
-_READS: Final = ("dequeue", "acquire_read")
+_READS: Final = layout.DID_NAMES[layout.DID_DEQUEUE :]
 """What a reader is in that waits for a message: nothing is wrong if none is due."""
 
 _FULL: Final = 0.5

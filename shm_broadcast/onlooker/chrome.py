@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from shm_broadcast import layout
 from shm_broadcast.errors import name_of
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 _QUEUES: Final = "queues"
 _CALLS: Final = "calls"
-_QUEUE_VERBS: Final = frozenset({"enqueue", "dequeue", "acquire_read"})
+_QUEUE_VERBS: Final = layout.DID_NAMES[layout.DID_ENQUEUE :]
 
 
 def chrome_trace(boards: Sequence[Sequence[MemberPast]], now: int) -> dict[str, Any]:

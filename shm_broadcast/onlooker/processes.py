@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shm_broadcast import layout
-from shm_broadcast.liveness import START_TIMES
+from shm_broadcast.liveness import START_TIMES, stat_fields
 from shm_broadcast.segment import SEALS
 
 if TYPE_CHECKING:
@@ -148,13 +148,13 @@ def scan() -> Scan:
 def condition_of(pid: int) -> str:
     """What the process ``pid`` does, of `CONDITIONS`; ``"ended"`` if there is none."""
     try:
-        return _condition(_stat(pid))
+        return _condition(stat_fields(_bytes_of(pid, "stat")))
     except OSError:
         return "ended"
 
 
 def _process(pid: int, known: dict[tuple[int, int], SegmentSeen | None]) -> ProcessSeen:
-    fields = _stat(pid)
+    fields = stat_fields(_bytes_of(pid, "stat"))
     condition = _condition(fields)
     held = {each.nonce: each for each in _held(pid, known)} if condition != "ended" else {}
     inner_pid, cores = _pid_and_cores(pid) if held else (pid, "")
@@ -169,13 +169,6 @@ def _process(pid: int, known: dict[tuple[int, int], SegmentSeen | None]) -> Proc
         held=held,
         cores=cores,
     )
-
-
-def _stat(pid: int) -> list[bytes]:
-    """The fields of proc(5)'s stat from the third on."""
-    stat = _bytes_of(pid, "stat")
-    # The command name, field 2, may hold spaces and parentheses; the rest may not.
-    return stat[stat.rindex(b")") + 2 :].split()
 
 
 def _condition(fields: list[bytes]) -> str:

@@ -18,6 +18,7 @@ from coordinator.compat.sglang.group import GroupCoordinator, refuse_elastic
 from coordinator.compat.sglang.model_groups import Widths
 from coordinator.compat.sglang.tagged import P2PWork
 from coordinator.graph_capture import GraphCaptureContext, capture_on_side_stream
+from coordinator.setup.bootstrap import DEFAULT_TIMEOUT
 from shm_broadcast import Deadline
 
 if TYPE_CHECKING:
@@ -89,8 +90,6 @@ destroy_model_parallel = _getters.destroy_model_parallel
 destroy_distributed_environment = _getters.destroy_distributed_environment
 cleanup_dist_env_and_memory = _getters.cleanup_dist_env_and_memory
 
-_DEFAULT_TIMEOUT = 60
-
 
 # --- the environment ----------------------------------------------------------------------
 
@@ -128,7 +127,7 @@ def init_distributed_environment(
     """
     del moe_a2a_backend
     refuse_elastic(recovered_rank=recovered_rank, max_world_size=max_world_size)
-    deadline = Deadline.after(_DEFAULT_TIMEOUT if timeout is None else timeout)
+    deadline = Deadline.after(DEFAULT_TIMEOUT if timeout is None else timeout)
     _state.meet(world_size, rank, distributed_init_method, local_rank, backend, deadline)
 
 

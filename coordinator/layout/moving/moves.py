@@ -200,7 +200,7 @@ class Reduce(Move):
 
     def pull(self, grad: Tensor) -> Tensor:
         """Collective: no."""
-        return _scaled(grad, _share(self.group, self.op))
+        return _scaled(grad, _term_weight(self.group, self.op))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class ReduceScatter(Move):
     def pull(self, grad: Tensor) -> Tensor:
         """Collective: yes."""
         whole = Gather(self.dim, self.group, self.sizes)(grad)
-        return _scaled(whole, _share(self.group, self.op))
+        return _scaled(whole, _term_weight(self.group, self.op))
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class AsTerm(Move):
 
     def pull(self, grad: Tensor) -> Tensor:
         """Collective: no."""
-        return _scaled(grad, 1 / _share(self.group, self.op))
+        return _scaled(grad, 1 / _term_weight(self.group, self.op))
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +274,6 @@ def _scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
-def _share(group: GroupCoordinator, op: ReduceOp) -> float:
+def _term_weight(group: GroupCoordinator, op: ReduceOp) -> float:
     """The weight of one rank's term in the reduction: 1, or 1/N for AVG."""
     return 1 / group.world_size if op is ReduceOp.AVG else 1.0

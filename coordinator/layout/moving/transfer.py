@@ -118,7 +118,7 @@ class Transfer(Move):
             target=_of_gradient(self.source),
             target_mesh=self.source_mesh,
         )
-        factor = _share(self.source, self.source_mesh) / _share(self.target, self.target_mesh)
+        factor = _term_weight(self.source, self.source_mesh) / _term_weight(self.target, self.target_mesh)
         return back(grad) if factor == 1 else back(grad) * factor
 
     def _packed(self, x: Tensor, pieces: Sequence[Piece]) -> Tensor:
@@ -156,7 +156,7 @@ def _of_gradient(layout: Layout) -> Layout:
     return Layout(tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements))
 
 
-def _share(layout: Layout, mesh: SubMesh) -> float:
+def _term_weight(layout: Layout, mesh: SubMesh) -> float:
     """The weight of one term in the reduction: 1, or 1 / terms for AVG."""
     return math.prod(
         1 / size
