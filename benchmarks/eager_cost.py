@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.verb_cost import best
 from device_comm.cuda.launches import abi
-from device_comm.cuda.launches.launch import MOVE
+from device_comm.cuda.launches.launch import MOVE_KERNEL
 from shm_broadcast import Board
 from tests.device_comm.cuda.fake_cuda import compile_fake, rank_0_of_2, stubbed
 
@@ -40,7 +40,7 @@ def calls(comm: Communicator, driver: Driver) -> Mapping[str, Callable[[], Any]]
     x, out = torch.ones(ROWS * WIDTH), torch.empty(ROWS * WIDTH)
     whole, half, large = torch.empty(2 * len(x)), torch.empty(len(x) // 2), torch.ones(LARGE)
     rows, weight = torch.ones(ROWS, WIDTH), torch.ones(WIDTH)
-    launch = driver.prepare(MOVE, 1, abi.MAX_THREADS, (bytes(abi.JOB_BYTES),))
+    launch = driver.prepare(MOVE_KERNEL, 1, abi.MAX_THREADS, (bytes(abi.JOB_BYTES),))
     stream = driver.current_stream()
     return {
         "all_reduce": lambda: comm.all_reduce(x),

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.gpu_environment import run_side_by_side
 from benchmarks.gpu_model import TinyWorker, inputs, reference
 from benchmarks.gpu_world import device_facts, require_gpu
-from server.defaults import DTYPES
+from server.defaults import TOLERANCES
 from server.pool import WorkerPool
 
 TIMEOUT = 120.0
@@ -28,7 +28,7 @@ SENTENCES = 32
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--tp", type=int, default=2)
-    options.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
+    options.add_argument("--dtype", choices=tuple(TOLERANCES), default="float32")
     options.add_argument("--steps", type=int, default=200)
     options.add_argument("--json", type=Path, help="write the report there")
     arguments = options.parse_args()
@@ -52,7 +52,7 @@ def main() -> int:
             "steps", TIMEOUT, (tokens, arguments.steps)
         )
         explained = pool.call("explained", timeout=TIMEOUT)
-    allowed = DTYPES[arguments.dtype]
+    allowed = TOLERANCES[arguments.dtype]
     found: dict[str, Any] = {
         **device_facts(),
         "tp": arguments.tp,

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from shm_broadcast.board.failures import describe
+from shm_broadcast.board.failures import kind_and_message
 from shm_broadcast.board.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS
 from shm_broadcast.errors import Failure, GroupAbortedError, GroupClosedError, MemberStatus
@@ -172,7 +172,7 @@ class LoneWatch:
         self._refuse_child("abort")
         if self._failure is None:
             about = self._rank if culprit is None else culprit
-            self._failure = Failure(self._rank, *describe(error), about)
+            self._failure = Failure(self._rank, *kind_and_message(error), about)
         self._bell.set()
 
     def wait(

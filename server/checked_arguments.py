@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
-Check: TypeAlias = Callable[[str, Any], T]
+CheckArgument: TypeAlias = Callable[[str, Any], T]
 """Given an argument's name and value, returns it.
 
 Raises:
@@ -21,7 +21,7 @@ Raises:
 
 
 def whole(name: str, given: Any, most: int | None = None) -> int:
-    """A whole number, 1 or more; see `Check`."""
+    """A whole number, 1 or more; see `CheckArgument`."""
     try:
         number = None if isinstance(given, bool) else operator.index(given)
     except TypeError:
@@ -35,7 +35,7 @@ def whole(name: str, given: Any, most: int | None = None) -> int:
 
 
 def seconds(name: str, given: Any, *, some: bool = False) -> float:
-    """Seconds, 0 or more, or more than 0 if ``some`` are needed; see `Check`."""
+    """Seconds, 0 or more, or more than 0 if ``some`` are needed; see `CheckArgument`."""
     if isinstance(given, bool) or not isinstance(given, Real):
         raise _mistaken(name, "a number of seconds", given)
     number = float(given)
@@ -46,39 +46,39 @@ def seconds(name: str, given: Any, *, some: bool = False) -> float:
 
 
 def some_seconds(name: str, given: Any) -> float:
-    """Seconds, more than 0; see `Check`."""
+    """Seconds, more than 0; see `CheckArgument`."""
     return seconds(name, given, some=True)
 
 
 def flag(name: str, given: Any) -> bool:
-    """True or False; see `Check`."""
+    """True or False; see `CheckArgument`."""
     if not isinstance(given, bool):
         raise _mistaken(name, "True or False", given)
     return given
 
 
 def text(name: str, given: Any) -> str:
-    """A text; see `Check`."""
+    """A text; see `CheckArgument`."""
     if not isinstance(given, str):
         raise _mistaken(name, "a text", given)
     return str(given)
 
 
 def texts(name: str, given: Any) -> tuple[str, ...]:
-    """Several texts, and not one, whose letters would be taken for them; see `Check`."""
+    """Several texts, and not one, whose letters would be taken for them; see `CheckArgument`."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise _mistaken(name, "a sequence of texts", given)
     return tuple(text(f"{name}[{index}]", each) for index, each in enumerate(given))
 
 
 def function(name: str, given: Any) -> Callable[..., Any]:
-    """What can be called; see `Check`."""
+    """What can be called; see `CheckArgument`."""
     if not callable(given):
         raise _mistaken(name, "a function", given)
     return given  # type: ignore[no-any-return]
 
 
-def optional(check: Check[T]) -> Check[T | None]:
+def optional(check: CheckArgument[T]) -> CheckArgument[T | None]:
     """What ``check`` lets pass, or ``None``."""
     return lambda name, given: None if given is None else check(name, given)
 

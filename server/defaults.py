@@ -16,10 +16,10 @@ LAUNCHERS: Final = ("local", "hosts", "torchrun", "ray")
 HEAD_PORT: Final = 29510
 """The port at which the hosts of a pool meet the head."""
 
-SILENCE_SECONDS: Final = 1.5
+HOST_SILENCE_SECONDS: Final = 1.5
 """How long a host may say nothing."""
 
-DTYPES: Final = {"float32": 1e-5, "float16": 1e-3}
+TOLERANCES: Final = {"float32": 1e-5, "float16": 1e-3}
 """Dtypes of weights and activations, with the largest absolute difference from float32 on a CPU."""
 
 BATCH_TOKENS: Final = 2048

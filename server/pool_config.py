@@ -13,11 +13,10 @@ from .driver.cores import MOST_THREADS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .checked_arguments import Check
+    from .checked_arguments import CheckArgument
 
-MIB = 1 << 20
 
-_CHECKS: Final[Mapping[str, Check[Any]]] = {
+_CHECKS: Final[Mapping[str, CheckArgument[Any]]] = {
     "in_flight": optional(whole),
     "call_capacity": whole,
     "reply_capacity": whole,
@@ -76,8 +75,8 @@ class PoolConfig:
     """
 
     in_flight: int | None = None
-    call_capacity: int = 4 * MIB
-    reply_capacity: int = 2 * MIB
+    call_capacity: int = 4 << 20
+    reply_capacity: int = 2 << 20
     call_seconds: float = 300.0
     settle_seconds: float = 1.0
     leave_seconds: float = 1.0

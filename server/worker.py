@@ -45,7 +45,7 @@ from .control.cancelled_calls import CancelledCalls
 from .control.channel import Channel, ChannelClosedError
 from .control.output import label_output
 from .control.protocol import VOID, Call, Left, Ready, Reply, Resume, Start, WorkProgress
-from .control.reference import load
+from .control.reference import worker_class
 from .control.seat import take_seat
 from .control.worker_failure import describe, is_consequence, unsendable
 from .launchers.boot import retitle
@@ -235,7 +235,7 @@ class _Serving:
             lambda: self._last in self._cancelled,
         )
         if worker is None:
-            build = load(start.worker, start.main)
+            build = worker_class(start.worker, start.main)
             worker = build(context, **pickle.loads(start.worker_kwargs))
         else:
             worker.restore(context)

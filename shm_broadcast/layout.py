@@ -153,7 +153,7 @@ SEGMENT_MAGIC: Final = 0
 SEGMENT_VERSION: Final = 4
 SEGMENT_SIZE: Final = 8
 SEGMENT_NONCE: Final = 16
-NONCE_BYTES: Final = 16
+SEGMENT_NONCE_BYTES: Final = 16
 
 BOARD_LABEL: Final = "group-board"
 BOARD_KEY: Final = 32

@@ -26,9 +26,9 @@ from shm_broadcast.atomics import WordsLike, make_words
 from shm_broadcast.errors import ForeignMemoryError, GroupClosedError, SharedMemoryError
 from shm_broadcast.layout import (
     MAGIC,
-    NONCE_BYTES,
     SEGMENT_MAGIC,
     SEGMENT_NONCE,
+    SEGMENT_NONCE_BYTES,
     SEGMENT_SIZE,
     SEGMENT_VERSION,
     VERSION,
@@ -75,7 +75,7 @@ class Segment:
         self.size = len(mapping)
         self.words: WordsLike = make_words(mapping)
         self.memory = memoryview(mapping)
-        self.nonce = bytes(self.memory[SEGMENT_NONCE : SEGMENT_NONCE + NONCE_BYTES])
+        self.nonce = bytes(self.memory[SEGMENT_NONCE : SEGMENT_NONCE + SEGMENT_NONCE_BYTES])
 
     @classmethod
     def create(cls, size: int, label: str) -> Segment:
@@ -95,7 +95,7 @@ class Segment:
         except OSError as error:
             raise SharedMemoryError(f"cannot reserve {size} bytes: {error.strerror}") from error
         segment = cls(fd, mapping)
-        segment._write_header(os.urandom(NONCE_BYTES))
+        segment._write_header(os.urandom(SEGMENT_NONCE_BYTES))
         return segment
 
     @classmethod

@@ -28,12 +28,21 @@ OTHER_ENGINES = ("coordinator.compat.", "coordinator.plugins.")
 
 ENGINE_CLASSES = {
     "GroupCoordinator",
+    "Handle",
     "MessageQueue",
     "StatelessGroupCoordinator",
     "StatelessProcessGroup",
 }
 """What vLLM and SGLang call theirs as well."""
 
+
+MIRRORED_NAMES = {
+    *("PACKAGES", "add_arguments", "prepare", "run", "main"),  # of commands and programs
+    *("encode", "decode"),  # of wires
+    "reduce_scatter",  # of graphs, and of autograd
+    "STACK_SIGNAL",  # what is forked imports nothing of ours
+}
+"""What several files have each for itself."""
 
 MIRRORED_FILES = {
     *("__init__.py", "errors.py", "layout.py"),
@@ -131,25 +140,53 @@ def test_no_folder_holds_more_than_a_dozen_modules() -> None:
     assert {folder: count for folder, count in counts.items() if count > ROOM} == {}
 
 
-def class_names() -> dict[str, set[str]]:
-    """The classes of the product at the top of files, by name: the modules that they stand in."""
+def public_names() -> dict[str, set[str]]:
+    """What the product's files define at their top, by name: the modules that it stands in."""
     found: dict[str, set[str]] = {}
     for module, path in product().items():
-        for node in ast.parse((ROOT / path).read_text(), str(path)).body:
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, set()).add(module)
+        body = ast.parse((ROOT / path).read_text(), str(path)).body
+        for node in [
+            *body,
+            *(each for top in body if isinstance(top, ast.If) for each in top.body),
+        ]:
+            for name in defined_by(node):
+                if not name.startswith("_"):
+                    found.setdefault(name, set()).add(module)
     return found
 
 
-def test_a_class_name_stands_for_one_thing() -> None:
+def defined_by(node: ast.stmt) -> list[str]:
+    """The names that a statement defines, but for type variables."""
+    match node:
+        case ast.ClassDef(name) | ast.FunctionDef(name) | ast.AsyncFunctionDef(name):
+            return [name]
+        case ast.Assign(value=ast.Call(func=ast.Name("TypeVar"))):
+            return []
+        case ast.Assign(targets):
+            return [each.id for each in targets if isinstance(each, ast.Name)]
+        case ast.AnnAssign(target=ast.Name(name)):
+            return [name]
+    return []
+
+
+def test_a_name_stands_for_one_thing() -> None:
     """But those that other engines' users know: there they are called so."""
     twice = {
         name: modules
-        for name, modules in class_names().items()
+        for name, modules in public_names().items()
         if len({each for each in modules if not each.startswith(OTHER_ENGINES)}) > 1
-        or (len(modules) > 1 and name not in ENGINE_CLASSES)
+        and name not in MIRRORED_NAMES
     }
     assert twice == {}
+
+
+def test_classes_are_called_as_other_engines_only_where_users_know_them_so() -> None:
+    named = {
+        name
+        for name, modules in public_names().items()
+        if len(modules) > 1 and name[0].isupper() and not name.isupper()
+    }
+    assert named <= ENGINE_CLASSES
 
 
 def test_a_file_name_stands_for_one_thing() -> None:

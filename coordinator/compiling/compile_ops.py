@@ -35,7 +35,7 @@ _groups: WeakValueDictionary[str, Named] = WeakValueDictionary()
 """The groups of this process by unique name, while they are used."""
 
 
-def register(group: Named) -> str:
+def register_ops(group: Named) -> str:
     """Give ``group`` a name that no other group of this process has: ``"tp:0"``, ``"tp:1"``."""
     names = (f"{group.name}:{count}" for count in itertools.count())
     name = next(name for name in names if name not in _groups)

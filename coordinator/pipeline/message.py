@@ -37,7 +37,7 @@ def to_dict(tree: Any, way: str) -> dict[str, Any]:
     return {"way": way, "tree": _describe(structure), **numbered}
 
 
-def refusal(error: Exception, way: str) -> dict[str, Any]:
+def refused_tree(error: Exception, way: str) -> dict[str, Any]:
     """The tensor dict in the place of a tree that cannot be sent for ``error``."""
     return {"way": way, "refused": why_refused(error)}
 

@@ -8,7 +8,7 @@ from coordinator.messages.framing import Kind
 from coordinator.messages.outgoing import AnotherThreadError
 from coordinator.messages.tensor_dict import WHOLE
 from coordinator.pipeline.inflow import Inflow
-from coordinator.pipeline.message import NEXT, PREV, by_place, refusal, to_dict
+from coordinator.pipeline.message import NEXT, PREV, by_place, refused_tree, to_dict
 from device_comm import Joined, Work
 from device_comm.verbs.checks import check_rank
 from shm_broadcast import Deadline
@@ -235,7 +235,7 @@ class PipelineEnd:
             return [pack(to_dict(tree, way), slicing) for tree, way, _ in sends], None
         except Exception as error:  # noqa: BLE001 - `_swap` raises it
             refused = self._naming_the_leaf([tree for tree, _, _ in sends], slicing) or error
-            return [pack(refusal(refused, way), WHOLE) for _, way, _ in sends], refused
+            return [pack(refused_tree(refused, way), WHOLE) for _, way, _ in sends], refused
 
     def _naming_the_leaf(self, trees: Sequence[Any], slicing: Slicing) -> Exception | None:
         """What sending the leaves raises, which names the first one's place; None: nothing."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-VARIABLE = "GROUP_COORDINATOR"
+SWITCH_VARIABLE = "GROUP_COORDINATOR"
 PARTS = ("communicator", "queue", "status")
 """What can take the place of something of an engine's; not every engine's plug-in has all."""
 
@@ -49,7 +49,7 @@ class Switches:
         unknown = [word for word in words if word not in PARTS and word not in _ALL]
         if unknown:
             raise ValueError(
-                f"{VARIABLE}={text!r}: there is no part {unknown[0]!r}; "
+                f"{SWITCH_VARIABLE}={text!r}: there is no part {unknown[0]!r}; "
                 f"it is 0, 1, force, or some of {','.join(PARTS)}"
             )
         named = frozenset(words) - {*_ALL}
@@ -62,7 +62,7 @@ class Switches:
         Raises:
             ValueError: it names an unknown part.
         """
-        return cls.of(os.environ.get(VARIABLE, ""))
+        return cls.of(os.environ.get(SWITCH_VARIABLE, ""))
 
     def check_version(self, engine: str, version: str, tested: Collection[str]) -> None:
         """Accept a version that was tested; any, with ``force``.
@@ -72,7 +72,7 @@ class Switches:
         """
         if self.parts and not self.force and version.partition("+")[0] not in tested:
             raise UntestedVersionError(
-                f"{VARIABLE} is set, but {engine} is {version}, and what takes the place of its "
-                f"parts was tested with {', '.join(tested)}: unset {VARIABLE}, or try all the same "
-                f"with {VARIABLE}=force"
+                f"{SWITCH_VARIABLE} is set, but {engine} is {version}, and what takes the place of "
+                f"its parts was tested with {', '.join(tested)}: unset {SWITCH_VARIABLE}, or try "
+                f"all the same with {SWITCH_VARIABLE}=force"
             )

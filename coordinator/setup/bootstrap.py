@@ -26,7 +26,7 @@ from torch.distributed import Store, TCPStore
 
 from coordinator.setup.addresses import own_address, resolve
 from coordinator.setup.exchange import Exchange
-from coordinator.setup.settings import agree
+from coordinator.setup.settings import agree_on_terms
 from coordinator.stores.asked_store import AskedStore
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupTimeoutError, MemberStatus
@@ -76,7 +76,7 @@ def meet(
     Collective: yes, every rank.
 
     Raises:
-        ValueError, SecretError: they were not, as of `agree`.
+        ValueError, SecretError: they were not, as of `agree_on_terms`.
         GroupTimeoutError: the deadline passed; ``waiting_for`` lists the absent ranks.
         OSError: rank 0 cannot bind the store's port.
     """
@@ -89,7 +89,7 @@ def meet(
     exchange = Exchange.visit(
         store, place, launch.rank, launch.world_size, "world", deadline, host, keeper
     )
-    agree(exchange, "rendezvous", terms)
+    agree_on_terms(exchange, "rendezvous", terms)
     return Meeting(launch, exchange, _address_towards(store))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from device_comm.choosing.measuring import SIZES, measure
+from device_comm.choosing.measuring import MEASURED_SIZES, measure_candidates
 from device_comm.choosing.selecting_backend import SelectingBackend
 from device_comm.choosing.selection import Candidate, Selection, Table
 from shm_broadcast import CoordinatorError
@@ -71,7 +71,7 @@ def select(
     key: Key,
     cache: TableCache,
     swap: Swap,
-    sizes: Mapping[str, Sequence[int]] = SIZES,
+    sizes: Mapping[str, Sequence[int]] = MEASURED_SIZES,
     limit: float = math.inf,
 ) -> SelectingBackend:
     """A backend that chooses among ``candidates``, for each operation, by rank 0's table.
@@ -90,7 +90,7 @@ def select(
     if sum(each.backend is not None for each in candidates) < 2:
         return SelectingBackend(Selection(candidates))
     known = _TABLE.decode(swap(msgspec.msgpack.encode(cache.load(key)))[0])
-    mine = measure(candidates, key.as_dict(), swap, sizes, known=known, limit=limit)
+    mine = measure_candidates(candidates, key.as_dict(), swap, sizes, known=known, limit=limit)
     table = _TABLE.decode(swap(msgspec.msgpack.encode(mine))[0])
     if table == mine != known:
         cache.store(table, key)

@@ -18,7 +18,7 @@ from coordinator.messages.wire import Wire, agree_on_wire
 from coordinator.setup.cuda_link import cuda_comm
 from coordinator.setup.exchange import Exchange
 from coordinator.setup.process_groups import ProcessGroups, new_process_group
-from coordinator.setup.settings import agree
+from coordinator.setup.settings import agree_on_terms
 from coordinator.setup.torch_groups import SocketChoice
 from coordinator.stores.authenticated import authenticated
 from device_comm import Backend, Communicator, LoopbackBackend, ShmBackend, TorchBackend
@@ -135,7 +135,7 @@ def meet_in(
         return alone(name, rank, settings, given=given)
     at, n = ranks.index(rank), len(ranks)
     exchange = Exchange.visit(store(), place, at, n, name, Deadline.after(timeout), called=ranks)
-    agree(exchange, "terms", settings.terms())
+    agree_on_terms(exchange, "terms", settings.terms())
     return connect(exchange, ranks, settings, given=given)
 
 

@@ -51,7 +51,7 @@ def new_process_group(
     """
     name = f"{exchange.name}:{backend}"
     try:
-        group = torch_groups.new_process_group(
+        group = torch_groups.connect_process_group(
             exchange.store, name, ranks, exchange.rank, backend, settings.sockets, deadline
         )
     except GroupTimeoutError:

@@ -113,7 +113,7 @@ class Settings:
         )
 
 
-def agree(exchange: Exchange, what: str, terms: Mapping[str, str]) -> None:
+def agree_on_terms(exchange: Exchange, what: str, terms: Mapping[str, str]) -> None:
     """Wait for all members, and require that they were given the same.
 
     Args:

@@ -51,7 +51,7 @@ class SocketChoice:
     address: str = ""
 
 
-def new_process_group(
+def connect_process_group(
     store: Store,
     name: str,
     ranks: Sequence[int],

@@ -22,9 +22,9 @@ from coordinator.stores.key_values import MAX_BYTES, Answer, KeyValues, Question
 from shm_broadcast import GroupTimeoutError, MemberStatus
 from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.errors import PeerProtocolError, TransportError
-from shm_broadcast.remote.end import RemoteEnd, listen, one_address
+from shm_broadcast.remote.end import RemoteEnd, bind_socket, one_address
 from shm_broadcast.remote.events import Connection
-from shm_broadcast.remote.keys import NONCE_BYTES, AllowList, reader_key, writer_key
+from shm_broadcast.remote.keys import HANDSHAKE_NONCE_BYTES, AllowList, reader_key, writer_key
 from shm_broadcast.remote.wake_fd import WakeFd
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class StoreHost(RemoteEnd):
             OSError: ``bind_host`` cannot be resolved, or is no address of this host.
         """
         address = one_address(bind_host)
-        nonce = secrets.token_bytes(NONCE_BYTES)
+        nonce = secrets.token_bytes(HANDSHAKE_NONCE_BYTES)
         super().__init__(
             zmq.ROUTER,
             writer_key(secret, nonce),
@@ -94,7 +94,7 @@ class StoreHost(RemoteEnd):
         self._admission = AllowList(self._context, secret, nonce, self._present)
         try:
             self._admission.start()
-            self.at = StoreAddress(listen(self._zmq, address), nonce)
+            self.at = StoreAddress(bind_socket(self._zmq, address), nonce)
         except BaseException:
             self._tear_down()
             raise

@@ -69,7 +69,7 @@ class Member:
         self.mq_broadcaster: MessageQueue | None = None
         self._messenger = Messenger(link.cpu, link.device, link.wire)
         self._counted = self._count() if self.world_size > 1 else []
-        self.unique_name = compile_ops.register(self)
+        self.unique_name = compile_ops.register_ops(self)
         self._life = _Life()
         disown_in_children(self)
         one_of_many = self.world_size > 1 and self.name != "world" and "." not in self.name

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
-SIZES: Final[dict[str, tuple[int, ...]]] = {
+MEASURED_SIZES: Final[dict[str, tuple[int, ...]]] = {
     "all_reduce": tuple(KIB << shift for shift in range(0, 17, 2)),
     "all_gather": (4 * KIB, 64 * KIB, MIB, 16 * MIB),
     "reduce_scatter": (4 * KIB, 64 * KIB, MIB, 16 * MIB),
@@ -50,11 +50,11 @@ device need milliseconds for each."""
 _FEWEST: Final = 2
 
 
-def measure(
+def measure_candidates(
     candidates: Sequence[Candidate],
     key: Mapping[str, str],
     swap: Swap,
-    sizes: Mapping[str, Sequence[int]] = SIZES,
+    sizes: Mapping[str, Sequence[int]] = MEASURED_SIZES,
     clock: Callable[[], float] = time.perf_counter,
     known: Table | None = None,
     limit: float = math.inf,

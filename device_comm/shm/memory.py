@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shm_broadcast.segment import Segment
 
-copy = ctypes.memmove
-"""``copy(to, from, size)``; other threads run meanwhile."""
+copy_bytes = ctypes.memmove
+"""``copy_bytes(to, from, size)``; other threads run meanwhile."""
 
 
 def address_of(segment: Segment) -> int:

@@ -57,11 +57,9 @@ if TYPE_CHECKING:
     from shm_broadcast.board.board import Board
     from shm_broadcast.progress import Task
 
-    Share = Callable[[bytes | None], bytes]
-
-native: ModuleType | None = extension_of("device_comm")
-if native is not None:
-    native.write_past_caches(not share_a_cache(GIVEN_CORES))
+extension: ModuleType | None = extension_of("device_comm")
+if extension is not None:
+    extension.write_past_caches(not share_a_cache(GIVEN_CORES))
 
 
 _DECODER = msgspec.msgpack.Decoder(SegmentHandle)
@@ -101,7 +99,7 @@ class ShmBackend(Backend):
         self._layout = GroupLayout.read(segment.words)
         self._results = Results()
         self._plans: Plans
-        module = native if use_native and size > 1 else None
+        module = extension if use_native and size > 1 else None
         movers = _movers(board, self.members, module)
         self._pipes = PeerPipes(board, self.members, rank, segment, self._layout, movers)
         self._closing.callback(self._pipes.close)
@@ -123,7 +121,7 @@ class ShmBackend(Backend):
         cls,
         board: Board,
         members: Sequence[int],
-        share: Share,
+        share: Callable[[bytes | None], bytes],
         *,
         name: str = "group",
         timeout: float | None = 60.0,
@@ -202,7 +200,7 @@ class ShmBackend(Backend):
         told = super().explain()
         if self.uses_native or self.world_size == 1:
             return told
-        why = f"{'not built' if native is None else 'not wanted'}: {COST}"
+        why = f"{'not built' if extension is None else 'not wanted'}: {COST}"
         return replace(told, refused=(*told.refused, ("the C extension", why)))
 
     def flush(self, deadline: Deadline) -> None:

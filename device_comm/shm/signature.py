@@ -99,7 +99,7 @@ def with_call(signature: bytes, number: int) -> bytes:
     return signature[:CALL] + struct.pack("<I", number)
 
 
-def describe(signature: bytes) -> str:
+def signature_text(signature: bytes) -> str:
     """A signature in words: ``all_reduce SUM float32[2, 3]``."""
     verb, op, dtype, n_dims, place, *dims, chunk, call = SIGNATURE.unpack(signature)
     words = [VERBS[verb] if verb < len(VERBS) else f"verb {verb}"]

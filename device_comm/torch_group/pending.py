@@ -133,7 +133,7 @@ class CollectivePending:
         """Follow ``work``; ``finish`` is what is to be done when it has succeeded."""
         self._arrival = arrival
         self._work = work
-        under_way.keep(work)
+        under_way.keep_until_done(work)
         self._finish = finish
         self._operation = operation
         self._peers = peers

@@ -31,7 +31,7 @@ def _never_dropped() -> set[dist.Work]:
 _kept = _never_dropped()
 
 
-def keep(work: dist.Work) -> None:
+def keep_until_done(work: dist.Work) -> None:
     """Keep ``work``, which has begun, and those before it no more that have ended."""
     for each in [*_kept]:
         if each.is_completed():

@@ -35,7 +35,7 @@ class Difference(NamedTuple):
     did: tuple[str, str]
 
 
-def difference(reports: Mapping[int, Sequence[BegunInGroup]]) -> Difference | None:
+def first_divergence(reports: Mapping[int, Sequence[BegunInGroup]]) -> Difference | None:
     """The first difference between the ranks of a call; ``None`` if they have done the same.
 
     Args:

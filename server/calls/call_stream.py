@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-    Step: TypeAlias = Callable[[int, bool], Future[Any]]
+    NextItem: TypeAlias = Callable[[int, bool], Future[Any]]
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class CallStream:
             negative, to close it. ``first``: whether the call begins the generator.
     """
 
-    def __init__(self, number: int, step: Step) -> None:
+    def __init__(self, number: int, step: NextItem) -> None:
         self._number = number
         self._step = step
         self._begun = False

@@ -17,7 +17,7 @@ from shm_broadcast import Deadline
 from ..control.protocol import VOID
 from ..errors import CallDivergedError, StreamLostError, WorkerError, again, located
 from ..spans import carried
-from .agreement import difference
+from .agreement import first_divergence
 from .call_future import CallFuture
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class PendingCall:
 
     def compare(self) -> CallDivergedError | None:
         """The error if ranks began different group operations in this call; ``None`` if not."""
-        found = difference(self._begun)
+        found = first_divergence(self._begun)
         return found and CallDivergedError(self.number, self.method, *found)
 
     def answer(self, rank: int, value: Any, begun: tuple[BegunInGroup, ...]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..defaults import DTYPES
+from ..defaults import TOLERANCES
 from . import demo_text
 from .demo_pool import DemoEmbeddings, embed
 from .read_model import Model, read_model
@@ -42,7 +42,7 @@ class DemoPlan:
     @property
     def tolerance(self) -> float:
         """The largest absolute difference from the reference that is allowed."""
-        return DTYPES[self.model.workers.dtype]
+        return TOLERANCES[self.model.workers.dtype]
 
     @property
     def where(self) -> str:

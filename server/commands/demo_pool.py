@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import tqdm
 
-    from ..workers.minilm import Encoded, Placed
+    from ..workers.minilm import EncodedText, Placed
     from .read_model import Model
 
 WARM_UP_LINES = 64
@@ -69,7 +69,7 @@ def embed(
         say(demo_text.grid(places, ready - began))
         tokenizer = model.tokenizer
 
-        def embed_from(start: int, count: int) -> tuple[Encoded, np.ndarray]:
+        def embed_from(start: int, count: int) -> tuple[EncodedText, np.ndarray]:
             chunk = lines[start : start + count]
             encoded = tokenizer.encode(chunk, truncate=True, first=start)
             return encoded, pool.call("embed", encoded.tokens, timeout=timeout)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 UNLIMITED: Final = 1 << 16
 """The width of what is no terminal."""
 
-NOTHING: Final = "No pool or group of this user runs on this host."
+NO_PROGRAM: Final = "No pool or group of this user runs on this host."
 
 _COLUMNS: Final = (
     *("who", "place", "pid", "state", "operation", "for", "waits for", "cores", "memory"),

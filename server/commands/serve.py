@@ -157,7 +157,7 @@ def _serve(plan: ServePlan) -> int:
         spans.record(plan.spans)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores are the workers'
     workers = plan.model.workers
-    shares = descriptors.share_out(
+    shares = descriptors.connection_shares(
         descriptors.raise_limit(), plan.max_connections, workers.dp * workers.tp * workers.pp
     )
 

@@ -114,7 +114,7 @@ def chosen(pid: int | None, seen: Scan) -> list[Program] | None:
     if len(found) == 1:
         return found
     pids = ", ".join(str(each.pid) for each in found)
-    told = f"Which one? There are programs with pid {pids}." if found else program_text.NOTHING
+    told = f"Which one? There are programs with pid {pids}." if found else program_text.NO_PROGRAM
     sys.stderr.write(f"{told}\n")
     return None
 
@@ -146,7 +146,7 @@ def _text(plan: StatusPlan, seen: Scan, found: list[Program], width: int) -> str
     if not found:
         unseen = len(seen.unseen)
         hint = f"\n{unseen} of its processes may not be looked into." if unseen else ""
-        return program_text.NOTHING + hint
+        return program_text.NO_PROGRAM + hint
     if len(found) == 1 or plan.everything or plan.pid is not None:
         return "\n\n".join(program_text.program(each, width) for each in found)
     hint = "`group-coordinator status PID` shows one of them, `--all` each."

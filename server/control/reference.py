@@ -17,7 +17,7 @@ from typing import Any
 _LOADING_MAIN: ContextVar[bool] = ContextVar("loading_main", default=False)
 
 
-def name_of(worker: type | str) -> str:
+def worker_name(worker: type | str) -> str:
     """The reference ``"package.module:Class"`` of a worker's class.
 
     Args:
@@ -46,7 +46,7 @@ def name_of(worker: type | str) -> str:
 
 
 def main_of(name: str) -> dict[str, str] | None:
-    """The data for `load` about the driver's main module, if class ``name`` is defined there.
+    """The data for `worker_class` about the driver's main module, if ``name`` is defined there.
 
     ``None`` if it is defined elsewhere, or if no other process can load the main module.
     """
@@ -62,7 +62,7 @@ def main_of(name: str) -> dict[str, str] | None:
     return {"init_main_from_path": str(Path(file).absolute())} if file and found else None
 
 
-def load(name: str, main: dict[str, str] | None) -> type[Any]:
+def worker_class(name: str, main: dict[str, str] | None) -> type[Any]:
     """In a worker: import the class ``name``; ``main`` is what `main_of` gave the driver.
 
     Raises:

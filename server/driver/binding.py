@@ -47,13 +47,13 @@ def check_bind(bind: str) -> None:
 
 
 def bound_here(bind: str, n_workers: int) -> Bound:
-    """As `share_out`, of the cores that this process may use now."""
+    """As `cpus_of_workers`, of the cores that this process may use now."""
     if bind == "none":
         return ()
-    return share_out(bind, n_workers, cores_of(os.sched_getaffinity(0)))
+    return cpus_of_workers(bind, n_workers, cores_of(os.sched_getaffinity(0)))
 
 
-def share_out(bind: str, n_workers: int, cores: Sequence[Core]) -> Bound:
+def cpus_of_workers(bind: str, n_workers: int, cores: Sequence[Core]) -> Bound:
     """What ``bind`` gives each of a host's workers.
 
     Args:

@@ -41,7 +41,7 @@ from ..errors import (
     with_notes,
 )
 from ..launchers.local import end
-from ..launchers.worker_handle import stacks_of
+from ..launchers.worker_handle import worker_stacks
 from .links import Links
 from .restart_budget import RestartBudget
 from .staff import Staff
@@ -253,7 +253,7 @@ class Crew(Watcher):
                 return (), "the pool was shut down", {}, ()
             why, held_up_by = self._held_up_by()
             workers = {r: w for r, w in self._staff.workers.items() if r in ranks and w.greeted}
-            stacks = stacks_of(workers, self._plan.config.stack_seconds)
+            stacks = worker_stacks(workers, self._plan.config.stack_seconds)
             statuses = tuple(self._links.board.member_status(rank) for rank in ranks)
             return statuses, why, stacks, held_up_by
 

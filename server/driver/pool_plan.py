@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..calls.hooks import ignore
 from ..checked_arguments import function, optional, some_seconds, whole
-from ..control.reference import main_of, name_of
+from ..control.reference import main_of, worker_name
 from ..defaults import RESTARTS
 from ..hosts.place import Hosts, hosts_of
 from ..launchers.ray_actors import RayCluster
@@ -97,7 +97,7 @@ class PoolPlan:
         window = some_seconds("window", window)
         stuck_after = optional(some_seconds)("stuck_after", stuck_after)
         device = checked_device(device)
-        name, arguments = name_of(worker), _pickled(worker_kwargs)
+        name, arguments = worker_name(worker), _pickled(worker_kwargs)
         found = _hosts(launcher, hosts, grid, device, start_timeout)
         try:
             if found is not None and len(arguments) > _BYTES_OVER_HOSTS:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from shm_broadcast import Deadline
-
 from ..control.protocol import Failed, Ready, WorkProgress
 from ..control.worker_failure import rebuild
 from ..errors import WorkerStartError
-from ..launchers.worker_handle import stacks_of
+from ..launchers.worker_handle import worker_stacks
 from .supervisor import Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shm_broadcast import QueueHandle
+    from shm_broadcast import Deadline, QueueHandle
 
     from ..control.protocol import FromWorker
     from ..launchers.worker_handle import WorkerHandle
@@ -107,7 +105,7 @@ class RollCall(Watcher):
     def _late(self, deadline: Deadline) -> WorkerStartError:
         rank = min(self._absent)
         worker = self._workers[rank]
-        stacks = stacks_of({rank: worker}, self._patience) if worker.greeted else {}
+        stacks = worker_stacks({rank: worker}, self._patience) if worker.greeted else {}
         late = ", ".join(map(str, sorted(self._absent)))
         reason = f"not ready after {deadline.timeout:g} s (late: {late})"
         return WorkerStartError(rank, reason, stacks.get(rank, ""))

@@ -17,13 +17,12 @@ from .roll_call import RollCall
 from .supervisor import Supervisor, Watcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
+    from ..launchers.fork_servers import Tick
     from ..launchers.worker_handle import WorkerHandle
     from .links import Links
     from .pool_plan import PoolPlan
-
-    Tick = Callable[[], float]
 
 
 class Staff:

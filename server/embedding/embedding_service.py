@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..service.service_limits import ServiceLimits
     from ..service.watched_pool import WatchedPool
     from ..spans import Carrier
-    from ..workers.minilm import Encoded, SentenceTokenizer
+    from ..workers.minilm import EncodedText, SentenceTokenizer
     from .embedding_api import Input
 
 PROBE = "ready"
@@ -124,7 +124,7 @@ class EmbeddingService(PoolService):
     async def _finish(self) -> None:
         await self._batcher.close()
 
-    async def _encode(self, inputs: Sequence[Input], *, truncate: bool) -> Encoded:
+    async def _encode(self, inputs: Sequence[Input], *, truncate: bool) -> EncodedText:
         try:
             return await self._tokenizing.encode(inputs, truncate=truncate)
         except (TypeError, ValueError) as error:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..workers.minilm import Encoded
+from ..workers.minilm import EncodedText
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,11 +33,11 @@ class Tokenizing:
         self._tokenizer = tokenizer
         self._thread = ThreadPoolExecutor(1, "tokenize")
 
-    async def encode(self, inputs: Sequence[Input], *, truncate: bool) -> Encoded:
+    async def encode(self, inputs: Sequence[Input], *, truncate: bool) -> EncodedText:
         """See `SentenceTokenizer.encode`."""
         if len(inputs) == 1 and len(inputs[0]) <= _SHORT_CHARACTERS:
             return self._tokenizer.encode(inputs, truncate=truncate)
-        found = Encoded()
+        found = EncodedText()
         loop = asyncio.get_running_loop()
         for start, stop in self._pieces(inputs):
             work = partial(

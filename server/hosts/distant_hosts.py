@@ -30,7 +30,7 @@ from .link_messages import (
     WorkerStack,
 )
 from .meeting_port import tell_port
-from .sameness import difference, facts_here
+from .sameness import differing_fact, facts_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -167,7 +167,7 @@ class DistantHosts:
 
     def admit(self, node: int, hello: HostHello) -> HostAdmitted | HostRefused:
         """Let a host take part, unless something is different there."""
-        differs = difference(self._facts, hello.facts)
+        differs = differing_fact(self._facts, hello.facts)
         with self._changed:
             if differs:
                 reason = f"host {hello.name} ({hello.address}), node {node}: {differs}"

@@ -10,7 +10,7 @@ import zmq
 
 from coordinator.setup.addresses import own_address
 from shm_broadcast.codec import UNDECODABLE
-from shm_broadcast.remote.end import listen, one_address
+from shm_broadcast.remote.end import bind_socket, one_address
 from shm_broadcast.remote.keys import AllowList, writer_key
 
 from .link_end import LINK_NONCE, LinkEnd
@@ -78,7 +78,7 @@ class HeadLink(LinkEnd):
         self._admission = AllowList(self._context, secret, LINK_NONCE, others)
         try:
             self._admission.start()
-            bound = listen(self._zmq, address, hosts.master_port)
+            bound = bind_socket(self._zmq, address, hosts.master_port)
         except BaseException:
             self._tear_down()
             raise

@@ -36,7 +36,7 @@ from ..driver.cores import worker_threads
 from ..driver.supervisor import Supervisor, Watcher
 from ..errors import HostError, WorkerStartError
 from ..launchers.local import end, launch
-from ..launchers.worker_handle import stacks_of
+from ..launchers.worker_handle import worker_stacks
 from .host_link import HostLink
 from .link_messages import (
     BeginGeneration,
@@ -338,7 +338,7 @@ class HostSupervisor(Watcher):
         seconds = self._pool.config.stack_seconds
 
         def show() -> None:
-            found = stacks_of({rank: worker}, seconds)
+            found = worker_stacks({rank: worker}, seconds)
             self._link.post(WorkerStack(rank, since, found.get(rank, "")))
 
         if worker.greeted:

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any, Final
 import zmq
 
 from shm_broadcast.remote.end import RemoteEnd
-from shm_broadcast.remote.keys import NONCE_BYTES
+from shm_broadcast.remote.keys import HANDSHAKE_NONCE_BYTES
 from shm_broadcast.remote.wake_fd import WakeFd
 
 if TYPE_CHECKING:
     from shm_broadcast.remote.keys import CurveKey
 
-LINK_NONCE: Final = b"the link between the hosts of a pool".ljust(NONCE_BYTES, b".")[:NONCE_BYTES]
+LINK_NONCE: Final = b"the link between the hosts of a pool".ljust(HANDSHAKE_NONCE_BYTES, b".")[
+    :HANDSHAKE_NONCE_BYTES
+]
 """Fixed, since nothing publishes a link's address: hosts know it from their launcher."""
 
 PULSE_SECONDS: Final = 0.25

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from coordinator.setup.launcher import Launch, number_in, text_in
 from coordinator.stores.secret import ADVICE, SECRET_FILE, SecretError, launcher_secret
 
-from ..defaults import HEAD_PORT, LAUNCHERS, SILENCE_SECONDS
+from ..defaults import HEAD_PORT, HOST_SILENCE_SECONDS, LAUNCHERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,7 +73,7 @@ class Hosts:
     master_addr: str
     master_port: int = HEAD_PORT
     secret: bytes | None = field(default=None, repr=False)
-    silence_seconds: float = SILENCE_SECONDS
+    silence_seconds: float = HOST_SILENCE_SECONDS
     facts: Mapping[str, str] = field(default_factory=dict)
     told_by: str = "the arguments"
     head_works: bool = True

@@ -32,7 +32,7 @@ def facts_here(given: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def difference(here: Mapping[str, str], there: Mapping[str, str]) -> str:
+def differing_fact(here: Mapping[str, str], there: Mapping[str, str]) -> str:
     """The first fact that both sides state and that differs, as text; ``""`` if there is none."""
     for name, value in here.items():
         if name in there and there[name] != value:

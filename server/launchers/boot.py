@@ -62,7 +62,7 @@ def main() -> None:
     package = sys.argv[6]
     keeper = os.getpid()
     hear_of_children()
-    worker = split()
+    worker = split_off_keeper()
     if worker:
         for fd in (control, seat, stacks):
             os.close(fd)
@@ -77,11 +77,11 @@ def main() -> None:
     except BrokenPipeError:  # the driver has ended already
         os._exit(1)
     sys.path[:] = _receive(control)
-    load([f"{package}.worker"])
+    import_for_good([f"{package}.worker"])
     sys.modules[f"{package}.worker"].main(control, seat, stacks)
 
 
-def load(modules: Iterable[str]) -> None:
+def import_for_good(modules: Iterable[str]) -> None:
     """Import modules, which stay: no collection of garbage looks among them, now or later.
 
     That takes a fifth of the time, and would write into pages that forked processes share.
@@ -138,7 +138,7 @@ def hello() -> bytes:
     return struct.pack(">I", len(message)) + message
 
 
-def split() -> int:
+def split_off_keeper() -> int:
     """Fork. Returns the worker's pid in the keeper, and 0 in the worker, now in a new session."""
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     rename("pool-keeper")

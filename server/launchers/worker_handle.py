@@ -74,7 +74,7 @@ class WorkerHandle(Protocol):
         """Close all descriptors, after `bury`; idempotent, from any thread."""
 
 
-def stacks_of(workers: Mapping[int, WorkerHandle], seconds: float) -> dict[int, str]:
+def worker_stacks(workers: Mapping[int, WorkerHandle], seconds: float) -> dict[int, str]:
     """The Python stacks of workers whose `Hello` has come, by rank: those that come in time."""
     files = {rank: worker.stack_file for rank, worker in workers.items()}
     deadline = Deadline.after(seconds)

@@ -32,7 +32,7 @@ def raise_limit() -> int:
     return hard
 
 
-def share_out(limit: int, wanted: int, n_workers: int) -> Shares:
+def connection_shares(limit: int, wanted: int, n_workers: int) -> Shares:
     """How many of ``limit`` descriptors clients may take, while workers have not started.
 
     Args:

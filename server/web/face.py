@@ -140,7 +140,7 @@ class Face(ABC, Generic[Service]):
             try:
                 self._check_key(request)
             except ApiError as error:
-                return refusal(error)
+                return error_answer(error)
             return await answer(request)
 
         return guarded
@@ -169,7 +169,7 @@ class Face(ABC, Generic[Service]):
                 self.service.metrics.errors.labels("client_left").inc()
             except Exception as error:  # noqa: BLE001 - told to the client and to the log
                 refused = self.as_api_error(error, request.state.request_id)
-                response = refusal(refused)
+                response = error_answer(refused)
                 self.service.metrics.errors.labels(refused.code or refused.kind).inc()
             if isinstance(response, StreamingResponse):
                 request.state.outcome = _CLIENT_LEFT  # unless it comes to an end
@@ -220,7 +220,7 @@ class Face(ABC, Generic[Service]):
         try:
             self.model.check_name(request.path_params["name"])
         except ApiError as error:
-            return refusal(error)
+            return error_answer(error)
         return json_answer(msgspec.json.encode(self.model.entry()))
 
     async def _health(self, _: Request) -> Response:
@@ -246,7 +246,7 @@ class Face(ABC, Generic[Service]):
         try:
             return self.live.answer(request)
         except ApiError as error:
-            return refusal(error)
+            return error_answer(error)
 
     async def _metrics(self, _: Request) -> Response:
         return Response(self.service.metrics.expose(), media_type=CONTENT_TYPE)
@@ -293,7 +293,7 @@ def _always(content: object) -> Callable[[Request], Awaitable[Response]]:
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    response = refusal(ApiError(status, f"no {request.method} {request.url.path} here"))
+    response = error_answer(ApiError(status, f"no {request.method} {request.url.path} here"))
     response.headers.update(getattr(error, "headers", None) or {})
     return response
 
@@ -314,7 +314,7 @@ def json_answer(body: bytes, status: int = 200) -> Response:
     return Response(body, status, headers, media_type="application/json")
 
 
-def refusal(error: ApiError) -> Response:
+def error_answer(error: ApiError) -> Response:
     """The answer that tells an error."""
     response = json_answer(error.body(), error.status)
     if error.status == 401:

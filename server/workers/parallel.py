@@ -20,13 +20,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from coordinator.layout import Layout, Placement, Replicate, Shard
+from coordinator.layout import Layout, Placement, Replicate, Shard, load_sharded
 
-from ..defaults import DTYPES
+from ..defaults import TOLERANCES
 from . import prepacked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from coordinator import GroupCoordinator, ParallelGroups
 
@@ -274,6 +275,59 @@ def whole_parameters(model: nn.Module) -> dict[str, WholeParameter]:
     return found
 
 
+def read_parameters(
+    path: Path,
+    whole: Mapping[str, WholeParameter],
+    names: Mapping[str, str],
+    tp: GroupCoordinator,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    report: Callable[[int, int, str], None],
+) -> dict[str, torch.Tensor]:
+    """Read this rank's part of a stage's parameters, as ``dtype``.
+
+    Args:
+        path: the checkpoint.
+        whole: the stage's parameters, of `whole_parameters`.
+        names: what the checkpoint calls them.
+        tp: the group that they are cut over.
+        device: where they shall lie.
+        dtype: what they shall be.
+        report: called with ``(done, total, what)`` meanwhile.
+
+    Raises:
+        CheckpointError: the weights are not those of this stage.
+
+    Collective: no.
+    """
+    return load_sharded(
+        path,
+        {name: parameter.layout for name, parameter in whole.items()},
+        tp,
+        source=names.__getitem__,
+        shapes={name: parameter.shape for name, parameter in whole.items()},
+        dtype=dtype,
+        device=device,
+        report=report,
+    )
+
+
+def checkpoint_name(name: str, layers: str, modules: Mapping[str, str]) -> str:
+    """The checkpoint's name of a stage's parameter.
+
+    Args:
+        name: the stage's name of it: ``"layers.3.query.weight"``.
+        layers: what the checkpoint calls its layers: ``"encoder.layer"``.
+        modules: what it calls the modules: ``"query"`` gives ``"attention.self.query"``.
+    """
+    module, _, parameter = name.rpartition(".")
+    if module.startswith("layers."):
+        _, index, part = module.split(".")
+        return f"{layers}.{index}.{modules[part]}.{parameter}"
+    return f"{modules[module]}.{parameter}"
+
+
 def hand_on(groups: ParallelGroups, hidden: torch.Tensor) -> None:
     """Send what this stage has computed to the next. Collective: yes, every rank of the stage."""
     groups.pp.send_tensor_dict({"hidden": hidden}, all_gather_group=groups.tp)
@@ -289,10 +343,10 @@ def compute_with(threads: int | None, dtype: str) -> torch.dtype:
     """Have torch use ``threads`` in this process, if they are given; return the dtype.
 
     Raises:
-        ValueError: ``threads`` is less than 1, or ``dtype`` none of `DTYPES`.
+        ValueError: ``threads`` is less than 1, or ``dtype`` none of `TOLERANCES`.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    if dtype not in TOLERANCES:
+        raise ValueError(f"dtype must be one of {', '.join(TOLERANCES)}; got {dtype!r}")
     if threads is not None:
         if threads < 1:
             raise ValueError(f"threads must be 1 or more; got {threads}")

@@ -27,7 +27,12 @@ from typing import TYPE_CHECKING, Final, NoReturn, Self
 import msgspec
 
 from shm_broadcast import layout
-from shm_broadcast.board.failures import describe, first_failure, forget_failure, report_failure
+from shm_broadcast.board.failures import (
+    first_failure,
+    forget_failure,
+    kind_and_message,
+    report_failure,
+)
 from shm_broadcast.board.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.board.history import outcome_of, read_history
 from shm_broadcast.board.members import Members
@@ -353,7 +358,7 @@ class Board:
         member = self._require_member("abort")
         about = self._lost_by(error, member) if culprit is None else culprit
         first = self.aborted is None
-        self.report(member, *describe(error), about)
+        self.report(member, *kind_and_message(error), about)
         if first and self.aborted is not None:
             who = {"rank": self.ranks[about], "group": self.name}
             _log.info("%s was aborted: %s", self.name or "the group", self.aborted, extra=who)

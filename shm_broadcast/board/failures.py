@@ -54,7 +54,7 @@ def forget_failure(segment: Segment, n_members: int, member: int) -> None:
         segment.words.store32(slot + layout.FAILURE_CLAIMED, 0)
 
 
-def describe(error: BaseException | str) -> tuple[str, str]:
+def kind_and_message(error: BaseException | str) -> tuple[str, str]:
     """The kind of an error, and its text."""
     if isinstance(error, str):
         return "Abort", error

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shm_broadcast.board.outward import Membership
     from shm_broadcast.onlooker.pasts import MemberPast
 
-VERSION: Final = "2.10"
+DUMP_VERSION: Final = "2.10"
 
 _NAMES: Final = {"all_gatherv": "all_gather_v", "reduce_scatterv": "reduce_scatter_v"}
 _TRANSFERS: Final = ("send", "recv")
@@ -77,7 +77,7 @@ def flight_dumps(board: Sequence[MemberPast], epoch: int) -> dict[int, dict[str,
             if rank in group.ranks
         }
         dumps[rank] = {
-            "version": VERSION,
+            "version": DUMP_VERSION,
             "pg_config": config,
             "pg_status": {},
             "entries": entries,

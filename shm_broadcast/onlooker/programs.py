@@ -195,7 +195,9 @@ def _program(seen: Scan, nonces: set[bytes]) -> Program | None:
             ring = _ring(segment)
             if ring is not None:
                 at = layout.RING_BOARD
-                queues.setdefault(bytes(ring.memory[at : at + layout.NONCE_BYTES]), []).append(ring)
+                queues.setdefault(
+                    bytes(ring.memory[at : at + layout.SEGMENT_NONCE_BYTES]), []
+                ).append(ring)
     boards = [
         _board(data, holders, queues.get(segment.nonce, ()), segment.nonce.hex())
         for segment in segments.values()

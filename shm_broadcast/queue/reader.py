@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shm_broadcast.codec import Codec
     from shm_broadcast.doorbell import AdaptiveSpin
     from shm_broadcast.remote.reader import RemoteReader
-    from shm_broadcast.ring.reader import Message, RingReader
+    from shm_broadcast.ring.reader import EncodedMessage, RingReader
 
 
 _LEAVE_SECONDS = 0.4
@@ -84,7 +84,7 @@ class QueueReader(ABC):
         self._closed = True
 
     @abstractmethod
-    def _take(self, timeout: float | Deadline | None) -> Message:
+    def _take(self, timeout: float | Deadline | None) -> EncodedMessage:
         """Wait for the next message and return it, still encoded."""
 
     def _check(self, operation: str) -> None:
@@ -183,7 +183,7 @@ class LocalReader(QueueReader):
                 if mine or turn.take_within(_LEAVE_SECONDS):
                     self._leave()
 
-    def _take(self, timeout: float | Deadline | None) -> Message:
+    def _take(self, timeout: float | Deadline | None) -> EncodedMessage:
         # The common case, a message that is there, makes no Deadline and no check in Python: the
         # C call looks at the board's abort word itself.
         try:
@@ -203,7 +203,7 @@ class LocalReader(QueueReader):
             self._board.ended(self._ring.begun, error)
             raise
 
-    def _finish(self, deadline: Deadline) -> Message:
+    def _finish(self, deadline: Deadline) -> EncodedMessage:
         while True:
             self._wait("dequeue", deadline)
             message = self._ring.try_read(self._spin.window_ns)
@@ -268,7 +268,7 @@ class DistantReader(QueueReader):
     def _leave(self) -> None:
         """Nothing: `close` has told the writer."""
 
-    def _take(self, timeout: float | Deadline | None) -> Message:
+    def _take(self, timeout: float | Deadline | None) -> EncodedMessage:
         deadline = Deadline.within(timeout)
         header, *parts = self._remote.recv(deadline, lambda: self._check("dequeue"))
         code, n_main = REMOTE_HEADER.unpack(header)

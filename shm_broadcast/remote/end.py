@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import zmq
 
+from shm_broadcast.doorbell import SLICE_SECONDS
 from shm_broadcast.errors import CoordinatorError, GroupClosedError, GroupTimeoutError
 from shm_broadcast.remote.keys import ZAP_DOMAIN
 
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 
     from shm_broadcast.deadline import Deadline
     from shm_broadcast.remote.keys import CurveKey
-
-SLICE_SECONDS: Final = 0.04
-"""How long a waiting call sleeps at most before it calls the caller's ``check`` again."""
 
 LINGER_SECONDS: Final = 1.0
 """How long `RemoteEnd.close` waits at most until messages that were sent have left this host. Not 0
@@ -197,7 +195,9 @@ class RemoteEnd(ABC):
         self._context.term()
 
 
-def listen(server: zmq.Socket[bytes], address: IPv4Address | IPv6Address, port: int = 0) -> str:
+def bind_socket(
+    server: zmq.Socket[bytes], address: IPv4Address | IPv6Address, port: int = 0
+) -> str:
     """Bind a socket to a port of ``address``; only peers on the context's `AllowList` get in.
 
     Args:

@@ -130,7 +130,7 @@ def fragment_limit(credit_bytes: int) -> int:
     return credit_bytes // 8
 
 
-def split(parts: Sequence[memoryview], limit: int) -> list[list[memoryview]]:
+def split_message(parts: Sequence[memoryview], limit: int) -> list[list[memoryview]]:
     """Cut a message into fragments; a list of chunks for each, at least one. Nothing is copied.
 
     Args:

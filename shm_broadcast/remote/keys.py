@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 MIN_SECRET_BYTES: Final = 16
-NONCE_BYTES: Final = 32
+HANDSHAKE_NONCE_BYTES: Final = 32
 ZAP_DOMAIN: Final = "remote queue"
 _PROTOCOL: Final = b"group-coordinator remote queue 1: "
 

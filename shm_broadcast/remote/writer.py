@@ -28,7 +28,7 @@ import zmq
 
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import DRIVER_RANK, GroupTimeoutError, MessageTooLargeError
-from shm_broadcast.remote.end import RemoteEnd, listen, one_address
+from shm_broadcast.remote.end import RemoteEnd, bind_socket, one_address
 from shm_broadcast.remote.frames import (
     DEFAULT_CREDIT_BYTES,
     MIN_CREDIT_BYTES,
@@ -40,9 +40,9 @@ from shm_broadcast.remote.frames import (
     cost,
     encode,
     fragment_limit,
-    split,
+    split_message,
 )
-from shm_broadcast.remote.keys import NONCE_BYTES, AllowList, writer_key
+from shm_broadcast.remote.keys import HANDSHAKE_NONCE_BYTES, AllowList, writer_key
 from shm_broadcast.remote.peer import RemoteLink
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class RemoteWriter(RemoteEnd):
         if not silence > 0:
             raise ValueError(f"silence must be a positive number of seconds; got {silence}")
         address = one_address(bind_host)
-        nonce = secrets.token_bytes(NONCE_BYTES)
+        nonce = secrets.token_bytes(HANDSHAKE_NONCE_BYTES)
         key = writer_key(secret, nonce)
         super().__init__(
             zmq.ROUTER, key, silence=silence, frame_bytes=1024, ipv6=address.version == 6
@@ -117,7 +117,7 @@ class RemoteWriter(RemoteEnd):
         try:
             self._admission.start()
             self._zmq.router_mandatory = True
-            bound = listen(self._zmq, address)
+            bound = bind_socket(self._zmq, address)
         except BaseException:
             self.close()
             raise
@@ -182,7 +182,7 @@ class RemoteWriter(RemoteEnd):
         with self._use(operation, until):
             begun = False
             try:
-                for chunks in split(views, self._limit):
+                for chunks in split_message(views, self._limit):
                     header = encode(Fragment(self._sequence, None if begun else sizes))
                     frames: list[bytes | memoryview] = [header, *chunks]
                     self._wait(cost(frames), operation, until, check)

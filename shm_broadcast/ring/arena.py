@@ -29,7 +29,7 @@ import weakref
 from typing import TYPE_CHECKING, Final, Protocol
 
 from shm_broadcast.errors import SharedMemoryError
-from shm_broadcast.layout import NONCE_BYTES
+from shm_broadcast.layout import SEGMENT_NONCE_BYTES
 from shm_broadcast.liveness import ProcessId
 from shm_broadcast.recycling import size_class
 from shm_broadcast.segment import Segment, SegmentHandle
@@ -54,7 +54,7 @@ _HOLDER: Final = 8
 """Its pid in the lower half, its start time in the upper one (see `ProcessId`); 0: nobody."""
 _PID: Final = 0xFFFF_FFFF
 _DATA: Final = 4096
-_DESCRIPTOR: Final = struct.Struct(f"<IIQ{NONCE_BYTES}sQQQ")
+_DESCRIPTOR: Final = struct.Struct(f"<IIQ{SEGMENT_NONCE_BYTES}sQQQ")
 
 
 class Readers(Protocol):

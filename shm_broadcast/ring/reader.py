@@ -58,7 +58,7 @@ class Record(NamedTuple):
         return self.kind == layout.KIND_MESSAGE and self.size == self.total
 
 
-Message: TypeAlias = "tuple[int, Buffer, Sequence[Buffer]]"
+EncodedMessage: TypeAlias = "tuple[int, Buffer, Sequence[Buffer]]"
 """One encoded message in memory of its own: codec, main part, out-of-band buffers."""
 
 
@@ -100,7 +100,9 @@ class RingReader:
         else:
             self._words.store64(self._line + layout.READER_JOINED, self._position())
         self._fast: FastReader | None = None
-        self.read_small: Callable[[int, bool], Message | Literal[False] | None] = self._read_none
+        self.read_small: Callable[[int, bool], EncodedMessage | Literal[False] | None] = (
+            self._read_none
+        )
         self.look: Callable[[int], bool] = self._look
         if native is not None:
             self._fast = native.FastReader(
@@ -131,7 +133,7 @@ class RingReader:
         """Whether the writer has closed its end: nothing will be published any more."""
         return self._words.load32(layout.RING_CLOSED) != 0
 
-    def try_read(self, spin_ns: int, *, begins: bool = False) -> Message | None:
+    def try_read(self, spin_ns: int, *, begins: bool = False) -> EncodedMessage | None:
         """The next message, if it is complete within ``spin_ns``. Never sleeps.
 
         Args:
@@ -159,7 +161,7 @@ class RingReader:
                 return finished
         return None
 
-    def finished(self) -> Message | None:
+    def finished(self) -> EncodedMessage | None:
         """The message under assembly, if all its records have come; it is handed out only once.
 
         `try_read` returns it itself, unless a signal handler raises between the last record and the
@@ -343,7 +345,7 @@ class _Assembly:
                 left -= part.nbytes
                 before = max(before - memory.nbytes, 0)
 
-    def message(self) -> Message:
+    def message(self) -> EncodedMessage:
         """The complete message; descriptors of blocks are replaced by arrays over the blocks.
 
         What was mapped by a call that raised is kept: a block that is let go of is written again.

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroup
 
 from coordinator.setup.exchange import Exchange
-from coordinator.setup.torch_groups import SocketChoice, destroy, new_process_group
+from coordinator.setup.torch_groups import SocketChoice, connect_process_group, destroy
 from coordinator.stores.asked_store import AskedStore
 from coordinator.stores.key_values import MAX_BYTES, Answer, Get, KeyValues, Question, Set
 from shm_broadcast import Deadline, GroupClosedError, GroupTimeoutError
@@ -201,7 +201,7 @@ def test_torch_meets_in_it(values: KeyValues) -> None:
         exchange = Exchange.visit(store, "here", rank, 2, "pair", Deadline.after(10))
         assert exchange.all_gather("ranks", b"%d" % rank) == [b"0", b"1"]
         loopback = SocketChoice(address="127.0.0.1")
-        return new_process_group(exchange.store, "pair", [0, 1], rank, "gloo", loopback, None)
+        return connect_process_group(exchange.store, "pair", [0, 1], rank, "gloo", loopback, None)
 
     with ThreadPoolExecutor(2) as threads:
         groups = list(threads.map(meet, range(2)))

@@ -60,7 +60,7 @@ class FakeGroup:
     def __init__(self, name: str, *normed: torch.dtype) -> None:
         self.name = name
         self.device_communicator: Any = FakeCommunicator(*normed)
-        self.unique_name = compile_ops.register(self)
+        self.unique_name = compile_ops.register_ops(self)
 
     def all_reduce(self, x: Tensor, op: ReduceOp = ReduceOp.SUM) -> Tensor:
         return compile_ops.all_reduce(x, int(op), self.unique_name)

@@ -9,8 +9,8 @@ import torch
 
 from device_comm import ALL_VERBS, Backend, Capabilities, Identity, Operation, ReduceOp
 from device_comm.choice import Explanation, in_bytes
-from device_comm.choosing.measuring import SIZES as MEASURED_SIZES
-from device_comm.choosing.measuring import measure
+from device_comm.choosing.measuring import MEASURED_SIZES as MEASURED_SIZES
+from device_comm.choosing.measuring import measure_candidates
 from device_comm.choosing.selection import Candidate, Measured, Selection, Table, size_of
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def test_measured_is_in_the_type_that_models_have() -> None:
     backends = [Typed("one"), Typed("other")]
     candidates = [Candidate(each.capabilities.backend, each) for each in backends]
     now = iter(range(1 << 20))
-    measure(candidates, {}, alone, clock=lambda: float(next(now)))
+    measure_candidates(candidates, {}, alone, clock=lambda: float(next(now)))
     for backend in backends:
         assert backend.seen.pop("barrier") == set()
         assert {*backend.seen, "barrier"} == {*MEASURED_SIZES, "recv"}
@@ -272,7 +272,7 @@ def test_what_is_measured_decides() -> None:
         Candidate("gone", None, "not here"),
     ]
     sizes = {"all_reduce": (128, 512, 2048, 8192)}
-    table = measure(candidates, {"machine": "this"}, alone, sizes, lambda: clock[0])
+    table = measure_candidates(candidates, {"machine": "this"}, alone, sizes, lambda: clock[0])
     assert table.key == {"machine": "this"}
     assert table.verbs["all_reduce"][0].seconds == pytest.approx({"near": 2.28, "far": 9.128})
     selection = Selection(candidates, table)
@@ -282,7 +282,7 @@ def test_what_is_measured_decides() -> None:
         "near",
         "far",
     ]
-    assert measure(candidates[:1], {}, alone, sizes, lambda: clock[0]).verbs == {}
+    assert measure_candidates(candidates[:1], {}, alone, sizes, lambda: clock[0]).verbs == {}
 
 
 def test_a_table_grows_where_there_is_no_time_for_all_of_it() -> None:
@@ -292,7 +292,7 @@ def test_a_table_grows_where_there_is_no_time_for_all_of_it() -> None:
     sizes = {"all_reduce": (128, 512, 2048), "reduce": (128,)}
 
     def set_up(known: Table | None, limit: float) -> Table:
-        return measure(slow, {}, alone, sizes, lambda: clock[0], known, limit)
+        return measure_candidates(slow, {}, alone, sizes, lambda: clock[0], known, limit)
 
     began = clock[0]
     first = set_up(None, 1.0)

@@ -15,7 +15,7 @@ from device_comm import (
     ReduceOp,
     TorchBackend,
 )
-from device_comm.choosing.measuring import measure
+from device_comm.choosing.measuring import measure_candidates
 from device_comm.choosing.selecting_backend import SelectingBackend
 from device_comm.choosing.selection import Candidate, Measured, Selection, Table
 from device_comm.cuda.agree import swap_over
@@ -169,7 +169,9 @@ def measured(rank: int, n: int, path: str, handle: BoardHandle) -> dict[str, lis
         sizes = {"all_reduce": (64, 4096), "send": (64,), "barrier": (0,), "gather": (64,)}
         shm = selection_of(comm).candidates[0].backend
         assert shm is not None
-        found = measure(selection_of(comm).candidates, {}, swap_over(Communicator(shm)), sizes)
+        found = measure_candidates(
+            selection_of(comm).candidates, {}, swap_over(Communicator(shm)), sizes
+        )
         assert found.sound()
         assert all(
             set(row.seconds) == {"shm", "gloo"} for rows in found.verbs.values() for row in rows

@@ -141,7 +141,7 @@ def test_groups_are_small(n: int, mib: float) -> None:
 )
 def test_signatures_say_what_they_are(made: bytes, words: str) -> None:
     assert len(made) == 56
-    assert signature.describe(made) == words
+    assert signature.signature_text(made) == words
 
 
 SIGNED = signature.sign("scatter", torch.float32, (2,), place=1)

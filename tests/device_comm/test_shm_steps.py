@@ -19,7 +19,7 @@ from device_comm.shm.collectives.python_steps import PythonSteps
 from device_comm.shm.collectives.slot_plan import SlotPlan, SlotPlanner
 from device_comm.shm.collectives.steps import Status, Steps
 from device_comm.shm.layout import GroupLayout
-from device_comm.shm.signature import DTYPE_CODES, describe, sign
+from device_comm.shm.signature import DTYPE_CODES, sign, signature_text
 from shm_broadcast import Board, Segment
 from tests.device_comm.oracle import REDUCED, ops_for, reduced, same, values
 
@@ -195,8 +195,8 @@ def test_the_same_operation_of_two_calls_is_not_taken_for_one(ends: Ends) -> Non
         assert ends.steps[0].advance(0) == Status.DIVERGED
         found = ends.steps[0].divergent()
         assert found is not None
-        assert describe(found[1]) == f"all_reduce SUM float32[{size}] in call 3"
-        assert describe(found[2]) == f"all_reduce SUM float32[{size}] in call 4"
+        assert signature_text(found[1]) == f"all_reduce SUM float32[{size}] in call 3"
+        assert signature_text(found[2]) == f"all_reduce SUM float32[{size}] in call 4"
         assert not outputs[0].any()
         assert not outputs[1].any()
         ends = Ends((ends.native[0], ends.native[1]))
@@ -221,7 +221,7 @@ def test_of_two_that_wait_for_nobody_the_second_finds_out(ends: Ends, verb: str)
     assert found is not None
     rank, ours, theirs = found
     assert rank == 0
-    assert (describe(ours)[-1], describe(theirs)[-1]) == (str(mine[1]), str(mine[0]))
+    assert (signature_text(ours)[-1], signature_text(theirs)[-1]) == (str(mine[1]), str(mine[0]))
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 64, 65, 255, 256, 257, 512, 1000, 1024, 3333])

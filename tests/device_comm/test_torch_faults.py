@@ -356,7 +356,7 @@ def test_what_has_ended_is_kept_until_others_begin() -> None:
     first, second, third = Ended(ended=True), Ended(ended=False), Ended(ended=False)
     try:
         for work, kept in (first, {first}), (second, {second}), (third, {second, third}):
-            under_way.keep(work)
+            under_way.keep_until_done(work)
             assert under_way._kept == kept
     finally:
         for work in (first, second, third):

@@ -165,7 +165,7 @@ def _serve(
 ) -> None:
     torch.set_num_threads(1)
     if transport == "python":
-        shm_comm.native = None
+        shm_comm.extension = None
     with ExitStack() as closing:
 
         def make_group(

@@ -25,7 +25,7 @@ from shm_broadcast.remote.frames import (
     Refused,
     Welcome,
     encode,
-    split,
+    split_message,
 )
 from shm_broadcast.remote.reader import RemoteReader
 from shm_broadcast.remote.writer import RemoteWriter
@@ -79,7 +79,9 @@ def streams(draw: Draw) -> Stream:
     ends: list[int] = []
     for parts in messages:
         sizes = tuple(map(len, parts))
-        for number, chunks in enumerate(split([memoryview(p) for p in parts], FRAGMENT_BYTES)):
+        for number, chunks in enumerate(
+            split_message([memoryview(p) for p in parts], FRAGMENT_BYTES)
+        ):
             header = encode(Fragment(len(sent), None if number else sizes))
             sent.append([header, *map(bytes, chunks)])
         ends.append(len(sent))

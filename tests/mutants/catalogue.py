@@ -337,8 +337,8 @@ MUTANTS = (
     Mutant(
         "R1 no answer holds another call's data, whatever the transport",
         "server/calls/pending_call.py",
-        "found = difference(self._begun)",
-        "found = None if self._begun else difference(self._begun)",
+        "found = first_divergence(self._begun)",
+        "found = None if self._begun else first_divergence(self._begun)",
         (
             "tests/server/test_pool_divergence.py::"
             "test_calls_do_not_meet_where_a_rank_leaves_a_collective_out",
@@ -455,9 +455,9 @@ MUTANTS = (
     ),
     Mutant(
         "R3 the first failure reaches all hosts",
-        "coordinator/hosts/heartbeat.py",
-        "if self._board.aborted is None:",
-        "if self._board.aborted is not None:",
+        "coordinator/hosts/remote_boards.py",
+        "if board.aborted is None:",
+        "if board.aborted is not None:",
         ("tests/coordinator/test_hosts.py::test_an_abort_reaches_all_hosts_with_its_cause",),
     ),
     Mutant(
@@ -556,8 +556,8 @@ MUTANTS = (
     Mutant(
         "O3 who waits for nobody is to blame",
         "shm_broadcast/onlooker/blame.py",
-        "if each.name in awaited and not each.waits_on",
-        "if each.name in awaited",
+        "if each.awaited_by and not each.waits_on",
+        "if each.awaited_by",
         (f"{_HERE}/test_blame.py::test_a_chain_leads_to_its_end",),
     ),
     Mutant(

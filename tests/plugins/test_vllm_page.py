@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 ENGINE = """
 import subprocess, sys
 from coordinator.plugins.vllm import page
-page.keep(); page.keep()
-worker = "from coordinator.plugins.vllm import page; page.keep(); page.tell(end=%r)"
+page.keep_page(); page.keep_page()
+worker = "from coordinator.plugins.vllm import page; page.keep_page(); page.tell(end=%r)"
 for words in ("worker rank 1 (pid 7) was killed by SIGKILL", "and so on"):
     subprocess.run([sys.executable, "-c", worker % words], check=True)
 print("vLLM's own last line")
@@ -39,7 +39,7 @@ def test_the_first_reason_is_the_last_line() -> None:
 
 
 def test_without_a_page_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(page.VARIABLE, raising=False)
+    monkeypatch.delenv(page.PAGE_VARIABLE, raising=False)
     page.tell(end="nobody hears it")
-    monkeypatch.setenv(page.VARIABLE, f"/proc/1/fd/{time.monotonic_ns()}")
+    monkeypatch.setenv(page.PAGE_VARIABLE, f"/proc/1/fd/{time.monotonic_ns()}")
     page.tell(end="nobody hears it")

@@ -21,7 +21,7 @@ from server.web.api import ServedModel
 from server.web.connections import ConnectionLimits, TimedConnection
 from server.web.listener import listen
 from server.web.web_server import WebServer
-from server.workers.minilm import Encoded, InputTooLongError
+from server.workers.minilm import EncodedText, InputTooLongError
 from shm_broadcast import CoordinatorError, MemberStatus
 from shm_broadcast.board.totals import VerbTotal
 
@@ -129,8 +129,8 @@ class Tokenizer:
 
     max_characters = 20_000
 
-    def encode(self, inputs: list[Any], *, truncate: bool, first: int = 0) -> Encoded:
-        found = Encoded()
+    def encode(self, inputs: list[Any], *, truncate: bool, first: int = 0) -> EncodedText:
+        found = EncodedText()
         for index, item in enumerate(inputs, first):
             if isinstance(item, list) and not (item and all(0 <= each < 9 for each in item)):
                 raise ValueError(f"input {index} has no token ids; ids are 0 to 8")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server.driver.binding import bound_here, share_out, threads_of, written
+from server.driver.binding import bound_here, cpus_of_workers, threads_of, written
 from server.driver.cores import usable_cores, worker_threads
 from server.errors import WorkerLostError, WorkerStartError
 from server.pool import WorkerPool
@@ -66,39 +66,39 @@ def ranges(bound: Bound) -> list[str]:
 def test_auto_gives_everyone_a_share(
     cores: list[Core], n_workers: int, expected: list[str]
 ) -> None:
-    assert ranges(share_out("auto", n_workers, cores)) == expected
+    assert ranges(cpus_of_workers("auto", n_workers, cores)) == expected
 
 
 def test_auto_keeps_the_threads_of_a_core_together() -> None:
-    assert share_out("auto", 2, threaded(2, 2)) == ((0, 1, 4, 5), (2, 3, 6, 7))
-    assert share_out("auto", 4, threaded(4)) == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert cpus_of_workers("auto", 2, threaded(2, 2)) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert cpus_of_workers("auto", 4, threaded(4)) == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
 def test_auto_parts_them_if_there_are_more_workers_than_cores() -> None:
-    assert share_out("auto", 4, threaded(2)) == ((0,), (2,), (1,), (3,))
-    assert share_out("auto", 3, threaded(2)) == ((0, 2), (1,), (3,))
+    assert cpus_of_workers("auto", 4, threaded(2)) == ((0,), (2,), (1,), (3,))
+    assert cpus_of_workers("auto", 3, threaded(2)) == ((0, 2), (1,), (3,))
 
 
 def test_auto_gives_only_what_may_be_used() -> None:
     masked = [Core(0, (1,)), Core(1, (2, 6)), Core(1, (3, 7))]
-    assert share_out("auto", 3, masked) == ((1,), (2, 6), (3, 7))
-    assert share_out("auto", 2, masked) == ((1,), (2, 3, 6, 7))
+    assert cpus_of_workers("auto", 3, masked) == ((1,), (2, 6), (3, 7))
+    assert cpus_of_workers("auto", 2, masked) == ((1,), (2, 3, 6, 7))
 
 
 def test_numa_gives_everyone_a_node() -> None:
     first, second = (0, 1, 2, 3), (4, 5, 6, 7)
-    assert share_out("numa", 2, nodes(4, 4)) == (first, second)
-    assert share_out("numa", 4, nodes(4, 4)) == (first, first, second, second)
-    assert share_out("numa", 1, nodes(4, 4)) == (first,)
-    assert share_out("numa", 3, nodes(2, 4)) == ((0, 1), (2, 3, 4, 5), (2, 3, 4, 5))
-    assert share_out("numa", 10, nodes(2)) == ((0, 1),) * 10
+    assert cpus_of_workers("numa", 2, nodes(4, 4)) == (first, second)
+    assert cpus_of_workers("numa", 4, nodes(4, 4)) == (first, first, second, second)
+    assert cpus_of_workers("numa", 1, nodes(4, 4)) == (first,)
+    assert cpus_of_workers("numa", 3, nodes(2, 4)) == ((0, 1), (2, 3, 4, 5), (2, 3, 4, 5))
+    assert cpus_of_workers("numa", 10, nodes(2)) == ((0, 1),) * 10
 
 
 def test_cores_and_nodes_can_be_named() -> None:
-    assert share_out("0-1,5|4", 2, nodes(4, 4)) == ((0, 1, 5), (4,))
-    assert share_out("node1|node0|7", 3, nodes(4, 4)) == ((4, 5, 6, 7), (0, 1, 2, 3), (7,))
-    assert share_out("none", 3, nodes(2)) == ()
-    assert share_out("0-3", 0, nodes(4)) == ()
+    assert cpus_of_workers("0-1,5|4", 2, nodes(4, 4)) == ((0, 1, 5), (4,))
+    assert cpus_of_workers("node1|node0|7", 3, nodes(4, 4)) == ((4, 5, 6, 7), (0, 1, 2, 3), (7,))
+    assert cpus_of_workers("none", 3, nodes(2)) == ()
+    assert cpus_of_workers("0-3", 0, nodes(4)) == ()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_cores_and_nodes_can_be_named() -> None:
 )
 def test_what_cannot_be_given_is_refused(bind: str, n_workers: int, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        share_out(bind, n_workers, nodes(2, 2))
+        cpus_of_workers(bind, n_workers, nodes(2, 2))
 
 
 @pytest.mark.parametrize("bind", ["", "all", "0-", "0|", "0 1", "node", "0-1|auto", "nodes0"])
@@ -123,8 +123,8 @@ def test_what_is_not_understood_is_refused_at_once(bind: str) -> None:
 
 
 def test_what_was_given_can_be_given_again() -> None:
-    shares = share_out("auto", 3, threaded(2, 2))
-    assert share_out(written(shares), 3, threaded(2, 2)) == shares
+    shares = cpus_of_workers("auto", 3, threaded(2, 2))
+    assert cpus_of_workers(written(shares), 3, threaded(2, 2)) == shares
     assert written(()) == "none"
 
 

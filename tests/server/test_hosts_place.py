@@ -10,7 +10,7 @@ import pytest
 from coordinator.stores.secret import SECRET_FILE, SecretError
 from server.defaults import HEAD_PORT
 from server.hosts.place import Hosts, first_of, hosts_of
-from server.hosts.sameness import difference, facts_here
+from server.hosts.sameness import differing_fact, facts_here
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -164,8 +164,8 @@ def test_the_driver_is_on_the_head_only(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_only_what_both_sides_state_is_compared() -> None:
     here = facts_here({"--tp": "2", "--model": "a"})
-    assert difference(here, facts_here({"--tp": "2"})) == ""
-    assert difference(here, facts_here({"--tp": "4"})) == "--tp is 4 there, and 2 on the head"
+    assert differing_fact(here, facts_here({"--tp": "2"})) == ""
+    assert differing_fact(here, facts_here({"--tp": "4"})) == "--tp is 4 there, and 2 on the head"
     other = {**here, "torch": "1.0"}
-    assert difference(here, other) == f"torch is 1.0 there, and {here['torch']} on the head"
+    assert differing_fact(here, other) == f"torch is 1.0 there, and {here['torch']} on the head"
     assert "+" not in here["torch"]

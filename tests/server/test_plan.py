@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from server.control.reference import load, main_of, name_of
+from server.control.reference import main_of, worker_class, worker_name
 from server.driver import pool_plan
 from server.hosts.place import Hosts
 from server.pool import WorkerPool
@@ -141,9 +141,9 @@ def test_wrong_settings_are_refused(wrong: Any) -> None:
 
 
 def test_a_class_is_named_by_module_and_name() -> None:
-    assert name_of(Worker) == "tests.server.workers:Worker"
-    assert name_of("a.b:C.D") == "a.b:C.D"
-    assert load("tests.server.workers:Worker", None) is Worker
+    assert worker_name(Worker) == "tests.server.workers:Worker"
+    assert worker_name("a.b:C.D") == "a.b:C.D"
+    assert worker_class("tests.server.workers:Worker", None) is Worker
     assert main_of("tests.server.workers:Worker") is None
 
 
@@ -152,7 +152,7 @@ def test_a_class_that_no_other_process_can_import_is_refused() -> None:
         pass
 
     with pytest.raises(ValueError, match="defined in a function"):
-        name_of(Local)
+        worker_name(Local)
 
 
 def test_a_class_of_a_session_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -160,15 +160,15 @@ def test_a_class_of_a_session_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setitem(sys.modules, "__main__", session)
     typed = type("Typed", (), {"__module__": "__main__"})
     with pytest.raises(ValueError, match="Typed is defined where no other process"):
-        name_of(typed)
+        worker_name(typed)
     script = tmp_path / "run.py"
     script.touch()
     session.__file__ = str(script)
-    assert name_of(typed) == "__main__:Typed"
+    assert worker_name(typed) == "__main__:Typed"
     assert main_of("__main__:Typed") == {"init_main_from_path": str(script)}
 
 
 @pytest.mark.parametrize("name", ["tests.server.workers:Nobody", "tests.server.workers:sys"])
 def test_loading_what_is_no_class_says_so(name: str) -> None:
     with pytest.raises((AttributeError, TypeError), match=r"Nobody|is not a class"):
-        load(name, None)
+        worker_class(name, None)

@@ -18,9 +18,9 @@ import shm_broadcast
 from server.calls.dispatcher import Dispatcher
 from server.calls.lateness import Lateness
 from server.calls.ledger import Ledger
-from server.launchers import worker_handle
 from server.driver.supervisor import Supervisor
 from server.errors import CallDivergedError, PoolClosedError, WorkerError
+from server.launchers import worker_handle
 from server.launchers.fork_servers import ChildProcess
 from server.launchers.local import LocalWorker
 from server.pool import WorkerPool

@@ -11,7 +11,7 @@ import pytest
 
 from server.embedding.tokenizing import Tokenizing
 from server.workers.minilm import SentenceTokenizer
-from server.workers.minilm.tokenizer import Encoded
+from server.workers.minilm.tokenizer import EncodedText
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,9 +29,9 @@ class HeldUp(SentenceTokenizer):
 
     def encode(
         self, inputs: Sequence[str | Sequence[int]], *, truncate: bool, first: int = 0
-    ) -> Encoded:
+    ) -> EncodedText:
         assert LONG not in inputs or self.go_on.wait(60)
-        return Encoded([np.array([first], np.int32)], [1] if truncate else [])
+        return EncodedText([np.array([first], np.int32)], [1] if truncate else [])
 
 
 @pytest.mark.parametrize("short", ["a few words", [101, 102], ""])

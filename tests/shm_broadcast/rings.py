@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from shm_broadcast.ring.reader import Message
+    from shm_broadcast.ring.reader import EncodedMessage
 
 CODEC = 1
 CAPACITY = 64 << 10
@@ -73,7 +73,7 @@ class Ring:
         return None if message is None else plain(message)
 
 
-def plain(message: Message) -> tuple[bytes, list[bytes]]:
+def plain(message: EncodedMessage) -> tuple[bytes, list[bytes]]:
     code, main, buffers = message
     assert code == CODEC
     return bytes(main), [bytes(each) for each in buffers]

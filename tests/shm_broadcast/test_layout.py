@@ -126,7 +126,7 @@ def test_fields_of_one_slot_do_not_overlap() -> None:
     assert layout.MEMBER_OPERATION + layout.OPERATION_BYTES <= layout.MEMBER_STRIDE
     assert layout.FAILURE_KIND + layout.FAILURE_KIND_BYTES <= layout.FAILURE_MESSAGE
     assert layout.FAILURE_MESSAGE + layout.FAILURE_MESSAGE_BYTES <= layout.FAILURE_STRIDE
-    assert layout.SEGMENT_NONCE + layout.NONCE_BYTES <= layout.BOARD_ABORT
+    assert layout.SEGMENT_NONCE + layout.SEGMENT_NONCE_BYTES <= layout.BOARD_ABORT
 
 
 @given(st.integers(0, 1 << 60), st.sampled_from([1, 8, 64, 4096, 65536]))

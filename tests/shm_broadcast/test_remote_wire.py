@@ -26,7 +26,7 @@ from shm_broadcast.remote.frames import (
     Welcome,
     cost,
     encode,
-    split,
+    split_message,
 )
 from shm_broadcast.remote.keys import reader_key, writer_key
 from shm_broadcast.remote.peer import RemoteLink
@@ -40,19 +40,19 @@ def views(*parts: bytes) -> list[memoryview]:
 
 class TestSplit:
     def test_small_message_is_one_fragment(self) -> None:
-        assert split(views(b"ab", b"", b"c"), 1000) == [[b"ab", b"c"]]
+        assert split_message(views(b"ab", b"", b"c"), 1000) == [[b"ab", b"c"]]
 
     def test_empty_message_is_one_fragment_without_chunks(self) -> None:
-        assert split([], 1000) == [[]]
-        assert split(views(b"", b""), 1000) == [[]]
+        assert split_message([], 1000) == [[]]
+        assert split_message(views(b"", b""), 1000) == [[]]
 
     def test_parts_are_cut_where_a_fragment_is_full(self) -> None:
         limit = 2 * FRAME_COST + 4
-        assert split(views(b"abc", b"defgh"), limit) == [[b"abc", b"d"], [b"efgh"]]
+        assert split_message(views(b"abc", b"defgh"), limit) == [[b"abc", b"d"], [b"efgh"]]
 
     @given(st.lists(st.binary(max_size=300), max_size=12), st.integers(FRAME_COST + 1, 500))
     def test_what_is_split_is_assembled(self, parts: list[bytes], limit: int) -> None:
-        fragments = split(views(*parts), limit)
+        fragments = split_message(views(*parts), limit)
         assembler = Assembler()
         sizes = tuple(len(part) for part in parts)
         for sequence, chunks in enumerate(fragments):

@@ -216,7 +216,7 @@ def _new_group(
     sockets: SocketChoice,
 ) -> ProcessGroup:
     deadline = Deadline.after(timeout.total_seconds())
-    group = torch_groups.new_process_group(
+    group = torch_groups.connect_process_group(
         store, name, range(size), rank, backend, sockets, deadline
     )
     torch_groups.set_timeout(group, timeout)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from coordinator.group import GroupCoordinator
 
-Sizes = tuple[int, ...]
-
 
 class Move(ABC):
     """A differentiable function of one tensor, computed together with the other members."""
@@ -57,7 +55,7 @@ class Gather(Move):
 
     dim: int
     group: GroupCoordinator
-    sizes: Sizes
+    sizes: tuple[int, ...]
 
     def run(self, x: Tensor) -> Tensor:
         """Collective: yes."""
@@ -76,7 +74,7 @@ class Split(Move):
 
     dim: int
     group: GroupCoordinator
-    sizes: Sizes
+    sizes: tuple[int, ...]
 
     def run(self, x: Tensor) -> Tensor:
         """Collective: no."""
@@ -96,8 +94,8 @@ class AllToAll(Move):
     gather_dim: int
     shard_dim: int
     group: GroupCoordinator
-    before: Sizes
-    after: Sizes
+    before: tuple[int, ...]
+    after: tuple[int, ...]
 
     def run(self, x: Tensor) -> Tensor:
         """Collective: yes."""
@@ -121,8 +119,8 @@ class Recut(Move):
 
     dim: int
     group: GroupCoordinator
-    before: Sizes
-    after: Sizes
+    before: tuple[int, ...]
+    after: tuple[int, ...]
 
     def run(self, x: Tensor) -> Tensor:
         """Collective: yes."""
@@ -150,7 +148,7 @@ class Assemble(Move):
     ``shape`` is the whole's; ``boxes`` has each rank's slices of the whole.
     """
 
-    shape: Sizes
+    shape: tuple[int, ...]
     boxes: tuple[tuple[slice, ...], ...]
     group: GroupCoordinator
 
@@ -173,7 +171,7 @@ class Assemble(Move):
 class Cut(Move):
     """From the whole to this rank's part. Backward: the parts, assembled. As `Assemble`."""
 
-    shape: Sizes
+    shape: tuple[int, ...]
     boxes: tuple[tuple[slice, ...], ...]
     group: GroupCoordinator
 
@@ -210,7 +208,7 @@ class ReduceScatter(Move):
     dim: int
     group: GroupCoordinator
     op: ReduceOp
-    sizes: Sizes
+    sizes: tuple[int, ...]
 
     def run(self, x: Tensor) -> Tensor:
         """Collective: yes."""
@@ -257,7 +255,7 @@ class Copy(Move):
         return Reduce(self.group, ReduceOp.SUM)(grad)
 
 
-def _overlaps(ours: Sizes, rank: int, theirs: Sizes) -> list[tuple[int, int]]:
+def _overlaps(ours: tuple[int, ...], rank: int, theirs: tuple[int, ...]) -> list[tuple[int, int]]:
     """The overlap of part ``rank`` of ``ours`` with each part of ``theirs``, as (start, stop)."""
     start = sum(ours[:rank])
     stop = start + ours[rank]

@@ -78,11 +78,11 @@ def follow(steps: Plan, x: Tensor, axes: Sequence[GroupCoordinator]) -> Tensor:
     Collective: yes, every member of the groups along ``axes``; backward too.
     """
     for step in steps.steps:
-        x = take(steps, step, x, axes)
+        x = take_step(steps, step, x, axes)
     return x
 
 
-def take(steps: Plan, step: Step, x: Tensor, axes: Sequence[GroupCoordinator]) -> Tensor:
+def take_step(steps: Plan, step: Step, x: Tensor, axes: Sequence[GroupCoordinator]) -> Tensor:
     """Carry out one step of a plan. Collective: yes, every member along the step's axis."""
     source, target, group = step.source, step.target, axes[step.axis]
     here = [axis.rank_in_group for axis in axes]

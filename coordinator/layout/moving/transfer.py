@@ -118,7 +118,9 @@ class Transfer(Move):
             target=_of_gradient(self.source),
             target_mesh=self.source_mesh,
         )
-        factor = _term_weight(self.source, self.source_mesh) / _term_weight(self.target, self.target_mesh)
+        factor = _term_weight(self.source, self.source_mesh) / _term_weight(
+            self.target, self.target_mesh
+        )
         return back(grad) if factor == 1 else back(grad) * factor
 
     def _packed(self, x: Tensor, pieces: Sequence[Piece]) -> Tensor:

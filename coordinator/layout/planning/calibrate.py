@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from coordinator.group import GroupCoordinator
 
-SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
+CALIBRATED_SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 """Bytes of the whole tensors that are measured: small ones determine alpha, large ones beta."""
 
 REPEATS = 5
@@ -39,7 +39,7 @@ class AlphaBeta:
 
 
 def calibrate(
-    group: GroupCoordinator, sizes: Sequence[int] = SIZES, repeats: int = REPEATS
+    group: GroupCoordinator, sizes: Sequence[int] = CALIBRATED_SIZES, repeats: int = REPEATS
 ) -> AlphaBeta:
     """Measure all-gather and all-reduce of several sizes, and fit alpha and beta to the times.
 
@@ -78,7 +78,9 @@ def calibrate(
 
 
 def calibrate_mesh(
-    axes: Sequence[GroupCoordinator], sizes: Sequence[int] = SIZES, repeats: int = REPEATS
+    axes: Sequence[GroupCoordinator],
+    sizes: Sequence[int] = CALIBRATED_SIZES,
+    repeats: int = REPEATS,
 ) -> MeshCosts:
     """Measure the group along each axis of a mesh, one after the other.
 

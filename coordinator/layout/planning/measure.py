@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from coordinator.layout.moving.redistribute import take
+from coordinator.layout.moving.redistribute import take_step
 from coordinator.layout.planning.calibrate import REPEATS, median_time, slowest
 
 if TYPE_CHECKING:
@@ -73,5 +73,7 @@ def measure(
         held = torch.zeros(
             [extent.size for extent in extents], dtype=dtype, device=axes[step.axis].device
         )
-        times.append(median_time(partial(take, plan, step, held, axes), axes[step.axis], repeats))
+        times.append(
+            median_time(partial(take_step, plan, step, held, axes), axes[step.axis], repeats)
+        )
     return MeasuredPlan(plan, tuple(slowest(times, axes)))

@@ -6,7 +6,7 @@ import os
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from coordinator.plugins.switches import VARIABLE
+from coordinator.plugins.switches import SWITCH_VARIABLE
 from coordinator.plugins.vllm.hooks import install
 
 
@@ -17,6 +17,6 @@ class GroupCoordinatorExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM
     """
 
     def _init_executor(self) -> None:
-        os.environ.setdefault(VARIABLE, "1")
+        os.environ.setdefault(SWITCH_VARIABLE, "1")
         install()
         super()._init_executor()

@@ -117,7 +117,7 @@ def install(version: Callable[[], str] | None = None) -> frozenset[str]:
         if hook.part in switches.parts:
             hook.install()
     if "status" in switches.parts:
-        page.keep()
+        page.keep_page()
     return switches.parts
 
 

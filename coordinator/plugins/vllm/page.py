@@ -14,24 +14,24 @@ from typing import Final
 
 import msgspec
 
-VARIABLE: Final = "GROUP_COORDINATOR_PAGE"
+PAGE_VARIABLE: Final = "GROUP_COORDINATOR_PAGE"
 """Where the page is: a path in /proc, while the first process lives."""
 
 
-def keep() -> None:
+def keep_page() -> None:
     """Keep a page for the processes that this one starts, unless it was started by such a one.
 
     Collective: no.
     """
-    if VARIABLE not in os.environ:
+    if PAGE_VARIABLE not in os.environ:
         fd = os.memfd_create("group-coordinator-page", os.MFD_CLOEXEC)
-        os.environ[VARIABLE] = f"/proc/{os.getpid()}/fd/{fd}"
+        os.environ[PAGE_VARIABLE] = f"/proc/{os.getpid()}/fd/{fd}"
         atexit.register(_print_the_end, os.getpid(), fd)
 
 
 def tell(end: str) -> None:
     """Say why the engine ended; nothing without a page. Collective: no."""
-    path = os.environ.get(VARIABLE)
+    path = os.environ.get(PAGE_VARIABLE)
     if path is None:
         return
     try:

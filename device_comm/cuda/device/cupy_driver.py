@@ -21,7 +21,7 @@ from device_comm.cuda.errors import DeviceError, NotShareableError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from device_comm.cuda.device.driver import Launch
+    from device_comm.cuda.device.driver import PreparedLaunch
 
 _missing: str = ""
 try:
@@ -202,7 +202,7 @@ class CupyDriver:
             except (cupy.cuda.compiler.CompileException, OSError, RuntimeError) as error:
                 raise DeviceError("compile kernels", str(error)) from error
 
-    def prepare(self, kernel: str, grid: int, block: int, args: Sequence[bytes]) -> Launch:
+    def prepare(self, kernel: str, grid: int, block: int, args: Sequence[bytes]) -> PreparedLaunch:
         """cuLaunchKernel, by the C extension if there is one."""
         if self._calls is not None:
             (job,) = args

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-Launch: TypeAlias = Callable[[int], None]
+PreparedLaunch: TypeAlias = Callable[[int], None]
 """Launches a kernel on a stream; in a capture, adds it to the graph. Any number of times."""
 
 
@@ -124,7 +124,7 @@ class Driver(Protocol):
         for a peer might never end.
         """
 
-    def prepare(self, kernel: str, grid: int, block: int, args: Sequence[bytes]) -> Launch:
+    def prepare(self, kernel: str, grid: int, block: int, args: Sequence[bytes]) -> PreparedLaunch:
         """A launch that costs little to repeat, of a kernel that was loaded.
 
         Args:

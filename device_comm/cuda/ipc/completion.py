@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from device_comm.cuda.device.driver import Mark
     from device_comm.torch_group.pending import Boundary
 
-POLL = 0.0005
+IPC_POLL_SECONDS = 0.0005
 """Seconds between two looks at the device's progress."""
 
 _GIVES_UP = 0.5
@@ -66,4 +66,6 @@ class StreamCompletion:
         self._check()
 
     def _look(self, deadline: Deadline) -> None:
-        self._boundary.wait(self._mark.passed, deadline, self._operation, self._peers, poll=POLL)
+        self._boundary.wait(
+            self._mark.passed, deadline, self._operation, self._peers, poll=IPC_POLL_SECONDS
+        )

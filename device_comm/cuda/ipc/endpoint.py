@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from device_comm.cuda.device.driver import Driver, HostBlock
     from device_comm.watch import Watch
 
-LINGER = 2.0
+ENDPOINT_LINGER = 2.0
 """How long to wait for peers to unmap this rank's region. If they do not, it is not freed before
 the process ends."""
 
-PROBE_SECONDS = 10.0
+ENDPOINT_PROBE_SECONDS = 10.0
 """How long the first collectives wait for a peer, in seconds."""
 
 
@@ -67,7 +67,7 @@ class Endpoint:
         health: reads the kernels' error record, and stops kernels.
         swap: swaps bytes among the ranks.
         closing: releases everything. Close it when no kernel of this rank runs any more. It waits
-            up to `LINGER` for peers that still map the region.
+            up to `ENDPOINT_LINGER` for peers that still map the region.
     """
 
     driver: Driver
@@ -79,7 +79,7 @@ class Endpoint:
     closing: ExitStack
 
 
-def meet(
+def meet_peers(
     driver: Driver,
     rank: int,
     world_size: int,
@@ -91,7 +91,7 @@ def meet(
     timeout: float | None,
     layout: abi.RegionLayout | None = None,
     limits: Limits | None = None,
-    probe_seconds: float = PROBE_SECONDS,
+    probe_seconds: float = ENDPOINT_PROBE_SECONDS,
 ) -> Endpoint:
     """Set a group up; the arguments are those of `IpcBackend.create`.
 
@@ -190,7 +190,7 @@ class _RegionLoan:
     def _free(self, region: int) -> None:
         alone = not self._peers
         if self._departures is not None:
-            alone = alone or self._departures.wait(self._peers, Deadline.after(LINGER))
+            alone = alone or self._departures.wait(self._peers, Deadline.after(ENDPOINT_LINGER))
             self._departures.close()
         if alone:
             self._driver.free(region)

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from device_comm.backend import Backend, Capabilities, Identity
-from device_comm.cuda.ipc.completion import POLL, StreamCompletion
-from device_comm.cuda.ipc.endpoint import PROBE_SECONDS, meet
+from device_comm.cuda.ipc.completion import IPC_POLL_SECONDS, StreamCompletion
+from device_comm.cuda.ipc.endpoint import ENDPOINT_PROBE_SECONDS, meet_peers
 from device_comm.cuda.ipc.order import SideStreams, StreamOrder
 from device_comm.cuda.ipc.prepared import PreparedLaunches
 from device_comm.cuda.ipc.recipes import recipe
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from device_comm.choice import Explanation
     from device_comm.cuda.agree import Swap
-    from device_comm.cuda.device.driver import Driver, Launch, Mark
+    from device_comm.cuda.device.driver import Driver, Mark, PreparedLaunch
     from device_comm.cuda.ipc.endpoint import Endpoint
     from device_comm.cuda.launches.abi import RegionLayout
     from device_comm.cuda.launches.launch import Limits, Protocol
@@ -123,7 +123,7 @@ class IpcBackend(Backend):
         members: Sequence[int] | None = None,
         layout: RegionLayout | None = None,
         limits: Limits | None = None,
-        probe_seconds: float = PROBE_SECONDS,
+        probe_seconds: float = ENDPOINT_PROBE_SECONDS,
     ) -> Self:
         """Set up a group of ranks on one host, and test it. Collective: yes, every member.
 
@@ -149,7 +149,7 @@ class IpcBackend(Backend):
         """
         watch = LoneWatch(rank) if watch is None else watch
         members = range(world_size) if members is None else members
-        endpoint = meet(
+        endpoint = meet_peers(
             driver,
             rank,
             world_size,
@@ -296,7 +296,7 @@ class IpcBackend(Backend):
 
     def _launches(
         self, operation: Operation, protocol: Protocol, *, captured: bool
-    ) -> Sequence[Launch]:
+    ) -> Sequence[PreparedLaunch]:
         """The launches of an operation; its kernels have its time limit."""
         usual = operation.timeout == self.timeout
         if usual and not captured:
@@ -338,5 +338,5 @@ def _pass(marks: Sequence[Mark]) -> bool:
     while not all(mark.passed() for mark in marks):
         if deadline.expired:
             return False
-        time.sleep(POLL)
+        time.sleep(IPC_POLL_SECONDS)
     return True

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from device_comm.cuda.device.driver import Driver, Launch, Mark
+    from device_comm.cuda.device.driver import Driver, Mark, PreparedLaunch
     from shm_broadcast.deadline import Deadline
 
 
@@ -91,7 +91,7 @@ class SideStreams:
         self._under_way: deque[tuple[Mark, object]] = deque()
 
     def run(
-        self, way: tuple[str, int], launches: Sequence[Launch], stream: int, keep: object
+        self, way: tuple[str, int], launches: Sequence[PreparedLaunch], stream: int, keep: object
     ) -> Passage:
         """Launch on a side stream, after all work that is on ``stream`` now.
 

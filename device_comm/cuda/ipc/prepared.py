@@ -13,7 +13,7 @@ from device_comm.cuda.ipc.recipes import recipe
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from device_comm.cuda.device.driver import Driver, Launch
+    from device_comm.cuda.device.driver import Driver, PreparedLaunch
     from device_comm.cuda.launches.launch import Protocol
     from device_comm.cuda.launches.planner import Planner
     from device_comm.operation import Norm, Operation
@@ -30,9 +30,9 @@ class PreparedLaunches:
         self._driver = driver
         self._planner = planner
         self._world_size = world_size
-        self._kept: dict[object, Sequence[Launch]] = {}
+        self._kept: dict[object, Sequence[PreparedLaunch]] = {}
 
-    def launches(self, operation: Operation, protocol: Protocol) -> Sequence[Launch]:
+    def launches(self, operation: Operation, protocol: Protocol) -> Sequence[PreparedLaunch]:
         """The launches of ``operation``, staged.
 
         Args:

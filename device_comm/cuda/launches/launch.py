@@ -20,11 +20,11 @@ NUMBERS: Final = {
 _OPERATIONS: Final = frozenset(
     {ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG}
 )
-MOVE: Final = "ipc_move"
+MOVE_KERNEL: Final = "ipc_move"
 TRANSFER: Final = "ipc_transfer"
 _REDUCING: Final = ("ipc_reduce", "ipc_all_reduce", "ipc_packets", "ipc_packets_norm")
 KERNELS: Final = (
-    MOVE,
+    MOVE_KERNEL,
     TRANSFER,
     *(f"{kernel}_{number}" for kernel in _REDUCING for number in NUMBERS.values()),
 )

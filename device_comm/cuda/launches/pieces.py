@@ -5,16 +5,10 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from device_comm.cuda.launches.abi import ALIGN
 from device_comm.span import NOTHING, Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-
-def align(size: int) -> int:
-    """The next multiple of `ALIGN`."""
-    return -(-size // ALIGN) * ALIGN
 
 
 def chunks(size: int, most: int) -> Iterator[tuple[int, int]]:

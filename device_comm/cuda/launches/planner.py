@@ -21,9 +21,17 @@ from typing import TYPE_CHECKING
 
 from device_comm.cuda.launches import abi, pieces
 from device_comm.cuda.launches.abi import KernelJob
-from device_comm.cuda.launches.launch import MOVE, NUMBERS, TRANSFER, KernelLaunch, Limits, Protocol
+from device_comm.cuda.launches.launch import (
+    MOVE_KERNEL,
+    NUMBERS,
+    TRANSFER,
+    KernelLaunch,
+    Limits,
+    Protocol,
+)
 from device_comm.reduce_op import ReduceOp
 from device_comm.span import NOTHING, Span
+from shm_broadcast.layout import align
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,7 +109,7 @@ class Planner:
     ) -> list[KernelLaunch]:
         launches = []
         for begin, chunk in pieces.chunks(size, self._piece() * self._n):
-            share = pieces.align(-(-chunk // self._n))
+            share = align(-(-chunk // self._n), abi.ALIGN)
             parts = [pieces.part(chunk, rank * share, share) for rank in range(self._n)]
             mine = self._rank * share
             job = KernelJob(
@@ -222,7 +230,7 @@ class Planner:
 
     def barrier(self) -> list[KernelLaunch]:
         """A kernel that ends when every rank has launched it."""
-        return [self._launch(MOVE, 1, KernelJob())]
+        return [self._launch(MOVE_KERNEL, 1, KernelJob())]
 
     def all_gather(
         self,
@@ -253,7 +261,7 @@ class Planner:
                 takes=pieces.cut(output, sizes, begin, chunk) if receives else (),
                 table=table,
             )
-            launches.append(self._launch(MOVE, self._grid(chunk), job))
+            launches.append(self._launch(MOVE_KERNEL, self._grid(chunk), job))
         return launches
 
     def gather(self, output: int, source: int, size: int, root: int) -> list[KernelLaunch]:
@@ -267,7 +275,7 @@ class Planner:
             span = Span(buffer + begin, chunk)
             takes = self._only(root, span)
             job = KernelJob(puts=(span,)) if root == self._rank else KernelJob(takes=takes)
-            launches.append(self._launch(MOVE, self._grid(chunk), job))
+            launches.append(self._launch(MOVE_KERNEL, self._grid(chunk), job))
         return launches
 
     def scatter(self, output: int, source: int, size: int, root: int) -> list[KernelLaunch]:
@@ -282,7 +290,7 @@ class Planner:
                 offset=self._rank * piece,
                 piece=piece,
             )
-            launches.append(self._launch(MOVE, self._grid(chunk), job))
+            launches.append(self._launch(MOVE_KERNEL, self._grid(chunk), job))
         return launches
 
     # --- channels ------------------------------------------------------------------------

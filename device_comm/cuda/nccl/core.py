@@ -17,9 +17,9 @@ from device_comm.cuda.device.stream_guard import Issued, StreamGuard
 from device_comm.cuda.device.streams import CudaStreams
 from device_comm.cuda.nccl.batch import HOLD_SECONDS, MessageBatch
 from device_comm.cuda.nccl.forming import NcclForming
-from device_comm.cuda.nccl.library import NcclError, NcclLibrary, NcclUnavailableError, Result
+from device_comm.cuda.nccl.library import NcclError, NcclLibrary, NcclResult, NcclUnavailableError
 from device_comm.cuda.nccl.nccl_memory import NcclMemory
-from device_comm.cuda.nccl.pending import POLL, NcclArrival, NcclPassage, Underway
+from device_comm.cuda.nccl.pending import NCCL_POLL_SECONDS, NcclArrival, NcclPassage, Underway
 from device_comm.torch_group.helper_threads import HelperThreads
 from device_comm.torch_group.pending import Boundary
 from shm_broadcast.deadline import Deadline
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from device_comm.watch import Watch
     from device_comm.work import Pending
 
-    Share = Callable[[bytes | None], bytes]
     Enqueue = Callable[[NcclLibrary, int, int], None]
     """Issues operations, given (library, communicator, stream)."""
 
@@ -44,7 +43,7 @@ _FINISH = 5.0
 _CAUSE = 2.0
 """How long to look for the cause of an error in the background."""
 
-_USAGE = frozenset({Result.INVALID_ARGUMENT, Result.INVALID_USAGE})
+_USAGE = frozenset({NcclResult.INVALID_ARGUMENT, NcclResult.INVALID_USAGE})
 """Results that are this rank's own fault, so that no peer is to blame."""
 
 
@@ -88,7 +87,7 @@ class NcclCore(Backend):
         cls,
         rank: int,
         world_size: int,
-        share: Share,
+        share: Callable[[bytes | None], bytes],
         *,
         device: torch.device | str = "cuda",
         name: str = "group",
@@ -219,7 +218,7 @@ class NcclCore(Backend):
         while not all(mark.passed() for mark in marks):
             if deadline.expired:
                 return False
-            time.sleep(POLL)
+            time.sleep(NCCL_POLL_SECONDS)
         return True
 
     # --- issuing -------------------------------------------------------------------------
@@ -361,7 +360,7 @@ def _formed(
     boundary = Boundary(watch)
 
     def settle(settled: Callable[[], bool]) -> None:
-        boundary.wait(settled, deadline, operation, peers, poll=POLL)
+        boundary.wait(settled, deadline, operation, peers, poll=NCCL_POLL_SECONDS)
 
     forming = NcclForming(library, identity.world_size, unique_id, identity.rank)
     entry = watch.stamp(operation)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from device_comm.cuda.nccl.library import Result
+from device_comm.cuda.nccl.library import NcclResult
 from device_comm.cuda.nccl.shared_handle import NcclHandle
 
 if TYPE_CHECKING:
@@ -59,6 +59,6 @@ class NcclForming:
 
     def _is_settled(self) -> bool:
         result = self._library.async_result(self._first)
-        if result not in (Result.SUCCESS, Result.IN_PROGRESS):
+        if result not in (NcclResult.SUCCESS, NcclResult.IN_PROGRESS):
             raise self._library.error("set-up", result, self._first)
-        return result == Result.SUCCESS
+        return result == NcclResult.SUCCESS

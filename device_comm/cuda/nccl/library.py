@@ -35,7 +35,7 @@ _COLL_SYMMETRIC: Final = 1
 _MAPS = Path("/proc/self/maps")
 
 
-class Result(IntEnum):
+class NcclResult(IntEnum):
     """NCCL's result codes."""
 
     SUCCESS = 0
@@ -78,7 +78,7 @@ class NcclError(CoordinatorError):
 
     Attributes:
         function: the function that was called.
-        result: NCCL's result code, a `Result` if it is a known one.
+        result: NCCL's result code, a `NcclResult` if it is a known one.
         detail: NCCL's error text.
     """
 
@@ -86,8 +86,8 @@ class NcclError(CoordinatorError):
         self.function = function
         self.result = result
         self.detail = detail
-        known = any(result == each for each in Result)
-        name = Result(result).name if known else f"error {result}"
+        known = any(result == each for each in NcclResult)
+        name = NcclResult(result).name if known else f"error {result}"
         super().__init__(f"{function}: {name}{detail and ': '}{detail}")
 
 
@@ -232,7 +232,7 @@ class NcclLibrary:
             ctypes.byref(config),
         )
         if comm.value is None:
-            raise NcclError("ncclCommInitRankConfig", Result.INTERNAL_ERROR, "made nothing")
+            raise NcclError("ncclCommInitRankConfig", NcclResult.INTERNAL_ERROR, "made nothing")
         return comm.value
 
     def begin_split(self, comm: int, rank: int) -> Callable[[], int]:
@@ -251,13 +251,13 @@ class NcclLibrary:
 
         def result() -> int:
             if made.value is None:
-                raise NcclError("ncclCommSplit", Result.INTERNAL_ERROR, "made nothing")
+                raise NcclError("ncclCommSplit", NcclResult.INTERNAL_ERROR, "made nothing")
             return made.value
 
         return result
 
     def async_result(self, comm: int) -> int:
-        """The state of the communicator's background work: a `Result`."""
+        """The state of the communicator's background work: a `NcclResult`."""
         found = _INT()
         self._call("ncclCommGetAsyncError", comm, ctypes.byref(found))
         return found.value
@@ -297,7 +297,7 @@ class NcclLibrary:
         made = _POINTER()
         self._call("ncclMemAlloc", ctypes.byref(made), size)
         if made.value is None:
-            raise NcclError("ncclMemAlloc", Result.INTERNAL_ERROR, "made nothing")
+            raise NcclError("ncclMemAlloc", NcclResult.INTERNAL_ERROR, "made nothing")
         return made.value
 
     def mem_free(self, address: int) -> None:
@@ -382,7 +382,7 @@ class NcclLibrary:
 
     def _call(self, name: str, *arguments: object) -> None:
         result = self._functions[name](*arguments)
-        if result not in (Result.SUCCESS, Result.IN_PROGRESS):
+        if result not in (NcclResult.SUCCESS, NcclResult.IN_PROGRESS):
             raise self.error(name, result)
 
 

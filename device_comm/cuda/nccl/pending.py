@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from device_comm.torch_group.pending import Boundary
     from shm_broadcast.deadline import Deadline
 
-POLL: Final = 0.001
+NCCL_POLL_SECONDS: Final = 0.001
 """Seconds between two looks at NCCL's or the device's progress."""
 
 
@@ -50,7 +50,9 @@ class NcclArrival:
 
     def wait(self, deadline: Deadline) -> None:
         """Block until the device is done; raise at the deadline, on an abort or a lost peer."""
-        self._boundary.wait(self._mark.passed, deadline, self._operation, self._peers, poll=POLL)
+        self._boundary.wait(
+            self._mark.passed, deadline, self._operation, self._peers, poll=NCCL_POLL_SECONDS
+        )
         # The mark is also passed when an abort has ended the operation.
         self._boundary.watch.check(self._operation)
 

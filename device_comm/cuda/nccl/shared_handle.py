@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from device_comm.cuda.nccl.library import NcclError, Result
+from device_comm.cuda.nccl.library import NcclError, NcclResult
 from shm_broadcast.errors import GroupClosedError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class NcclHandle:
             if self._comm is None:
                 return
             result = self._library.async_result(self._comm)
-            if result not in (Result.SUCCESS, Result.IN_PROGRESS):
+            if result not in (NcclResult.SUCCESS, NcclResult.IN_PROGRESS):
                 raise self._library.error("background work", result, self._comm)
         finally:
             self._lock.release()

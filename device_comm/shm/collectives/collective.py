@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from device_comm.call_number import call_number
 from device_comm.shm.collectives.steps import Status
-from device_comm.shm.signature import describe
+from device_comm.shm.signature import signature_text
 from shm_broadcast.errors import DivergenceError
 
 if TYPE_CHECKING:
@@ -84,4 +84,4 @@ class Collective:
         found = self._steps.divergent()
         if found is not None:
             rank, ours, theirs = found
-            raise DivergenceError(rank, describe(ours), describe(theirs))
+            raise DivergenceError(rank, signature_text(ours), signature_text(theirs))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from device_comm.shm.pipes.peer_pipes import PeerPipes
     from shm_broadcast.progress import Task
 
-VERBS = (
+DIRECT_VERBS = (
     "all_reduce",
     "all_gather",
     "reduce_scatter",
@@ -64,7 +64,7 @@ class DirectCalls:
     ) -> None:
         """Ask ``native`` first; messages go through ``pipes``."""
         self._native = native
-        self._calls = {verb: getattr(native, verb) for verb in VERBS}
+        self._calls = {verb: getattr(native, verb) for verb in DIRECT_VERBS}
         self._pipes = pipes
         self._execution = execution
         self._collectives = execution.collectives

@@ -17,7 +17,7 @@ from device_comm.reduce_op import ReduceOp, reduce_in_rank_order
 from device_comm.shm import layout
 from device_comm.shm.collectives.slot_plan import MOVE, SlotPlan
 from device_comm.shm.collectives.steps import Status
-from device_comm.shm.memory import address_of, copy
+from device_comm.shm.memory import address_of, copy_bytes
 from device_comm.shm.signature import DTYPE_CODES, with_call, with_chunk
 from device_comm.span import NOTHING, Span
 
@@ -120,7 +120,7 @@ class PythonSteps:
         for place, give in enumerate(self._plan.gives):
             if not (self._plan.addressed and place == self._rank):
                 piece = _part(give, begin, self._piece)
-                copy(payload + place * self._piece, piece.address, piece.size)
+                copy_bytes(payload + place * self._piece, piece.address, piece.size)
         signature = with_chunk(self._signature, self._step - self._first)
         self._words.write(slot + layout.SLOT_SIGNATURE, signature)
         self._words.store64(slot + layout.SLOT_ARRIVED, self._step)
@@ -134,7 +134,7 @@ class PythonSteps:
         if self._plan.kind == MOVE:
             for rank, target in enumerate(targets):
                 if target.size:
-                    copy(target.address, self._piece_from(rank, begin), target.size)
+                    copy_bytes(target.address, self._piece_from(rank, begin), target.size)
         elif targets[0].size:
             self._reduce(targets[0], begin)
         self._words.store64(self._layout.rank_line(self._rank) + layout.RANK_DONE, self._step)

@@ -15,8 +15,8 @@ A chunk brings ``used`` bytes of a transfer of ``total`` bytes, from ``offset`` 
 spill (`device_comm.shm.pipes.spills`). A transfer of no bytes is one chunk, without data. Its call
 is the sender's (`device_comm.call_number`). Large transfers are cut into chunks of `PIECE_BYTES`,
 so that both ends copy at the same time. The last `RESERVED_BYTES` of room are for chunks about
-spills and for the ends of transfers up to `SMALL_BYTES`: however large transfers are, some never
-lack room.
+spills and for the ends of transfers up to `PIPE_SMALL_BYTES`: however large transfers are, some
+never lack room.
 
 The sender writes a chunk, then stores ``posted`` with release; the receiver loads it with acquire,
 reads the chunk, and stores ``taken`` with release, which the sender loads with acquire before it
@@ -28,7 +28,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from device_comm.shm.memory import address_of, copy
+from device_comm.shm.memory import address_of, copy_bytes
 from shm_broadcast.layout import align
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ RING_BYTES: Final = 1 << 20
 """For the same reason as the rings of a group are long: see `device_comm.shm.layout`."""
 PIECE_BYTES: Final = 64 << 10
 RESERVED_BYTES: Final = 16 << 10
-SMALL_BYTES: Final = 192
+PIPE_SMALL_BYTES: Final = 192
 HEADER_BYTES: Final = 64
 
 INSIDE: Final = 1
@@ -142,7 +142,7 @@ class PythonMover:
                     break
                 continue
             for place, at, size in _stretches(posted + HEADER_BYTES, used):
-                copy(self._data + place, address + sent + at, size)
+                copy_bytes(self._data + place, address + sent + at, size)
             chunk = Chunk(INSIDE, dtype, False, 0, total, sent, used, call=call)
             post(self._words, chunk)
             self._ring()
@@ -163,7 +163,7 @@ class PythonMover:
             if chunk.kind != INSIDE or not chunk.continues(total, dtype, call, received):
                 break
             for place, at, size in _stretches(taken + HEADER_BYTES, chunk.used):
-                copy(address + received + at, self._data + place, size)
+                copy_bytes(address + received + at, self._data + place, size)
             take(self._words, chunk)
             self._ring()
             received += chunk.used
@@ -172,7 +172,7 @@ class PythonMover:
 
 def wanted_room(left: int) -> int:
     """The room that a chunk needs with the next of ``left`` bytes in it, and leaves reserved."""
-    reserved = 0 if left <= SMALL_BYTES else RESERVED_BYTES
+    reserved = 0 if left <= PIPE_SMALL_BYTES else RESERVED_BYTES
     return HEADER_BYTES + align(min(left, PIECE_BYTES), HEADER_BYTES) + reserved
 
 

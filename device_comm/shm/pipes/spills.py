@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SMALLEST_ROOM: Final = 64 << 10
 KEPT_ROOM: Final = 1 << 20
-KEPT_BYTES: Final = 4 << 20
+SPILL_KEPT_BYTES: Final = 4 << 20
 AHEAD_BYTES: Final = 64 << 20
 """What may wait for its receivers in spills, besides one tensor of any size."""
 
@@ -110,7 +110,7 @@ class SpillPool:
     def _free_or_new(self, wanted: int, spare: int) -> SentSpill:
         room = min(align(wanted, SMALLEST_ROOM), KEPT_ROOM)
         found = self._free(room)
-        if found is None and self._kept() + room <= KEPT_BYTES:
+        if found is None and self._kept() + room <= SPILL_KEPT_BYTES:
             return self._make(room, kept=True)
         return found or self._make(min(wanted, max(spare, 2 * KEPT_ROOM)), kept=False)
 

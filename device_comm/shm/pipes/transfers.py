@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from device_comm.call_number import call_number, naming_call
-from device_comm.shm.memory import copy
-from device_comm.shm.pipes.pipe import HEADER_BYTES, INSIDE, SMALL_BYTES, SPILL, Chunk
+from device_comm.shm.memory import copy_bytes
+from device_comm.shm.pipes.pipe import HEADER_BYTES, INSIDE, PIPE_SMALL_BYTES, SPILL, Chunk
 from device_comm.shm.signature import DTYPE_CODES
 from shm_broadcast.errors import DivergenceError, GroupClosedError, PeerLostError, SharedMemoryError
 from shm_broadcast.segment import may_pass
@@ -52,7 +52,7 @@ class SendTask:
         """Send what there is room for; whether all is sent."""
         if not self._total:
             return self._send_empty()
-        patience, spare = PATIENCE_NS if self._left > SMALL_BYTES else spin_ns, 0
+        patience, spare = PATIENCE_NS if self._left > PIPE_SMALL_BYTES else spin_ns, 0
         while True:
             self._sent = self._end.mover.push(
                 self._address, self._total, self._dtype, self._call, self._sent, patience
@@ -88,14 +88,14 @@ class SendTask:
 
     def _may_spill(self) -> bool:
         """Whether more may go into spills: of a tensor, all or nothing."""
-        if self._left <= SMALL_BYTES or self._end.room < HEADER_BYTES:
+        if self._left <= PIPE_SMALL_BYTES or self._end.room < HEADER_BYTES:
             return False
         return self._ahead or self._spills.allow(self._left)
 
     def _post(self, spill: SentSpill) -> None:
         """Fill ``spill`` with what comes next of the tensor, and post a chunk about it."""
         used = min(self._left, spill.room)
-        copy(spill.address, self._address + self._sent, used)
+        copy_bytes(spill.address, self._address + self._sent, used)
         fd, size, nonce = spill.handle.fd, spill.handle.size, spill.handle.nonce
         about = self._dtype, spill.kept, fd, self._total, self._sent, used
         self._end.post(Chunk(SPILL, *about, size, nonce, self._call))
@@ -217,7 +217,7 @@ class ReceiveTask:
 
     def _take_from_spill(self, chunk: Chunk) -> None:
         spill = self._end.spill(chunk)
-        copy(self._address + self._received, spill.address, chunk.used)
+        copy_bytes(self._address + self._received, spill.address, chunk.used)
         spill.mark(taken=False)
         if not chunk.kept:
             spill.segment.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...defaults import DTYPES
+from ...defaults import TOLERANCES
 
 if TYPE_CHECKING:
     import argparse
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, tp: int, pp: int, more: st
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
     add("--share-gpu", action="store_true", help="with --device cuda: let several workers share "
         "one GPU where there are more of them than GPUs")  # fmt: skip
-    add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and activations "
+    add("--dtype", choices=tuple(TOLERANCES), default="float32", help="of weights and activations "
         "(default float32)")  # fmt: skip
     add("--threads", type=int, metavar="N", help="CPU threads of each worker (default: "
         "OMP_NUM_THREADS, or the cores this process may use, shared out among them)")  # fmt: skip

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..descriptions import PositiveInt, read_description
 from ..parallel import HeadSplit
 
 if TYPE_CHECKING:
     import os
-
-PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
-_T = TypeVar("_T")
 
 
 class DecoderFolderError(ValueError):
@@ -79,7 +77,7 @@ class LlamaConfig(msgspec.Struct, frozen=True):
                 f"pp must be 1 to {self.num_hidden_layers}, the model's layers; got {pp}"
             )
 
-    def refusal(self) -> str | None:
+    def why_unsupported(self) -> str | None:
         """Why this decoder cannot be run; ``None`` if it can."""
         if self.model_type != "llama":
             return f"model_type is {self.model_type!r}; only 'llama' is supported"
@@ -123,14 +121,15 @@ class DecoderFolder:
         root = Path(path)
         if not root.is_dir():
             raise FileNotFoundError(f"{root}: no such model folder")
-        config = _read(root / "config.json", LlamaConfig)
-        if refusal := config.refusal():
-            raise DecoderFolderError(f"{root / 'config.json'}: {refusal}")
+        config = read_description(root / "config.json", LlamaConfig, DecoderFolderError)
+        if reason := config.why_unsupported():
+            raise DecoderFolderError(f"{root / 'config.json'}: {reason}")
         if not (root / "tokenizer.json").is_file():
             raise DecoderFolderError(f"{root}: holds no tokenizer.json")
         ends = config.eos_token_id
         if (root / "generation_config.json").is_file():
-            ends = _read(root / "generation_config.json", _Generation).eos_token_id or ends
+            file = root / "generation_config.json"
+            ends = read_description(file, _Generation, DecoderFolderError).eos_token_id or ends
         ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
         return cls(root, config, frozenset(ids))
 
@@ -150,12 +149,3 @@ def is_decoder(path: str | os.PathLike[str]) -> bool:
 
 class _Kind(msgspec.Struct):
     model_type: str = ""
-
-
-def _read(path: Path, kind: type[_T]) -> _T:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except OSError as error:
-        raise DecoderFolderError(f"{path}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise DecoderFolderError(f"{path}: {error}") from error

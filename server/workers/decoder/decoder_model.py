@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from coordinator.layout import load_sharded
-
 from ..parallel import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    checkpoint_name,
+    read_parameters,
     whole_parameters,
 )
 
@@ -207,21 +207,14 @@ def load_decoder(
     """
     stage = DecoderStage(folder.config, layers, tp)
     whole = whole_parameters(stage)
-    names = {name: _checkpoint_name(name) for name in whole}
+    names = {name: checkpoint_name(name, "model.layers", _CHECKPOINT_NAMES) for name in whole}
     tied = folder.config.tie_word_embeddings and stage.head is not None
     if tied and stage.words is not None:
         del whole["head.weight"]
     elif tied:
-        names["head.weight"] = _checkpoint_name("words.weight")
-    tensors = load_sharded(
-        folder.path,
-        {name: parameter.layout for name, parameter in whole.items()},
-        tp,
-        source=names.__getitem__,
-        shapes={name: parameter.shape for name, parameter in whole.items()},
-        dtype=dtype,
-        device=device,
-        report=report,
+        names["head.weight"] = f"{_CHECKPOINT_NAMES['words']}.weight"
+    tensors = read_parameters(
+        folder.path, whole, names, tp, device=device, dtype=dtype, report=report
     )
     if tied and stage.words is not None:
         tensors["head.weight"] = tensors["words.weight"]
@@ -230,14 +223,6 @@ def load_decoder(
         if isinstance(module, DecoderLayer):
             module.prepare()
     return stage.eval().requires_grad_(False)
-
-
-def _checkpoint_name(name: str) -> str:
-    module, _, parameter = name.rpartition(".")
-    if module.startswith("layers."):
-        _, index, part = module.split(".")
-        return f"model.layers.{index}.{_CHECKPOINT_NAMES[part]}.{parameter}"
-    return f"{_CHECKPOINT_NAMES[module]}.{parameter}"
 
 
 def _causal(row: Row, device: torch.device) -> torch.Tensor | None:

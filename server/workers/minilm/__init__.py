@@ -6,11 +6,11 @@ Needs the packages safetensors and tokenizers (extra ``demo``) where a model is 
 from .minilm_worker import MiniLMWorker, Placed
 from .model_config import BertConfig, ModelFolder, ModelFolderError
 from .packaged import packaged_model
-from .tokenizer import Encoded, InputTooLongError, SentenceTokenizer
+from .tokenizer import EncodedText, InputTooLongError, SentenceTokenizer
 
 __all__ = [
     "BertConfig",
-    "Encoded",
+    "EncodedText",
     "InputTooLongError",
     "MiniLMWorker",
     "ModelFolder",

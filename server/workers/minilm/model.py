@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from coordinator.layout import load_sharded
-
 from ..parallel import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    checkpoint_name,
+    read_parameters,
     whole_parameters,
 )
 
@@ -174,8 +174,8 @@ def load_stage(
     layers: range,
     tp: GroupCoordinator,
     device: torch.device,
-    report: Callable[[int, int, str], None] | None = None,
-    dtype: torch.dtype = torch.float32,
+    report: Callable[[int, int, str], None],
+    dtype: torch.dtype,
 ) -> ModelStage:
     """Make a stage and read this rank's part of its parameters, as ``dtype``.
 
@@ -186,28 +186,16 @@ def load_stage(
     """
     stage = ModelStage(folder.bert, layers, tp)
     whole = whole_parameters(stage)
-    tensors = load_sharded(
-        folder.weights,
-        {name: parameter.layout for name, parameter in whole.items()},
-        tp,
-        source=lambda name: folder.prefix + checkpoint_name(name),
-        shapes={name: parameter.shape for name, parameter in whole.items()},
-        dtype=dtype,
-        device=device,
-        report=report,
+    names = {
+        name: folder.prefix + checkpoint_name(name, "encoder.layer", _CHECKPOINT_NAMES)
+        for name in whole
+    }
+    tensors = read_parameters(
+        folder.weights, whole, names, tp, device=device, dtype=dtype, report=report
     )
     stage.load_state_dict(tensors, assign=True)
     stage.prepare()
     return stage.eval().requires_grad_(False)
-
-
-def checkpoint_name(name: str) -> str:
-    """The checkpoint's name of a stage's parameter."""
-    module, _, parameter = name.rpartition(".")
-    if module.startswith("layers."):
-        _, index, part = module.split(".")
-        return f"encoder.layer.{index}.{_CHECKPOINT_NAMES[part]}.{parameter}"
-    return f"{_CHECKPOINT_NAMES[module]}.{parameter}"
 
 
 def pool(hidden: torch.Tensor, lengths: torch.Tensor, how: str) -> torch.Tensor:

@@ -6,14 +6,15 @@ whatever would change the answer and is not supported is refused here, by name.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from coordinator.layout import Checkpoint
+
+from ..descriptions import PositiveInt, read_description
 
 if TYPE_CHECKING:
     import os
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
+    from ..descriptions import T
+
 POOLINGS = ("mean", "cls", "max")
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -45,7 +47,6 @@ _LEGACY_POOLING = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-_T = TypeVar("_T")
 
 
 class ModelFolderError(ValueError):
@@ -78,7 +79,7 @@ class BertConfig(msgspec.Struct, frozen=True):
         """Elements of one attention head."""
         return self.hidden_size // self.num_attention_heads
 
-    def refusal(self) -> str | None:
+    def why_unsupported(self) -> str | None:
         """Why this encoder cannot be run; ``None`` if it can."""
         if self.model_type != "bert":
             return f"model_type is {self.model_type!r}; only 'bert' is supported"
@@ -149,22 +150,25 @@ class ModelFolder:
         root = Path(path)
         if not root.is_dir():
             raise FileNotFoundError(f"{root}: no such model folder")
-        modules = _read(root / "modules.json", list[_Module])
+        described = root / "modules.json"
+        if not described.is_file():
+            raise ModelFolderError(f"{described}: missing; not a sentence-transformers folder")
+        modules = _read(described, list[_Module])
         kinds = [module.type.rpartition(".")[2] for module in modules]
         if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
             raise ModelFolderError(
-                f"{root / 'modules.json'}: modules are {', '.join(kinds) or 'none'}; "
+                f"{described}: modules are {', '.join(kinds) or 'none'}; "
                 "supported are Transformer, Pooling and, after them, Normalize"
             )
         weights = root / modules[0].path
         bert = _read(weights / "config.json", BertConfig)
-        if refusal := bert.refusal():
-            raise ModelFolderError(f"{weights / 'config.json'}: {refusal}")
+        if reason := bert.why_unsupported():
+            raise ModelFolderError(f"{weights / 'config.json'}: {reason}")
         if not (weights / "tokenizer.json").is_file():
             raise ModelFolderError(f"{weights}: holds no tokenizer.json")
-        sentence = _read(weights / "sentence_bert_config.json", _SentenceConfig, default=True)
-        tokenizer = _read(weights / "tokenizer_config.json", _TokenizerConfig, default=True)
-        prompts = _read(root / "config_sentence_transformers.json", _Prompts, default=True)
+        sentence = _read_if_there(weights / "sentence_bert_config.json", _SentenceConfig)
+        tokenizer = _read_if_there(weights / "tokenizer_config.json", _TokenizerConfig)
+        prompts = _read_if_there(root / "config_sentence_transformers.json", _Prompts)
         if prompts.default_prompt_name is not None:
             raise ModelFolderError(f"{root}: a default prompt is set; prompts are not supported")
         return cls(
@@ -246,16 +250,13 @@ class _Prompts(msgspec.Struct):
     default_prompt_name: str | None = None
 
 
-def _read(path: Path, kind: type[_T], default: bool = False) -> _T:
-    """Decode a JSON file; ``default`` makes ``kind()`` of a file that is not there."""
-    try:
-        return msgspec.convert(json.loads(path.read_bytes()), kind)
-    except FileNotFoundError as exc:
-        if default:
-            return kind()
-        raise ModelFolderError(f"{path}: missing; not a sentence-transformers folder") from exc
-    except (ValueError, msgspec.MsgspecError) as exc:
-        raise ModelFolderError(f"{path}: {exc}") from exc
+def _read(path: Path, kind: type[T]) -> T:
+    return read_description(path, kind, ModelFolderError)
+
+
+def _read_if_there(path: Path, kind: type[T]) -> T:
+    """As `_read`; of a file that is not there, what has no content."""
+    return _read(path, kind) if path.exists() else kind()
 
 
 def _pooling(path: Path) -> str:

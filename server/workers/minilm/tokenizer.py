@@ -35,7 +35,7 @@ class InputTooLongError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedText:
     """Inputs as tokens.
 
     Attributes:
@@ -71,13 +71,13 @@ class SentenceTokenizer:
 
     def encode(
         self, inputs: Sequence[str | Sequence[int]], *, truncate: bool, first: int = 0
-    ) -> Encoded:
+    ) -> EncodedText:
         """The tokens of each input: a text, or token ids with the special ones among them.
 
         Args:
             inputs: what to encode.
             truncate: cut what is longer than the model takes, but for the last special token.
-            first: what errors and `Encoded.truncated` call the first input.
+            first: what errors and `EncodedText.truncated` call the first input.
 
         Raises:
             TypeError, ValueError: see `ModelFolder.check_inputs`; or a text is not Unicode.
@@ -87,7 +87,7 @@ class SentenceTokenizer:
         cut = [self._cut(first + at, item, truncate) for at, item in enumerate(inputs)]
         texts = [item for item in cut if isinstance(item, str)]
         encodings = iter(self._tokenizer.encode_batch_fast(texts))
-        found = Encoded()
+        found = EncodedText()
         for index, (given, item) in enumerate(zip(inputs, cut, strict=True), first):
             tokens, length = item, len(item)
             if isinstance(item, str):

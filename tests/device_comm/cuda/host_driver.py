@@ -34,7 +34,7 @@ from tests.device_comm.cuda.emulator import Emulation
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from device_comm.cuda.device.driver import Launch
+    from device_comm.cuda.device.driver import PreparedLaunch
 
 _BEGIN = mmap.PAGESIZE
 """Where device memory begins in a segment."""
@@ -241,7 +241,7 @@ class HostDriver:
     def load(self, kernels: Iterable[str]) -> None:
         pass
 
-    def prepare(self, kernel: str, grid: int, block: int, args: Sequence[bytes]) -> Launch:
+    def prepare(self, kernel: str, grid: int, block: int, args: Sequence[bytes]) -> PreparedLaunch:
         (job,) = args
 
         def launch(stream: int) -> None:

@@ -61,7 +61,7 @@ def make_ipc(
     probe_seconds: float = 10.0,
 ) -> Communicator:
     """This rank's end of a group of all members of ``board``."""
-    endpoint.LINGER = 30.0  # so that nothing is left to the end of the process
+    endpoint.ENDPOINT_LINGER = 30.0  # so that nothing is left to the end of the process
     mine = board if isinstance(board, Board) else Board.attach(board, rank)
     over = make_comm(rank, mine, path)
     return Communicator(

@@ -16,7 +16,7 @@ from device_comm.cuda.errors import DeviceError
 from device_comm.cuda.ipc.health import Health
 from device_comm.cuda.launches import abi
 from device_comm.cuda.launches.abi import ErrorCode
-from device_comm.cuda.launches.launch import KERNELS, MOVE
+from device_comm.cuda.launches.launch import KERNELS, MOVE_KERNEL
 from device_comm.operation import Norm
 from shm_broadcast import Board, CoordinatorError
 from shm_broadcast.extension import extension_of
@@ -78,7 +78,7 @@ def seen(note: FakeLaunch) -> tuple[Any, ...]:
     return note.function, [*note.grid], [*note.block], note.shared_bytes, note.stream, job
 
 
-WANTED = (0xF00 + KERNELS.index(MOVE), [7, 1, 1], [512, 1, 1], 0, STREAM, JOB)
+WANTED = (0xF00 + KERNELS.index(MOVE_KERNEL), [7, 1, 1], [512, 1, 1], 0, STREAM, JOB)
 
 
 @pytest.mark.parametrize("stream", [STREAM, 0, (1 << 63) + 16])
@@ -86,7 +86,7 @@ def test_the_driver_gets_what_was_prepared(
     over: tuple[StubbedDriver, FakeLaunch], stream: int
 ) -> None:
     driver, note = over
-    launch = driver.prepare(MOVE, 7, 512, (JOB,))
+    launch = driver.prepare(MOVE_KERNEL, 7, 512, (JOB,))
     assert note.count == 0
     for times in (1, 2):
         launch(stream)
@@ -105,7 +105,7 @@ def test_cupy_is_given_the_same_without_the_extension(library: str) -> None:
             given.append((function, sizes[:3], sizes[3:], shared, stream, job))
 
     with stubbed(library, Launches, native=False) as (driver, note):
-        driver.prepare(MOVE, 7, 512, (JOB,))(STREAM)
+        driver.prepare(MOVE_KERNEL, 7, 512, (JOB,))(STREAM)
         assert not driver.is_capturing(STREAM)
     assert given == [WANTED]
     assert note.count == 0
@@ -118,10 +118,10 @@ def test_what_the_driver_refuses_is_the_error_of_all_devices(
     over: tuple[StubbedDriver, FakeLaunch], library: str, result: int, said: str
 ) -> None:
     driver, note = over
-    launch = driver.prepare(MOVE, 1, 32, (JOB,))
+    launch = driver.prepare(MOVE_KERNEL, 1, 32, (JOB,))
     note.fails = result
     Context(library).set(OTHER)
-    with pytest.raises(DeviceError, match=f"^{MOVE}: {said}$"):
+    with pytest.raises(DeviceError, match=f"^{MOVE_KERNEL}: {said}$"):
         launch(STREAM)
     with pytest.raises(DeviceError, match=f"^cuStreamIsCapturing: {said}$"):
         driver.is_capturing(STREAM)
@@ -136,7 +136,7 @@ def test_a_launch_is_in_the_context_of_its_device(
 ) -> None:
     """Whatever the thread's own is, that one is there afterwards."""
     driver, note = over
-    launch, context = driver.prepare(MOVE, 1, 32, (JOB,)), Context(library)
+    launch, context = driver.prepare(MOVE_KERNEL, 1, 32, (JOB,)), Context(library)
     context.set(OTHER)
     launch(STREAM)
     driver.is_capturing(STREAM)
@@ -159,7 +159,7 @@ def test_a_full_queue_does_not_keep_other_threads_from_emptying_it(
     driver, note = over
     note.full = 1
     threading.Timer(0.05, setattr, (note, "full", 0)).start()
-    driver.prepare(MOVE, 1, 32, (JOB,))(STREAM)
+    driver.prepare(MOVE_KERNEL, 1, 32, (JOB,))(STREAM)
     assert note.count == 1
 
 
@@ -193,7 +193,7 @@ def test_arguments_are_given_back_with_the_launch(
     driver, _ = over
     job = bytes([1]) * abi.JOB_BYTES
     before = sys.getrefcount(job)
-    launch = driver.prepare(MOVE, 1, 32, (job,))
+    launch = driver.prepare(MOVE_KERNEL, 1, 32, (job,))
     assert sys.getrefcount(job) == before + 1
     wrong: tuple[Any, ...] = ("0", -1.0, None)
     for stream in wrong:

@@ -128,7 +128,7 @@ def test_memory_is_freed_once_peers_have_unmapped_it(
 def test_memory_that_a_peer_keeps_is_left(
     emulation_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "LINGER", 0.1)
+    monkeypatch.setattr(endpoint, "ENDPOINT_LINGER", 0.1)
     first, second = make_local(str(emulation_library), 2, None)
     first.close()
     driver = ipc_of(first)._driver

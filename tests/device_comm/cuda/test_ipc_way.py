@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from device_comm import Communicator, ReduceOp
-from device_comm.choosing.measuring import measure
+from device_comm.choosing.measuring import measure_candidates
 from device_comm.choosing.selecting_backend import SelectingBackend
 from device_comm.choosing.selection import Candidate, Measured, Selection, Table
 from device_comm.cuda.ipc.ipc_way import ways
@@ -33,7 +33,7 @@ def reduced(rank: int, n: int, library: str, path: str, board: BoardHandle) -> l
             with pytest.raises(NotImplementedError, match=r"no kernel for SUM of torch\.int64"):
                 way.all_reduce(torch.ones(2, dtype=torch.int64))
         sizes = {"all_reduce": (64, 2 * limit), "barrier": (0,)}
-        found = measure(candidates, {}, ipc_of(ipc)._endpoint.swap, sizes).verbs
+        found = measure_candidates(candidates, {}, ipc_of(ipc)._endpoint.swap, sizes).verbs
         assert list(found) == ["all_reduce"]
         assert [sorted(row.seconds) for row in found["all_reduce"]] == [
             sorted([*NAMES, "ipc"]),

@@ -20,9 +20,9 @@ from device_comm.cuda.nccl.library import (
     TYPES,
     NcclError,
     NcclLibrary,
+    NcclResult,
     NcclUnavailableError,
     Op,
-    Result,
     loaded_library,
 )
 from shm_broadcast import (
@@ -211,8 +211,8 @@ def use(comm: Communicator, streams: HostStreams, x: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("result", "error", "text"),
     [
-        (Result.INVALID_ARGUMENT, NcclError, "tp all_reduce: ncclAllReduce: INVALID_ARGUMENT"),
-        (Result.REMOTE_ERROR, TransportError, "ncclAllReduce: REMOTE_ERROR: fake error"),
+        (NcclResult.INVALID_ARGUMENT, NcclError, "tp all_reduce: ncclAllReduce: INVALID_ARGUMENT"),
+        (NcclResult.REMOTE_ERROR, TransportError, "ncclAllReduce: REMOTE_ERROR: fake error"),
     ],
 )
 def test_an_error_of_a_call_ends_the_group(
@@ -274,7 +274,7 @@ def fails_behind(rank: int, n: int, board: BoardHandle, library: str, path: str)
     x = torch.ones(3)
     comm.all_reduce_(x)
     at = ctypes.c_void_p(nccl_of(comm)._handle._comm)
-    streams.fake.fakeFailBehind(at, Result.REMOTE_ERROR)
+    streams.fake.fakeFailBehind(at, NcclResult.REMOTE_ERROR)
     wait_for_abort(comm.watch)
     with pytest.raises(CoordinatorError) as failed:
         comm.check()
@@ -444,7 +444,7 @@ def test_numbers_are_those_of_the_public_header() -> None:
     assert {getattr(torch, name): number for number, name in enumerate(names)} == TYPES
     assert [op.name for op in Op] == ["SUM", "PROD", "MAX", "MIN", "AVG"]
     assert [int(op) for op in Op] == [0, 1, 2, 3, 4]
-    assert (Result.INVALID_USAGE, Result.REMOTE_ERROR, Result.IN_PROGRESS) == (5, 6, 7)
+    assert (NcclResult.INVALID_USAGE, NcclResult.REMOTE_ERROR, NcclResult.IN_PROGRESS) == (5, 6, 7)
 
 
 ALONE = """

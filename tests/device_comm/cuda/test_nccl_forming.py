@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from device_comm.cuda.nccl.forming import NcclForming
-from device_comm.cuda.nccl.library import NcclError, Result
+from device_comm.cuda.nccl.library import NcclError, NcclResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,15 +25,15 @@ class Library:
 
     def step(self, name: str) -> None:
         if name == self.fails:
-            raise NcclError(name, Result.REMOTE_ERROR)
+            raise NcclError(name, NcclResult.REMOTE_ERROR)
 
     def begin_init(self, *_: object) -> int:
         return FIRST
 
-    def async_result(self, comm: int) -> Result:
+    def async_result(self, comm: int) -> NcclResult:
         assert comm == FIRST
         self.step("init")
-        return Result.SUCCESS
+        return NcclResult.SUCCESS
 
     def begin_split(self, comm: int, rank: int) -> Callable[[], int]:
         assert (comm, rank) == (FIRST, 0)

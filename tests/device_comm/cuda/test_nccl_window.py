@@ -16,7 +16,7 @@ from device_comm.choosing.selecting_backend import SelectingBackend
 from device_comm.choosing.selection import Candidate, Selection
 from device_comm.cuda.agree import swap_over
 from device_comm.cuda.nccl import core as nccl_core
-from device_comm.cuda.nccl.library import NcclLibrary, NcclUnavailableError, Result
+from device_comm.cuda.nccl.library import NcclLibrary, NcclResult, NcclUnavailableError
 from device_comm.cuda.nccl.nccl_window import NcclWindow
 from shm_broadcast import Board, BoardHandle, CoordinatorError, Deadline, GroupAbortedError
 from tests.device_comm.cuda.fake_nccl import COMPILER, compile_fake, make_nccl, nccl_of
@@ -248,7 +248,7 @@ def lonely(library: str) -> Iterator[tuple[NcclLibrary, int]]:
 
 
 def _settle(nccl: NcclLibrary, comm: int) -> None:
-    while nccl.async_result(comm) != Result.SUCCESS:
+    while nccl.async_result(comm) != NcclResult.SUCCESS:
         pass
 
 

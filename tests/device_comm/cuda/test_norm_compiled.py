@@ -25,7 +25,7 @@ class Group(SymmetricVerbs):
 
     def __init__(self, comm: Communicator) -> None:
         self.name, self.device_communicator, self.runner = "tp", comm, comm.runner
-        self._traced = compile_ops.OpsOfGraph(compile_ops.register(self), comm.world_size)
+        self._traced = compile_ops.OpsOfGraph(compile_ops.register_ops(self), comm.world_size)
 
 
 def over_ipc(

@@ -19,7 +19,7 @@ from tests.device_comm.cuda.host_driver import HostDriver
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from device_comm.cuda.device.driver import Launch
+    from device_comm.cuda.device.driver import PreparedLaunch
 
 X, Y, Z = torch.zeros(64), torch.zeros(64), torch.zeros(64)
 PACKETS = Protocol.PACKETS
@@ -32,7 +32,7 @@ class Counting(HostDriver):
         super().__init__(None)
         self.prepared: list[tuple[str, bytes]] = []
 
-    def prepare(self, kernel: str, grid: int, block: int, args: Sequence[bytes]) -> Launch:
+    def prepare(self, kernel: str, grid: int, block: int, args: Sequence[bytes]) -> PreparedLaunch:
         self.prepared.append((kernel, args[0]))
         return super().prepare(kernel, grid, block, args)
 
