@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 COMMANDS: Final = {
     "demo": ("demo", "embed sentences with a pool of workers, and check the result"),
     "serve": ("serve", "serve a model over HTTP from a pool of workers"),
-    "status": ("status", "show what every process of running pools and groups does"),
-    "explain": ("explain_hang", "say who holds up a program that hangs, and show their stacks"),
-    "trace": ("trace", "write down the last operations of every process, on one clock"),
+    "status": ("looking.status", "show what every process of running pools and groups does"),
+    "explain": (
+        "looking.explain_hang",
+        "say who holds up a program that hangs, and show their stacks",
+    ),
+    "trace": ("looking.trace", "write down the last operations of every process, on one clock"),
 }
 """The module of each command, and what it is for."""
 

@@ -16,6 +16,7 @@ from coordinator.hosts.remote_boards import RemoteBoards, compose
 from ..errors import HostError
 from .distant_worker import DistantWorker
 from .head_link import HeadLink
+from .host_facts import differing_fact, facts_here
 from .link_messages import (
     BeginGeneration,
     FromHost,
@@ -30,7 +31,6 @@ from .link_messages import (
     WorkerStack,
 )
 from .meeting_port import tell_port
-from .sameness import differing_fact, facts_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -37,6 +37,7 @@ from ..driver.supervisor import Supervisor, Watcher
 from ..errors import HostError, WorkerStartError
 from ..launchers.local import end, launch
 from ..launchers.worker_handle import worker_stacks
+from .host_facts import facts_here
 from .host_link import HostLink
 from .link_messages import (
     BeginGeneration,
@@ -54,7 +55,6 @@ from .link_messages import (
     WorkerStack,
 )
 from .meeting_port import find_port
-from .sameness import facts_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

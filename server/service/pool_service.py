@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from shm_broadcast import CoordinatorError
 
 from ..apart import begin_apart
+from .gauges import Activity, of_operations, of_service, of_workers
 from .metrics import Metrics
-from .now import Activity, of_operations, of_service, of_workers
 from .overview import clipped, past_failure, who_holds_up, workers
 from .watched_pool import WatchedPool
 

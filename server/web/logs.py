@@ -62,12 +62,12 @@ class Sparing(logging.Filter):
         return count < self._limit
 
 
-class _JsonFormatter(logging.Formatter):
+class _AccessAsJson(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps({"time": utc(record.created), **_facts(record)})
 
 
-class _TextFormatter(logging.Formatter):
+class _AccessAsText(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         shown = dict(_facts(record))
         client, method, path = (shown.pop(name) for name in ("client", "method", "path"))
@@ -75,7 +75,7 @@ class _TextFormatter(logging.Formatter):
         return f"{utc(record.created)} {client} {method} {json.dumps(path)} {told}"
 
 
-class _JsonLines(logging.Formatter):
+class _LogAsJson(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "time": utc(record.created),
@@ -103,7 +103,7 @@ def configure(access: str, *, as_json: bool = False) -> None:
             level INFO.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(_JsonLines() if as_json else UtcFormatter(FORMAT))
+    handler.setFormatter(_LogAsJson() if as_json else UtcFormatter(FORMAT))
     handler.addFilter(Sparing())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for package in (PACKAGE, *LOWER_FLOORS):
@@ -113,5 +113,5 @@ def configure(access: str, *, as_json: bool = False) -> None:
     requests.propagate = False
     requests.disabled = access == "off"
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(_JsonFormatter() if access == "json" else _TextFormatter())
+    handler.setFormatter(_AccessAsJson() if access == "json" else _AccessAsText())
     requests.handlers = [handler]

@@ -43,7 +43,7 @@ from shm_broadcast.remote.frames import (
     split_message,
 )
 from shm_broadcast.remote.keys import HANDSHAKE_NONCE_BYTES, AllowList, writer_key
-from shm_broadcast.remote.peer import RemoteLink
+from shm_broadcast.remote.remote_link import RemoteLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

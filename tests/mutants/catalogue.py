@@ -600,7 +600,7 @@ MUTANTS = (
     ),
     Mutant(
         "H2 what differs between hosts is found before they work together",
-        "server/hosts/sameness.py",
+        "server/hosts/host_facts.py",
         "if name in there and there[name] != value:",
         "if name not in there:",
         ("tests/server/test_pool_hosts.py::test_hosts_that_differ_are_told_in_what",),

@@ -9,8 +9,8 @@ import pytest
 
 from coordinator.stores.secret import SECRET_FILE, SecretError
 from server.defaults import HEAD_PORT
+from server.hosts.host_facts import differing_fact, facts_here
 from server.hosts.place import Hosts, first_of, hosts_of
-from server.hosts.sameness import differing_fact, facts_here
 
 if TYPE_CHECKING:
     from pathlib import Path

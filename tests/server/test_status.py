@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from server.cli import main
-from server.commands import program_text
+from server.commands.looking import program_text
 from server.launchers import boot
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig

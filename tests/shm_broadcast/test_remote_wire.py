@@ -29,7 +29,7 @@ from shm_broadcast.remote.frames import (
     split_message,
 )
 from shm_broadcast.remote.keys import reader_key, writer_key
-from shm_broadcast.remote.peer import RemoteLink
+from shm_broadcast.remote.remote_link import RemoteLink
 
 CREDIT = 1 << 16
 

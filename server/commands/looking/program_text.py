@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from shm_broadcast.errors import name_of
 from shm_broadcast.onlooker.blame import judge
 
-from .terminal import counted, shown
+from ..terminal import counted, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

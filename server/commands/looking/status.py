@@ -5,8 +5,6 @@ Nothing is stopped or waited for, so it works also when everything is stuck.
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,8 +15,9 @@ from shm_broadcast.onlooker.blame import judge
 from shm_broadcast.onlooker.processes import scan
 from shm_broadcast.onlooker.programs import of_process, programs
 
+from ..terminal import end_with_reader, screen
 from . import program_text
-from .terminal import end_with_reader, screen
+from .choose_program import check_pid, say_none_of
 
 if TYPE_CHECKING:
     import argparse
@@ -84,46 +83,12 @@ def run(plan: StatusPlan) -> int:
         if plan.pid is not None:
             found = of_process(plan.pid, seen, found)
             if not found:
-                return none_of(plan.pid, seen)
+                say_none_of(plan.pid, seen)
+                return 1
         _print(plan, seen, found)
         if not plan.watch:
             return 0
         time.sleep(_WATCH_SECONDS)
-
-
-def check_pid(pid: int | None) -> None:
-    """Raise ValueError unless ``pid`` is a process of this user; None is fine."""
-    if pid is None:
-        return
-    try:
-        owner = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116
-    except OSError:
-        raise ValueError(f"no process has pid {pid}") from None
-    if owner != os.geteuid():
-        raise ValueError(f"pid {pid} belongs to another user")
-
-
-def chosen(pid: int | None, seen: Scan) -> list[Program] | None:
-    """The programs of a process, or without one the only program; None, and why on stderr."""
-    found = programs(seen)
-    if pid is not None:
-        found = of_process(pid, seen, found)
-        if not found:
-            none_of(pid, seen)
-        return found or None
-    if len(found) == 1:
-        return found
-    pids = ", ".join(str(each.pid) for each in found)
-    told = f"Which one? There are programs with pid {pids}." if found else program_text.NO_PROGRAM
-    sys.stderr.write(f"{told}\n")
-    return None
-
-
-def none_of(pid: int, seen: Scan) -> int:
-    """Say on stderr that a process has nothing to do with this library; returns 1."""
-    why = "it may not be looked into" if pid in seen.unseen else "it is in no pool or group of ours"
-    sys.stderr.write(f"pid {pid}: {why}, and has started no process that is\n")
-    return 1
 
 
 def _print(plan: StatusPlan, seen: Scan, found: list[Program]) -> None:

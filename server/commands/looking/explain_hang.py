@@ -13,9 +13,9 @@ from shm_broadcast.onlooker.ask import stacks_of
 from shm_broadcast.onlooker.blame import judge
 from shm_broadcast.onlooker.processes import scan
 
+from ..terminal import end_with_reader, screen
 from . import program_text
-from .status import check_pid, chosen
-from .terminal import end_with_reader, screen
+from .choose_program import check_pid, chosen
 
 if TYPE_CHECKING:
     import argparse

@@ -20,7 +20,7 @@ from shm_broadcast.onlooker.flight import flight_dumps
 from shm_broadcast.onlooker.pasts import pasts
 from shm_broadcast.onlooker.processes import scan
 
-from .status import check_pid, chosen
+from .choose_program import check_pid, chosen
 
 if TYPE_CHECKING:
     import argparse
