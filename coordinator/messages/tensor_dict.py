@@ -33,7 +33,7 @@ from shm_broadcast.codec import UNDECODABLE
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-SMALL_BYTES: Final = 1536
+INLINE_BYTES: Final = 1536
 """Of the tensors that travel with their header. A frame then has half a kilobyte for that."""
 
 _LENGTH: Final = struct.Struct("<Q")
@@ -201,7 +201,7 @@ def to_payload(header: Header, parts: Sequence[Tensor]) -> tuple[bytes, list[Ten
     """What `pack` made, as the payload of a message, and the tensors that travel by themselves."""
     small: list[int] = []
     apart: list[Tensor] = []
-    payload, room = [b"", b""], SMALL_BYTES
+    payload, room = [b"", b""], INLINE_BYTES
     for number, part in enumerate(parts):
         if part.nbytes > room or part.device.type != "cpu":
             apart.append(part)

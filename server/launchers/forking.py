@@ -89,7 +89,7 @@ def _load(boot: ModuleType, modules: list[str]) -> str:
     """Import what workers need. Returns why workers cannot be forked then, or ``""``."""
     boot.ignore_shown_warnings()
     try:
-        boot.load(modules)
+        boot.import_for_good(modules)
     except Exception as error:  # noqa: BLE001 - a worker that is spawned reports it
         return f"importing what workers need failed: {type(error).__name__}: {error}"
     if platform.machine() not in _CLONE:

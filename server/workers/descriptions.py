@@ -23,6 +23,8 @@ def read_description(path: Path, kind: type[T], error: type[ValueError]) -> T:
     """
     try:
         return msgspec.convert(json.loads(path.read_bytes()), kind)
+    except FileNotFoundError as failed:
+        raise error(f"{path}: missing") from failed
     except OSError as failed:
         raise error(f"{path}: {failed.strerror}") from failed
     except (ValueError, msgspec.MsgspecError) as failed:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from coordinator.messages import plain as plain_data
 from coordinator.messages.tensor_dict import (
-    SMALL_BYTES,
+    INLINE_BYTES,
     Header,
     Slicing,
     TensorMeta,
@@ -280,7 +280,7 @@ def test_the_slices_of_all_peers_are_the_tensor(
 @pytest.mark.parametrize("before", [1, 3, 8])
 def test_small_tensors_travel_with_their_header(dtype: torch.dtype, before: int) -> None:
     """Wherever in the payload they lie; what is not small follows by itself."""
-    small, large = torch.arange(3).to(dtype), torch.ones(SMALL_BYTES, dtype=dtype)
+    small, large = torch.arange(3).to(dtype), torch.ones(INLINE_BYTES, dtype=dtype)
     values = {
         "bytes": torch.ones(before, dtype=torch.uint8),
         "none": torch.empty(0),
@@ -290,9 +290,9 @@ def test_small_tensors_travel_with_their_header(dtype: torch.dtype, before: int)
     }
     payload, apart = to_payload(*pack(values))
     header, found = from_payload(memoryview(bytearray(b"?" + payload))[1:])
-    assert [part.numel() for part in apart] == [SMALL_BYTES]
+    assert [part.numel() for part in apart] == [INLINE_BYTES]
     assert list(found) == ["bytes", "strided", "small"]
-    assert header.tensors["large"].numel_sent == SMALL_BYTES
+    assert header.tensors["large"].numel_sent == INLINE_BYTES
     for key, tensor in found.items():
         assert tensor.data_ptr() % 16 == 0
         assert torch.equal(tensor.view(torch.uint8), values[key].contiguous().view(torch.uint8))
@@ -300,7 +300,7 @@ def test_small_tensors_travel_with_their_header(dtype: torch.dtype, before: int)
 
 def test_no_more_than_fits_travels_with_a_header() -> None:
     tensors = {
-        str(number): torch.ones(SMALL_BYTES // 4 - 1, dtype=torch.uint8) for number in range(6)
+        str(number): torch.ones(INLINE_BYTES // 4 - 1, dtype=torch.uint8) for number in range(6)
     }
     assert len(to_payload(*pack(tensors))[1]) == 2
 

@@ -72,7 +72,7 @@ def test_a_bound_rank_counts_the_cores_of_the_others() -> None:
         "counted = []\n"
         "caches.share_a_cache = lambda usable: counted.append(usable)\n"
         "import device_comm.shm.shm_backend as backend\n"
-        "assert counted == ([given] if backend.native is not None else []), counted\n"
+        "assert counted == ([given] if backend.extension is not None else []), counted\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -15,9 +15,9 @@ from device_comm.shm.pipes.peer_pipes import PeerPipes
 from device_comm.shm.pipes.pipe import (
     HEADER_BYTES,
     PIECE_BYTES,
-    PIPE_SMALL_BYTES,
     RESERVED_BYTES,
     RING_BYTES,
+    SMALL_BYTES,
     PythonMover,
 )
 from device_comm.shm.pipes.spills import AHEAD_BYTES, KEPT_ROOM, SPILL_KEPT_BYTES, SpillPool
@@ -320,7 +320,7 @@ def test_spills_that_wait_are_bounded(pipes: list[PeerPipes]) -> None:
     assert not fifth.advance(0)
     assert not fifth.ready()
     assert pipes[0].spills.waiting <= AHEAD_BYTES
-    assert pipes[0].goes_ahead(1, PIPE_SMALL_BYTES), "small messages go on"
+    assert pipes[0].goes_ahead(1, SMALL_BYTES), "small messages go on"
     for _ in range(4):
         assert receive(pipes, torch.empty_like(large)).advance(0)
     assert fifth.ready()

@@ -14,10 +14,10 @@ from device_comm.shm.pipes.pipe import (
     CLOSED,
     HEADER_BYTES,
     PIECE_BYTES,
-    PIPE_SMALL_BYTES,
     POSTED,
     RING,
     RING_BYTES,
+    SMALL_BYTES,
     TAKEN,
     Chunk,
     has_chunk,
@@ -97,7 +97,7 @@ class PeerPipes:
         if size <= PIECE_BYTES and room >= wanted_room(size):
             return True
         spills = room >= CHUNKS_ABOUT_SPILLS * HEADER_BYTES
-        return size > PIPE_SMALL_BYTES and spills and self.spills.allow(size)
+        return size > SMALL_BYTES and spills and self.spills.allow(size)
 
     def undelivered(self) -> list[int]:
         """The ranks that have not received all that was sent to them."""

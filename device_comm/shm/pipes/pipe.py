@@ -15,7 +15,7 @@ A chunk brings ``used`` bytes of a transfer of ``total`` bytes, from ``offset`` 
 spill (`device_comm.shm.pipes.spills`). A transfer of no bytes is one chunk, without data. Its call
 is the sender's (`device_comm.call_number`). Large transfers are cut into chunks of `PIECE_BYTES`,
 so that both ends copy at the same time. The last `RESERVED_BYTES` of room are for chunks about
-spills and for the ends of transfers up to `PIPE_SMALL_BYTES`: however large transfers are, some
+spills and for the ends of transfers up to `SMALL_BYTES`: however large transfers are, some
 never lack room.
 
 The sender writes a chunk, then stores ``posted`` with release; the receiver loads it with acquire,
@@ -48,7 +48,7 @@ RING_BYTES: Final = 1 << 20
 """For the same reason as the rings of a group are long: see `device_comm.shm.layout`."""
 PIECE_BYTES: Final = 64 << 10
 RESERVED_BYTES: Final = 16 << 10
-PIPE_SMALL_BYTES: Final = 192
+SMALL_BYTES: Final = 192
 HEADER_BYTES: Final = 64
 
 INSIDE: Final = 1
@@ -172,7 +172,7 @@ class PythonMover:
 
 def wanted_room(left: int) -> int:
     """The room that a chunk needs with the next of ``left`` bytes in it, and leaves reserved."""
-    reserved = 0 if left <= PIPE_SMALL_BYTES else RESERVED_BYTES
+    reserved = 0 if left <= SMALL_BYTES else RESERVED_BYTES
     return HEADER_BYTES + align(min(left, PIECE_BYTES), HEADER_BYTES) + reserved
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from device_comm.call_number import call_number, naming_call
 from device_comm.shm.memory import copy_bytes
-from device_comm.shm.pipes.pipe import HEADER_BYTES, INSIDE, PIPE_SMALL_BYTES, SPILL, Chunk
+from device_comm.shm.pipes.pipe import HEADER_BYTES, INSIDE, SMALL_BYTES, SPILL, Chunk
 from device_comm.shm.signature import DTYPE_CODES
 from shm_broadcast.errors import DivergenceError, GroupClosedError, PeerLostError, SharedMemoryError
 from shm_broadcast.segment import may_pass
@@ -52,7 +52,7 @@ class SendTask:
         """Send what there is room for; whether all is sent."""
         if not self._total:
             return self._send_empty()
-        patience, spare = PATIENCE_NS if self._left > PIPE_SMALL_BYTES else spin_ns, 0
+        patience, spare = PATIENCE_NS if self._left > SMALL_BYTES else spin_ns, 0
         while True:
             self._sent = self._end.mover.push(
                 self._address, self._total, self._dtype, self._call, self._sent, patience
@@ -88,7 +88,7 @@ class SendTask:
 
     def _may_spill(self) -> bool:
         """Whether more may go into spills: of a tensor, all or nothing."""
-        if self._left <= PIPE_SMALL_BYTES or self._end.room < HEADER_BYTES:
+        if self._left <= SMALL_BYTES or self._end.room < HEADER_BYTES:
             return False
         return self._ahead or self._spills.allow(self._left)
 
