@@ -39,7 +39,7 @@ from device_comm.recorder import Recorder
 from device_comm.watch import LoneWatch
 from shm_broadcast.board.forked_child import Closing, disown_in_children
 from shm_broadcast.deadline import Deadline
-from shm_broadcast.errors import GroupAbortedError, GroupClosedError
+from shm_broadcast.errors import DivergenceError, GroupAbortedError, GroupClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -150,6 +150,11 @@ class Identity:
         seconds = Deadline.after(timeout).timeout
         watch = LoneWatch(rank) if watch is None else watch
         return cls(rank, world_size, device, name, seconds, watch, members)
+
+    def name_globally(self, error: BaseException | str) -> None:
+        """Have a `DivergenceError` name the member by its global rank, as other errors do."""
+        if isinstance(error, DivergenceError):
+            error.name_globally([self.watch.member_status(each).rank for each in self.members])
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -271,6 +276,7 @@ class Backend(ABC):
     def fail(self, error: CoordinatorError) -> None:
         """Abort the group with ``error``, unless it is aborted or closed already."""
         if not self._disowned:
+            self.identity.name_globally(error)
             end_group(self.watch, error)
             self.discard()
 

@@ -137,6 +137,7 @@ class Communicator(
             error: why.
             culprit: the rank in the group that failed; None: this one.
         """
+        self.backend.identity.name_globally(error)
         self.watch.abort(error, None if culprit is None else self.members[culprit])
         self.backend.discard()
 

@@ -18,15 +18,17 @@
 
 Wrong arguments raise `ValueError` or `TypeError`, before anything moves.
 
-Which rank: errors about processes (a timeout, a loss, an abort) name global ranks. Errors about
-what was called (`DivergenceError`, wrong arguments) name ranks in the group, as ``src`` and ``dst``
-do.
+Which rank: errors name global ranks. Only of wrong arguments, and within what a member has called
+("broadcast from rank 1"), ranks are those in the group, as ``src`` and ``dst`` are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 DRIVER_RANK: Final = -1
 """Stands for the rank of the driver: the process that starts the ranks and is none of them."""
@@ -244,16 +246,30 @@ class DivergenceError(CoordinatorError):
     """Members of a group called different operations where all must call the same one.
 
     Attributes:
-        rank: the first member, in rank order, that differs from this one.
+        rank: the first member, in rank order, that differs from this one: its global rank.
         ours: what this member called.
         theirs: what that member called.
     """
 
     def __init__(self, rank: int, ours: str, theirs: str) -> None:
-        self.rank = rank
         self.ours = ours
         self.theirs = theirs
-        super().__init__(f"rank {rank} issued {theirs} where this rank issued {ours}")
+        self._named = False
+        self._name(rank)
+
+    def name_globally(self, global_ranks: Sequence[int]) -> None:
+        """Have it name the member by its global rank; for whoever knows the group.
+
+        Args:
+            global_ranks: of each rank in the group. Later calls do nothing.
+        """
+        if not self._named:
+            self._name(global_ranks[self.rank])
+            self._named = True
+
+    def _name(self, rank: int) -> None:
+        self.rank = rank
+        self.args = (f"rank {rank} issued {self.theirs} where this rank issued {self.ours}",)
 
 
 class SharedMemoryError(CoordinatorError):
@@ -293,7 +309,7 @@ class MessageRefusedError(MessageError, TypeError):
     """An object cannot be sent; raised at the sender, and at those that wait to receive it.
 
     Attributes:
-        rank: the sender.
+        rank: the sender's global rank.
         detail: why it cannot be sent.
     """
 

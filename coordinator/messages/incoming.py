@@ -91,8 +91,12 @@ class Incoming(Generic[T]):
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise MessageDecodeError(
-                f"what rank {self._src} sends cannot be taken in: {why}"
+                f"what rank {self._wire.global_rank(self._src)} sends cannot be taken in: {why}"
             ) from error
+
+    def refused(self, why: str) -> MessageRefusedError:
+        """The error where the sender says that it cannot send it."""
+        return self._wire.refused(self._src, why)
 
     @property
     def has_begun(self) -> bool:

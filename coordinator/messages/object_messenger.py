@@ -112,7 +112,7 @@ class ObjectMessenger(MessageTransport):
             self.cpu.abort(divergence)
             raise divergence
         if type(found) is _Refused:
-            raise MessageRefusedError(0, found.why)
+            raise self.wire.refused(0, found.why)
         return found
 
     def all_gather_object(self, obj: Any, timeout: Timeout) -> list[Any]:

@@ -24,7 +24,6 @@ from shm_broadcast import (
     Deadline,
     DivergenceError,
     MessageDecodeError,
-    MessageRefusedError,
     MessageSealError,
 )
 from shm_broadcast.queue.timed_lock import new_turn
@@ -285,7 +284,7 @@ class MessageTransport:
             Exception: any other ``error`` itself.
         """
         if isinstance(error, TypeError):
-            raise MessageRefusedError(self.cpu.rank, str(error)) from error
+            raise self.wire.refused(self.cpu.rank, str(error)) from error
         raise error
 
     def _deadline(self, timeout: Timeout) -> Deadline:

@@ -19,9 +19,11 @@ from coordinator.messages.framing import Kind, Message
 from coordinator.messages.plain import WHAT_IS_PLAIN, decode_plain, encode_plain
 from coordinator.messages.seal import NONCE_BYTES, Seal
 from coordinator.stores.secret import SecretError
-from shm_broadcast import MessageDecodeError, MessageRefusedError
+from shm_broadcast import MessageDecodeError, MessageRefusedError, MessageSealError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from coordinator.setup.exchange import Exchange
 
 _REFUSAL_BYTES = 900
@@ -36,14 +38,18 @@ class Wire:
         pickles: whether values are pickled; otherwise they have to be plain.
     """
 
-    def __init__(self, seal: Seal | None = None, *, pickles: bool = True) -> None:
+    def __init__(
+        self, seal: Seal | None = None, *, pickles: bool = True, called: Sequence[int] = ()
+    ) -> None:
         """Write and read so.
 
         Args:
             seal: of all messages; None: they have none.
             pickles: only with a seal, or where nobody but the members can write.
+            called: the members' global ranks, for errors; empty: the same as those in the group.
         """
         self._seal = seal
+        self._called = called
         self.numbers = seal is not None
         self.pickles = pickles
 
@@ -85,6 +91,14 @@ class Wire:
         """The next message to ``dst``, which says that there is none. It fits a frame."""
         return self.message(Kind.REFUSED, why_refused(error).encode(), dst)
 
+    def refused(self, src: int, why: str) -> MessageRefusedError:
+        """The error where rank ``src`` of the group cannot send something."""
+        return MessageRefusedError(self.global_rank(src), why)
+
+    def global_rank(self, rank: int) -> int:
+        """What errors call that rank of the group."""
+        return self._called[rank] if self._called else rank
+
     def close(self, kind: Kind, payload: bytes, dst: int) -> bytes:
         """What is sent of ``payload``."""
         return payload if self._seal is None else self._seal.close(kind, payload, dst)
@@ -96,9 +110,12 @@ class Wire:
             MessageSealError: it is not the message that is due.
             MessageRefusedError: its sender says that it cannot send it.
         """
-        payload = data if self._seal is None else self._seal.open(kind, data, src, dst)
+        try:
+            payload = data if self._seal is None else self._seal.open(kind, data, src, dst)
+        except MessageSealError as error:
+            raise MessageSealError(self.global_rank(src), error.detail) from None
         if kind == Kind.REFUSED:
-            raise MessageRefusedError(src, bytes(payload).decode(errors="replace"))
+            raise self.refused(src, bytes(payload).decode(errors="replace"))
         return payload
 
 
@@ -119,16 +136,20 @@ def agree_on_wire(exchange: Exchange, secret: bytes | None, *, only_members_writ
     """
     nonces = exchange.all_gather("members", bytes([secret is not None]) + os.urandom(NONCE_BYTES))
     if only_members_write:
-        return Wire()
-    without = [rank for rank, nonce in enumerate(nonces) if not nonce.startswith(b"\1")]
+        return Wire(called=exchange.called)
+    without = [
+        exchange.global_rank(rank)
+        for rank, nonce in enumerate(nonces)
+        if not nonce.startswith(b"\1")
+    ]
     if without and len(without) < len(nonces):
         raise SecretError(
             f"{exchange.name}: ranks {without} were given no secret, the others were: give the "
             "launcher's secret to all ranks, or to none"
         )
     if secret is None:
-        return Wire(pickles=False)
-    return Wire(Seal(secret, exchange.name, nonces, exchange.rank))
+        return Wire(pickles=False, called=exchange.called)
+    return Wire(Seal(secret, exchange.name, nonces, exchange.rank), called=exchange.called)
 
 
 def why_refused(error: Exception) -> str:

@@ -60,7 +60,7 @@ class Request:
         if self.message is None:
             raise RuntimeError("a message is finished once it is ready, not before")
         way_of(self.message.header())
-        return from_dict(self.message.result(timeout), self._inflow.src)
+        return from_dict(self.message.result(timeout), self.message.refused)
 
     def leave(self, error: BaseException) -> None:
         """As `Incoming.leave`, of a message that is there."""

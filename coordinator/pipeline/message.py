@@ -20,11 +20,14 @@ from typing import TYPE_CHECKING, Any
 from coordinator.messages.plain import decode_plain, encode_plain
 from coordinator.messages.wire import why_refused
 from coordinator.tree import Node, flatten, places, unflatten
-from shm_broadcast import MessageDecodeError, MessageRefusedError
+from shm_broadcast import MessageDecodeError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from coordinator.messages.tensor_dict import Header
     from coordinator.tree import Structure
+    from shm_broadcast import MessageRefusedError
 
 NEXT, PREV = "next", "previous"
 """Which way a message goes: to the next stage (activations) or to the previous one (gradients)."""
@@ -48,15 +51,15 @@ def by_place(tree: Any) -> dict[str, Any]:
     return dict(zip(places(structure, "tree"), leaves, strict=True))
 
 
-def from_dict(values: dict[str, Any], src: int) -> Any:
-    """The tree of a tensor dict from rank ``src``.
+def from_dict(values: dict[str, Any], refused: Callable[[str], MessageRefusedError]) -> Any:
+    """The tree of a tensor dict; ``refused`` makes the error of one in the place of a tree.
 
     Raises:
         MessageRefusedError: its sender could not send it.
         MessageDecodeError: it cannot be restored here.
     """
     if "refused" in values:
-        raise MessageRefusedError(src, values["refused"])
+        raise refused(values["refused"])
     leaves = [values[str(number)] for number in range(len(values) - 2)]
     return unflatten(_restore(values["tree"]), leaves)
 

@@ -250,6 +250,7 @@ def refused(group: GroupCoordinator, me: int, other: int) -> None:
 
 def told_to_both(group: GroupCoordinator, me: int, other: int) -> None:
     """What cannot be sent raises at both ends, in its place among what can."""
+    ranks = group.ranks
     odd: list[tuple[Any, type[Exception], str]] = [
         ({"f": lambda: 0}, TypeError, "cannot pickle"),
         ({frozenset(): 1}, TypeError, "keys of a tensor dict"),
@@ -260,15 +261,19 @@ def told_to_both(group: GroupCoordinator, me: int, other: int) -> None:
         for send in (group.send_tensor_dict, group.isend_tensor_dict):
             with pytest.raises(kind, match=why):
                 send(values, other)
-            with pytest.raises(MessageRefusedError, match=f"rank {other} sends nothing: .*{why}"):
+            with pytest.raises(
+                MessageRefusedError, match=f"rank {ranks[other]} sends nothing: .*{why}"
+            ):
                 group.recv_tensor_dict(other)
     for send_object in (group.send_object, group.isend_object):
-        with pytest.raises(MessageRefusedError, match=f"rank {me} sends nothing: cannot pickle"):
+        with pytest.raises(
+            MessageRefusedError, match=f"rank {ranks[me]} sends nothing: cannot pickle"
+        ):
             send_object(lambda: 0, other)
         group.isend_object("next", other)
         first, second = group.irecv_object(other), group.irecv_object(other)
         assert second.wait() == "next"
-        with pytest.raises(MessageRefusedError, match=f"rank {other} sends nothing"):
+        with pytest.raises(MessageRefusedError, match=f"rank {ranks[other]} sends nothing"):
             first.wait()
     for background in (False, True):
 
@@ -277,12 +282,16 @@ def told_to_both(group: GroupCoordinator, me: int, other: int) -> None:
 
         for src in (0, 1):
             obj = (lambda: 0) if me == src else me
-            with pytest.raises(MessageRefusedError, match=f"rank {src} sends nothing: cannot"):
+            with pytest.raises(
+                MessageRefusedError, match=f"rank {ranks[src]} sends nothing: cannot"
+            ):
                 result(group.broadcast_object(obj, src, async_op=background))
             mine: dict[str, Any] | None = None if me == src else {}
             with pytest.raises(ValueError if me == src else MessageRefusedError, match="dict"):
                 result(group.broadcast_tensor_dict(mine, src, async_op=background))
-            with pytest.raises(MessageRefusedError, match=f"rank {src} sends nothing: cannot"):
+            with pytest.raises(
+                MessageRefusedError, match=f"rank {ranks[src]} sends nothing: cannot"
+            ):
                 result(group.all_gather_object(obj, async_op=background))
     assert group.all_gather_object(me) == [0, 1]
     assert group.all_reduce(torch.tensor([me])).item() == 1

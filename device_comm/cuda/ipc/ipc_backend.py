@@ -32,6 +32,7 @@ from device_comm.torch_group.reduce_here import reduce_here
 from device_comm.watch import LoneWatch
 from device_comm.work import Followed
 from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import DivergenceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -201,7 +202,11 @@ class IpcBackend(Backend):
         except BaseException:
             self._registry.finish(failed=True)
             raise
-        self._registry.finish()
+        try:
+            self._registry.finish()
+        except DivergenceError as error:
+            self.identity.name_globally(error)
+            raise
 
     def flush(self, deadline: Deadline) -> None:
         """Wait until the device has finished all operations of this backend.

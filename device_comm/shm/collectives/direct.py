@@ -91,6 +91,7 @@ class DirectCalls:
             if self._native.under_way:
                 self._native.give_up(outcome_of(error))
                 self._execution.fail(error)
+            self._identity.name_globally(error)
             raise
 
     def message(self, verb: str, timeout: float | Deadline | None, x: Tensor, peer: int) -> Any:
