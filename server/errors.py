@@ -137,7 +137,7 @@ class WorkerStartError(CoordinatorError):
     """A worker did not start, so the pool was not made; all its processes have ended.
 
     Attributes:
-        rank: the first worker that failed, or that was late.
+        rank: the first worker that failed, or of those that were late one that others wait for.
         reason: what happened to it.
         traceback: its traceback or stack; ``""`` where there is none.
     """

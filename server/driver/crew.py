@@ -23,7 +23,6 @@ from shm_broadcast import (
     GroupTimeoutError,
 )
 from shm_broadcast.board.totals import added_up
-from shm_broadcast.onlooker.own import own_verdicts
 
 from ..apart import begin_apart
 from ..calls.dispatcher import Dispatcher
@@ -42,6 +41,7 @@ from ..errors import (
 )
 from ..launchers.local import end
 from ..launchers.worker_handle import worker_stacks
+from .held_up_by import held_up_by
 from .links import Links
 from .restart_budget import RestartBudget
 from .staff import Staff
@@ -251,33 +251,11 @@ class Crew(Watcher):
         with self._staff.using:
             if self._stopped:
                 return (), "the pool was shut down", {}, ()
-            why, held_up_by = self._held_up_by()
+            why, culprits = held_up_by(self._staff.workers)
             workers = {r: w for r, w in self._staff.workers.items() if r in ranks and w.greeted}
             stacks = worker_stacks(workers, self._plan.config.stack_seconds)
             statuses = tuple(self._links.board.member_status(rank) for rank in ranks)
-            return statuses, why, stacks, held_up_by
-
-    def _held_up_by(self) -> tuple[str, tuple[int, ...]]:
-        """Which workers of this host hold up others of them: in words, and their ranks."""
-        ranks = {worker.pid: rank for rank, worker in self._staff.workers.items()}
-        try:
-            culprits = [each for verdict in own_verdicts() for each in verdict.culprits]
-        except OSError:  # out of descriptors, say: the error is needed all the same
-            return "", ()
-        own = {
-            ranks[each.status.pid]: each
-            for each in culprits
-            if each.status.pid in ranks and not all(peer.drives for peer in each.awaited_by)
-        }
-        who = {rank: f"rank {rank} (pid {each.status.pid})" for rank, each in own.items()}
-        told = [
-            f"{who[rank]} holds up others: {each.holds_up()}"
-            for rank, each in own.items()
-            if not each.waits_on
-        ]
-        knot = [who[rank] for rank, each in own.items() if each.waits_on]
-        told += [f"{' and '.join(knot)} wait for each other"] if knot else []
-        return "; ".join(told), tuple(own)
+            return statuses, why, stacks, culprits
 
     def stop(self, timeout: float, finish: bool) -> None:
         """End everything; idempotent, from any thread but the pool's own.

@@ -9,6 +9,7 @@ from ..control.protocol import Failed, Ready, WorkProgress
 from ..control.worker_failure import rebuild
 from ..errors import WorkerStartError
 from ..launchers.worker_handle import worker_stacks
+from .held_up_by import held_up_by
 from .supervisor import Watcher
 
 if TYPE_CHECKING:
@@ -103,9 +104,11 @@ class RollCall(Watcher):
         return max(self._hearsay_until - time.monotonic(), 0.0)
 
     def _late(self, deadline: Deadline) -> WorkerStartError:
-        rank = min(self._absent)
+        why, culprits = held_up_by(self._workers)
+        rank = min({*culprits} & self._absent or self._absent)
         worker = self._workers[rank]
         stacks = worker_stacks({rank: worker}, self._patience) if worker.greeted else {}
         late = ", ".join(map(str, sorted(self._absent)))
-        reason = f"not ready after {deadline.timeout:g} s (late: {late})"
+        more = f"; {why}" if why else ""
+        reason = f"not ready after {deadline.timeout:g} s (late: {late}{more})"
         return WorkerStartError(rank, reason, stacks.get(rank, ""))

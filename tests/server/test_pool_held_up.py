@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from server.errors import CallTimeoutError
+from server.errors import CallTimeoutError, WorkerStartError
 from server.pool import WorkerPool
 from tests.server.workers import Gate, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from server.worker import WorkerContext
 
 
 @pytest.fixture
@@ -84,3 +87,36 @@ def test_pools_of_one_process_are_not_blamed_for_each_other(pool: WorkerPool) ->
         assert str(error).count("rank 1 (pid ") == 1
         assert not held.done()
         other.shutdown(0.2)
+
+
+class Meeting(Worker):
+    """In its ``__init__`` all ranks meet, but for one that comes late or never."""
+
+    def __init__(self, context: WorkerContext, late: int, how: str) -> None:
+        super().__init__(context)
+        if self.rank != late:
+            self.groups.world.barrier()
+        elif how == "sleeps":
+            time.sleep(600)
+        elif how == "is stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    ("how", "late", "why"),
+    [
+        ("sleeps", "0, 1, 2", "it waits for no other process"),
+        ("is stopped", "0, 1, 2", "its process is stopped"),
+        ("takes no part", "0, 1", "it takes no part"),
+    ],
+)
+def test_a_start_names_who_holds_it_up(how: str, late: str, why: str) -> None:
+    given = {"late": 2, "how": how}
+    with pytest.raises(WorkerStartError) as raised:
+        WorkerPool(Meeting, tp=3, start_timeout=4.0, worker_kwargs=given)
+    assert f"(late: {late}; rank 2 (pid " in str(raised.value)
+    assert f" holds up others: {why}" in str(raised.value)
+    assert raised.value.rank == (2 if "2" in late else 0)
+    if how == "sleeps":
+        assert "in __init__" in raised.value.traceback
+        assert "barrier" not in raised.value.traceback

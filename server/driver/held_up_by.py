@@ -1,0 +1,38 @@
+"""Says which workers others wait for: what errors about late ones name beside them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shm_broadcast.onlooker.own import own_verdicts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..launchers.worker_handle import WorkerHandle
+
+
+def held_up_by(workers: Mapping[int, WorkerHandle]) -> tuple[str, tuple[int, ...]]:
+    """Which of these workers, by rank, hold up others of them: in words, and their ranks.
+
+    Workers on other hosts, and who waits for them, are not seen.
+    """
+    ranks = {worker.pid: rank for rank, worker in workers.items()}
+    try:
+        culprits = [each for verdict in own_verdicts() for each in verdict.culprits]
+    except OSError:  # out of descriptors, say: the error is needed all the same
+        return "", ()
+    own = {
+        ranks[each.status.pid]: each
+        for each in culprits
+        if each.status.pid in ranks and not all(peer.drives for peer in each.awaited_by)
+    }
+    who = {rank: f"rank {rank} (pid {each.status.pid})" for rank, each in own.items()}
+    told = [
+        f"{who[rank]} holds up others: {each.holds_up()}"
+        for rank, each in own.items()
+        if not each.waits_on
+    ]
+    knot = [who[rank] for rank, each in own.items() if each.waits_on]
+    told += [f"{' and '.join(knot)} wait for each other"] if knot else []
+    return "; ".join(told), tuple(own)
