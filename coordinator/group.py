@@ -49,7 +49,10 @@ def own_group(
     Raises:
         ValueError: none or several contain it, or one has a rank twice or one that is not in the
             world.
+        TypeError: these are not groups of ranks.
     """
+    if isinstance(group_ranks, int) or any(isinstance(each, int) for each in group_ranks):
+        raise TypeError(f"group_ranks must be groups, each a list of ranks; got {group_ranks}")
     mine = [ranks for ranks in group_ranks if rank in ranks]
     if len(mine) != 1 or len(set(mine[0])) != len(mine[0]):
         raise ValueError(f"rank {rank} has to be in one group, once; got {group_ranks}")

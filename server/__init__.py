@@ -102,5 +102,9 @@ _HOMES: Final = {
 def __getattr__(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names:
-            return getattr(importlib.import_module(home, __name__), name)
+            try:
+                module = importlib.import_module(home, __name__)
+            except AttributeError as error:  # "from ... import" would take it for: no such name
+                raise ImportError(f"{name} cannot be imported: {error}") from error
+            return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,16 +20,16 @@ Raises:
 """
 
 
-def whole(name: str, given: Any, most: int | None = None) -> int:
-    """A whole number, 1 or more; see `CheckArgument`."""
+def whole(name: str, given: Any, most: int | None = None, *, least: int = 1) -> int:
+    """A whole number, ``least`` or more; see `CheckArgument`."""
     try:
         number = None if isinstance(given, bool) else operator.index(given)
     except TypeError:
         number = None
     if number is None:
         raise _mistaken(name, "a whole number", given)
-    if number < 1 or (most is not None and number > most):
-        limits = "1 or more" if most is None else f"1 to {most}"
+    if number < least or (most is not None and number > most):
+        limits = f"{least} or more" if most is None else f"{least} to {most}"
         raise ValueError(f"{name} must be {limits}; got {number}")
     return number
 

@@ -36,6 +36,7 @@ import itertools
 import os
 import threading
 import weakref
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from coordinator.rank_grid import RankGrid
@@ -43,6 +44,7 @@ from shm_broadcast import Deadline
 
 from .calls.call_stream import CallStream
 from .calls.pending_call import PendingCall
+from .checked_arguments import whole
 from .control.reference import refuse_while_loading_main
 from .driver.crew import Crew
 from .driver.pool_plan import PoolPlan
@@ -50,7 +52,7 @@ from .errors import PoolClosedError
 from .pool_config import settings_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
     from concurrent.futures import Future
 
     from shm_broadcast import CoordinatorError, MemberStatus
@@ -203,14 +205,18 @@ class WorkerPool:
                 stacks. The workers go on with the call, and the pool stays usable.
             PoolClosedError: the pool was shut down.
             ValueError: there is no rank ``unique_reply_rank``, or ``method`` begins with "_".
-            TypeError: an argument cannot be pickled.
+            TypeError: an argument of this method is none such, or one of ``method`` cannot be
+                pickled.
         """
-        if unique_reply_rank is not None and not 0 <= unique_reply_rank < self.n_workers:
-            raise ValueError(
-                f"unique_reply_rank must be in 0..{self.n_workers - 1}; got {unique_reply_rank}"
-            )
+        if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
+            raise TypeError(f"args must be a sequence of arguments; got {args!r}")
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise TypeError(f"kwargs must be a mapping of arguments by name; got {kwargs!r}")
+        only = unique_reply_rank
+        if only is not None:
+            only = whole("unique_reply_rank", only, least=0, most=self.n_workers - 1)
         return self._crew.call(
-            self._pending(method, args, kwargs or {}, unique_reply_rank, timeout, retry=retry)
+            self._pending(method, args, kwargs or {}, only, timeout, retry=retry)
         )
 
     def call(

@@ -141,13 +141,16 @@ class Messenger(ObjectMessenger):
         """How to cut tensors that all members of this group hold."""
         return Slicing(self.cpu.world_size, self.cpu.rank, overrides or {})
 
-    def pack(self, values: Mapping[Any, Any], slicing: Slicing) -> tuple[Header, list[Tensor]]:
+    def pack(
+        self, values: Mapping[Any, Any] | None, slicing: Slicing
+    ) -> tuple[Header, list[Tensor]]:
         """What a dict is sent as.
 
         Raises:
             ValueError: a tensor is elsewhere, or has to be cut and cannot be.
             TypeError: a key or a value cannot be written, or a tensor is not dense.
         """
+        values = _a_dict(values, self.cpu.rank)
         for key, value in values.items():
             if isinstance(value, Tensor) and value.device not in (
                 self.cpu.device,
@@ -160,7 +163,7 @@ class Messenger(ObjectMessenger):
         return pack(values, slicing, self.wire)
 
     def _pack_source(self, values: Mapping[Any, Any] | None) -> tuple[bytes, list[Tensor]]:
-        payload, apart = to_payload(*self.pack(_a_dict(values, self.cpu.rank), WHOLE))
+        payload, apart = to_payload(*self.pack(values, WHOLE))
         # A root's tensor is written to, and elements of an expanded one share their memory.
         dense = [part.contiguous() for part in apart]
         return payload, sorted(dense, key=lambda part: part.device.type != "cpu")

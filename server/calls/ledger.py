@@ -33,6 +33,8 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
+from shm_broadcast import MessageDecodeError
+
 from ..control.worker_failure import rebuild
 from ..errors import WorkerError
 from .backlog import Backlog
@@ -323,13 +325,16 @@ class Ledger:
                 actions += self._settle(call)
         run_all(actions)
 
-    def garbled(self, rank: int, error: BaseException, generation: int) -> None:
+    def garbled(self, rank: int, error: MessageDecodeError, generation: int) -> None:
         """Take in a reply of ``rank`` that cannot be decoded, because of ``error``."""
         with self._lock:
             call = None if self.state.over(generation) else self._calls.oldest_of(rank)
             actions: Actions = []
             if call is not None:
-                call.spoil(rank, error)
+                told = f"what rank {rank} answers to {call.method} cannot be taken in: {error}"
+                spoiled = MessageDecodeError(told)
+                spoiled.__cause__ = error
+                call.spoil(rank, spoiled)
                 actions = self._settle(call)
         run_all(actions)
 

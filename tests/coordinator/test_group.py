@@ -94,6 +94,8 @@ def singles(rank: int, n: int, path: str) -> None:
     assert group.cpu_group.size() == 1
     assert group.mq_broadcaster is None
     assert group.all_reduce(torch.ones(1), async_op=True).wait().item() == 1
+    with pytest.raises(TypeError, match="group_ranks must be groups, each a list of ranks; got "):
+        GroupCoordinator([0, 1], rank, "gloo", True)  # type: ignore[list-item]
     with pytest.raises(ValueError, match=f"rank {rank} has to be in one group"):
         GroupCoordinator([[1 - rank]], rank, "gloo", True)
     with pytest.raises(ValueError, match="has to be in one group, once"):

@@ -104,6 +104,8 @@ def refusing(rank: int, n: int, port: int, torch_only: bool) -> None:
             with pytest.raises(MessageRefusedError, match=says):
                 tp.broadcast_tensor_dict(no_dict if rank == 0 else None)
             assert tp.broadcast_tensor_dict({"step": 2} if rank == 0 else None) == {"step": 2}
+            with pytest.raises(MessageRefusedError, match=says):
+                tp.send_tensor_dict(no_dict, 1) if rank == 0 else tp.recv_tensor_dict(0)
         with tp.create_mq_broadcaster() as queue:
             tp.mq_broadcaster = queue
             for make, kind, why in ODD:

@@ -52,3 +52,15 @@ def test_torch_is_loaded_by_the_first_tensor(tmp_path: Path) -> None:
         "torch [8.0, -3.0] ['numpy', 'torch']",
         "[16.0, -6.0]",
     ], done.stderr
+
+
+def test_what_hinders_an_import_is_told(tmp_path: Path) -> None:
+    """Such as a file of the user's with the name of a module of Python's."""
+    (tmp_path / "select.py").touch()
+    (tmp_path / "program.py").write_text("from group_coordinator import WorkerPool\n")
+    ended = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ended.returncode == 1
+    why = "ImportError: WorkerPool cannot be imported: module 'select' has no attribute "
+    assert f"\n{why}" in ended.stderr

@@ -498,8 +498,8 @@ def test_a_reply_that_cannot_be_decoded_fails_the_oldest_call_of_its_rank() -> N
     book = Book()
     first, second = book.send(), book.send()
     book.reply(1, 1)
-    book.ledger.garbled(0, ValueError("garbled"), 1)
-    with pytest.raises(ValueError, match="garbled"):
+    book.ledger.garbled(0, MessageDecodeError("garbled"), 1)
+    with pytest.raises(MessageDecodeError, match=r"what rank 0 answers to .* taken in: garbled"):
         first.result()
     assert not second.done
     assert book.asked == []
@@ -594,7 +594,7 @@ def test_what_comes_late_from_an_earlier_generation_changes_nothing() -> None:
     assert book.ledger.next_to_send(2) is again
     waiting = book.send()
     book.reply(1, 1, "old")
-    book.ledger.garbled(0, ValueError("garbled"), 1)
+    book.ledger.garbled(0, MessageDecodeError("garbled"), 1)
     book.ledger.break_off(WorkerLostError(0, 4241, "killed by SIGKILL"), generation=1)
     assert not book.ledger.accept(a_call(), 1)
     assert not waiting.done

@@ -62,8 +62,26 @@ def test_one_reply_may_be_wanted(pool: WorkerPool) -> None:
     assert pool.call("where")[0] == 0
     assert pool.collective_rpc("echo", args=("a",)) == ["a", "a"]
     assert pool.collective_rpc("echo", kwargs={"value": "b"}) == ["b", "b"]
-    with pytest.raises(ValueError, match=r"unique_reply_rank must be in 0\.\.1; got 2"):
+    with pytest.raises(ValueError, match=r"unique_reply_rank must be 0 to 1; got 2"):
         pool.collective_rpc("where", unique_reply_rank=2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"unique_reply_rank": 1.0}, "unique_reply_rank must be a whole number; got 1.0"),
+        ({"unique_reply_rank": "0"}, "unique_reply_rank must be a whole number; got '0'"),
+        ({"unique_reply_rank": True}, "unique_reply_rank must be a whole number; got True"),
+        ({"args": 5}, "args must be a sequence of arguments; got 5"),
+        ({"args": "ab"}, "args must be a sequence of arguments; got 'ab'"),
+        ({"kwargs": [1]}, r"kwargs must be a mapping of arguments by name; got \[1\]"),
+    ],
+)
+def test_a_call_with_wrong_arguments_is_refused(
+    pool: WorkerPool, wrong: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(TypeError, match=why):
+        pool.collective_rpc("note", **wrong)
 
 
 @pytest.mark.parametrize("method", ["_secret", "__init__", "__class__"])
