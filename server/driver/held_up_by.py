@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from shm_broadcast.onlooker.own import own_verdicts
 
+from ..launchers.local import LocalWorker
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -17,7 +19,8 @@ def held_up_by(workers: Mapping[int, WorkerHandle]) -> tuple[str, tuple[int, ...
 
     Workers on other hosts, and who waits for them, are not seen.
     """
-    ranks = {worker.pid: rank for rank, worker in workers.items()}
+    here = {rank: worker for rank, worker in workers.items() if isinstance(worker, LocalWorker)}
+    ranks = {worker.pid: rank for rank, worker in here.items()}
     try:
         culprits = [each for verdict in own_verdicts() for each in verdict.culprits]
     except OSError:  # out of descriptors, say: the error is needed all the same

@@ -6,10 +6,13 @@ import os
 import signal
 import time
 from typing import TYPE_CHECKING
+from unittest.mock import create_autospec
 
 import pytest
 
+from server.driver.held_up_by import held_up_by
 from server.errors import CallTimeoutError, WorkerStartError
+from server.hosts.distant_worker import DistantWorker
 from server.pool import WorkerPool
 from tests.server.workers import Gate, Worker
 
@@ -87,6 +90,13 @@ def test_pools_of_one_process_are_not_blamed_for_each_other(pool: WorkerPool) ->
         assert str(error).count("rank 1 (pid ") == 1
         assert not held.done()
         other.shutdown(0.2)
+
+
+def test_a_worker_on_another_host_is_not_taken_for_one_of_the_same_pid(pool: WorkerPool) -> None:
+    assert late_error(pool, "skip_group", 1).held_up_by == (1,)
+    workers = dict(pool._crew._staff.workers)
+    workers[2] = create_autospec(DistantWorker, instance=True, pid=workers[1].pid)
+    assert held_up_by(workers)[1] == (1,)
 
 
 class Meeting(Worker):
