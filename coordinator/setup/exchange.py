@@ -17,6 +17,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from textwrap import shorten
 from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import DistError, PrefixStore, Store
@@ -43,6 +44,7 @@ T = TypeVar("T")
 _GIVEN_UP = "given up"
 _FIRST_NAP = 0.0005
 _LONGEST_NAP = 0.05
+_LONGEST_GROUP = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Exchange:
         watch: raises if a member has ended: called while something is waited for, with what that is
             and with whether it is there; None: nobody knows.
         marks: where those that come to the same place later look: see `visit`; None: nobody does.
+        around: where each member says which group it came to set up last; None: none does.
     """
 
     store: Store
@@ -73,6 +76,7 @@ class Exchange:
     called: tuple[int, ...] = ()
     watch: Callable[[str, Callable[[], bool]], None] | None = None
     marks: Store | None = None
+    around: Store | None = None
 
     @classmethod
     def visit(
@@ -98,8 +102,10 @@ class Exchange:
         Collective: no.
         """
         place = f"group-coordinator/{place}{_digest(called)}"
-        outside = cls(store, rank, size, name, deadline, host, keeper, tuple(called))
+        outside = cls(store, rank, size, name, deadline, host, keeper, tuple(called), around=store)
         with outside._reaching(name):
+            if called:
+                store.set(_last_group_of(called[rank]), outside._group)
             while True:
                 count = store.add(f"{place}/visits/{rank}", 1)
                 inside = PrefixStore(f"{place}/{count}", store)
@@ -211,6 +217,23 @@ class Exchange:
         """What errors call the member of that rank in the group."""
         return self.called[rank] if self.called else rank
 
+    @property
+    def _group(self) -> str:
+        """What this member is to set up, as others are told."""
+        return f"{self.name} of ranks {list(self.called)}"
+
+    def _elsewhere(self, absent: Sequence[int]) -> Iterator[str]:
+        """Which group each of these members came to set up last, if it was another one.
+
+        A slip in its name, its ranks or their order keeps members apart for ever.
+        """
+        for rank in map(self.global_rank, absent):
+            key = _last_group_of(rank)
+            if self.around is not None and self.called and self.around.check([key]):
+                group = self.around.get(key).decode(errors="replace")
+                if group != self._group:
+                    yield f"rank {rank} came to set up {shorten(group, _LONGEST_GROUP)} last"
+
     def _put(self, key: str, value: bytes) -> None:
         self.store.set(key, value)  # type: ignore[arg-type] # the stub knows text only
 
@@ -266,13 +289,22 @@ class Exchange:
                 raise
             if self.deadline.expired:
                 self.give_up()  # first: the store has just answered
+                waiting_for = absent()
+                over = [f"over the store at {self.host}"] if self.host else []
                 raise GroupTimeoutError(
                     operation,
                     self.deadline.timeout,
-                    tuple(MemberStatus(self.global_rank(rank), 0, "absent") for rank in absent()),
-                    self.host and f"over the store at {self.host}",
+                    tuple(
+                        MemberStatus(self.global_rank(rank), 0, "absent") for rank in waiting_for
+                    ),
+                    "; ".join([*over, *self._elsewhere(waiting_for)]),
                 )
             time.sleep(self.deadline.remaining(at_most=nap))
+
+
+def _last_group_of(rank: int) -> str:
+    """Where a rank says which group it came to set up last."""
+    return f"group-coordinator/came/{rank}"
 
 
 def _digest(ranks: Sequence[int]) -> str:

@@ -158,6 +158,38 @@ def test_groups_of_other_members_meet_elsewhere_under_the_same_name() -> None:
     assert found == [[b"0", b"11"]] * 2 + [[b"1", b"1"]] * 2
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("tp", (1, 0)), ("tp", (0, 1, 2)), ("pp", (0, 1))],
+    ids=["other order", "other ranks", "other name"],
+)
+def test_a_member_that_came_to_another_group_is_said_to_have(
+    name: str, ranks: tuple[int, ...]
+) -> None:
+    world = Exchange(HashStore(), 0, 3, "world", Deadline.after(30))
+    groups = {0: ("tp", (0, 1)), 1: (name, ranks)}
+
+    def come(rank: int) -> str:
+        exchange = replace(world, rank=rank).sub(*groups[rank], Deadline.after(0.5))
+        with pytest.raises(GroupTimeoutError) as caught:
+            exchange.all_gather("hosts")
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        told = list(threads.map(come, groups))
+    for rank, (wanted, its_ranks) in groups.items():
+        came = f"rank {rank} came to set up {wanted} of ranks {list(its_ranks)} last"
+        assert came in told[1 - rank]
+
+
+def test_a_member_that_is_late_is_not_said_to_be_elsewhere() -> None:
+    store = HashStore()
+    there = Exchange.visit(store, "tp", 0, 2, "tp", Deadline.after(0.2), called=(4, 6))
+    Exchange.visit(store, "tp", 1, 2, "tp", Deadline.after(0.2), called=(4, 6))
+    with pytest.raises(GroupTimeoutError, match=r"rank 6 \(never joined\)$"):
+        there.all_gather("hosts")
+
+
 def visit(store: Store, rank: int, seconds: float) -> list[bytes]:
     """One member's set-up, of two."""
     exchange = Exchange.visit(store, "world", rank, 2, "world", Deadline.after(seconds))
