@@ -199,13 +199,10 @@ def _await_workers(board: Board, pids: list[int]) -> None:
     watches = [ProcessWatch(ProcessId.of(pid)) for pid in pids]
     deadline = Deadline.after(_STUCK)
     try:
-        while True:
-            try:
-                board.wait_for_members(Deadline.after(0.02))
-                return
-            except GroupTimeoutError:
-                if deadline.expired or not all(watch.alive() for watch in watches):
-                    raise
+        while not all(map(board.joined, range(board.n_members))):
+            if deadline.expired or not all(watch.alive() for watch in watches):
+                raise GroupTimeoutError("join", _STUCK)
+            time.sleep(0.02)
     finally:
         for watch in watches:
             watch.close()

@@ -36,7 +36,6 @@ from coordinator.layout.planning.costs import MeshCosts
 from coordinator.layout.planning.measure import MeasuredPlan, measure
 from coordinator.layout.planning.plan import Plan, Step, plan
 from coordinator.layout.planning.route import SubMesh
-from coordinator.layout.process_grid import ProcessGrid
 
 __all__ = [
     "AlphaBeta",
@@ -58,7 +57,6 @@ __all__ = [
     "Place",
     "Placement",
     "Plan",
-    "ProcessGrid",
     "Replicate",
     "Shard",
     "ShardingSpec",

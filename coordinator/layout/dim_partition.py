@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from coordinator.layout.placement import Shard
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -23,7 +25,7 @@ def convert_dim_partition_dict(
     """
     converted: dict[int, list[int]] = {}
     for dim, axes in dim_partition_dict.items():
-        found = _dim(dim_size, dim)
+        found = Shard(dim).normalized(dim_size).dim
         if found in converted:
             raise ValueError(f"dimension {found} is there twice: {dict(dim_partition_dict)}")
         converted[found] = list(axes)
@@ -43,14 +45,8 @@ def merge_same_dim_mesh_list(
     """
     merged: dict[int, list[int]] = {}
     for dim, axes in dim_partition_dict.items():
-        merged.setdefault(_dim(dim_size, dim), []).extend(axes)
+        merged.setdefault(Shard(dim).normalized(dim_size).dim, []).extend(axes)
     every = [axis for axes in merged.values() for axis in axes]
     if len(set(every)) != len(every):
         raise ValueError(f"an axis cuts twice: {dict(dim_partition_dict)}")
     return merged
-
-
-def _dim(dim_size: int, dim: int) -> int:
-    if not -dim_size <= dim < dim_size:
-        raise ValueError(f"there is no dimension {dim}; the tensor has {dim_size}")
-    return dim % dim_size

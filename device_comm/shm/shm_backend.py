@@ -174,11 +174,6 @@ class ShmBackend(Backend):
         """Whether the C extension does the work."""
         return self._native is not None
 
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of the group's segment; pipes and spills come on top."""
-        return self._segment.size
-
     def start(self, operation: Operation) -> Pending | None:
         """Carry out a collective by its plans, a message through its pipe."""
         execution, name, peer = self._execution, operation.name, operation.peer

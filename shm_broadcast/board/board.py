@@ -478,19 +478,6 @@ class Board:
         """Whether process ``pid`` has ``member``'s slot, or had it last, and has not ended."""
         return self._members.runs(self._valid(member), pid)
 
-    def wait_for_members(self, deadline: Deadline, members: Iterable[int] | None = None) -> None:
-        """Wait until ``members`` (by default all) have joined.
-
-        Raises:
-            GroupTimeoutError: names those that have not.
-        """
-        wanted = tuple(range(self.n_members) if members is None else members)
-
-        def absent() -> list[int]:
-            return [member for member in wanted if not self.joined(member)]
-
-        self.wait(lambda: not absent(), deadline, "wait_for_members", absent)
-
     def lost(self, among: Iterable[int] | None = None) -> list[int]:
         """The members whose process has ended without closing its board."""
         members = range(self.n_members) if among is None else among

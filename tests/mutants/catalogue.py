@@ -407,8 +407,8 @@ MUTANTS = (
     Mutant(
         "S1 without a secret nothing is unpickled between hosts",
         "coordinator/messages/wire.py",
-        "return Wire(pickles=False)",
-        "return Wire()",
+        "return Wire(pickles=False, called=exchange.called)",
+        "return Wire(called=exchange.called)",
         ("tests/coordinator/test_seal.py::test_what_travels_between_hosts",),
     ),
     Mutant(
