@@ -51,7 +51,7 @@ def strided_table(rank: int, n: int, port: int) -> dict[str, str]:
         return run_tables(groups.pp, [torch.float32, torch.int64])
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 3])
 def test_table(n: int) -> None:
     store = host_store()
     check_table(run_ranks(n, table, store.port))

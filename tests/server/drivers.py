@@ -100,28 +100,29 @@ def main(what: str, argument: str = "", start: str = "fork") -> None:
         time.sleep(600)
     elif what == "fork":
         pool = WorkerPool(Worker)
-        child = os.fork()
-        if child == 0:
-            if argument == "outlive":
-                signal.pause()
-            elif argument == "shutdown":
-                pool.shutdown()
-            elif argument == "block":
-                with pool:
-                    raise ValueError("the child's own")
-            elif argument == "use":
-                use(pool)
-            elif argument == "own":
-                with WorkerPool(Worker, tp=2) as own:
-                    assert own.collective_rpc("echo", args=(1,)) == [1, 1]
-            elif argument == "drop":
-                del pool
-                gc.collect()
-            sys.exit(0)
         say([pool.call("where")[1]])
-        status = 0 if argument == "outlive" else os.wait()[1]
-        assert os.waitstatus_to_exitcode(status) == (1 if argument == "block" else 0)
-        say([pool.call("echo", child, timeout=10)])
+        for behaviour in argument.split(","):
+            child = os.fork()
+            if child == 0:
+                if behaviour == "outlive":
+                    signal.pause()
+                elif behaviour == "shutdown":
+                    pool.shutdown()
+                elif behaviour == "block":
+                    with pool:
+                        raise ValueError("the child's own")
+                elif behaviour == "use":
+                    use(pool)
+                elif behaviour == "own":
+                    with WorkerPool(Worker, tp=2) as own:
+                        assert own.collective_rpc("echo", args=(1,)) == [1, 1]
+                elif behaviour == "drop":
+                    del pool
+                    gc.collect()
+                sys.exit(0)
+            status = 0 if behaviour == "outlive" else os.wait()[1]
+            assert os.waitstatus_to_exitcode(status) == (1 if behaviour == "block" else 0)
+            say([pool.call("echo", child, timeout=10)])
         signal.pause()
     elif what == "main":
         with WorkerPool(Here) as pool:

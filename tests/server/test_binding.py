@@ -172,8 +172,9 @@ def cores_shown(pool: WorkerPool) -> list[set[int]]:
 
 
 @FEW
-@pytest.mark.parametrize("fork", [True, False])
-@pytest.mark.parametrize("bind", ["auto", "numa", CROSSED])
+@pytest.mark.parametrize(
+    ("bind", "fork"), [("auto", True), ("numa", True), (CROSSED, True), (CROSSED, False)]
+)
 def test_workers_run_on_their_cores(bind: str, fork: bool) -> None:
     with WorkerPool(Worker, tp=2, config=PoolConfig(bind=bind, fork=fork)) as pool:
         shares = bound_here(bind, 2)

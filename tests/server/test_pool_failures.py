@@ -138,11 +138,11 @@ def test_a_killed_worker_is_named_though_a_peer_noticed_before_the_driver(
     assert_gone(pids, 0.0)
 
 
-def test_a_worker_killed_between_calls_fails_the_next_one(either_pool: WorkerPool) -> None:
-    pids = pids_of(either_pool)
+def test_a_worker_killed_between_calls_fails_the_next_one(pool: WorkerPool) -> None:
+    pids = pids_of(pool)
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerLostError, match="rank 1"):
-        either_pool.call("total", 1.0)
+        pool.call("total", 1.0)
     assert_gone(pids)
 
 
@@ -231,9 +231,9 @@ def test_a_pool_breaks_when_a_message_was_left_half_done(pool: WorkerPool) -> No
         pool.call("echo", timeout=10)
 
 
-def test_a_worker_that_leaves_or_crashes_says_how(either_pool: WorkerPool) -> None:
+def test_a_worker_that_leaves_says_how(pool: WorkerPool) -> None:
     with pytest.raises(WorkerLostError, match=r"rank 1 \(pid \d+\): exit status 3"):
-        either_pool.call("exit", [1], 3)
+        pool.call("exit", [1], 3)
 
 
 def test_a_crash_comes_with_the_stack(
@@ -260,10 +260,10 @@ def test_a_stack_shows_though_python_is_locked(tmp_path: Path) -> None:
         assert_gone(pids, 0.0)
 
 
-@pytest.mark.parametrize("what", ["start_child", "start_daemon"])
 @pytest.mark.parametrize("how", ["killed", "shut down"])
-def test_what_a_worker_started_goes_with_it(either_pool: WorkerPool, what: str, how: str) -> None:
-    children = either_pool.collective_rpc(what)
+def test_what_a_worker_started_goes_with_it(either_pool: WorkerPool, how: str) -> None:
+    started = [either_pool.collective_rpc(start) for start in ("start_child", "start_daemon")]
+    children = [child for each in started for child in each]
     assert all(psutil.pid_exists(child) for child in children)
     if how == "killed":
         os.kill(pids_of(either_pool)[0], signal.SIGKILL)
