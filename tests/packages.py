@@ -1,4 +1,4 @@
-"""Builds the project's packages as pip does, from what git keeps and nothing else."""
+"""Builds the project's packages as pip does; nothing but what git keeps gets into them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,21 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.built_once import built_once
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).parents[1]
+
+JUNK = (
+    *("build/lib/server/pool.py", "dist/old.whl", ".venv/pyvenv.cfg", ".hypothesis/example"),
+    *("shm_broadcast/_native.abi3.so", "tests/__pycache__/old.cpython-311.pyc"),
+    *("server/workers/__pycache__/old.cpython-311.pyc", ".mypy_cache/cache.json"),
+)
+"""What builds and tests leave in a tree."""
 
 
 def kept_files() -> set[str]:
@@ -27,19 +40,33 @@ def copy_kept(tree: Path) -> Path:
     return tree
 
 
-def build_sdist(tree: Path, folder: Path) -> Path:
-    """A source archive of ``tree``, made in ``folder``."""
-    _build("sdist", tree, folder)
-    (archive,) = folder.glob("*.tar.gz")
-    return archive
+def source_archive(factory: pytest.TempPathFactory) -> Path:
+    """The tree that is in a source archive, made where there is also `JUNK`; not to be changed."""
 
+    def build(folder: Path) -> None:
+        tree = copy_kept(factory.mktemp("tree"))
+        for name in JUNK:
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (tree / name).write_text("left over")
+        archives = factory.mktemp("archive")
+        _build("sdist", tree, archives)
+        (archive,) = archives.glob("*.tar.gz")
+        with tarfile.open(archive) as opened:
+            opened.extractall(folder, filter="data")
 
-def unpack(archive: Path, folder: Path) -> Path:
-    """The tree that is in a source archive."""
-    with tarfile.open(archive) as opened:
-        opened.extractall(folder, filter="data")
-    (tree,) = folder.iterdir()
+    (tree,) = built_once(factory, "source archive", build).iterdir()
     return tree
+
+
+def pure_wheel(factory: pytest.TempPathFactory) -> Path:
+    """A wheel of that archive, built where there is no compiler; not to be changed."""
+    source = source_archive(factory)
+
+    def build(folder: Path) -> None:
+        build_wheel(shutil.copytree(source, factory.mktemp("pure") / "tree"), folder, "false")
+
+    (wheel,) = built_once(factory, "pure wheel", build).iterdir()
+    return wheel
 
 
 def build_wheel(tree: Path, folder: Path, compiler: str | None) -> Path:

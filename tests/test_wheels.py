@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.packages import ROOT, build_sdist, build_wheel, copy_kept, unpack
+from tests.packages import ROOT, build_wheel, pure_wheel, source_archive
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,49 +28,25 @@ sys.meta_path[:] = [
 WARNING = "MissingExtensionWarning: group-coordinator's C extension was not built"
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tree that every wheel here is built of: what a source archive holds."""
-    tree = copy_kept(tmp_path_factory.mktemp("kept"))
-    archive = build_sdist(tree, tmp_path_factory.mktemp("archive"))
-    return unpack(archive, tmp_path_factory.mktemp("source"))
-
-
-def build(source: Path, folder: Path, compiler: str | None) -> Path:
-    tree = shutil.copytree(source, folder / "tree")
-    return build_wheel(tree, folder, compiler)
-
-
 def extensions(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         return [name for name in archive.namelist() if name.endswith(".so")]
 
 
 @pytest.fixture(scope="module")
-def pure(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pure(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel that was built where there is no compiler."""
-    return build(source, tmp_path_factory.mktemp("pure"), "false")
+    return pure_wheel(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def installed(pure: Path) -> Path:
+def installed(pure: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what that wheel holds."""
-    folder = pure.parent / "installed"
+    folder = tmp_path_factory.mktemp("installed")
     with zipfile.ZipFile(pure) as archive:
         archive.extractall(folder)
     (folder / "sitecustomize.py").write_text(WITHOUT_THE_EDITABLE_INSTALLATION)
     return folder
-
-
-def test_a_wheel_with_its_extensions_is_for_every_cpython_of_its_platform(
-    source: Path, tmp_path: Path
-) -> None:
-    wheel = build(source, tmp_path, None)
-    assert "-cp311-abi3-linux_" in wheel.name
-    assert sorted(extensions(wheel)) == [
-        "device_comm/_native.abi3.so",
-        "shm_broadcast/_native.abi3.so",
-    ]
 
 
 def test_a_wheel_without_a_compiler_says_so(pure: Path) -> None:
@@ -78,12 +54,15 @@ def test_a_wheel_without_a_compiler_says_so(pure: Path) -> None:
     assert extensions(pure) == []
 
 
-def test_a_wheel_has_all_extensions_or_none(source: Path, tmp_path: Path) -> None:
+def test_a_wheel_has_all_extensions_or_none(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
     """One that fails to compile takes the others with it."""
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\ncase "$*" in *device_comm/*) exit 1;; esac\nexec cc "$@"\n')
     compiler.chmod(0o700)
-    wheel = build(source, tmp_path, str(compiler))
+    tree = shutil.copytree(source_archive(tmp_path_factory), tmp_path / "tree")
+    wheel = build_wheel(tree, tmp_path, str(compiler))
     assert wheel.name.endswith("-py3-none-any.whl")
     assert extensions(wheel) == []
 

@@ -17,7 +17,7 @@ import pytest
 import coordinator
 from coordinator.pipeline.stage import Stage
 from device_comm import Communicator
-from tests.packages import ROOT, build_wheel, copy_kept
+from tests.packages import ROOT, pure_wheel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -154,10 +154,9 @@ def expected() -> dict[str, str]:
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment where the packages are installed, beside what they need."""
     folder = tmp_path_factory.mktemp("environment")
-    tree = copy_kept(tmp_path_factory.mktemp("tree"))
     venv.create(folder, symlinks=True)
     site = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-    with zipfile.ZipFile(build_wheel(tree, tmp_path_factory.mktemp("wheel"), "false")) as wheel:
+    with zipfile.ZipFile(pure_wheel(tmp_path_factory)) as wheel:
         wheel.extractall(site)
     others = [path for path in sys.path if path and path != str(ROOT)]
     (site / "others.pth").write_text("\n".join([*others, sysconfig.get_path("purelib")]))
