@@ -10,6 +10,7 @@ from shm_broadcast import CoordinatorError
 
 from ..errors import CallTimeoutError
 from ..service.pool_service import NotReadyError, PoolService
+from ..spans import of_batch
 from .batching import Batcher
 from .tokenizing import Tokenizing
 
@@ -119,7 +120,7 @@ class EmbeddingService(PoolService):
         self._tokenizing.close()
 
     async def _probe(self, pool: WatchedPool) -> None:
-        await pool.embed((await self._encode([PROBE], truncate=False)).tokens)
+        await _vectors(pool, (await self._encode([PROBE], truncate=False)).tokens, [])
 
     async def _finish(self) -> None:
         await self._batcher.close()
@@ -133,6 +134,18 @@ class EmbeddingService(PoolService):
     async def _compute(
         self, tokens: list[np.ndarray], traces: list[Carrier]
     ) -> Sequence[np.ndarray]:
-        if self._pool is None:
+        if self._watched is None:
             raise NotReadyError("the workers do not run")
-        return await self._pool.embed(tokens, traces)
+        return await _vectors(self._watched, tokens, traces)
+
+
+async def _vectors(
+    pool: WatchedPool, tokens: list[np.ndarray], traces: Sequence[Carrier]
+) -> Sequence[np.ndarray]:
+    """The vectors of some lists of tokens, float32 [hidden] each, for those who asked."""
+    sizes = [len(each) for each in tokens]
+    about = {"items": len(sizes), "tokens": sum(sizes)}
+    with pool.counted(sizes), of_batch("embed batch", traces, about):
+        future = pool.pool.submit("embed", tokens, timeout=pool.call_timeout, retry=True)
+        vectors: np.ndarray = await asyncio.wrap_future(future)
+    return list(vectors)

@@ -64,7 +64,7 @@ class PoolService(ABC):
     ) -> None:
         self._make_pool = make_pool
         self._limits = limits
-        self._pool: WatchedPool | None = None
+        self._watched: WatchedPool | None = None
         self._probed = False
         self._stopping = self._stopped = False
         self._failure: Exception | None = None
@@ -104,47 +104,47 @@ class PoolService(ABC):
     @property
     def failure(self) -> Exception | None:
         """Why the workers did not start, or what broke the pool: it cannot recover."""
-        if self._failure is None and self._pool is not None:
-            self._failure = self._pool.failure
+        if self._failure is None and self._watched is not None:
+            self._failure = self._watched.failure
         return self._failure
 
     @property
     def restarting(self) -> CoordinatorError | None:
         """What broke the pool, while it is restarted for that."""
-        return None if self._pool is None else self._pool.restarting
+        return None if self._watched is None else self._watched.pool.restarting
 
     @property
     def stalled(self) -> str:
         """Which calls were not answered in time; ``""`` unless the service is stalled."""
-        return self._pool.stalled if self._probed and self._pool is not None else ""
+        return self._watched.stalled if self._probed and self._watched is not None else ""
 
     def workers(self) -> Sequence[MemberStatus]:
         """What every worker was last seen doing; empty before they run and after they stop."""
-        return () if self._pool is None else self._pool.workers()
+        return () if self._watched is None else self._watched.workers()
 
     def _now(self) -> Iterator[Metric]:
         yield from of_service(self.activity())
         yield from of_workers(self.workers())
-        yield from of_operations({} if self._pool is None else self._pool.totals())
+        yield from of_operations({} if self._watched is None else self._watched.totals())
 
     def activity(self) -> Activity:
         """What the service does at this moment."""
-        running, seconds = (0, 0.0) if self._pool is None else self._pool.running
-        restarts = 0 if self._pool is None else self._pool.restarts
+        running, seconds = (0, 0.0) if self._watched is None else self._watched.running
+        restarts = 0 if self._watched is None else self._watched.pool.restarts
         return Activity(self.state, self.waiting, running, seconds, restarts)
 
     def status(self) -> dict[str, Any]:
         """State, failures, load, totals and workers as plain data, for JSON."""
-        pool = self._pool
+        watched = self._watched
         return {
             "now": time.time(),
             **asdict(self.activity()),
             "failure": None if self.failure is None else clipped(self.failure),
             "reason": clipped(self._reason),
-            "last_failure": None if pool is None else past_failure(pool.last_failure),
+            "last_failure": None if watched is None else past_failure(watched.last_failure),
             "totals": self.metrics.totals(),
-            "grid": {} if pool is None else dict(pool.grid.axes),
-            "workers": [] if pool is None else workers(pool.grid, self.workers()),
+            "grid": {} if watched is None else dict(watched.pool.grid.axes),
+            "workers": [] if watched is None else workers(watched.pool.grid, self.workers()),
         }
 
     async def seen(self) -> dict[str, Any]:
@@ -186,8 +186,8 @@ class PoolService(ABC):
         if self._running is not None:
             self._running.cancel()
         await self._finish()
-        if self._pool is not None:
-            await self._pool.shutdown(_LEAVE_SECONDS)
+        if self._watched is not None:
+            await self._watched.shutdown(_LEAVE_SECONDS)
         self._stopped = True
 
     def give_up(self, then: Callable[[], None]) -> None:
@@ -206,15 +206,15 @@ class PoolService(ABC):
 
     async def _give_up(self, then: Callable[[], None]) -> None:
         self._stopping = True
-        if self._pool is not None:
-            await self._pool.shutdown(0.0)
+        if self._watched is not None:
+            await self._watched.shutdown(0.0)
         await asyncio.sleep(_UNANSWERED_SECONDS)
         then()
 
     async def _run(self, on_failure: Callable[[], None]) -> None:
         try:
             pool = await asyncio.wrap_future(begin_apart(self._make_pool, "start-pool"))
-            self._pool = watched = WatchedPool(pool, self.metrics, self._limits)
+            self._watched = watched = WatchedPool(pool, self.metrics, self._limits)
             await self._probe(watched)
         except Exception as error:  # noqa: BLE001 - it is kept, and raised by whoever serves
             self._failure = error

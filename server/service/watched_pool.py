@@ -9,21 +9,16 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CallTimeoutError, PoolClosedError, with_notes
-from ..spans import of_batch
 from .stall import StallWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 
-    import numpy as np
-
-    from coordinator.rank_grid import RankGrid
     from shm_broadcast import CoordinatorError, MemberStatus
     from shm_broadcast.board.totals import VerbTotal
 
     from ..pool import WorkerPool
     from ..replicas import Replicas
-    from ..spans import Carrier
     from .metrics import Metrics
     from .service_limits import ServiceLimits
 
@@ -38,6 +33,10 @@ class WatchedPool:
         pool: the pool, which has started.
         metrics: where its calls are counted.
         limits: how long a call may take, and when the pool counts as stalled.
+
+    Attributes:
+        pool: as given.
+        call_timeout: seconds that a call may take.
     """
 
     def __init__(
@@ -46,39 +45,24 @@ class WatchedPool:
         metrics: Metrics,
         limits: ServiceLimits,
     ) -> None:
-        self._pool = pool
+        self.pool = pool
         self._metrics = metrics
-        self._call_timeout = limits.request_timeout / 2
+        self.call_timeout = limits.request_timeout / 2
         self._watch = StallWatch(limits.stall_timeout)
         self._closed = False
         self._failed_call: tuple[float, BaseException] | None = None
 
     @property
-    def grid(self) -> RankGrid:
-        """The ranks by their axes."""
-        return self._pool.grid
-
-    @property
     def last_failure(self) -> tuple[float, BaseException] | None:
         """When the pool broke or a call failed last, in seconds since the epoch, and why."""
-        known = [each for each in (self._pool.last_failure, self._failed_call) if each is not None]
+        known = [each for each in (self.pool.last_failure, self._failed_call) if each is not None]
         return max(known, key=lambda failure: failure[0], default=None)
 
     @property
     def failure(self) -> CoordinatorError | None:
         """What broke the pool: it cannot recover."""
-        failure = self._pool.failure
+        failure = self.pool.failure
         return None if isinstance(failure, PoolClosedError) else failure
-
-    @property
-    def restarting(self) -> CoordinatorError | None:
-        """What broke the pool, while it is restarted for that."""
-        return self._pool.restarting
-
-    @property
-    def restarts(self) -> int:
-        """How often the pool was restarted."""
-        return self._pool.restarts
 
     @property
     def stalled(self) -> str:
@@ -96,31 +80,11 @@ class WatchedPool:
 
     def workers(self) -> Sequence[MemberStatus]:
         """What every worker was last seen doing; empty once they were told to end."""
-        return () if self._closed else self._pool.status()
+        return () if self._closed else self.pool.status()
 
     def totals(self) -> Mapping[int, Sequence[VerbTotal]]:
         """What the operations of each worker came to, by rank; empty once they were told to end."""
-        return {} if self._closed else self._pool.totals()
-
-    async def embed(
-        self, tokens: list[np.ndarray], traces: Sequence[Carrier] = ()
-    ) -> Sequence[np.ndarray]:
-        """The vectors of some lists of tokens, float32 [hidden] each.
-
-        Args:
-            tokens: what to embed.
-            traces: the trace contexts of those who asked.
-
-        Raises:
-            CallTimeoutError: the workers did not answer in time; says which.
-            CoordinatorError: the workers failed.
-        """
-        sizes = [len(each) for each in tokens]
-        about = {"items": len(sizes), "tokens": sum(sizes)}
-        with self._counted(sizes), of_batch("embed batch", traces, about):
-            future = self._pool.submit("embed", tokens, timeout=self._call_timeout, retry=True)
-            vectors: np.ndarray = await asyncio.wrap_future(future)
-        return list(vectors)
+        return {} if self._closed else self.pool.totals()
 
     def call(self, method: str, *args: Any) -> Any:
         """As `WorkerPool.call`; for any thread.
@@ -134,8 +98,8 @@ class WatchedPool:
             CoordinatorError: the workers failed.
         """
         sizes = [len(row.tokens) for rows in args for row in rows]
-        with self._counted(sizes) if args else nullcontext():
-            return self._pool.call(method, *args, timeout=self._call_timeout)
+        with self.counted(sizes) if args else nullcontext():
+            return self.pool.call(method, *args, timeout=self.call_timeout)
 
     async def watch(self, probe: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Log when the pool stalls, and when it answers again; return when the pool has broken for
@@ -161,10 +125,10 @@ class WatchedPool:
     async def shutdown(self, seconds: float) -> None:
         """End the workers; see `WorkerPool.shutdown`."""
         self._closed = True
-        await asyncio.to_thread(self._pool.shutdown, seconds)
+        await asyncio.to_thread(self.pool.shutdown, seconds)
 
     @contextmanager
-    def _counted(self, sizes: Sequence[int]) -> Iterator[None]:
+    def counted(self, sizes: Sequence[int]) -> Iterator[None]:
         """Count a call, of items of ``sizes`` tokens, and how it ends."""
         outcome, end = "error", self._watch.withdrawn
         began = time.monotonic()

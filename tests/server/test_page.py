@@ -240,10 +240,10 @@ def test_a_snapshot_that_cannot_be_taken_is_told_to_the_log(
 
     async def test() -> None:
         async with site() as here, listening(here) as url, httpx.AsyncClient(timeout=60) as client:
-            pool, here.service._pool = here.service._pool, "nonsense"
+            pool, here.service._watched = here.service._watched, "nonsense"
             async with client.stream("GET", f"{url}/events") as answer:
                 await here.until(lambda: "cannot be shown" in caplog.text)
-                here.service._pool = pool
+                here.service._watched = pool
                 async for seen in snapshots(answer):
                     assert seen["state"] == "ready"
                     break
