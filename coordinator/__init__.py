@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from coordinator.rank_grid import RankGrid
     from coordinator.setup.bootstrap import connect_store, host_store
     from coordinator.setup.launcher import Launch
-    from coordinator.stateless import StatelessGroupCoordinator, StatelessProcessGroup
+    from coordinator.stateless import StatelessGroupCoordinator
     from device_comm import ReduceOp, Work
     from shm_broadcast import __version__
 
@@ -26,7 +26,6 @@ __all__ = [
     "RankGrid",
     "ReduceOp",
     "StatelessGroupCoordinator",
-    "StatelessProcessGroup",
     "Work",
     "__version__",
     "all_reduce_norm_pass",
@@ -42,7 +41,7 @@ _HOMES: Final = {
     "coordinator.rank_grid": ("RankGrid",),
     "coordinator.setup.bootstrap": ("connect_store", "host_store"),
     "coordinator.setup.launcher": ("Launch",),
-    "coordinator.stateless": ("StatelessGroupCoordinator", "StatelessProcessGroup"),
+    "coordinator.stateless": ("StatelessGroupCoordinator",),
     "device_comm": ("ReduceOp", "Work"),
     "shm_broadcast": ("__version__",),
 }

@@ -31,7 +31,6 @@ ENGINE_CLASSES = {
     "Handle",
     "MessageQueue",
     "StatelessGroupCoordinator",
-    "StatelessProcessGroup",
 }
 """What vLLM and SGLang call theirs as well."""
 

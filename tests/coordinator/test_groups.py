@@ -225,17 +225,14 @@ def joined(how: str, rank: int, n: int, port: int) -> Iterator[Callable[[torch.T
     if how == "groups":
         with join(rank, n, port, tp=n) as groups:
             yield groups.tp.all_reduce
-    elif how == "group":
+    else:
         with coordinator.StatelessGroupCoordinator(
             [[*range(n)]], rank, "gloo", True, store, global_rank=rank
         ) as group:
             yield group.all_reduce
-    else:
-        with coordinator.StatelessProcessGroup.create("", 0, rank, n, store) as processes:
-            yield processes.all_reduce
 
 
-@pytest.mark.parametrize("how", ["groups", "group", "processes"])
+@pytest.mark.parametrize("how", ["groups", "group"])
 @pytest.mark.parametrize(
     ("error", "why"),
     [

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from coordinator import (
-    ReduceOp,
-    StatelessGroupCoordinator,
-    StatelessProcessGroup,
-    connect_store,
-    host_store,
-)
+from coordinator import StatelessGroupCoordinator, connect_store, host_store
+from coordinator.compat.vllm.utils import StatelessProcessGroup
 from shm_broadcast import CoordinatorError, GroupTimeoutError, PeerLostError
 from tests.patience import STALL_SECONDS, all_here
 from tests.ranks import run_ranks
 
+if TYPE_CHECKING:
+    from pathlib import Path
 
-def objects_and_tensors(rank: int, n: int, port: int) -> None:
-    store = connect_store("127.0.0.1", port)
-    with StatelessProcessGroup.create("127.0.0.1", port, rank, n, store) as group:
+
+def create(path: Path, rank: int, n: int, name: str = "", **options: Any) -> StatelessProcessGroup:
+    """A group that meets at a port which rank 0 was given by the system."""
+    told, listener = dist.FileStore(str(path / f"port {name}"), n), None
+    if rank == 0:
+        listener = socket.create_server(("127.0.0.1", 0))
+        told.set("port", str(listener.getsockname()[1]))
+    port = int(told.get("port"))
+    return StatelessProcessGroup.create(
+        "127.0.0.1", port, rank, n, listen_socket=listener, **options
+    )
+
+
+def objects_and_tensors(rank: int, n: int, path: Path) -> None:
+    with create(path, rank, n) as group:
         assert (group.rank, group.world_size) == (rank, 3)
         for src in range(n):
             assert group.broadcast_obj({"from": rank} if rank == src else None, src) == {
@@ -50,26 +60,23 @@ def objects_and_tensors(rank: int, n: int, port: int) -> None:
                 group.send(torch.arange(4), 0)
         x = torch.tensor([rank + 1])
         assert group.all_reduce(x).item() == 6
-        assert group.all_reduce(x, ReduceOp.MAX).item() == 3
+        assert group.all_reduce(x, dist.ReduceOp.MAX).item() == 3
         assert x.item() == rank + 1
         group.barrier()
         assert not dist.is_initialized()
     group.close()
 
 
-def test_objects_and_tensors() -> None:
-    store = host_store()
-    run_ranks(3, objects_and_tensors, store.port)
+def test_objects_and_tensors(tmp_path: Path) -> None:
+    run_ranks(3, objects_and_tensors, tmp_path)
 
 
-def two_groups_of_a_process(rank: int, n: int, port: int) -> None:
+def two_groups_of_a_process(rank: int, n: int, path: Path) -> None:
     """Rank 0 is in both; each has ranks of its own."""
     if rank in (0, 1):
-        first = StatelessProcessGroup.create("127.0.0.1", port, rank, 2, store=_store(port, "a"))
+        first = create(path, rank, 2, "a")
     if rank in (0, 2):
-        second = StatelessProcessGroup.create(
-            "127.0.0.1", port, rank // 2, 2, store=_store(port, "b")
-        )
+        second = create(path, rank // 2, 2, "b")
     if rank == 0:
         assert first.all_gather_obj(rank) == [0, 1]
         assert second.all_gather_obj(rank) == [0, 2]
@@ -79,27 +86,33 @@ def two_groups_of_a_process(rank: int, n: int, port: int) -> None:
         (first if rank == 1 else second).all_gather_obj(rank)
 
 
-def _store(port: int, name: str) -> dist.PrefixStore:
-    return dist.PrefixStore(name, connect_store("127.0.0.1", port))
+def test_a_process_may_be_in_several(tmp_path: Path) -> None:
+    run_ranks(3, two_groups_of_a_process, tmp_path)
 
 
-def test_a_process_may_be_in_several() -> None:
-    store = host_store()
-    run_ranks(3, two_groups_of_a_process, store.port)
+def missing(rank: int, n: int, path: Path) -> None:
+    with pytest.raises(GroupTimeoutError) as caught:
+        create(path, rank, 3, store_timeout=0.4)
+    assert [member.rank for member in caught.value.waiting_for] == [1, 2]
 
 
-def missing(rank: int, n: int, port: int) -> None:
-    if rank == 0:
-        with pytest.raises(GroupTimeoutError) as caught:
-            StatelessProcessGroup.create(
-                "127.0.0.1", port, 0, 3, connect_store("127.0.0.1", port), timeout=0.4
-            )
-        assert [member.rank for member in caught.value.waiting_for] == [1, 2]
+def test_missing_members_are_named(tmp_path: Path) -> None:
+    run_ranks(1, missing, tmp_path)
 
 
-def test_missing_members_are_named() -> None:
-    store = host_store()
-    run_ranks(1, missing, store.port)
+def leaves(rank: int, n: int, path: Path) -> str:
+    if rank == 1:
+        with pytest.raises(ValueError, match="layer 3"), create(path, rank, n):
+            raise ValueError("layer 3 is missing")
+        return ""
+    with pytest.raises(CoordinatorError) as caught, create(path, rank, n) as group:
+        group.all_reduce(torch.ones(2))
+    return str(caught.value)
+
+
+def test_who_leaves_with_an_error_tells_the_others_why(tmp_path: Path) -> None:
+    first, _, last = run_ranks(3, leaves, tmp_path)
+    assert all("rank 1" in told and "layer 3 is missing" in told for told in (first, last))
 
 
 def build(rank: int, port: int, ranks: list[int], **options: Any) -> StatelessGroupCoordinator:

@@ -13,8 +13,8 @@ from coordinator.compat.arithmetic import (
 )
 from coordinator.compat.errors import NotInitializedError
 from coordinator.compat.vllm import parallel_state
-from coordinator.compat.vllm.stateless_process_group import (
-    StatelessProcessGroup,
+from coordinator.compat.vllm.stateless_process_group import StatelessProcessGroup
+from coordinator.compat.vllm.stateless_torch_groups import (
     cpu_all_reduce_,
     create_tcp_store,
     get_cached_tcp_store_client,
