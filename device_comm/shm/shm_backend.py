@@ -36,6 +36,7 @@ from device_comm.shm.pipes.pipe import PythonMover
 from device_comm.shm.pipes.transfers import ReceiveTask, SendTask
 from device_comm.shm.results import Results
 from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import SharedMemoryError
 from shm_broadcast.extension import COST, extension_of
 from shm_broadcast.machine.affinity import GIVEN_CORES
 from shm_broadcast.machine.caches import share_a_cache
@@ -144,6 +145,7 @@ class ShmBackend(Backend):
         Raises:
             ValueError: this process is not one of the members, or they are not distinct.
             GroupTimeoutError: some members did not come; names them.
+            PeerLostError: one has ended, or left.
             SharedMemoryError: too little memory is free, or the members are not on one host.
             ForeignMemoryError: what ``share`` gave is not rank 0's.
         """
@@ -154,7 +156,13 @@ class ShmBackend(Backend):
             share(msgspec.msgpack.encode(segment.handle()))
         else:
             handle = _DECODER.decode(share(None))
-            segment = Segment.attach(handle, lambda pid: board.runs(members[0], pid), touch=False)
+            try:
+                segment = Segment.attach(
+                    handle, lambda pid: board.runs(members[0], pid), touch=False
+                )
+            except SharedMemoryError:
+                board.require(f"{name} create", lambda: members[:1], lambda: False)
+                raise
         for begin, end in group.written_by(_rank_of(board, members)):
             segment.settle(begin, end)
         backend = cls(

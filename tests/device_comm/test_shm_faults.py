@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from device_comm import ReduceOp
+from device_comm import ReduceOp, ShmBackend
 from device_comm.operation import Operation
 from device_comm.shm import layout
 from shm_broadcast import (
@@ -28,7 +28,7 @@ from shm_broadcast import (
 )
 from shm_broadcast.layout import DOORBELL_SLEEPERS
 from tests.device_comm.meeting import die, meet, moment_of_death, wait_for_abort
-from tests.device_comm.shm_ranks import make_comm, shm_of
+from tests.device_comm.shm_ranks import make_comm, share_through, shm_of
 from tests.patience import NAMED_WITHIN, quickest, until
 from tests.ranks import run_ranks
 
@@ -423,3 +423,27 @@ def test_the_second_operation_of_a_call_is_told_why_the_first_was_given_up(
 ) -> None:
     with Board.create(2, None) as board:
         run_ranks(2, begin_two, board.handle(), str(tmp_path / "handle"), native)
+
+
+def made_after_a_death(rank: int, n: int, board: BoardHandle, path: str) -> None:
+    mine, share = Board.attach(board, rank), share_through(path)
+
+    def share_and_die(handle: bytes | None) -> bytes:
+        share(handle)
+        die(path)
+        return b""
+
+    def share_late(handle: bytes | None) -> bytes:
+        shared = share(handle)
+        until(lambda: mine.member_status(0).state == "lost", "rank 0 lives on")
+        return shared
+
+    if rank == 0:
+        ShmBackend.create(mine, range(n), share_and_die)
+    with pytest.raises(PeerLostError, match="tp create: lost rank 0"):
+        ShmBackend.create(mine, range(n), share_late, name="tp")
+
+
+def test_who_dies_before_its_memory_is_opened_is_named(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, made_after_a_death, board.handle(), store_path, may_die=[0])
