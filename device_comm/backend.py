@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from device_comm.reduce_op import ReduceOp
     from device_comm.watch import Watch
     from device_comm.work import Pending
-    from shm_broadcast.errors import CoordinatorError
 
 
 @dataclass(frozen=True)
@@ -273,7 +272,7 @@ class Backend(ABC):
     def discard(self) -> None:  # noqa: B027 - most have nothing that may be stuck
         """Called when the group was aborted: give up what may be stuck, and never use it again."""
 
-    def fail(self, error: CoordinatorError) -> None:
+    def fail(self, error: BaseException) -> None:
         """Abort the group with ``error``, unless it is aborted or closed already."""
         if not self._disowned:
             self.identity.name_globally(error)

@@ -224,14 +224,23 @@ class Lane:
         self.tickets.clear()
 
     def fail(self, error: CoordinatorError) -> None:
-        """End all tasks of the lane with ``error``."""
+        """End all tasks of the lane with ``error``.
+
+        They have ended once the group is told: whoever finds the lane free finds the group aborted.
+        """
         with self._pushing:
+            for ticket in self.tickets:
+                ticket.error = error
+            halted, self._advancing = self._advancing, True
+        if self.tickets:  # outside the lock: the callback aborts the group, and may come back here
+            self._failed(error)
+        with self._pushing:
+            self._advancing = halted
             tickets = tuple(self.tickets)
             self.tickets.clear()
             for ticket in tickets:
                 ticket.settle(error)
-        if tickets:  # outside the lock: the callback aborts the group, and may come back here
-            self._failed(error)
+        if tickets:
             self._progress.wake()
 
 
@@ -304,6 +313,9 @@ class Progress:
                     if self._misses(lane, error):
                         lane.fail(PeerLostError(lane.operation, error.peer))
                 self._wanted.set()
+            except GroupAbortedError as error:
+                for lane in self._list():
+                    lane.fail(GroupAbortedError(lane.operation, error.failure))
             except CoordinatorError as error:
                 for lane in self._list():
                     lane.fail(error)

@@ -11,7 +11,8 @@ in transit travels as a dtype and an operation that gloo and NCCL both know:
     complex, SUM and AVG                             as pairs of reals
     AVG                                              as SUM, divided on arrival
 
-A PRODUCT of complex numbers does not travel this way: `reduction_wire` returns None.
+A PRODUCT of complex numbers does not travel this way, nor does a MIN or MAX of floats, of which
+gloo loses NaN where it is the second operand: `reduction_wire` returns None.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ class ReductionWire:
 def reduction_wire(op: ReduceOp, dtype: torch.dtype) -> ReductionWire | None:
     """The way for ``op`` on ``dtype``; None if it has to be gathered and reduced here."""
     if op is ReduceOp.PRODUCT and dtype.is_complex:
+        return None
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_floating_point:
         return None
     average = op is ReduceOp.AVG
     asked = ReduceOp.SUM if average else op

@@ -155,10 +155,20 @@ class Runner:
         return result if finish is None else finish()
 
     def _start(self, operation: Operation) -> Pending | None:
-        """Start it, unless nothing moves and the ranks need not meet to be compared."""
+        """Start it, unless nothing moves and the ranks need not meet to be compared.
+
+        The other ranks may start what this one fails to: then it is out of step, and the group is
+        aborted. What is refused, for its dtype for example, is refused on all of them.
+        """
         if operation.moves_nothing and not self.backend.capabilities.detects_divergence:
             return None
-        return self.backend.start(operation)
+        try:
+            return self.backend.start(operation)
+        except (TypeError, ValueError, NotImplementedError):
+            raise
+        except BaseException as error:
+            self.backend.fail(error)
+            raise
 
     def skip(self, verb: str, result: Any, async_op: bool) -> Any:
         """Return ``result`` of an operation of one rank, or of no tensors."""

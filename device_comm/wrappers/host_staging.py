@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from device_comm.backend import Backend
+from device_comm.operation import NO_TENSOR
 from device_comm.work import Followed
 from device_comm.wrappers.wrapper import Wrapper
 
@@ -57,7 +58,9 @@ class HostStaging(Wrapper):
     def start(self, operation: Operation) -> Pending | None:
         """Carry out ``operation`` on the CPU, then copy its output back."""
         output = operation.output
-        there = torch.empty(output.shape, dtype=output.dtype, device="cpu")
+        there = output
+        if output is not NO_TENSOR:
+            there = torch.empty(output.shape, dtype=output.dtype, device="cpu")
         pending = self._inner.start(operation.instead(operation.source.cpu(), there))
         if pending is not None:
             return Followed(pending, lambda: output.copy_(there))

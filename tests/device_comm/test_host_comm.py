@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from device_comm import Communicator
+from device_comm import Communicator, TorchBackend
 from device_comm.shm.pipes.pipe import HEADER_BYTES, RING_BYTES
 from device_comm.wrappers.host_staging import HostStaging
 from shm_broadcast import Board, BoardHandle
@@ -14,7 +14,7 @@ from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.shm_ranks import make_comm
 from tests.device_comm.suite import check_table, run_table
-from tests.ranks import run_ranks
+from tests.ranks import init_gloo, run_ranks
 
 
 def table(rank: int, n: int, path: str, board: BoardHandle, device: str) -> dict[str, str]:
@@ -34,6 +34,18 @@ def table(rank: int, n: int, path: str, board: BoardHandle, device: str) -> dict
 def test_table(n: int, store_path: str) -> None:
     with Board.create(n, None) as board:
         check_table(run_ranks(n, table, store_path, board.handle(), "cpu"))
+
+
+def over_gloo(rank: int, n: int, path: str) -> dict[str, str]:
+    backend = TorchBackend(init_gloo(rank, n, path))
+    with Communicator(HostStaging(backend, "cpu")) as comm:
+        failures = run_table(comm, reduce_cases, [torch.float32])
+        failures |= run_table(comm, move_cases, [torch.float32])
+        return failures | run_table(comm, named_cases)
+
+
+def test_table_over_gloo(store_path: str) -> None:
+    check_table(run_ranks(2, over_gloo, store_path))
 
 
 def goes_ahead_as_the_host(rank: int, n: int, path: str, board: BoardHandle) -> None:

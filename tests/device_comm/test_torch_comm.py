@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from device_comm import Communicator, TorchBackend
-from shm_broadcast import Board, BoardHandle
+from device_comm import Communicator, ReduceOp, TorchBackend
+from shm_broadcast import Board, BoardHandle, GroupAbortedError
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
@@ -56,20 +58,46 @@ def test_table_on_groups_that_do_not_start_at_rank_0(store_path: str) -> None:
         check_table(run_ranks(4, subgroup_table, store_path, board.handle()))
 
 
-def own_error(rank: int, n: int, path: str) -> None:
-    def fail(x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError(f"cannot look at {x.dtype}")
+def fails_to_begin(rank: int, n: int, path: str, board: BoardHandle, verb: str) -> None:
+    """Rank 1 has no memory for what rank 0 has begun; what it does next is no answer to that."""
+    watch = Board.attach(board, rank)
+    with Communicator(TorchBackend(init_gloo(rank, n, path), "cpu", watch)) as comm:
+        call: Any = getattr(comm, verb)
+        x = torch.ones(4, dtype=torch.bfloat16)
+        if rank == 1:
+            place = "reduction_wire" if verb == "all_reduce" else "as_cargo"
+            fail = mock.Mock(side_effect=MemoryError("no room for 48 MiB"))
+            with (
+                mock.patch(f"device_comm.torch_group.torch_backend.{place}", fail),
+                pytest.raises(MemoryError, match="no room"),
+            ):
+                call(x)
+        else:
+            with pytest.raises(GroupAbortedError, match="rank 1 reported: MemoryError: no room"):
+                call(x) if verb == "all_reduce" else comm.recv((4,), x.dtype)
+        with pytest.raises(GroupAbortedError, match="no room"):
+            comm.all_reduce(x)
 
-    group = init_gloo(rank, n, path)
-    with Communicator(TorchBackend(group)) as comm:
-        with mock.patch("device_comm.torch_group.torch_backend.as_cargo", fail):
-            for call in (comm.broadcast, comm.all_gather, comm.send, comm.isend):
-                with pytest.raises(RuntimeError, match="cannot look at"):
-                    call(torch.ones(3))
-            with pytest.raises(RuntimeError, match="cannot look at"):
-                comm.recv([3], torch.float32)
-        assert comm.all_reduce(torch.ones(1)).item() == n
+
+@pytest.mark.parametrize("verb", ["all_reduce", "isend"])
+def test_a_rank_that_cannot_begin_ends_the_group(verb: str, store_path: str) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, fails_to_begin, store_path, board.handle(), verb)
 
 
-def test_an_error_of_our_own_is_no_broken_connection(store_path: str) -> None:
-    run_ranks(2, own_error, store_path)
+def nan_in_different_places(rank: int, n: int, path: str) -> None:
+    nan = math.nan
+    with Communicator(TorchBackend(init_gloo(rank, n, path))) as comm:
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+            x = torch.tensor([[nan, 1, 2, 4], [1, nan, 3, 4], [1, 1, nan, 5]][rank], dtype=dtype)
+            largest = comm.all_reduce(x, op=ReduceOp.MAX)
+            assert largest.isnan().tolist() == [True, True, True, False]
+            assert largest[3] == 5
+            least = comm.reduce(x, op=ReduceOp.MIN, dst=0)
+            if least is not None:
+                assert least.isnan().tolist() == [True, True, True, False]
+                assert least[3] == 4
+
+
+def test_what_is_not_a_number_stays_none_whichever_rank_has_it(store_path: str) -> None:
+    run_ranks(3, nan_in_different_places, store_path)

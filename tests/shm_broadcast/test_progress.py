@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -149,6 +149,18 @@ def test_an_error_ends_all_behind_it_and_is_told(progress: Progress) -> None:
     assert not lane.tickets
 
 
+def test_tasks_have_not_ended_before_the_group_is_told(progress: Progress) -> None:
+    """Or whoever finds its task ended, and begins another, finds no reason for what that meets."""
+    seen: list[tuple[bool, int]] = []
+    task = ByHand([], "a")
+    lane = progress.lane(lambda _: seen.append((ticket.done, len(lane.tickets))))
+    ticket: Any = lane.perform(task, soon, background=True)
+    task.error = DivergenceError(1, "this", "that")
+    until(ticket.ready)
+    assert seen == [(False, 1)]
+    assert not lane.tickets
+
+
 def test_an_abort_ends_everything(board: Board, progress: Progress) -> None:
     tickets = [lane_of(progress).perform(ByHand([], name), soon, background=True) for name in "ab"]
     board.abort("the reason")
@@ -156,6 +168,14 @@ def test_an_abort_ends_everything(board: Board, progress: Progress) -> None:
         assert ticket is not None
         with pytest.raises(GroupAbortedError, match="the reason"):
             ticket.wait(soon())
+
+
+def test_an_abort_is_told_of_the_lanes_own_operation(board: Board, progress: Progress) -> None:
+    ticket: Any = lane_of(progress).perform(ByHand([], "tp send"), soon, background=True)
+    board.abort("the reason")
+    until(lambda: ticket.done)  # the background thread has noticed
+    with pytest.raises(GroupAbortedError, match=r"^tp send: .*the reason"):
+        ticket.wait(soon())
 
 
 def test_close_ends_the_thread_and_waiters_go_on(progress: Progress) -> None:
