@@ -67,6 +67,7 @@ class Capabilities:
         detects_loss: whether the end of a peer's process is noticed before the deadline.
         sends_ahead: whether a send can be done before its recv is called: it copies the tensor,
             up to a limit.
+        series: whether it receives what `Operation.following` gives.
         overlaps: whether operations that are started together take less time than in sequence.
         normed: the dtypes whose sums can go on with a `device_comm.operation.Norm`, where
             `Backend.norms` says so; alike on all ranks.
@@ -81,6 +82,7 @@ class Capabilities:
     detects_divergence: bool = False
     detects_loss: bool = False
     sends_ahead: bool = False
+    series: bool = False
     overlaps: bool = True
     normed: frozenset[torch.dtype] = frozenset()
     reductions: frozenset[tuple[ReduceOp, torch.dtype]] | None = None

@@ -8,7 +8,6 @@ import msgspec
 import torch
 
 from device_comm.cuda.errors import IpcUnavailableError
-from shm_broadcast.errors import CoordinatorError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,8 +53,8 @@ def agree(swap: Swap, attempt: Callable[[], bytes]) -> list[bytes]:
     failed: Exception | None = None
     try:
         outcome = _Outcome("", attempt())
-    except (CoordinatorError, ValueError) as error:
-        failed, outcome = error, _Outcome(str(error), b"")
+    except Exception as error:  # noqa: BLE001 - raised below, on all ranks
+        failed, outcome = error, _Outcome(str(error) or type(error).__name__, b"")
     answers = swap(msgspec.msgpack.encode(outcome))
     outcomes = [_DECODER.decode(answer) for answer in answers]
     for rank, each in enumerate(outcomes):

@@ -212,7 +212,7 @@ static int read_operations(Comm *self, PyObject *names) {
         Py_ssize_t size;
         const char *text = name ? PyUnicode_AsUTF8AndSize(name, &size) : NULL;
         if (text == NULL) return -1;
-        memcpy(self->operations[i], text, (size_t)(size < OPERATION_NAME ? size : OPERATION_NAME));
+        memcpy(self->operations[i], text, (size_t)(size < OPERATION_BYTES ? size : OPERATION_BYTES));
     }
     return 0;
 }

@@ -9,8 +9,6 @@
 #include "steps.h"
 #include "tensors.h"
 
-#define OPERATION_NAME 48
-
 /* From here on, results come from memory that is recycled: see shm_broadcast/recycling.py. */
 #define RECYCLED_BYTES (1 << 20)
 
@@ -28,7 +26,7 @@ typedef struct {
     uint64_t blocked;       /* the number on the board of a direct call that is blocked */
     steps steps;
     size_t slot;                             /* of this rank's process on the board */
-    char operations[OPERATIONS][OPERATION_NAME]; /* what each is called there */
+    char operations[OPERATIONS][OPERATION_BYTES]; /* what each is called there */
     PyObject *tensor_type, *reduce_op_type, *pipe_type;
     PyObject *allocate;                      /* gives room for large results */
     const tensor_reader *reader;             /* NULL: no direct calls */

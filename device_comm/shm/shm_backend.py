@@ -9,7 +9,8 @@ Nothing goes through a socket.
 Memory: a ring of 2 MiB and two pages for each of n ranks, and ``64 n (n + 1)`` bytes; rings are
 shorter where n is more than 8, and have 16 MiB together. Each ordered pair of ranks that exchanges
 messages adds a pipe of 1 MiB and a page. Messages that do not fit one take what they need while
-they wait to be received; each rank keeps at most 4 MiB of that.
+they wait to be received; each rank keeps at most 4 MiB of that, from its next large send or flush
+on.
 """
 
 from __future__ import annotations
@@ -91,7 +92,12 @@ class ShmBackend(Backend):
         super().__init__(
             Identity.of(rank, size, name=name, timeout=timeout, watch=board, members=members),
             Capabilities(
-                "shm", detects_divergence=True, detects_loss=True, sends_ahead=True, overlaps=False
+                "shm",
+                detects_divergence=True,
+                detects_loss=True,
+                sends_ahead=True,
+                series=True,
+                overlaps=False,
             ),
         )
         self.board = board
@@ -214,6 +220,7 @@ class ShmBackend(Backend):
             self.identity.operation("flush"),
             lambda: [self.members[rank] for rank in self._pipes.undelivered()],
         )
+        self._pipes.spills.forget()
 
     def goes_ahead(self, peer: int, size: int) -> bool:
         """As every backend's: if nothing to that rank is under way, and there is room."""

@@ -63,10 +63,9 @@ class Guard:
         shift = _Shift(operation, peers)
         with self._lock:
             self._shift = shift
-            begin = not self._on_duty
-            self._on_duty = True
-        if begin:
-            threading.Thread(target=self._watch, name=self._name, daemon=True).start()
+            if not self._on_duty:
+                threading.Thread(target=self._watch, name=self._name, daemon=True).start()
+                self._on_duty = True
         try:
             block()
         except RuntimeError as error:

@@ -89,6 +89,7 @@ class TorchBackend(Backend):
                 backend=backend,
                 stream_ordered=backend == "nccl",
                 detects_loss=watch is not None and backend != "nccl",
+                series=True,
             ),
         )
         self._group = process_group

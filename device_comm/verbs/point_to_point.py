@@ -158,8 +158,14 @@ class PointToPointVerbs:
         """As `recv_series`, at once; ``following`` is called on any thread. Collective: no.
 
         It goes on while the caller is busy, or waits for something else.
+
+        Raises:
+            NotImplementedError: the backend cannot.
         """
         src = self._check_peer("src", src, -1)
+        offered = self.runner.backend.capabilities
+        if not offered.series:
+            raise NotImplementedError(f"{offered.backend} has no irecv_series")
         operation = Operation("recv", background=True, timeout=None, peer=src, following=following)
         return self.runner.run(operation, None)  # type: ignore[no-any-return]
 

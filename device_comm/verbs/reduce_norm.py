@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 from torch.nn.functional import rms_norm
 
 from device_comm.operation import Norm, Operation
-from device_comm.verbs.arrange import is_plain
+from device_comm.verbs.arrange import plain
 from device_comm.verbs.checks import check_tensor
 
 if TYPE_CHECKING:
@@ -44,8 +44,10 @@ def reduce_and_norm(
         raise TypeError(f"x must be rows of floats, not {x.dim()} dimensions of {x.dtype}")
     _check_like("residual", residual, x, x.shape)
     _check_like("weight", weight, x, x.shape[-1:])
-    fit = all(map(is_plain, (x, residual, weight))) and not _learns(x, residual, weight)
-    if fit and run.world_size > 1 and run.backend.norms(x, weight):
+    learns = _learns(x, residual, weight)
+    if not learns and run.world_size > 1 and run.backend.norms(x, weight):
+        # A layout is each rank's own: what is launched must not depend on it.
+        x, residual, weight = map(plain, (x, residual, weight))
         output, kept = run.new(x.shape, x.dtype, x), run.new(x.shape, x.dtype, x)
         norm = Norm(residual, weight, kept, epsilon)
         run.run(Operation("all_reduce", x, output, timeout=timeout, norm=norm, shape=x.shape), None)

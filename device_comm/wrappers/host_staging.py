@@ -39,7 +39,7 @@ class HostStaging(Wrapper):
         super().__init__(
             inner,
             replace(inner.identity, device=torch.device(device)),
-            replace(inner.capabilities, backend="host", normed=frozenset()),
+            replace(inner.capabilities, backend="host", series=False, normed=frozenset()),
             closes=False,
         )
 

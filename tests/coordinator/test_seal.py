@@ -328,7 +328,7 @@ def test_what_travels_between_hosts(secret: bytes | None, tmp_path: Path) -> Non
 
 def test_a_secret_is_for_all_or_for_none() -> None:
     """Whoever strips the nonces of others of their mark does not get plain messages."""
-    told = mock.Mock(rank=0)
+    told = mock.Mock(rank=0, called=(0, 1), global_rank=lambda rank: rank)
     told.name = "tp"
     told.all_gather.side_effect = lambda _, payload: [payload, b"\0" + b"n" * 16]
     exchange = cast("Exchange", told)

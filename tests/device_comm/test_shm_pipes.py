@@ -27,11 +27,12 @@ from shm_broadcast import (
     BoardHandle,
     DivergenceError,
     GroupClosedError,
+    GroupTimeoutError,
     Segment,
     SharedMemoryError,
 )
 from tests.calls import in_call
-from tests.device_comm.shm_ranks import make_comm
+from tests.device_comm.shm_ranks import make_comm, shm_of
 from tests.forked import in_a_child
 from tests.ranks import run_ranks
 from tests.shm_broadcast.leaks import no_descriptors
@@ -270,6 +271,43 @@ def test_spills_are_used_again_and_bounded() -> None:
     assert pool.size <= SPILL_KEPT_BYTES + pages
     pool.close()
     assert pool.size == 0
+
+
+def test_what_was_emptied_is_forgotten_without_another_spill() -> None:
+    pool = SpillPool()
+    spills = [pool.take(KEPT_ROOM, 0) for _ in range(8)]
+    for spill in spills[:6]:
+        spill.mark(taken=False)
+    pool.forget()
+    assert [spill.segment.closed for spill in spills] == [False] * 4 + [True] * 2 + [False] * 2
+    pool.close()
+
+
+def flushed(rank: int, n: int, board: BoardHandle, path: str) -> None:
+    large = torch.ones(8 << 20, dtype=torch.uint8)
+    with make_comm(rank, board, path) as comm:
+        if rank == 0:
+            comm.send(torch.ones(4), 2)
+            comm.send(large, 1)
+        if rank == 2:
+            comm.recv((4,), torch.float32, 0)
+        comm.barrier()
+        if rank == 0:
+            with pytest.raises(GroupTimeoutError) as caught:
+                comm.flush(0.3)
+            assert [member.rank for member in caught.value.waiting_for] == [1]
+        comm.barrier()
+        if rank == 1:
+            comm.recv(large.shape, large.dtype, 0)
+        comm.barrier()
+        if rank == 0:
+            comm.flush(10)
+            assert shm_of(comm)._pipes.spills.size <= SPILL_KEPT_BYTES + 4 * 4096
+
+
+def test_a_flush_waits_for_those_that_have_not_received_and_frees_what_was(store_path: str) -> None:
+    with Board.create(3, None) as board:
+        run_ranks(3, flushed, board.handle(), store_path)
 
 
 def test_threads_that_send_to_different_ranks_take_different_spills() -> None:

@@ -140,6 +140,9 @@ class Health:
             if lost.peer.state != "closed":
                 self.abort()
             else:  # it has closed its end: nothing has failed; go on watching for an abort
-                self._forward(operation, ())
+                others = [
+                    peer for peer in peers if self._watch.member_status(peer).state != "closed"
+                ]
+                self._forward(operation, others)
         except CoordinatorError:
             self.abort()

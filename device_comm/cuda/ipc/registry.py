@@ -20,6 +20,7 @@ Assumes: captured memory lives as long as the graphs; tables live as long as the
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,6 +33,8 @@ from device_comm.cuda.launches.abi import SOURCES_BYTES, pack_sources
 from shm_broadcast.errors import DivergenceError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from device_comm.cuda.agree import Swap
     from device_comm.cuda.device.driver import Driver
     from device_comm.cuda.ipc.mappings import Mappings
@@ -117,14 +120,11 @@ class Registry:
 
         Raises:
             ValueError: `finish` was not called since the last `begin`.
+            IpcUnavailableError: a rank cannot, as for want of memory.
         """
         if self._open:
             raise ValueError("captures of one group do not nest")
-        if self._free < ENTRIES // 2:
-            self._blocks.append(self._driver.allocate(ENTRIES * SOURCES_BYTES))
-            self._free = ENTRIES
-        mine = _Beginning(self._driver.why_pool_not_shareable(), self._mappings.gone())
-        said = [_BEGINNING.decode(each) for each in self._swap(msgspec.msgpack.encode(mine))]
+        said = [_BEGINNING.decode(each) for each in agree(self._swap, self._prepare)]
         for each in said:
             self._mappings.forget(each.gone)
         refused = [f"rank {rank}: {each.reason}" for rank, each in enumerate(said) if each.reason]
@@ -133,6 +133,13 @@ class Registry:
         self._open = True
         self._events, self._reserved = [], []
         self._sent, self._received = {}, {}
+
+    def _prepare(self) -> bytes:
+        if self._free < ENTRIES // 2:
+            self._blocks.append(self._driver.allocate(ENTRIES * SOURCES_BYTES))
+            self._free = ENTRIES
+        mine = _Beginning(self._driver.why_pool_not_shareable(), self._mappings.gone())
+        return msgspec.msgpack.encode(mine)
 
     def note_message(self, verb: str, peer: int, size: int) -> None:
         """Note a captured ``send`` or ``recv`` of ``size`` bytes."""
@@ -183,7 +190,7 @@ class Registry:
             return
         for rank, other in enumerate(accounts):
             _compare(rank, account, other)
-            _compare_messages(self._rank, account, rank, other)
+        _compare_messages(self._rank, accounts)
         agree(self._swap, lambda: self._fill(accounts))
 
     def close(self) -> None:
@@ -232,11 +239,17 @@ def _compare(rank: int, ours: _Account, theirs: _Account) -> None:
     raise DivergenceError(rank, here, there)
 
 
-def _compare_messages(here: int, ours: _Account, there: int, theirs: _Account) -> None:
-    """Require that what either has captured to send, the other has captured to receive."""
-    sent, taken = ours.sent.get(there, []), theirs.received.get(here, [])
-    if sent != taken:
-        raise DivergenceError(there, f"sends of {sent} bytes", f"receives of {taken} bytes")
-    sent, taken = theirs.sent.get(here, []), ours.received.get(there, [])
-    if sent != taken:
-        raise DivergenceError(there, f"receives of {taken} bytes", f"sends of {sent} bytes")
+def _compare_messages(here: int, accounts: Sequence[_Account]) -> None:
+    """Require that what a rank has captured to send, the other has captured to receive.
+
+    All ranks compare all pairs: where two of them cannot go on, the others do not either.
+    """
+    for src, dst in itertools.permutations(range(len(accounts)), 2):
+        sent, taken = accounts[src].sent.get(dst, []), accounts[dst].received.get(src, [])
+        if sent == taken:
+            continue
+        sends, receives = f"sends of {sent} bytes", f"receives of {taken} bytes"
+        if here == dst:
+            raise DivergenceError(src, receives, sends)
+        ours = sends if here == src else f"nothing, and rank {src} {sends}"
+        raise DivergenceError(dst, ours, receives)

@@ -310,7 +310,7 @@ class Planner:
     def send(
         self, source: int, size: int, peer: int, channel_set: int = abi.MESSAGES
     ) -> list[KernelLaunch]:
-        """Send to ``peer``. Ends when all data is in the channel or received; see `sends_ahead`."""
+        """Send to ``peer``. Ends when all data is in the channel or received."""
         return self._transfer(self._only(peer, Span(source, size)), (), channel_set)
 
     def recv(
@@ -318,10 +318,6 @@ class Planner:
     ) -> list[KernelLaunch]:
         """Receive the next message from ``peer``, which must have the same size and set."""
         return self._transfer((), self._only(peer, Span(output, size)), channel_set)
-
-    def sends_ahead(self, size: int) -> bool:
-        """Whether a send of ``size`` bytes into an empty channel ends before its receive begins."""
-        return size <= 2 * self._lanes[abi.MESSAGES] * self._slots[abi.MESSAGES]
 
     def _transfer(
         self, puts: Sequence[Span], takes: Sequence[Span], channel_set: int

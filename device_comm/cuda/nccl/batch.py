@@ -40,8 +40,8 @@ class MessageBatch:
 
     def enqueue(self, nccl: NcclLibrary, comm: int, stream: int) -> None:
         """Issue them to NCCL as a group."""
-        nccl.group_start()
         try:
+            nccl.group_start()
             for each in self.messages:
                 sends = each.verb == "send"
                 move, cargo = (nccl.send, each.source) if sends else (nccl.recv, each.output)

@@ -27,6 +27,7 @@ from shm_broadcast.errors import CoordinatorError, GroupClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from device_comm.cuda.device.streams import Stream, StreamMark, Streams
     from device_comm.cuda.nccl.shared_handle import NcclHandle
@@ -220,6 +221,11 @@ class NcclCore(Backend):
                 return False
             time.sleep(NCCL_POLL_SECONDS)
         return True
+
+    def graph_capture(self) -> AbstractContextManager[None]:
+        """As `Backend.graph_capture`: what is held back until then is none of the graph."""
+        self._release()
+        return super().graph_capture()
 
     # --- issuing -------------------------------------------------------------------------
 

@@ -139,8 +139,8 @@ class NcclBackend(NcclCore):
             kept.copy_(mine)
 
         def enqueue(nccl: NcclLibrary, comm: int, stream: int) -> None:
-            nccl.group_start()
             try:
+                nccl.group_start()
                 for peer, (give, take) in enumerate(zip(gives, takes, strict=True)):
                     if peer == self.rank:
                         continue

@@ -101,8 +101,6 @@ class PeerPipes:
 
     def undelivered(self) -> list[int]:
         """The ranks that have not received all that was sent to them."""
-        if self.spills.waiting:
-            return list(self.outgoing)
         return [rank for rank, end in self.outgoing.items() if not end.empty]
 
     def close(self) -> None:

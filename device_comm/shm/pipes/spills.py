@@ -94,11 +94,18 @@ class SpillPool:
         Raises:
             SharedMemoryError: too little memory is free.
         """
+        self.forget()
         with self._lock:
-            self._forget()
             spill = self._free_or_new(wanted, spare)
             spill.mark(taken=True)
             return spill
+
+    def forget(self) -> None:
+        """Close the spills that have been emptied and are not kept."""
+        with self._lock:
+            for spill in [each for each in self._spills if not each.kept and not each.taken]:
+                spill.segment.close()
+                self._spills.remove(spill)
 
     def close(self) -> None:
         """Close all spills. Receivers can still copy out of those that they have opened."""
@@ -127,11 +134,6 @@ class SpillPool:
 
     def _kept(self) -> int:
         return sum(spill.room & -SMALLEST_ROOM for spill in self._spills if spill.kept)
-
-    def _forget(self) -> None:
-        for spill in [each for each in self._spills if not each.kept and not each.taken]:
-            spill.segment.close()
-            self._spills.remove(spill)
 
 
 class ReceivedSpills:

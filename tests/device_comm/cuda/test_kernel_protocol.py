@@ -61,8 +61,6 @@ def test_sends_that_fit_into_a_channel_need_no_receive(emulation: Emulation) -> 
         peer = 1 - rank.rank
         for turn in range(10):
             source = moved(rank.rank + turn, 256, torch.uint8)
-            assert rank.plan.sends_ahead(256)
-            assert not rank.plan.sends_ahead(257)
             rank.run(rank.plan.send(source.data_ptr(), 256, peer))
             output = torch.zeros_like(source)
             rank.run(rank.plan.recv(output.data_ptr(), 256, peer))

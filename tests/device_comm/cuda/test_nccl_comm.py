@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -473,3 +474,27 @@ def test_a_library_that_cannot_be_used(tmp_path: object) -> None:
         NcclLibrary(f"{tmp_path}/nowhere.so")
     with pytest.raises(NcclUnavailableError, match="cannot be used"):
         NcclLibrary("libc.so.6")
+
+
+def held_before_a_capture(rank: int, n: int, board: BoardHandle, library: str, path: str) -> None:
+    comm, streams = make_nccl(rank, n, board, library, path, patient=False)
+    x, y = torch.ones(8), torch.zeros(8)
+    issued = MagicMock(wraps=nccl_of(comm)._put)
+    with patch.object(nccl_of(comm), "_put", issued):
+        work = comm.isend(x, 1) if rank == 0 else comm.irecv(out=y, src=0)
+        with comm.graph_capture():
+            streams.captures = True
+            comm.all_reduce_(torch.ones(8))
+            streams.captures = False
+    assert [call.args[-1] for call in issued.call_args_list] == [False, True]
+    work.wait()
+    streams.synchronize()
+    assert rank == 0 or torch.equal(x, y)
+    comm.close()
+
+
+def test_what_is_held_back_before_a_capture_is_none_of_the_graph(
+    library: str, store_path: str
+) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, held_before_a_capture, board.handle(), library, store_path)

@@ -33,12 +33,21 @@ def in_double(n: int, epsilon: float, width: int = WIDTH) -> tuple[torch.Tensor,
     return kept / (mean + epsilon).sqrt() * rows_of(200, 1, width)[0].double(), kept
 
 
-def normed(comm: Communicator, width: int = WIDTH, *, learns: bool = False, **how: Any) -> None:
+def normed(
+    comm: Communicator,
+    width: int = WIDTH,
+    *,
+    learns: bool = False,
+    strided: bool = False,
+    **how: Any,
+) -> None:
     x, residual, weight = (
         rows_of(comm.rank, width=width),
         rows_of(100, width=width),
         rows_of(200, 1, width)[0].requires_grad_(learns),
     )
+    if strided:
+        residual = residual.t().contiguous().t()
     before = [each.clone() for each in (x, residual, weight)]
     found = comm.all_reduce_norm(x, residual, weight, 0.01, **how)
     for result, expected in zip(found, in_double(comm.world_size, 0.01, width), strict=True):
@@ -71,6 +80,8 @@ def over_ipc(rank: int, n: int, library: str, path: str, board: BoardHandle) -> 
     with make_ipc(rank, n, library, path, board, driver) as comm:
         once = launches(lambda: normed(comm))
         twice = launches(lambda: [normed(comm, timeout=15.0), normed(comm)])
+        # Ranks must launch the same, whatever the layout of one's tensors.
+        strided = launches(lambda: normed(comm, strided=rank == 1))
         too_large = launches(lambda: normed(comm, width=64))
         odd = launches(lambda: normed(comm, width=7))
         learning = launches(lambda: normed(comm, learns=True))
@@ -87,13 +98,13 @@ def over_ipc(rank: int, n: int, library: str, path: str, board: BoardHandle) -> 
             expected = torch.nn.functional.rms_norm(kept, (WIDTH,), weight, 0.01)
             torch.testing.assert_close(output, expected)
         comm.flush()
-        return once, twice, too_large, odd, learning, learnt
+        return once, twice, strided, too_large, odd, learning, learnt
 
 
 def test_in_one_kernel_where_it_fits(emulation_library: str, store_path: str) -> None:
     with Board.create(2, None) as board:
         found = run_ranks(2, over_ipc, str(emulation_library), store_path, board.handle())
-    assert found == [(1, 2, 0, 0, 0, 1)] * 2
+    assert found == [(1, 2, 1, 0, 0, 0, 1)] * 2
 
 
 @pytest.mark.parametrize(

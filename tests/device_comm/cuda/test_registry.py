@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import struct
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from device_comm.cuda.errors import IpcUnavailableError
+from device_comm.cuda.errors import DeviceError, IpcUnavailableError
 from device_comm.cuda.ipc import registry as graph
 from device_comm.cuda.ipc.mappings import Mappings
 from device_comm.cuda.ipc.registry import Registry
@@ -192,3 +193,40 @@ def test_memory_that_a_peer_cannot_map_is_refused_on_all_ranks(
 
 def _refuse(identity: str) -> None:
     raise ValueError("no way")
+
+
+def test_a_message_without_its_other_end_is_told_to_those_it_does_not_concern() -> None:
+    ranks = [Rank(rank, swap) for rank, swap in enumerate(local_swaps(3))]
+
+    def body(rank: int) -> str:
+        registry = ranks[rank].registry
+        registry.begin()
+        if rank == 0:
+            registry.note_message("send", 1, 4)
+        with pytest.raises(DivergenceError) as caught:
+            registry.finish()
+        return str(caught.value)
+
+    assert on_threads(3, body) == [
+        "rank 1 issued receives of [] bytes where this rank issued sends of [4] bytes",
+        "rank 0 issued sends of [4] bytes where this rank issued receives of [] bytes",
+        "rank 1 issued receives of [] bytes where this rank issued nothing, and rank 0 sends of "
+        "[4] bytes",
+    ]
+
+
+@pytest.mark.parametrize("error", [DeviceError("cudaMalloc", "out of memory"), MemoryError()])
+def test_a_rank_that_cannot_begin_is_told_to_the_others(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = two()
+    monkeypatch.setattr(ranks[0].driver, "allocate", Mock(side_effect=error))
+
+    def body(rank: int) -> str:
+        with pytest.raises(IpcUnavailableError) as caught:
+            ranks[rank].registry.begin()
+        return str(caught.value)
+
+    first, second = on_threads(2, body)
+    assert first == second
+    assert "rank 0" in first
