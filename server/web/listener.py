@@ -5,7 +5,8 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-_BACKLOG = 512
+BACKLOG = 2048
+"""How many connections may wait to be accepted; the system may allow fewer."""
 
 
 def parse(text: str) -> tuple[str, int]:
@@ -40,7 +41,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no host has such a name"
         raise OSError(f"cannot listen at {host}, port {port}: {reason}") from error

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from .listener import BACKLOG
+
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator
@@ -58,6 +60,15 @@ class WebServer(uvicorn.Server):
         self.should_exit = True
         if len(self.heard) == 2:
             self._give_up_now()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve; what cannot be accepted yet waits in the queue that `listen` gave.
+
+        asyncio shortens it to ``config.backlog``, which is how many it accepts at a time.
+        """
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish what was accepted; after ``drain_seconds`` give it up."""

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -151,6 +152,20 @@ def test_more_connections_than_descriptors_leave_health_and_the_log_alone() -> N
             each.close()
         served.process.send_signal(signal.SIGTERM)
         assert served.finish() == (0, "")
+
+
+def test_a_burst_of_connections_waits_to_be_accepted() -> None:
+    with ForkedServed() as served, ExitStack() as burst:
+        served.wait_until_ready()
+        served.process.send_signal(signal.SIGSTOP)
+        try:
+            clients = [burst.enter_context(connect(served)) for _ in range(600)]
+        finally:
+            served.process.send_signal(signal.SIGCONT)
+        for client in clients:
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        for client in clients:
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_request_that_is_half_sent_does_not_hold_a_stop() -> None:
