@@ -18,7 +18,7 @@ import sys
 import traceback
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from msgspec.structs import astuple, replace
@@ -103,13 +103,34 @@ def main(control: int, seat: int, stacks: int) -> None:
     except _ENDS:
         in_order = False
     except BaseException:  # noqa: BLE001 - the interpreter would wait for threads of the user's
-        traceback.print_exc()
+        why = traceback.format_exc()
+        sys.stderr.write(why)
+        os.write(stacks, why.encode(errors="backslashreplace"))  # the driver's error has it, then
         in_order = False
     sys.stdout.flush()
     sys.stderr.flush()
     if not in_order:
         # Groups whose members are gone, or still starting, cannot be taken down in order.
         os._exit(1)
+
+
+def end_child(error: BaseException | None) -> NoReturn:
+    """End a process that the user's worker has forked, and that is none of the pool's.
+
+    Args:
+        error: what it has left the user's code with; None: it has returned.
+    """
+    status: object = 0
+    if isinstance(error, SystemExit):
+        status = error.code or 0
+        if not isinstance(status, int):
+            sys.stderr.write(f"{status}\n")
+    elif error is not None:
+        status = 1
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF if isinstance(status, int) else 1)
 
 
 def _run(channel: Channel, seat: int) -> bool:
@@ -127,9 +148,12 @@ def _run(channel: Channel, seat: int) -> bool:
         serving = _Serving(channel, start)
         if not hasattr(worker, "restore"):
             worker = None  # a new one will be made, and needs its memory
+        process = os.getpid()
         try:
             worker = serving.join(store, worker)
         except BaseException as error:  # noqa: BLE001 - all that ends the start goes to the caller
+            if os.getpid() != process:
+                end_child(error)
             if not (start.survives and is_consequence(error)):
                 channel.send(describe(error))
                 return False
@@ -168,6 +192,7 @@ class _Serving:
         self._channel = channel
         self._start = start
         self._rank = start.rank
+        self._pid = os.getpid()
         self._last = start.first_call - 1
         self._resumed = 0
         self._closing = ExitStack()
@@ -309,7 +334,11 @@ class _Serving:
                 value = self._value_of(call, wanted)
             finally:
                 set_call_number(0)
+            if os.getpid() != self._pid:
+                end_child(None)
         except BaseException as error:  # noqa: BLE001 - all that a method raises goes to the caller
+            if os.getpid() != self._pid:
+                end_child(error)
             self._board.ended(entry, error)
             self._fail(error)
             return

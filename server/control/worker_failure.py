@@ -110,7 +110,7 @@ def _pickled(error: BaseException) -> bytes:
     try:  # the exception class's own code runs here, and may raise anything
         data = pickle.dumps(error)
         return data if type(pickle.loads(data)) is type(error) else b""
-    except Exception:  # noqa: BLE001 - the text and the traceback travel without it
+    except (Exception, SystemExit):  # noqa: BLE001 - the text and the traceback travel without it
         return b""
 
 
@@ -119,6 +119,6 @@ def _unpickled(data: bytes) -> BaseException | None:
         return None
     try:
         error = pickle.loads(data)
-    except Exception:  # noqa: BLE001 - its class may exist in the worker only
+    except (Exception, SystemExit):  # noqa: BLE001 - its class may exist in the worker only
         return None
     return error if isinstance(error, BaseException) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import traceback
 from typing import Any
 
@@ -159,3 +160,14 @@ def test_a_lost_stream_is_what_it_is_called() -> None:
     error = rebuild(describe(_raised(StreamLostError("count")), 1), 0, "count")
     assert type(error) is StreamLostError
     assert (error.method, str(error)) == ("count", str(StreamLostError("count")))
+
+
+class LeavesWhenUnpickled(Exception):
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, (3,)
+
+
+def test_an_exception_that_ends_who_unpickles_it_is_told_by_its_text() -> None:
+    error = rebuild(describe(LeavesWhenUnpickled("late"), 1), 0, "embed")
+    assert error.__cause__ is None
+    assert "LeavesWhenUnpickled: late" in str(error)

@@ -272,6 +272,23 @@ def test_what_a_worker_started_goes_with_it(either_pool: WorkerPool, how: str) -
     assert_gone(children)
 
 
+@pytest.mark.parametrize(("how", "status"), [("return", 0), ("leave", 4), ("raise", 1)])
+def test_a_child_that_a_worker_forks_is_no_worker(
+    pool: WorkerPool, how: str, status: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """However it leaves the method, it answers no call and reports no failure."""
+    assert pool.collective_rpc("fork", args=(how,)) == [status] * 2
+    assert pool.call("total", 1.0) == 2.0
+    said: list[str] = []
+
+    def all_told() -> bool:
+        said.append(capfd.readouterr().err)
+        return "".join(said).count("BadInputError: the child's own") == 2
+
+    if how == "raise":
+        until(all_told)
+
+
 @pytest.mark.parametrize("written", [b"printed by a library\n", b"\0\0\0\2{}"])
 def test_a_control_channel_that_is_written_to_breaks_the_pool_and_names_the_worker(
     pool: WorkerPool, written: bytes
@@ -403,3 +420,5 @@ def test_a_worker_whose_loop_has_ended_is_lost_though_a_thread_of_it_goes_on() -
         pool.call("break_its_loop")
         until(lambda: pool.failure is not None)
         assert isinstance(pool.failure, WorkerLostError)
+        assert pool.failure.end == "exit status 1"
+        assert pool.failure.stack.endswith("RuntimeError: out of the blue\n")
