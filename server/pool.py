@@ -41,10 +41,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from coordinator.rank_grid import RankGrid
 from shm_broadcast import Deadline
+from shm_broadcast.checked_arguments import whole
 
 from .calls.call_stream import CallStream
 from .calls.pending_call import PendingCall
-from .checked_arguments import whole
 from .control.reference import refuse_while_loading_main
 from .driver.crew import Crew
 from .driver.pool_plan import PoolPlan

@@ -6,14 +6,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from .checked_arguments import flag, optional, seconds, some_seconds, text, texts, whole
+from shm_broadcast.checked_arguments import (
+    flag,
+    optional,
+    seconds,
+    some_seconds,
+    text,
+    texts,
+    whole,
+)
+
 from .driver.binding import check_bind
 from .driver.cores import MOST_THREADS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .checked_arguments import CheckArgument
+    from shm_broadcast.checked_arguments import CheckArgument
 
 
 _CHECKS: Final[Mapping[str, CheckArgument[Any]]] = {

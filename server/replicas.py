@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from coordinator.rank_grid import RankGrid
 from shm_broadcast import CoordinatorError, Deadline
+from shm_broadcast.checked_arguments import function, optional, whole
 
 from .apart import begin_apart
-from .checked_arguments import function, optional, whole
 from .driver.binding import bound_here, written
 from .driver.cores import worker_threads
 from .driver.devices import assign, checked_device, count_gpus

@@ -56,11 +56,12 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
         For calls that accept what is left of a time that may be over.
 
         Raises:
-            ValueError: ``timeout`` is not a number.
+            ValueError: ``timeout`` is NaN.
+            TypeError: it is no number.
         """
-        if isinstance(timeout, Deadline) or timeout is None:
-            return cls.after(timeout)
-        return cls.after(0.0 if timeout < 0 else timeout)
+        if isinstance(timeout, (int, float)) and timeout < 0:
+            return cls.after(0.0)
+        return cls.after(timeout)
 
     @property
     def expired(self) -> bool:

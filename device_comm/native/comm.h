@@ -9,7 +9,7 @@
 #include "steps.h"
 #include "tensors.h"
 
-/* From here on, results come from memory that is recycled: see shm_broadcast/recycling.py. */
+/* From here on, results come from memory that is recycled: see shm_broadcast/ring/recycling.py. */
 #define RECYCLED_BYTES (1 << 20)
 
 /* What is done beside collectives, which have the numbers of their verbs. */

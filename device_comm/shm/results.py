@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shm_broadcast.recycling import RECYCLED_BYTES, new_pool
+from shm_broadcast.ring.recycling import RECYCLED_BYTES, new_pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

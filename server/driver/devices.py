@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from ..checked_arguments import texts
+from shm_broadcast.checked_arguments import texts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from shm_broadcast.checked_arguments import function, optional, some_seconds, whole
+
 from ..calls.hooks import ignore
-from ..checked_arguments import function, optional, some_seconds, whole
 from ..control.reference import main_of, worker_name
 from ..defaults import RESTARTS
 from ..hosts.place import Hosts, hosts_of

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from shm_broadcast import layout
 from shm_broadcast.board.elsewhere import OneHost
 from shm_broadcast.board.fixed_text import read_text, write_text
-from shm_broadcast.errors import MemberStatus
+from shm_broadcast.errors import MemberStatus, name_of
 from shm_broadcast.liveness import ProcessId, ProcessWatch
 
 if TYPE_CHECKING:
@@ -167,7 +167,9 @@ class Members:
                 self._refuse(member, other)
 
     def _refuse(self, member: int, holder: int) -> NoReturn:
-        raise ValueError(f"member {member} of {self._name} is taken by pid {holder}")
+        raise ValueError(
+            f"{name_of(self._ranks[member])} of {self._name} has joined already, as pid {holder}"
+        )
 
     def _alive(self, member: int) -> bool:
         slot = layout.member_slot(member)

@@ -56,6 +56,12 @@ class QueueEnd:
         self._owns_board = owns_board
         disown_in_children(self)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a queue cannot be pickled: give the other process what export_handle() returns, to "
+            "join with create_from_handle()"
+        )
+
     def export_handle(self) -> QueueHandle:
         """What the other members join with; valid while this process keeps the queue open."""
         return self._handle

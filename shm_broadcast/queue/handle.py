@@ -8,6 +8,7 @@ import msgspec
 
 from shm_broadcast import layout
 from shm_broadcast.board.board import BoardHandle  # noqa: TC001  (msgspec reads a field's annotation)
+from shm_broadcast.checked_arguments import whole
 from shm_broadcast.remote.frames import RemoteHandle  # noqa: TC001
 from shm_broadcast.segment import Segment, SegmentHandle
 
@@ -53,11 +54,11 @@ def ring_capacity(max_chunk_bytes: int, max_chunks: int) -> int:
     """The bytes of a ring asked for in vLLM's terms, `DEFAULT_CAPACITY` at most.
 
     Raises:
+        TypeError: one of them is no whole number.
         ValueError: one of them is less than 1.
     """
-    if max_chunk_bytes < 1 or max_chunks < 1:
-        raise ValueError(f"a queue needs room; got {max_chunks} chunks of {max_chunk_bytes} bytes")
-    return min(max_chunk_bytes * max_chunks, DEFAULT_CAPACITY)
+    wanted = whole("max_chunk_bytes", max_chunk_bytes) * whole("max_chunks", max_chunks)
+    return min(wanted, DEFAULT_CAPACITY)
 
 
 def create_ring(board: Board, writer: int, readers: Sequence[int], capacity: int) -> Segment:

@@ -226,10 +226,12 @@ class MessageQueue(QueueEnd):
         connects, for which it needs the launcher's ``secret``. ``watch``: see the constructor.
 
         Raises:
-            ValueError: ``rank`` is no reader of the queue, a secret is missing, or ``spin_seconds``
-                is no such time.
+            TypeError: ``handle`` is no handle, or ``rank`` no whole number.
+            ValueError: ``rank`` is no reader of the queue or has joined already, a secret is
+                missing, or ``spin_seconds`` is no such time.
             SharedMemoryError: the writer's process has ended.
         """
+        _check_joining(handle, rank)
         rank = handle.rank_of(rank)
         codec, spin = codec_for(type), AdaptiveSpin(spin_seconds)
         if rank in handle.reader_ranks:
@@ -455,6 +457,14 @@ def _ring(
     if not readers:
         return None
     return undo.enter_context(create_ring(board, writer, readers, capacity))
+
+
+def _check_joining(handle: Any, rank: Any) -> None:
+    if not isinstance(handle, QueueHandle):
+        kind = type(handle).__name__
+        raise TypeError(f"handle must be what export_handle() returns; got {kind}")
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise TypeError(f"rank must be a whole number; got {rank!r}")
 
 
 def _attach_ring(undo: ExitStack, handle: QueueHandle) -> Segment:

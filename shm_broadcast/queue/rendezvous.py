@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from shm_broadcast.checked_arguments import whole
 from shm_broadcast.errors import ForeignMemoryError, SharedMemoryError
 from shm_broadcast.segment import Segment, SegmentHandle
 
@@ -79,15 +80,21 @@ def local_and_remote(
     The arguments are those of `MessageQueue`.
 
     Raises:
+        TypeError: a count is no whole number.
         ValueError: the counts and the ranks contradict each other, or a rank occurs twice.
     """
+    n_reader = whole("n_reader", n_reader, least=0)
+    n_local_reader = whole("n_local_reader", n_local_reader, least=0)
     local = tuple(range(n_local_reader) if local_ranks is None else local_ranks)
     if remote_ranks is None:
         after = max(local, default=-1) + 1
         remote_ranks = range(after, after + n_reader - n_local_reader)
     remote = tuple(remote_ranks)
-    fits = len(local) == n_local_reader and len(local) + len(remote) == n_reader >= 0
-    if not fits or len({*local, *remote}) != n_reader:
+    every = [*local, *remote]
+    if len({*every}) < len(every):
+        twice = next(rank for rank in every if every.count(rank) > 1)
+        raise ValueError(f"reader {twice} is there twice: {local} on this host, {remote} on others")
+    if len(local) != n_local_reader or len(every) != n_reader:
         raise ValueError(
             f"n_reader={n_reader} and n_local_reader={n_local_reader} do not fit the readers "
             f"{local} on this host and {remote} on others"

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 from shm_broadcast import layout
 from shm_broadcast.atomics import native
 from shm_broadcast.errors import MessageDecodeError, SharedMemoryError, name_of
-from shm_broadcast.recycling import new_pool
 from shm_broadcast.ring.arena import BlockReader
+from shm_broadcast.ring.recycling import new_pool
 from shm_broadcast.segment import may_pass
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from shm_broadcast._native import FastReader, RecyclingPool
     from shm_broadcast.board.board import Board
-    from shm_broadcast.recycling import FreshMemory
+    from shm_broadcast.ring.recycling import FreshMemory
     from shm_broadcast.segment import Segment
 
 _RECORD = struct.Struct(layout.RECORD_FORMAT)

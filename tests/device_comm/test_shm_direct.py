@@ -13,7 +13,7 @@ import torch
 from device_comm.shm.collectives.direct import DirectCalls
 from shm_broadcast import Board, BoardHandle
 from shm_broadcast.errors import DivergenceError, GroupAbortedError, PeerLostError
-from shm_broadcast.recycling import RECYCLED_BYTES
+from shm_broadcast.ring.recycling import RECYCLED_BYTES
 from tests.device_comm.meeting import wait_for_abort
 from tests.device_comm.oracle import same
 from tests.device_comm.shm_ranks import make_comm, shm_of

@@ -21,7 +21,7 @@ from device_comm.shm.layout import GroupLayout
 from device_comm.shm.pipes import pipe
 from device_comm.span import NOTHING, Span
 from shm_broadcast import layout as board_layout
-from shm_broadcast.recycling import RECYCLED_BYTES
+from shm_broadcast.ring.recycling import RECYCLED_BYTES
 
 
 def test_the_extension_was_built_and_agrees() -> None:

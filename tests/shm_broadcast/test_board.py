@@ -142,7 +142,9 @@ def test_a_taken_slot_is_refused_and_leaves_nothing() -> None:
     with boards(2) as (board, other):
         other.stamp("send")
         before = open_descriptors()
-        with pytest.raises(ValueError, match=f"member 1 of tp:0 is taken by pid {os.getpid()}"):
+        with pytest.raises(
+            ValueError, match=f"rank 1 of tp:0 has joined already, as pid {os.getpid()}"
+        ):
             Board.attach(board.handle(), 1)
         assert open_descriptors() == before
         assert board.member_status(1).operation == "send"
@@ -201,7 +203,7 @@ def test_a_slot_whose_taker_is_but_a_zombie_can_be_taken() -> None:
 def test_a_slot_that_another_process_is_taking_is_refused() -> None:
     with Board.create(2, member=0) as board:
         board.words.store32(board.slot_offset(1) + layout.MEMBER_JOINING, os.getppid())
-        with pytest.raises(ValueError, match=f"taken by pid {os.getppid()}"):
+        with pytest.raises(ValueError, match=f"has joined already, as pid {os.getppid()}"):
             Board.attach(board.handle(), 1)
         assert not board.joined(1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 import re
 from typing import Any
 
@@ -304,10 +306,47 @@ def test_numbers_of_readers_that_do_not_fit(arguments: Any) -> None:
         MessageQueue(*arguments)
 
 
-@pytest.mark.parametrize("chunks", [{"max_chunk_bytes": 0}, {"max_chunks": 0}])
-def test_a_queue_needs_room(chunks: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="needs room"):
-        MessageQueue(1, 1, **chunks)
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"max_chunk_bytes": 0}, ValueError, "max_chunk_bytes must be 1 or more; got 0"),
+        ({"max_chunks": 0}, ValueError, "max_chunks must be 1 or more; got 0"),
+        ({"max_chunk_bytes": "x"}, TypeError, "max_chunk_bytes must be a whole number; got 'x'"),
+        ({"n_reader": "1"}, TypeError, "n_reader must be a whole number; got '1'"),
+        ({"n_local_reader": None}, TypeError, "n_local_reader must be a whole number; got None"),
+        (
+            {"n_reader": 2, "n_local_reader": 2, "local_reader_ranks": [4, 4]},
+            ValueError,
+            r"reader 4 is there twice: \(4, 4\) on this host",
+        ),
+    ],
+)
+def test_an_argument_that_is_wrong_is_named(
+    given: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        MessageQueue(**{"n_reader": 1, "n_local_reader": 1, **given})
+
+
+def test_how_a_queue_is_joined_wrongly() -> None:
+    joined: Any = MessageQueue.create_from_handle
+    with MessageQueue(1, 1) as queue, joined(queue.export_handle(), 0) as reader:
+        with pytest.raises(
+            TypeError, match=r"handle must be what export_handle\(\) returns; got byt"
+        ):
+            joined(b"x", 0)
+        with pytest.raises(TypeError, match="rank must be a whole number; got '0'"):
+            joined(queue.export_handle(), "0")
+        with pytest.raises(ValueError, match=r"rank 0 of queue has joined already, as pid \d"):
+            joined(queue.export_handle(), 0)
+        with pytest.raises(TypeError, match=r"cannot be pickled: give the other process what expo"):
+            pickle.dumps(queue)
+        for timeout, said in [
+            ("x", "timeout must be a number"),
+            (math.nan, "timeout must be 0 or"),
+        ]:
+            with pytest.raises((TypeError, ValueError), match=said):
+                reader.dequeue(timeout)
 
 
 def test_vllm_s_constructor_and_names() -> None:

@@ -330,7 +330,7 @@ def test_joining_that_fails_leaves_nothing() -> None:
         handle = writer.export_handle()
         with MessageQueue.create_from_handle(handle, 0):
             before = open_descriptors()
-            with pytest.raises(ValueError, match="taken"):
+            with pytest.raises(ValueError, match="has joined already"):
                 MessageQueue.create_from_handle(handle, 0)
             with pytest.raises(ValueError, match="no reader"):
                 MessageQueue.create_from_handle(handle, 9)

@@ -223,7 +223,7 @@ def test_an_interrupt_on_joining_a_board_leaves_the_slot_free(
                 Board.attach(board.handle(), 1)
         with Board.attach(board.handle(), 1):
             assert board.status()[1].state == "idle"
-            with pytest.raises(ValueError, match="is taken by pid"):
+            with pytest.raises(ValueError, match="has joined already, as pid"):
                 Board.attach(board.handle(), 1)
 
 
