@@ -15,6 +15,7 @@ import os
 import pickle
 import socket
 import sys
+import threading
 import traceback
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -62,6 +63,9 @@ if TYPE_CHECKING:
 _ENDS = (GroupAbortedError, GroupClosedError, PeerLostError, ChannelClosedError)
 """Errors at which a worker ends without a report: the driver knows why, or is gone."""
 
+_ENDS_WITHIN = 0.5
+"""Seconds after which a worker that was told to end says why it has not."""
+
 _LOOK_SECONDS = 0.005
 """How often to look for the driver's word to go on; it comes over a socket, which rings nothing."""
 
@@ -107,11 +111,23 @@ def main(control: int, seat: int, stacks: int) -> None:
         sys.stderr.write(why)
         os.write(stacks, why.encode(errors="backslashreplace"))  # the driver's error has it, then
         in_order = False
+    if in_order:
+        late = threading.Timer(_ENDS_WITHIN, _tell_what_runs_on)
+        late.daemon = True
+        late.start()
     sys.stdout.flush()
     sys.stderr.flush()
     if not in_order:
         # Groups whose members are gone, or still starting, cannot be taken down in order.
         os._exit(1)
+
+
+def _tell_what_runs_on() -> None:
+    """Python waits for all threads but daemons before it ends a process, and so does the driver."""
+    main = threading.main_thread()
+    others = [each.name for each in threading.enumerate() if not each.daemon and each is not main]
+    if others:
+        sys.stderr.write(f"this worker has no more calls, and ends with its threads: {others}\n")
 
 
 def end_child(error: BaseException | None) -> NoReturn:

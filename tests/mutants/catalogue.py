@@ -184,8 +184,8 @@ MUTANTS = (
     Mutant(
         "Q9 the footprint is a function of the arguments",
         "shm_broadcast/queue/handle.py",
-        "return min(max_chunk_bytes * max_chunks, DEFAULT_CAPACITY)",
-        "return max_chunk_bytes * max_chunks",
+        "return min(wanted, DEFAULT_CAPACITY)",
+        "return wanted",
         (f"{_HERE}/test_queue.py::test_the_footprint_is_a_function_of_the_arguments",),
     ),
     Mutant(

@@ -124,6 +124,9 @@ def main(what: str, argument: str = "", start: str = "fork") -> None:
             assert os.waitstatus_to_exitcode(status) == (1 if behaviour == "block" else 0)
             say([pool.call("echo", child, timeout=10)])
         signal.pause()
+    elif what == "thread":
+        with WorkerPool(Worker) as pool:
+            pool.call("start_thread", 1.5)
     elif what == "main":
         with WorkerPool(Here) as pool:
             say([pool.call("where")[1], len(pool.call("kind"))])

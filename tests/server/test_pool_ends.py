@@ -181,6 +181,16 @@ def test_a_forked_child_that_outlives_the_driver_keeps_no_worker(drivers: list[D
     assert runs(child)
 
 
+def test_a_worker_that_a_thread_keeps_says_so(drivers: list[Driver]) -> None:
+    driver = Driver("thread")
+    drivers.append(driver)
+    status, errors = driver.end()
+    assert status == 0
+    assert errors == (
+        "[rank 0] this worker has no more calls, and ends with its threads: ['writes a snapshot']\n"
+    )
+
+
 @pytest.mark.parametrize("command", [[str(DRIVERS)], ["-m", "tests.server.drivers"]])
 def test_a_worker_of_the_main_module_works(drivers: list[Driver], command: list[str]) -> None:
     driver = Driver("main", command=command)

@@ -295,6 +295,9 @@ class Worker:
         if self.rank in ranks:
             os.abort()
 
+    def start_thread(self, seconds: float) -> None:
+        threading.Thread(target=time.sleep, args=(seconds,), name="writes a snapshot").start()
+
     def start_child(self) -> int:
         return subprocess.Popen(["sleep", "600"]).pid
 
