@@ -450,7 +450,7 @@ class WorkerPool:
         if self._plan.dp > 1:
             raise ValueError(
                 f"call and submit give one result, but each of dp={self._plan.dp} replicas "
-                "computes one: use collective_rpc, or a pool for each replica"
+                "computes one: use collective_rpc, or Replicas"
             )
         return self._plan.output_rank
 

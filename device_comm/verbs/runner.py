@@ -164,7 +164,7 @@ class Runner:
             return None
         try:
             return self.backend.start(operation)
-        except (TypeError, ValueError, NotImplementedError):
+        except (TypeError, ValueError, NotImplementedError, CoordinatorError):
             raise
         except BaseException as error:
             self.backend.fail(error)

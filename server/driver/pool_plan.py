@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from ..pool_config import PoolConfig
     from .binding import Bound
 
+MOST_WORKERS: Final = 4096
+"""Of a pool: a slip in a number should not take all memory for boards and queues."""
+
 _BYTES_OVER_HOSTS: Final = 16 << 20
 """A worker's arguments go to its host in one frame, and no sign of life passes them."""
 
@@ -90,6 +93,11 @@ class PoolPlan:
         """
         tp, pp, dp = map(whole, ("tp", "pp", "dp"), grid)
         grid = tp, pp, dp
+        if math.prod(grid) > MOST_WORKERS:
+            raise ValueError(
+                f"tp={tp} x pp={pp} x dp={dp} are {math.prod(grid)} workers; a pool has "
+                f"{MOST_WORKERS} at most"
+            )
         start_timeout = optional(some_seconds)("start_timeout", start_timeout)
         on_progress = optional(function)("on_progress", on_progress)
         if restart not in RESTARTS:

@@ -262,9 +262,10 @@ def test_who_this_is_is_passed_on(kind: type[Backend]) -> None:
 
 OWN: dict[type[Backend], dict[str, Any]] = {
     CheckedBackend: {"detects_divergence": True},
-    HostStaging: {"backend": "host"},
+    HostStaging: {"backend": "host", "series": False},
     IpcWay: {"verbs": frozenset({"all_reduce"})},
     NcclWindow: {"verbs": frozenset({"all_reduce"})},
+    SelectingBackend: {"series": False},
 }
 """What wrappers can do that what they wrap cannot, or the other way round."""
 

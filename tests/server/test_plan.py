@@ -28,6 +28,7 @@ HEAD = Hosts(2, 0, "127.0.0.1", secret=b"known to both hosts")
     [
         ({"tp": 0}, ValueError, "tp must be 1 or more; got 0"),
         ({"pp": -1}, ValueError, "pp must be 1 or more; got -1"),
+        ({"tp": 2048, "dp": 3}, ValueError, "tp=2048 x pp=1 x dp=3 are 6144 workers; a pool has"),
         (
             {"launcher": "ssh"},
             ValueError,

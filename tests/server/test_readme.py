@@ -87,6 +87,19 @@ def test_groups_under_torchrun(tmp_path: Path) -> None:
     assert shown.count("tensor([1., 1., 1., 1.])") == 2
 
 
+@pytest.mark.parametrize("name", ["verbs.py", "own_groups.py"])
+def test_the_groups(name: str, tmp_path: Path) -> None:
+    script = tmp_path / name
+    blocks = {
+        "verbs.py": block_of("docs/groups.md", "# verbs.py"),
+        "own_groups.py": block_of("docs/groups.md", "# own_groups.py"),
+    }
+    script.write_text(blocks[name])
+    options = ("--standalone", "--nproc-per-node", "2")
+    assert f"torchrun {' '.join(options)} {name}" in read("docs/groups.md")
+    output(sys.executable, "-m", "torch.distributed.run", *options, str(script))
+
+
 def test_the_queue(tmp_path: Path) -> None:
     script = tmp_path / "readme.py"
     script.write_text(block_of("README.md", "MessageQueue(n_reader=2"))
