@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -24,6 +24,8 @@ MAX_STOPS = 4
 """Stops of one request at most, as in OpenAI's API."""
 _COMPLETION_TOKENS = 16
 """Tokens of a completion where a request does not say, as in OpenAI's API."""
+_NO_TOP_K = -1
+"""In vLLM's clients, that all tokens count; 0 is here."""
 PLAIN: dict[str, tuple[object, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
@@ -56,8 +58,19 @@ class StreamOptions(msgspec.Struct):
 class TextPart(msgspec.Struct):
     """A part of a message."""
 
-    type: Literal["text"]
-    text: str
+    type: str
+    text: str | None = None
+
+    def said(self) -> str:
+        """Its text.
+
+        Raises:
+            ApiError: it has none.
+        """
+        if self.type != "text" or self.text is None:
+            message = f"a message has a part of type {self.type!r}; this model takes text alone"
+            raise ApiError(400, message, param="messages")
+        return self.text
 
 
 class ChatMessage(msgspec.Struct):
@@ -67,9 +80,13 @@ class ChatMessage(msgspec.Struct):
     content: str | list[TextPart]
 
     def plain(self) -> dict[str, str]:
-        """Role and content, as templates take them."""
+        """Role and content, as templates take them.
+
+        Raises:
+            ApiError: a part of it is no text.
+        """
         parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        text = parts if isinstance(parts, str) else "".join(part.said() for part in parts)
         return {"role": self.role, "content": text}
 
 
@@ -120,7 +137,6 @@ class ChatRequest(_Asked, kw_only=True):
 
 _completion = msgspec.json.Decoder(CompletionRequest)
 _chat = msgspec.json.Decoder(ChatRequest)
-_WHAT = "such a request"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +168,7 @@ def read_completion(body: bytes | bytearray, model: ServedModel) -> Wish:
     Raises:
         ApiError: what is wrong with it; 400, or 404 for another model.
     """
-    request = decode_body(_completion, body, _WHAT)
+    request = decode_body(_completion, body, "a request for a completion")
     prompt = request.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
         prompt = prompt[0]
@@ -169,7 +185,7 @@ def read_chat(body: bytes | bytearray, model: ServedModel) -> Wish:
     Raises:
         ApiError: what is wrong with it; 400, or 404 for another model.
     """
-    request = decode_body(_chat, body, _WHAT)
+    request = decode_body(_chat, body, "a request for a chat")
     if not request.messages:
         raise ApiError(400, "messages is an empty list", param="messages")
     messages = [each.plain() for each in request.messages]
@@ -286,7 +302,7 @@ def _sampling(request: Any) -> Sampling:
         return Sampling(
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=request.top_k or 0,
+            top_k=0 if request.top_k in (None, _NO_TOP_K) else request.top_k,
             seed=request.seed,
         )
     except ValueError as error:

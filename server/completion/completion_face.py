@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from ..workers.decoder import AnswerReader, Generation
     from .completion_api import Wish
 
+_TOO_LONG = "context_length_exceeded"
+"""OpenAI's code of the error."""
+
 
 class CompletionFace(Face[CompletionService]):
     """The face of a service of completions."""
@@ -52,13 +55,14 @@ class CompletionFace(Face[CompletionService]):
 
     async def _answer(self, request: Request, wish: Wish) -> Response:
         self.service.check_ready()
+        asked = "messages" if wish.is_chat else "prompt"
         try:
             prompt = await self._tokens(wish)
             generation = self.service.generate(prompt, wish.max_tokens, wish.sampling)
         except PromptTooLongError as error:
-            raise ApiError(400, str(error), code="context_length_exceeded") from error
+            raise ApiError(400, str(error), param=asked, code=_TOO_LONG) from error
         except ValueError as error:
-            raise ApiError(400, str(error)) from error
+            raise ApiError(400, str(error), param=asked) from error
         writer = Writer(self.model.name, wish.is_chat)
         answer = _Answer(generation, self.service.text.reader(wish.stops))
         request.state.facts["prompt_tokens"] = len(prompt)
@@ -80,18 +84,19 @@ class CompletionFace(Face[CompletionService]):
         """
         if wish.is_chat:
             messages = cast("list[dict[str, str]]", wish.prompt)
-            self._check_length(sum(len(text) for each in messages for text in each.values()))
+            length = sum(len(text) for each in messages for text in each.values())
+            self._check_length(length, "messages")
             return await asyncio.to_thread(self.service.text.encode_chat, messages)
         if isinstance(wish.prompt, str):
-            self._check_length(len(wish.prompt))
+            self._check_length(len(wish.prompt), "prompt")
             return await asyncio.to_thread(self.service.text.encode, wish.prompt)
         return cast("list[int]", wish.prompt)
 
-    def _check_length(self, characters: int) -> None:
+    def _check_length(self, characters: int, asked: str) -> None:
         most = self.service.text.longest * self.model.max_tokens
         if characters > most:
-            message = f"the prompt has {characters} characters; at most {most} are looked at"
-            raise ApiError(400, message, code="context_length_exceeded")
+            message = f"the prompt has {characters} characters; at most {most} can fit"
+            raise ApiError(400, message, param=asked, code=_TOO_LONG)
 
     async def _streamed(
         self, request: Request, wish: Wish, writer: Writer, answer: _Answer, n_prompt: int

@@ -60,7 +60,7 @@ def _body(model: ServedModel, **asked: Schema) -> Schema:
             "max_tokens": _MOST,
             "temperature": {"type": ["number", "null"], "minimum": 0},
             "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
-            "top_k": {"type": ["integer", "null"], "minimum": 0},
+            "top_k": {"type": ["integer", "null"], "minimum": -1},
             "seed": {"type": ["integer", "null"]},
             "stop": {"anyOf": [stop, stops, nothing]},
             "stream": {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 MAX_INPUTS = 2048
 """Inputs of one request at most, as in OpenAI's API."""
 
+FORMATS = ("float", "base64")
+"""Of vectors."""
+
 Input: TypeAlias = "str | list[int]"
 
 
@@ -30,7 +33,7 @@ class EmbeddingRequest(msgspec.Struct):
 
     model: str
     input: str | list[str | int | list[int]]
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: str | None = None
     dimensions: int | None = None
     user: str | None = None
     truncate: bool | None = None
@@ -57,6 +60,9 @@ def read_request(
     if request.dimensions not in (None, hidden):
         message = f"dimensions must be {hidden}, all that this model has; got {request.dimensions}"
         raise ApiError(400, message, param="dimensions")
+    if request.encoding_format not in (None, *FORMATS):
+        message = f"encoding_format must be one of {FORMATS}; got {request.encoding_format!r}"
+        raise ApiError(400, message, param="encoding_format")
     return request, _inputs(request.input)
 
 

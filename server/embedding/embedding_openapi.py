@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..web.openapi import COUNT, REASONS, STRING, document_of, object_of, responses
-from .embedding_api import MAX_INPUTS
+from .embedding_api import FORMATS, MAX_INPUTS
 
 if TYPE_CHECKING:
     from ..web.api import ServedModel
@@ -37,7 +37,7 @@ def _request(model: ServedModel) -> Schema:
         "properties": {
             "model": {"enum": [model.name]},
             "input": {"anyOf": [STRING, {**many, "items": STRING}, ids, {**many, "items": ids}]},
-            "encoding_format": {"enum": ["float", "base64", None]},
+            "encoding_format": {"enum": [*FORMATS, None]},
             "dimensions": {"enum": [model.hidden_size, None]},
             "user": {"type": ["string", "null"]},
             "truncate": {

@@ -109,6 +109,8 @@ def decode_body(decoder: msgspec.json.Decoder[T], body: bytes | bytearray, what:
     Raises:
         ApiError: 400: it is not JSON, or not of this type; names the field.
     """
+    if not body:
+        raise ApiError(400, "the body is empty")
     try:
         return decoder.decode(str(body, "utf-8"))  # msgspec checks no text that it skips
     except msgspec.ValidationError as error:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES = 16 << 20
 """The longest body that a request may have."""
+_AS_IT_IS = "identity"
 MAX_HELD_BYTES = 4 * MAX_BODY_BYTES
 """What the bodies of all requests that are being answered may have together."""
 
@@ -33,13 +34,17 @@ class Bodies:
         """The body of ``request``, which counts as held until the block ends.
 
         Raises:
-            ApiError: 413: it is too large; 429: with the others it is.
+            ApiError: 413: it is too large; 415: it is compressed; 429: with the others it is too
+                large.
             ClientDisconnect: the client left before it was complete.
         """
         body = bytearray()
         announced = request.headers.get("content-length", "0")
         if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
             raise _too_large()
+        encoding = request.headers.get("content-encoding", _AS_IT_IS)
+        if encoding != _AS_IT_IS:
+            raise ApiError(415, f"the body has the encoding {encoding!r}: send it as it is")
         try:
             async for chunk in request.stream():
                 if len(body) + len(chunk) > MAX_BODY_BYTES:

@@ -97,7 +97,7 @@ class Face(ABC, Generic[Service]):
     def app(self) -> Starlette:
         """The ASGI application; it starts and stops the service."""
         about = self.about(with_key=self._api_key is not None)
-        return Starlette(
+        app = Starlette(
             routes=[
                 Route("/", page_route()),
                 Route("/events", self.guarded(self._events)),
@@ -115,6 +115,8 @@ class Face(ABC, Generic[Service]):
             exception_handlers={HTTPException: _no_such_route},
             lifespan=self._lifespan,
         )
+        app.router.redirect_slashes = False  # to a URL that a proxy's clients cannot know
+        return app
 
     @abstractmethod
     def asked(self) -> list[Route]:

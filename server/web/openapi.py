@@ -19,6 +19,7 @@ REASONS = {
     404: "There is no such model.",
     408: "The request did not arrive in time.",
     413: "The body is too large.",
+    415: "The body is compressed.",
     429: "Too much waits; try again.",
     500: "The workers failed to compute it.",
     503: "The service starts, stands still, stops, or has failed.",

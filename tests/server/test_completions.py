@@ -206,7 +206,7 @@ def test_seeds(llama: Path) -> None:
         ({"max_tokens": "many"}, 400, "max_tokens"),
         ({"temperature": -1}, 400, "temperature must be 0 or more"),
         ({"top_p": 0}, 400, "top_p must be more than 0"),
-        ({"top_k": -1}, 400, "top_k must be 0 or more"),
+        ({"top_k": -2}, 400, "top_k must be 0 or more"),
         ({"stop": ""}, 400, "stop has an empty text"),
         ({"stop": ["a"] * 5}, 400, "stop has 5 items"),
         ({"n": 2}, 400, "n is not supported"),
@@ -240,6 +240,38 @@ def test_requests_that_are_refused(
     with_site(llama, test)
 
 
+@pytest.mark.parametrize(
+    ("fields", "param", "text"),
+    [
+        ({"messages": []}, "messages", "messages is an empty list"),
+        ({"messages": [{"role": "user"}]}, "messages", "not a request for a chat: .*content"),
+        ({"messages": [{"role": "user", "content": "x" * 64}]}, "messages", "with its answer at"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages",
+            "a message has a part of type 'image_url'; this model takes text alone",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages",
+            "a message has a part of type 'text'; this model takes text alone",
+        ),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_chats_that_are_refused(llama: Path, fields: dict[str, Any], param: str, text: str) -> None:
+    async def test(here: Site) -> None:
+        async with httpx.AsyncClient() as client:
+            answer = await client.post(
+                f"{here.url}/v1/chat/completions", json={"model": "m", **fields}
+            )
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param)
+        assert re.search(text, error["message"])
+
+    with_site(llama, test)
+
+
 def test_what_would_change_nothing_is_taken(llama: Path) -> None:
     """As vLLM's clients send it."""
     neutral: dict[str, Any] = {
@@ -252,6 +284,7 @@ def test_what_would_change_nothing_is_taken(llama: Path) -> None:
         "min_tokens": 0,
         "stop_token_ids": [],
         "ignore_eos": False,
+        "top_k": -1,
     }
 
     async def test(here: Site) -> None:

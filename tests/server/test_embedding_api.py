@@ -71,7 +71,7 @@ def test_what_is_wrong_is_told(fields: Any, status: int, param: str, text: str) 
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        (b"", "not JSON"),
+        (b"", "the body is empty"),
         (b"{", "not JSON"),
         (b"\xff\xfe", "not JSON"),
         (b'{"model":"m","input":"\\ud800 "}', "not JSON"),

@@ -169,6 +169,19 @@ def test_a_wrong_request_says_why(body: bytes, status: int) -> None:
     run(test)
 
 
+def test_what_is_sent_in_another_way_is_refused() -> None:
+    async def test() -> None:
+        async with site() as here:
+            gzipped = {"content-encoding": "gzip"}
+            answer = await here.client.post("/v1/embeddings", content=b"\x1f\x8b", headers=gzipped)
+            assert answer.status_code == 415
+            assert "the encoding 'gzip': send it as it is" in answer.json()["error"]["message"]
+            answer = await here.client.post("/v1/embeddings/", content=b"{}")
+            assert (answer.status_code, answer.headers.get("location")) == (404, None)
+
+    run(test)
+
+
 def test_a_key_is_asked_for() -> None:
     async def test() -> None:
         async with site(api_key="secret") as here:
