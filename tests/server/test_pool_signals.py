@@ -189,34 +189,25 @@ def interrupted_by(error: type[BaseException], wrapped: Any, *, after: bool) -> 
     return interrupted
 
 
-@pytest.fixture(scope="module")
-def one_at_a_time() -> Iterator[WorkerPool]:
-    with WorkerPool(Worker, tp=2, config=PoolConfig(in_flight=1)) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
     "place", [(Ledger, "accept"), (MessageQueue, "enqueue"), (MessageQueue, "dequeue")]
 )
 def test_an_interrupt_of_a_call_holds_up_no_other_and_gives_it_no_other_value(
-    monkeypatch: pytest.MonkeyPatch,
-    one_at_a_time: WorkerPool,
-    place: tuple[Any, str],
-    after: bool,
-    error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str], after: bool, error: type[BaseException]
 ) -> None:
     kind, name = place
-    with monkeypatch.context() as changed:
-        changed.setattr(Dispatcher, "_wake_collector", no_collector)
-        changed.setattr(kind, name, interrupted_by(error, getattr(kind, name), after=after))
-        with pytest.raises(error, match="interrupted"):
-            one_at_a_time.call("echo", "interrupted")
-    future = one_at_a_time.submit("echo", 1)
-    assert one_at_a_time.call("echo", 2, timeout=PATIENCE_SECONDS) == 2
-    assert future.result(PATIENCE_SECONDS) == 1
-    until(lambda: one_at_a_time.load == 0)
+    with WorkerPool(Worker, tp=2, config=PoolConfig(in_flight=1)) as pool:
+        with monkeypatch.context() as changed:
+            changed.setattr(Dispatcher, "_wake_collector", no_collector)
+            changed.setattr(kind, name, interrupted_by(error, getattr(kind, name), after=after))
+            with pytest.raises(error, match="interrupted"):
+                pool.call("echo", "interrupted")
+        future = pool.submit("echo", 1)
+        assert pool.call("echo", 2, timeout=PATIENCE_SECONDS) == 2
+        assert future.result(PATIENCE_SECONDS) == 1
+        until(lambda: pool.load == 0)
 
 
 def test_a_reply_that_was_lost_with_an_interrupt_fails_its_call_at_once(
