@@ -127,7 +127,7 @@ class Messenger(ObjectMessenger):
             dst = self.cpu.rank if async_op else EVERYONE
             incoming = IncomingDict(self.wire, kind, src, dst, self.routes)
             return self._receive_broadcast(incoming, src, timeout, async_op)
-        return self.broadcast_object(_a_dict(values, src), src, timeout, async_op=async_op)
+        return self.broadcast_object(self._a_dict(values, src), src, timeout, async_op=async_op)
 
     def payload(self, values: Mapping[Any, Any], slicing: Slicing) -> Packed:
         """What a dict is sent as to one member: the payload of its message, and what follows it.
@@ -150,7 +150,7 @@ class Messenger(ObjectMessenger):
             ValueError: a tensor is elsewhere, or has to be cut and cannot be.
             TypeError: a key or a value cannot be written, or a tensor is not dense.
         """
-        values = _a_dict(values, self.cpu.rank)
+        values = self._a_dict(values, self.cpu.rank)
         for key, value in values.items():
             if isinstance(value, Tensor) and value.device not in (
                 self.cpu.device,
@@ -168,10 +168,10 @@ class Messenger(ObjectMessenger):
         dense = [part.contiguous() for part in apart]
         return payload, sorted(dense, key=lambda part: part.device.type != "cpu")
 
-
-def _a_dict(values: Mapping[Any, Any] | None, src: int) -> Mapping[Any, Any]:
-    if values is None:
-        raise ValueError(f"rank {src} is the source: it needs a dict")
-    if not isinstance(values, Mapping):
-        raise TypeError(f"rank {src} is the source: it needs a dict, not {type(values).__name__}")
-    return values
+    def _a_dict(self, values: Mapping[Any, Any] | None, src: int) -> Mapping[Any, Any]:
+        if isinstance(values, Mapping):
+            return values
+        wanted = f"rank {self.wire.global_rank(src)} is the source: it needs a dict"
+        if values is None:
+            raise ValueError(wanted)
+        raise TypeError(f"{wanted}, not {type(values).__name__}")

@@ -53,7 +53,7 @@ def check_out(
     if 0 in out.stride() and any(
         stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)
     ):
-        raise ValueError("out is expanded: several of its elements are one in memory")
+        raise ValueError("the output is expanded: several of its elements are one in memory")
 
 
 def check_dim(dim: int, x: Tensor) -> int:

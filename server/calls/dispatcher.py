@@ -163,7 +163,7 @@ class Dispatcher:
         except GroupTimeoutError:
             self._ledger.unsent(call)
             raise
-        except TypeError as error:
+        except (TypeError, RecursionError) as error:
             why = error.__cause__ or error
             raise TypeError(f"the arguments of {call.method} cannot be sent: {why}") from error
 

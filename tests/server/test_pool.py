@@ -324,6 +324,15 @@ def test_a_callback_that_ends_its_thread_ends_no_thread_of_the_pools(pool: Worke
     assert pool.submit("echo", 2).result(PATIENCE_SECONDS) == 2
 
 
+def test_what_is_nested_too_deeply_cannot_be_sent(pool: WorkerPool) -> None:
+    nested: list[Any] = []
+    for _ in range(5000):
+        nested = [nested]
+    with pytest.raises(TypeError, match="the arguments of echo cannot be sent: maximum recursion"):
+        pool.call("echo", nested)
+    assert pool.call("echo", 1) == 1
+
+
 def test_the_workers_number_what_they_cannot_decode_right_after_what_could_not_be_sent(
     pool: WorkerPool,
 ) -> None:

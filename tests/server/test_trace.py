@@ -203,11 +203,15 @@ def test_something_has_to_be_written(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["trace", "-o", str(tmp_path / "no" / "file")])
+    assert left.value.code == 2
+    assert "no/file: not a file in an existing folder" in capsys.readouterr().err
     with Board.create(1, 0, "here"):
-        assert main(["trace", str(os.getpid()), "-o", str(tmp_path / "no" / "file")]) == 1
+        assert main(["trace", str(os.getpid()), "-o", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "No such file" in error
+    assert "Is a directory" in error
 
 
 @pytest.mark.parametrize(

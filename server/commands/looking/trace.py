@@ -52,12 +52,15 @@ def prepare(args: argparse.Namespace) -> TracePlan:
     """Check the options.
 
     Raises:
-        ValueError: there is no such process, it is another user's, or nothing is to be written.
+        ValueError: there is no such process, it is another user's, nothing is to be written, or not
+            to a file in a folder.
         OSError: the folder for the dumps cannot be made.
     """
     check_pid(args.pid)
     if args.output is None and args.flight_recorder is None:
         raise ValueError("nothing is to be written: give -o FILE or --flight-recorder DIR")
+    if args.output is not None and not args.output.parent.is_dir():
+        raise ValueError(f"--output {args.output}: not a file in an existing folder")
     if args.flight_recorder is not None:
         args.flight_recorder.mkdir(parents=True, exist_ok=True)
     return TracePlan(args.pid, args.output, args.flight_recorder)
