@@ -231,11 +231,10 @@ class Lane:
         with self._pushing:
             for ticket in self.tickets:
                 ticket.error = error
-            halted, self._advancing = self._advancing, True
+            self._advancing = True  # and nothing is advanced again
         if self.tickets:  # outside the lock: the callback aborts the group, and may come back here
             self._failed(error)
         with self._pushing:
-            self._advancing = halted
             tickets = tuple(self.tickets)
             self.tickets.clear()
             for ticket in tickets:

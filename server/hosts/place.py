@@ -126,7 +126,7 @@ class Hosts:
             return cls(nnodes, node_rank, master_addr, port)
         if any(value is not None for value in given.values()):
             missing = ", ".join(name for name, value in given.items() if value is None)
-            raise ValueError(f"the hosts are not complete without {missing}")
+            raise ValueError(f"the hosts are not complete: {missing} is missing as well")
         for name, reader in _ENVIRONMENTS:
             if name in environ:
                 found = reader(environ)
