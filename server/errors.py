@@ -120,7 +120,8 @@ class WorkerLostError(CoordinatorError, ConnectionError):
         rank: the worker's global rank.
         pid: its process id.
         end: how it ended, such as ``"killed by SIGKILL"`` or ``"exit status 3"``.
-        stack: its Python stacks when it crashed, where the interpreter could still write them.
+        stack: its Python stacks when it crashed, where the interpreter could still write them; or
+            the traceback of what ended it between calls.
     """
 
     def __init__(self, rank: int, pid: int, end: str, stack: str = "") -> None:

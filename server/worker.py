@@ -130,7 +130,7 @@ def _tell_what_runs_on() -> None:
         sys.stderr.write(f"this worker has no more calls, and ends with its threads: {others}\n")
 
 
-def end_child(error: BaseException | None) -> NoReturn:
+def _end_child(error: BaseException | None) -> NoReturn:
     """End a process that the user's worker has forked, and that is none of the pool's.
 
     Args:
@@ -169,7 +169,7 @@ def _run(channel: Channel, seat: int) -> bool:
             worker = serving.join(store, worker)
         except BaseException as error:  # noqa: BLE001 - all that ends the start goes to the caller
             if os.getpid() != process:
-                end_child(error)
+                _end_child(error)
             if not (start.survives and is_consequence(error)):
                 channel.send(describe(error))
                 return False
@@ -351,10 +351,10 @@ class _Serving:
             finally:
                 set_call_number(0)
             if os.getpid() != self._pid:
-                end_child(None)
+                _end_child(None)
         except BaseException as error:  # noqa: BLE001 - all that a method raises goes to the caller
             if os.getpid() != self._pid:
-                end_child(error)
+                _end_child(error)
             self._board.ended(entry, error)
             self._fail(error)
             return

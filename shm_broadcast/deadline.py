@@ -59,9 +59,13 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
             ValueError: ``timeout`` is NaN.
             TypeError: it is no number.
         """
-        if isinstance(timeout, (int, float)) and timeout < 0:
-            return cls.after(0.0)
-        return cls.after(timeout)
+        if timeout is None or isinstance(timeout, Deadline):
+            return cls.after(timeout)
+        try:
+            over = timeout < 0
+        except TypeError:  # which `after` says in our words
+            over = False
+        return cls.after(0.0 if over else timeout)
 
     @property
     def expired(self) -> bool:

@@ -102,10 +102,11 @@ class Exchange:
         Collective: no.
         """
         place = f"group-coordinator/{place}{_digest(called)}"
-        outside = cls(store, rank, size, name, deadline, host, keeper, tuple(called), around=store)
+        around = store if called else None
+        outside = cls(store, rank, size, name, deadline, host, keeper, tuple(called), around=around)
         with outside._reaching(name):
-            if called:
-                store.set(_last_group_of(called[rank]), outside._group)
+            if around is not None:
+                around.set(_last_group_of(called[rank]), outside._group)
             while True:
                 count = store.add(f"{place}/visits/{rank}", 1)
                 inside = PrefixStore(f"{place}/{count}", store)
@@ -229,7 +230,7 @@ class Exchange:
         """
         for rank in map(self.global_rank, absent):
             key = _last_group_of(rank)
-            if self.around is not None and self.called and self.around.check([key]):
+            if self.around is not None and self.around.check([key]):
                 group = self.around.get(key).decode(errors="replace")
                 if group != self._group:
                     yield f"rank {rank} came to set up {shorten(group, _LONGEST_GROUP)} last"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..pool_config import PoolConfig
     from .binding import Bound
 
-MOST_WORKERS: Final = 4096
+_MOST_WORKERS: Final = 4096
 """Of a pool: a slip in a number should not take all memory for boards and queues."""
 
 _BYTES_OVER_HOSTS: Final = 16 << 20
@@ -93,10 +93,10 @@ class PoolPlan:
         """
         tp, pp, dp = map(whole, ("tp", "pp", "dp"), grid)
         grid = tp, pp, dp
-        if math.prod(grid) > MOST_WORKERS:
+        if math.prod(grid) > _MOST_WORKERS:
             raise ValueError(
                 f"tp={tp} x pp={pp} x dp={dp} are {math.prod(grid)} workers; a pool has "
-                f"{MOST_WORKERS} at most"
+                f"{_MOST_WORKERS} at most"
             )
         start_timeout = optional(some_seconds)("start_timeout", start_timeout)
         on_progress = optional(function)("on_progress", on_progress)

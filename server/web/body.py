@@ -42,7 +42,7 @@ class Bodies:
         announced = request.headers.get("content-length", "0")
         if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
             raise _too_large()
-        encoding = request.headers.get("content-encoding", _AS_IT_IS)
+        encoding = request.headers.get("content-encoding", _AS_IT_IS).lower()
         if encoding != _AS_IT_IS:
             raise ApiError(415, f"the body has the encoding {encoding!r}: send it as it is")
         try:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from shm_broadcast.board.board import Board
+from shm_broadcast.checked_arguments import whole
 from shm_broadcast.codec import codec_for
 from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS, AdaptiveSpin
 from shm_broadcast.errors import DRIVER_RANK
@@ -231,8 +232,8 @@ class MessageQueue(QueueEnd):
                 missing, or ``spin_seconds`` is no such time.
             SharedMemoryError: the writer's process has ended.
         """
-        _check_joining(handle, rank)
-        rank = handle.rank_of(rank)
+        _check_handle(handle)
+        rank = handle.rank_of(whole("rank", rank, least=DRIVER_RANK))
         codec, spin = codec_for(type), AdaptiveSpin(spin_seconds)
         if rank in handle.reader_ranks:
             member = handle.readers[handle.reader_ranks.index(rank)]
@@ -459,12 +460,10 @@ def _ring(
     return undo.enter_context(create_ring(board, writer, readers, capacity))
 
 
-def _check_joining(handle: Any, rank: Any) -> None:
+def _check_handle(handle: Any) -> None:
     if not isinstance(handle, QueueHandle):
         kind = type(handle).__name__
         raise TypeError(f"handle must be what export_handle() returns; got {kind}")
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        raise TypeError(f"rank must be a whole number; got {rank!r}")
 
 
 def _attach_ring(undo: ExitStack, handle: QueueHandle) -> Segment:

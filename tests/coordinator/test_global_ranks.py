@@ -96,6 +96,9 @@ def refuse(rank: int, n: int, path: str, torch_only: bool) -> Any:
             with pytest.raises(MessageRefusedError) as raised:
                 call()
             errors.append(raised.value)
+        source = "rank 3 is the source: it needs a dict"
+        with pytest.raises((MessageRefusedError, ValueError), match=source):
+            groups.tp.broadcast_tensor_dict(None, OTHER)
         return errors
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -58,31 +60,47 @@ def test_table_on_groups_that_do_not_start_at_rank_0(store_path: str) -> None:
         check_table(run_ranks(4, subgroup_table, store_path, board.handle()))
 
 
-def fails_to_begin(rank: int, n: int, path: str, board: BoardHandle, verb: str) -> None:
-    """Rank 1 has no memory for what rank 0 has begun; what it does next is no answer to that."""
-    watch = Board.attach(board, rank)
-    with Communicator(TorchBackend(init_gloo(rank, n, path), "cpu", watch)) as comm:
-        call: Any = getattr(comm, verb)
-        x = torch.ones(4, dtype=torch.bfloat16)
-        if rank == 1:
-            place = "reduction_wire" if verb == "all_reduce" else "as_cargo"
-            fail = mock.Mock(side_effect=MemoryError("no room for 48 MiB"))
-            with (
-                mock.patch(f"device_comm.torch_group.torch_backend.{place}", fail),
-                pytest.raises(MemoryError, match="no room"),
-            ):
-                call(x)
-        else:
-            with pytest.raises(GroupAbortedError, match="rank 1 reported: MemoryError: no room"):
-                call(x) if verb == "all_reduce" else comm.recv((4,), x.dtype)
-        with pytest.raises(GroupAbortedError, match="no room"):
-            comm.all_reduce(x)
+CANNOT_BEGIN = {
+    "all_reduce": ("reduction_wire", MemoryError("no room for it")),
+    "broadcast": ("as_cargo", RuntimeError("no room for it")),
+    "all_gather": ("as_cargo", RuntimeError("no room for it")),
+    "send": ("as_cargo", RuntimeError("no room for it")),
+    "isend": ("as_cargo", MemoryError("no room for it")),
+    "irecv": ("as_cargo", RuntimeError("no room for it")),
+}
+"""Verbs, and what fails in them before torch is called: no error of a connection."""
 
 
-@pytest.mark.parametrize("verb", ["all_reduce", "isend"])
-def test_a_rank_that_cannot_begin_ends_the_group(verb: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, fails_to_begin, store_path, board.handle(), verb)
+def fails_to_begin(rank: int, n: int, path: str, boards: list[BoardHandle]) -> None:
+    """Rank 1 cannot begin a verb; what it does next is no answer to what rank 0 has begun."""
+    init_gloo(rank, n, path)
+    x = torch.ones(4, dtype=torch.bfloat16)
+    for board, (verb, (place, error)) in zip(boards, CANNOT_BEGIN.items(), strict=True):
+        group = dist.new_group([0, 1])
+        with Communicator(TorchBackend(group, "cpu", Board.attach(board, rank))) as comm:
+            comm.barrier()
+            if rank == 1:
+                call: Any = getattr(comm, verb)
+                how = {"out": x} if verb == "irecv" else {"x": x}
+                with (
+                    mock.patch(
+                        f"device_comm.torch_group.torch_backend.{place}", Mock(side_effect=error)
+                    ),
+                    pytest.raises(type(error), match="no room for it"),
+                ):
+                    call(**how)
+            else:
+                told = f"rank 1 reported: {type(error).__name__}: no room"
+                with pytest.raises(GroupAbortedError, match=told):
+                    comm.all_reduce(x)
+            with pytest.raises(GroupAbortedError, match="no room"):
+                comm.all_reduce(x)
+
+
+def test_a_rank_that_cannot_begin_ends_the_group(store_path: str) -> None:
+    with ExitStack() as closing:
+        boards = [closing.enter_context(Board.create(2, None)) for _ in CANNOT_BEGIN]
+        run_ranks(2, fails_to_begin, store_path, [board.handle() for board in boards])
 
 
 def nan_in_different_places(rank: int, n: int, path: str) -> None:

@@ -137,7 +137,7 @@ def cpu_all_reduce_(
 def meet_at(
     host: str, port: int, rank: int, listen_socket: socket.socket | None, timeout: timedelta
 ) -> TCPStore:
-    """The store at a host and port, which rank 0 hosts; the arguments are `create_tcp_store`'s."""
+    """The store at a host and port, which rank 0 hosts, over ``listen_socket`` if it has one."""
     if listen_socket is not None:
         return create_tcp_store(
             host,

@@ -139,7 +139,7 @@ class Health:
         except PeerLostError as lost:
             if lost.peer.state != "closed":
                 self.abort()
-            else:  # it has closed its end: nothing has failed; go on watching for an abort
+            else:  # it has closed its end: nothing has failed; go on watching the others
                 others = [
                     peer for peer in peers if self._watch.member_status(peer).state != "closed"
                 ]

@@ -251,5 +251,5 @@ def _compare_messages(here: int, accounts: Sequence[_Account]) -> None:
         sends, receives = f"sends of {sent} bytes", f"receives of {taken} bytes"
         if here == dst:
             raise DivergenceError(src, receives, sends)
-        ours = sends if here == src else f"nothing, and rank {src} {sends}"
+        ours = sends if here == src else f"nothing, and another rank {sends}"
         raise DivergenceError(dst, ours, receives)
