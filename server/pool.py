@@ -483,6 +483,8 @@ class WorkerPool:
         if not isinstance(method, str):
             raise TypeError(f"method must be the name of a worker's method; got {method!r}")
         self._check_owner(method)
+        if not method.isprintable():
+            raise ValueError(f"{method!r} is no method's name")
         if method.startswith("_"):
             raise ValueError(f"method {method!r} is private to the worker")
 

@@ -32,7 +32,7 @@ from shm_broadcast.errors import (
     TransportError,
 )
 from shm_broadcast.extension import MissingExtensionWarning
-from shm_broadcast.liveness import ProcessId, ProcessWatch
+from shm_broadcast.machine.liveness import ProcessId, ProcessWatch
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:

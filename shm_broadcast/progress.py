@@ -257,7 +257,8 @@ class Progress:
         self._name = name
         self._lanes: dict[Lane, None] = {}
         self._wanted = threading.Event()
-        self._lock = threading.Lock()
+        # A signal handler may close this while its thread has the lock.
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._closed = False
         disown_in_children(self)
@@ -282,7 +283,7 @@ class Progress:
 
     def disown(self) -> None:
         """In a forked child: the thread is its parent's, and so is all that is under way."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed, self._thread = True, None
         for lane in self._lanes:
             lane.disown()

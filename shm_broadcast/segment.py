@@ -34,7 +34,7 @@ from shm_broadcast.layout import (
     VERSION,
     align,
 )
-from shm_broadcast.liveness import NO_DESCRIPTOR, ProcessId
+from shm_broadcast.machine.liveness import NO_DESCRIPTOR, ProcessId
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from device_comm.call_number import call_number
 from shm_broadcast import NEVER, CoordinatorError, Deadline
-from shm_broadcast.queue.timed_lock import new_turn
+from shm_broadcast.timed_lock import new_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

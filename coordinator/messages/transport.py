@@ -26,7 +26,7 @@ from shm_broadcast import (
     MessageDecodeError,
     MessageSealError,
 )
-from shm_broadcast.queue.timed_lock import new_turn
+from shm_broadcast.timed_lock import new_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -8,7 +8,6 @@ made with it.
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
@@ -17,7 +16,8 @@ from torch.distributed import DistStoreError, PrefixStore, Store
 
 from coordinator.setup.exchange import naps
 from coordinator.stores import key_values as kv
-from shm_broadcast import NEVER, Deadline, GroupClosedError, GroupTimeoutError
+from shm_broadcast import NEVER, Deadline, GroupClosedError
+from shm_broadcast.timed_lock import TimedLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +58,7 @@ class AskedStore(Store):
         longest = _FOR_EVER.total_seconds()
         self.set_timeout(timedelta(seconds=longest if timeout is None else min(timeout, longest)))
         self._numbers = itertools.count(1)
-        self._asking = threading.Lock()
+        self._asking = TimedLock()
         self._closed = False
         self._open.append(self)
 
@@ -156,17 +156,18 @@ class AskedStore(Store):
 
     def _answer(self, question: kv.Question, latest: Deadline = NEVER) -> kv.Answer:
         deadline = min(latest, self._deadline(), key=lambda each: each.at)
-        if not self._asking.acquire(timeout=deadline.remaining(threading.TIMEOUT_MAX)):
-            raise GroupTimeoutError("store", deadline.timeout, detail="another thread is in it")
-        try:
-            if self._closed:
-                raise GroupClosedError("the store where the group met is closed in this process")
+        with self._asking.turn as mine:
+            if not mine:
+                self._asking.take(deadline, "store", self._require_open)
+            self._require_open("store")
             answer = self._ask(question, deadline)
-        finally:
-            self._asking.release()
         if answer.error:
             raise ValueError(answer.error)
         return answer
+
+    def _require_open(self, _: str) -> None:
+        if self._closed:
+            raise GroupClosedError("the store where the group met is closed in this process")
 
 
 def behind_prefixes(store: Store) -> Store:

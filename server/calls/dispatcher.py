@@ -33,9 +33,10 @@ from shm_broadcast import (
     GroupTimeoutError,
     MessageDecodeError,
     PeerLostError,
+    SharedMemoryError,
 )
 from shm_broadcast.doorbell import AdaptiveSpin
-from shm_broadcast.queue.timed_lock import new_turn
+from shm_broadcast.timed_lock import new_turn
 
 from ..control.protocol import Call, Reply
 
@@ -98,8 +99,8 @@ class Dispatcher:
         # Event's lock would stay taken if a signal handler raised in `set`.
         self._needs_collector: SimpleQueue[None] = SimpleQueue()
         self.threads = [
-            threading.Thread(target=target, name=f"pool-{name}", daemon=True)
-            for name, target in (("sender", self._send_queued), ("collector", self._collect))
+            threading.Thread(target=self._run, args=(work,), name=f"pool-{name}", daemon=True)
+            for name, work in (("sender", self._send_queued), ("collector", self._collect))
         ]
         for thread in self.threads:
             thread.start()
@@ -135,6 +136,16 @@ class Dispatcher:
     def release(self) -> None:
         """Let both threads end, as the generation is over."""
         self._needs_collector.put(None)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        """Do a thread's work; the generation is over if it fails: nobody else would do it."""
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - whatever code of messages raises
+            name = threading.current_thread().name
+            failure = CoordinatorError(f"the thread {name} has failed: {error!r}")
+            failure.__cause__ = error
+            self._ledger.break_off(failure, self._generation)
 
     def _listen_in_turn(self, call: PendingCall, deadline: Deadline) -> None:
         """Listen until ``call`` is done, if no other thread listens."""
@@ -253,7 +264,7 @@ class Dispatcher:
     def _take_reply(self, rank: int, queue: MessageQueue, deadline: Deadline) -> None:
         try:
             reply = Reply(*queue.dequeue(deadline))
-        except MessageDecodeError as error:
+        except (MessageDecodeError, SharedMemoryError) as error:
             self._ledger.garbled(rank, error, self._generation)
         else:
             self._ledger.replied(rank, reply)

@@ -33,8 +33,6 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shm_broadcast import MessageDecodeError
-
 from ..control.worker_failure import rebuild
 from ..errors import WorkerError
 from .backlog import Backlog
@@ -46,7 +44,7 @@ from .pool_state import PoolState
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shm_broadcast import CoordinatorError, Deadline
+    from shm_broadcast import CoordinatorError, Deadline, MessageDecodeError, SharedMemoryError
 
     from ..control.cancelled_calls import CancelledCalls
     from ..control.protocol import Failed, Reply
@@ -325,14 +323,16 @@ class Ledger:
                 actions += self._settle(call)
         run_all(actions)
 
-    def garbled(self, rank: int, error: MessageDecodeError, generation: int) -> None:
-        """Take in a reply of ``rank`` that cannot be decoded, because of ``error``."""
+    def garbled(
+        self, rank: int, error: MessageDecodeError | SharedMemoryError, generation: int
+    ) -> None:
+        """Take in a reply of ``rank`` that cannot be read, because of ``error``."""
         with self._lock:
             call = None if self.state.over(generation) else self._calls.oldest_of(rank)
             actions: Actions = []
             if call is not None:
                 told = f"what rank {rank} answers to {call.method} cannot be taken in: {error}"
-                spoiled = MessageDecodeError(told)
+                spoiled = type(error)(told)
                 spoiled.__cause__ = error
                 call.spoil(rank, spoiled)
                 actions = self._settle(call)

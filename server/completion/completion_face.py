@@ -86,6 +86,9 @@ class CompletionFace(Face[CompletionService]):
             messages = cast("list[dict[str, str]]", wish.prompt)
             length = sum(len(text) for each in messages for text in each.values())
             self._check_length(length, "messages")
+            if len(messages) > self.model.max_tokens:
+                message = f"the chat has {len(messages)} messages; each takes a token at least"
+                raise ApiError(400, message, param="messages", code=_TOO_LONG)
             return await asyncio.to_thread(self.service.text.encode_chat, messages)
         if isinstance(wish.prompt, str):
             self._check_length(len(wish.prompt), "prompt")

@@ -15,6 +15,10 @@ from .protocol import Failed
 if TYPE_CHECKING:
     from coordinator.begun_in_call import BegunInGroup
 
+_MOST_BYTES = 1 << 20
+"""Of an exception that travels as it is, with all that it holds."""
+_MOST_CHARACTERS = 1 << 16
+"""Of a text that travels; of a longer one its beginning and its end."""
 _INSTEAD = {
     GeneratorType: "iterate over pool.stream(...)",
     AsyncGeneratorType: "make it a plain generator, and iterate over pool.astream(...)",
@@ -101,15 +105,19 @@ def _text(error: BaseException) -> str:
 
 
 def _sendable(text: str) -> str:
-    """``text`` without lone surrogates, which file names may contain and JSON may not."""
+    """``text``, not too long, and without lone surrogates, which file names may have."""
+    left_out, half = len(text) - _MOST_CHARACTERS, _MOST_CHARACTERS // 2
+    if left_out > 0:
+        text = f"{text[:half]}\n... {left_out} characters are left out ...\n{text[-half:]}"
     return text.encode(errors="backslashreplace").decode()
 
 
 def _pickled(error: BaseException) -> bytes:
-    """``error`` pickled; ``b""`` if it cannot be, or unpickles as another type."""
+    """``error`` pickled; ``b""`` if it cannot be, is large, or unpickles as another type."""
     try:  # the exception class's own code runs here, and may raise anything
         data = pickle.dumps(error)
-        return data if type(pickle.loads(data)) is type(error) else b""
+        travels = len(data) <= _MOST_BYTES and type(pickle.loads(data)) is type(error)
+        return data if travels else b""
     except (Exception, SystemExit):  # noqa: BLE001 - the text and the traceback travel without it
         return b""
 

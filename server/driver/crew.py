@@ -345,9 +345,10 @@ class Crew(Watcher):
             return self.ledger.tick()
 
         self.dispatcher.release()
-        keep = True
+        keep, worked = True, self.ledger.worked
         with suppress(PoolClosedError):
-            while (pause := self._budget.take(time.monotonic(), self.ledger.worked)) is not None:
+            while (pause := self._budget.take(time.monotonic(), worked)) is not None:
+                worked = False
                 of = {"generation": self.ledger.state.generation}
                 why = with_notes(failure)
                 _log.error("%s has broken, and is restarted: %s", self._name, why, extra=of)

@@ -40,7 +40,7 @@ class UtcFormatter(logging.Formatter):
 class Sparing(logging.Filter):
     """Lets through some records of a kind in each minute, and counts the others.
 
-    A kind is a logger and its format string: what differs between two records is their arguments.
+    A kind is a logger and the line that logs: what differs between two records is their arguments.
     So a client that can provoke a line cannot fill the disk with it.
     """
 
@@ -48,11 +48,11 @@ class Sparing(logging.Filter):
         super().__init__()
         self._limit = limit
         self._seconds = seconds
-        self._since: dict[tuple[str, str], tuple[float, int]] = {}
+        self._since: dict[tuple[str, str, int], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to write ``record``; the last one before others are left out says so."""
-        kind = (record.name, str(record.msg))
+        kind = (record.name, record.pathname, record.lineno)
         since, count = self._since.get(kind, (record.created, 0))
         if record.created - since >= self._seconds:
             since, count = record.created, 0

@@ -16,7 +16,7 @@ from shm_broadcast import layout
 from shm_broadcast.board.elsewhere import OneHost
 from shm_broadcast.board.fixed_text import read_text, write_text
 from shm_broadcast.errors import MemberStatus, name_of
-from shm_broadcast.liveness import ProcessId, ProcessWatch
+from shm_broadcast.machine.liveness import ProcessId, ProcessWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,32 +54,34 @@ class Members:
         self._lock = threading.RLock()
 
     def take(self, member: int) -> None:
-        """Make this process ``member``; nobody sees it, nor can take the slot, before `show`.
+        """Keep ``member``'s slot for this process; nobody sees it before `show`.
 
         Raises:
             ValueError: a living process has the slot.
         """
-        me, words, slot = ProcessId.current(), self._words, layout.member_slot(member)
-        self._lock_slot(member, me.pid)
+        words, slot = self._words, layout.member_slot(member)
+        self._lock_slot(member, os.getpid())
         if self.state(member) in ("idle", "busy"):
             words.store32(slot + layout.MEMBER_JOINING, 0)
             self._refuse(member, words.load32(slot + layout.MEMBER_PID))
+
+    def show(self, member: int) -> None:
+        """Let the others see that this process has taken ``member``'s slot."""
+        me, words, slot = ProcessId.current(), self._words, layout.member_slot(member)
         words.store64(slot + layout.MEMBER_START_TIME, me.start_time)
         words.store32(slot + layout.MEMBER_PID, me.pid)
         words.store64(slot + layout.MEMBER_SEQUENCE, 0)
         words.store64(slot + layout.MEMBER_COLLECTIVE, 0)
         write_text(self._segment, slot + layout.MEMBER_OPERATION, "", layout.OPERATION_BYTES)
-
-    def show(self, member: int) -> None:
-        """Let the others see that this process has taken ``member``'s slot."""
-        slot = layout.member_slot(member)
-        self._words.progress(slot, layout.STATE_IDLE)
-        self._words.store32(slot + layout.MEMBER_JOINING, 0)
+        words.progress(slot, layout.STATE_IDLE)
+        words.store32(slot + layout.MEMBER_JOINING, 0)
 
     def forgo(self, member: int) -> None:
-        """Take back a `take` that is not shown, if there was one."""
-        lock = layout.member_slot(member) + layout.MEMBER_JOINING
-        self._words.compare_and_swap32(lock, os.getpid(), 0)
+        """Take back a `take` that is not shown, if there was one; who was lost before is lost."""
+        slot = layout.member_slot(member)
+        if self._words.load32(slot + layout.MEMBER_JOINING) == os.getpid():
+            self._words.compare_and_swap32(slot + layout.MEMBER_PID, os.getpid(), 0)
+            self._words.store32(slot + layout.MEMBER_JOINING, 0)
 
     def leave(self, member: int) -> None:
         """Say that ``member`` left in good order, unless the slot is a successor's by now."""

@@ -1,1 +1,1 @@
-"""What Linux tells of the machine: its cores, and what they share."""
+"""What Linux tells of the machine: its cores, what they share, and which processes live."""

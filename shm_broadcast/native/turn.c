@@ -50,7 +50,7 @@ static PyObject *enter(PyObject *object, PyObject *Py_UNUSED(none)) {
     if (PyThread_acquire_lock(self->lock, NOWAIT_LOCK)) return took(self);
     if (!is_mine(self)) Py_RETURN_FALSE;
     PyErr_SetString(PyExc_RuntimeError,
-                    "this thread is in the queue already: it would wait for itself");
+                    "this thread is in it already: it would wait for itself");
     return NULL;
 }
 

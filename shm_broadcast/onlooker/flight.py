@@ -7,6 +7,7 @@ names of operations begin with ``gloo:``, one of the few libraries that it knows
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -22,6 +23,8 @@ DUMP_VERSION: Final = "2.10"
 
 _NAMES: Final = {"all_gatherv": "all_gather_v", "reduce_scatterv": "reduce_scatter_v"}
 _TRANSFERS: Final = ("send", "recv")
+_BITS: Final = re.compile(r"\d+")
+"""Those of an element, in its dtype's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +184,8 @@ def _entry(index: int, step: _Step, rank: int, epoch: int) -> dict[str, Any]:
 
 def _counts(past: PastOperation, size: int, root: bool) -> tuple[int, int]:
     """The elements that a rank gives and gets; 0 where its bytes do not tell."""
-    bits = int("".join(filter(str.isdigit, past.dtype)) or 8)
-    count = past.size * 8 // bits
+    bits = _BITS.search(past.dtype)
+    count = past.size * 8 // int(bits[0] if bits else 8)
     match past.verb:
         case "all_gather":
             return count, count * size

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shm_broadcast import layout
-from shm_broadcast.liveness import START_TIMES, stat_fields
+from shm_broadcast.machine.liveness import START_TIMES, stat_fields
 from shm_broadcast.segment import SEALS
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from shm_broadcast.errors import Failure, MemberStatus
-    from shm_broadcast.liveness import ProcessId
+    from shm_broadcast.machine.liveness import ProcessId
     from shm_broadcast.onlooker.processes import ProcessSeen, Scan, SegmentSeen
 
 _LARGEST_BOARD = 64 << 20

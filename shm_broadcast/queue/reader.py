@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from shm_broadcast import layout
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupClosedError, MessageDecodeError
-from shm_broadcast.queue.timed_lock import TimedLock
 from shm_broadcast.queue.writer import REMOTE_HEADER
+from shm_broadcast.timed_lock import TimedLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

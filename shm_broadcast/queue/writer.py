@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 from shm_broadcast import layout
 from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.errors import GroupClosedError, GroupTimeoutError, PeerLostError, name_of
-from shm_broadcast.queue.timed_lock import TimedLock
 from shm_broadcast.ring.arena import PLACED_BYTES, BlockWriter, PlacedBuffer
+from shm_broadcast.timed_lock import TimedLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

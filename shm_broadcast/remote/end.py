@@ -15,7 +15,6 @@ from __future__ import annotations
 import ipaddress
 import math
 import socket
-import threading
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Self
@@ -23,8 +22,9 @@ from typing import TYPE_CHECKING, Final, Self
 import zmq
 
 from shm_broadcast.doorbell import SLICE_SECONDS
-from shm_broadcast.errors import CoordinatorError, GroupClosedError, GroupTimeoutError
+from shm_broadcast.errors import CoordinatorError, GroupClosedError
 from shm_broadcast.remote.keys import ZAP_DOMAIN
+from shm_broadcast.timed_lock import TimedLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +58,7 @@ class RemoteEnd(ABC):
             frame_bytes: the largest frame to accept; a connection that sends a larger one ends.
             ipv6: whether the peer's address is an IPv6 address.
         """
-        self._lock = threading.Lock()
+        self._lock = TimedLock()
         self._closing = False
         self._torn = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -91,14 +91,13 @@ class RemoteEnd(ABC):
         A call that waits in another thread raises `GroupClosedError`.
         """
         self._closing = True
-        # The holder lets go within a slice, unless this runs in a signal handler that interrupted
-        # the holder's own thread. Then the lock cannot be had here, and the holder tears down when
-        # the handler has returned (see `_use`).
-        if self._lock.acquire(timeout=10 * SLICE_SECONDS):
-            try:
+        # The holder lets go within a slice, or tears down (see `_use`) when it can: it may be this
+        # thread, which a signal handler has interrupted.
+        if self._lock.turn.is_owned():
+            return
+        with self._lock.turn as mine:
+            if mine or self._lock.turn.take_within(10 * SLICE_SECONDS):
                 self._tear_down()
-            finally:
-                self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -121,20 +120,20 @@ class RemoteEnd(ABC):
         Raises:
             GroupClosedError: the end is closed.
             GroupTimeoutError: another thread holds it past the deadline.
+            RuntimeError: this thread has it: a signal handler uses the end that it interrupted.
         """
-        self._require_open(operation)
-        if not self._lock.acquire(timeout=deadline.remaining(threading.TIMEOUT_MAX)):
-            raise GroupTimeoutError(operation, deadline.timeout, detail="another thread is in it")
-        try:
-            self._require_open(operation)
-            yield
-        except BaseException:
-            self._closing |= self._torn
-            raise
-        finally:
-            if self._closing:
-                self._tear_down()
-            self._lock.release()
+        with self._lock.turn as mine:
+            if not mine:
+                self._lock.take(deadline, operation, self._require_open)
+            try:
+                self._require_open(operation)
+                yield
+            except BaseException:
+                self._closing |= self._torn
+                raise
+            finally:
+                if self._closing:
+                    self._tear_down()
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:

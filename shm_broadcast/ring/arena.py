@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from shm_broadcast.errors import SharedMemoryError
 from shm_broadcast.layout import SEGMENT_NONCE_BYTES
-from shm_broadcast.liveness import ProcessId
+from shm_broadcast.machine.liveness import ProcessId
 from shm_broadcast.ring.recycling import size_class
 from shm_broadcast.segment import Segment, SegmentHandle
 

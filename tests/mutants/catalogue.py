@@ -190,7 +190,7 @@ MUTANTS = (
     ),
     Mutant(
         "Q10 a pid that was used again is not the process",
-        "shm_broadcast/liveness.py",
+        "shm_broadcast/machine/liveness.py",
         "if ProcessId.of(process.pid) == process:",
         "if ProcessId.of(process.pid).pid == process.pid:",
         (f"{_HERE}/test_liveness.py::test_a_pid_that_was_used_again_is_not_the_process",),

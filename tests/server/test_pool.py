@@ -17,9 +17,10 @@ import torch
 from server.errors import CallTimeoutError, WorkerError
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
-from shm_broadcast import MessageDecodeError
+from shm_broadcast import MessageDecodeError, SharedMemoryError
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.server.workers import BadInputError, Gate, Undecodable, Unpicklable, Worker
+from tests.shm_broadcast.leaks import no_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -373,6 +374,18 @@ def test_large_results_stay_where_the_worker_has_put_them_if_asked_to(zero_copy:
     for turn, (first, second) in enumerate(kept):
         assert len(first) == len(second) == 400_000 + turn
         assert (first == 0).all() and (second == 1).all()
+
+
+def test_a_result_for_which_no_descriptor_is_left_fails_its_call_alone() -> None:
+    with WorkerPool(Worker, config=PoolConfig(zero_copy=True)) as pool:
+        pool.call("ones", 1_000_000)
+        kept = pool.call("ones", 1_000_000)  # the next one is in memory not seen before
+        with no_descriptors():
+            late = pool.submit("ones", 2_000_000)
+            with pytest.raises(SharedMemoryError, match=r"rank 0 answers to ones .* open files"):
+                late.result(PATIENCE_SECONDS)
+        assert pool.submit("ones", 3).result(PATIENCE_SECONDS).tolist() == [0.0] * 3
+        assert len(kept) == 1_000_000
 
 
 def in_shared_memory(tensor: torch.Tensor) -> bool:

@@ -15,7 +15,8 @@ from benchmarks.http_served import gone
 from server.errors import PoolClosedError, WorkerError, WorkerLostError, WorkerStartError
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
-from tests.patience import NAMED_WITHIN, STALL_SECONDS, quickest, until
+from shm_broadcast import CoordinatorError
+from tests.patience import NAMED_WITHIN, PATIENCE_SECONDS, STALL_SECONDS, quickest, until
 from tests.server.workers import BadInputError, Failing, Gate, Worker
 
 if TYPE_CHECKING:
@@ -229,6 +230,15 @@ def test_a_pool_breaks_when_a_message_was_left_half_done(pool: WorkerPool) -> No
         pool.call("send_then_fail")
     with pytest.raises(WorkerError, match="before it received"):
         pool.call("echo", timeout=10)
+
+
+def test_an_answer_that_ends_the_thread_that_reads_it_breaks_the_pool(pool: WorkerPool) -> None:
+    told = r"the thread pool-collector has failed: SystemExit\('left when unpickled'\)"
+    with pytest.raises(CoordinatorError, match=told) as raised:
+        pool.submit("make", "leaving").result(PATIENCE_SECONDS)
+    assert isinstance(raised.value.__cause__, SystemExit)
+    with pytest.raises(CoordinatorError, match=told):
+        pool.call("echo")
 
 
 def test_a_worker_that_leaves_says_how(pool: WorkerPool) -> None:

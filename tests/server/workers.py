@@ -49,6 +49,11 @@ class Undecodable:
         return int, ("not a number",)
 
 
+class Leaving:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, ("left when unpickled",)
+
+
 async def promised() -> Any:
     yield 1
 
@@ -64,6 +69,7 @@ def yielded() -> Iterator[int]:
 MADE: dict[str, Callable[[], Any]] = {
     "unpicklable": Unpicklable,
     "undecodable": Undecodable,
+    "leaving": Leaving,
     "lambda": lambda: lambda: 1,
     "generator": yielded,
     "coroutine": promise,

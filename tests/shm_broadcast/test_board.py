@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import threading
 import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import pytest
@@ -25,8 +26,8 @@ from shm_broadcast.errors import (
     PeerLostError,
     SharedMemoryError,
 )
-from shm_broadcast.liveness import ProcessId
 from shm_broadcast.machine.affinity import GIVEN_CORES
+from shm_broadcast.machine.liveness import ProcessId
 from tests.forked import in_a_child
 from tests.patience import until
 from tests.ranks import run_ranks
@@ -221,6 +222,25 @@ def test_a_dead_member_s_slot_can_be_taken_over() -> None:
             assert board.words.load32(board.doorbell_offset(1) + layout.DOORBELL_SLEEPERS) == 0
             new.stamp("send")
             assert board.member_status(1).state == "busy"
+
+
+@pytest.mark.parametrize("place", ["Outward", "write_stacks_when_asked", "Members.show"])
+def test_a_dead_member_is_dead_though_its_successor_could_not_join(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with boards(2) as (board, old):
+        old.stamp("all_reduce")
+        bury(board, 1)
+        with monkeypatch.context() as failing:
+            failing.setattr(f"shm_broadcast.board.board.{place}", fail)
+            with pytest.raises(OSError, match="Too many open"):
+                Board.attach(board.handle(), 1)
+        assert (board.lost(), board.member_status(1).operation) == ([1], "all_reduce")
+        with Board.attach(board.handle(), 1):
+            assert board.lost() == []
 
 
 def test_the_newcomer_did_not_do_what_the_dead_one_did() -> None:

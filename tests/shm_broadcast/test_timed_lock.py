@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shm_broadcast import GroupTimeoutError
+from shm_broadcast import GroupTimeoutError, timed_lock
 from shm_broadcast.deadline import Deadline
-from shm_broadcast.queue import timed_lock
-from shm_broadcast.queue.timed_lock import TimedLock
+from shm_broadcast.timed_lock import TimedLock
 from tests.patience import PATIENCE_SECONDS, until
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def test_who_has_it_is_refused(lock: TimedLock) -> None:
     with lock.turn as mine:
         assert mine
         assert lock.turn.is_owned()
-        with pytest.raises(RuntimeError, match="in the queue already"), lock.turn:
+        with pytest.raises(RuntimeError, match="in it already"), lock.turn:
             pass
         assert lock.turn.is_owned()
     assert not lock.turn.is_owned()

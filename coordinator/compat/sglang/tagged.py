@@ -41,7 +41,7 @@ class _Sender:
     """
 
     def __init__(self) -> None:
-        self.kept: dict[int, deque[Any]] = defaultdict(deque)
+        self.kept: defaultdict[int, deque[Any]] = defaultdict(deque)
         self.arrived = Condition()
         self.receiving = False
 
@@ -64,12 +64,16 @@ class TaggedMail:
         """The next object of ``src`` with this tag. Collective: no, the two members."""
         sender = self._senders.setdefault(src, _Sender())
         with sender.arrived:
-            while not sender.kept[tag]:
+            while tag not in sender.kept:
                 if sender.receiving:
                     sender.arrived.wait()
                 else:
                     self._receive(sender, src)
-            return sender.kept[tag].popleft()
+            kept = sender.kept[tag]
+            obj = kept.popleft()
+            if not kept:
+                del sender.kept[tag]
+            return obj
 
     def _receive(self, sender: _Sender, src: int) -> None:
         """Take one object in, while others look for theirs among those that have come."""

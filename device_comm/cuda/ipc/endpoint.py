@@ -23,7 +23,7 @@ from device_comm.cuda.ipc.probe import MemoryProbe
 from device_comm.cuda.launches import abi
 from device_comm.cuda.launches.launch import KERNELS, Limits, warm_up
 from shm_broadcast.deadline import Deadline
-from shm_broadcast.liveness import ProcessId
+from shm_broadcast.machine.liveness import ProcessId
 from shm_broadcast.segment import SegmentHandle  # noqa: TC001 - msgspec looks at it
 
 if TYPE_CHECKING:

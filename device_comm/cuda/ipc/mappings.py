@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from shm_broadcast.liveness import ProcessId, ProcessWatch
+from shm_broadcast.machine.liveness import ProcessId, ProcessWatch
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:

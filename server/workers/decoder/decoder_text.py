@@ -87,10 +87,13 @@ class DecoderText:
         return AnswerReader(self._tokenizer, stops)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        try:  # as a batch of one: `encode` keeps the GIL
+            (found,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         except (TypeError, UnicodeEncodeError) as error:
             raise ValueError(f"the text is not Unicode: {error}") from error
+        ids: list[int] = found.ids
         return ids
 
 

@@ -12,7 +12,7 @@ from device_comm.cuda.ipc import endpoint
 from device_comm.cuda.ipc.ipc_backend import IpcBackend
 from device_comm.cuda.ipc.mappings import Departures
 from shm_broadcast import Board, BoardHandle, Deadline, GroupTimeoutError
-from shm_broadcast.liveness import ProcessId
+from shm_broadcast.machine.liveness import ProcessId
 from tests.device_comm.cuda.emulator import LIMITS
 from tests.device_comm.cuda.host_driver import HostDriver, small_layout
 from tests.device_comm.cuda.ipc_ranks import ipc_of, local_swaps, make_ipc, on_threads

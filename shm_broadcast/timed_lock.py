@@ -1,6 +1,6 @@
-"""The lock by which threads share one end of a queue; none waits for it beyond its deadline.
+"""The lock by which threads share what only one may use at a time; none waits beyond its deadline.
 
-A call of the queue is one block, which takes the turn at once or waits for it::
+A use of it is one block, which takes the turn at once or waits for it::
 
     with lock.turn as mine:
         if not mine:
@@ -70,7 +70,7 @@ class PythonTurn:
 
     def __enter__(self) -> bool:
         if self.is_owned():
-            raise RuntimeError("this thread is in the queue already: it would wait for itself")
+            raise RuntimeError("this thread is in it already: it would wait for itself")
         return self._took(self._lock.acquire(blocking=False))
 
     def __exit__(self, *_: object) -> None:
