@@ -366,7 +366,8 @@ class _Serving:
         except _ENDS:
             raise
         except TypeError as error:
-            self._fail(unsendable(value, error), begun)
+            what = "item" if call.stream else "result"
+            self._fail(unsendable(value[0] if call.stream else value, error, what), begun)
         except BaseException as error:  # noqa: BLE001 - the value's own code fails to pickle it
             self._fail(error, begun)
 

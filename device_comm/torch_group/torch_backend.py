@@ -271,7 +271,9 @@ class TorchBackend(Backend):
         group, peer, following = self._group, operation.peer, operation.following
 
         def receive(tensors: Sequence[Tensor]) -> None:
-            for work in [group.recv([as_cargo(tensor)], peer, _TAG) for tensor in tensors]:
+            for work in [
+                group.recv([as_cargo(tensor)], peer, _TAG) for tensor in tensors if tensor.numel()
+            ]:
                 work.wait()
 
         def receive_all() -> None:

@@ -8,11 +8,14 @@ than by the one item that it computes while the consumer has the last one.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from shm_broadcast import CoordinatorError
+
+from ..errors import PoolClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,14 +111,16 @@ class CallStream:
         """Close the stream."""
         self.close()
 
-    def __del__(self) -> None:
-        """Close the stream in another thread: this one may hold the pool's lock at any moment."""
-        if self._begun and not self._over:
-            with suppress(RuntimeError):  # the interpreter ends, and the pool with it
-                threading.Thread(target=self.close, name="pool-stream-end", daemon=True).start()
+    def __del__(self, _at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Close the stream in another thread: this one may hold the pool's lock at any moment.
+
+        Not while the interpreter ends, and the pool with it: a thread would not start any more.
+        """
+        if self._begun and not self._over and not _at_the_end():
+            threading.Thread(target=self.close, name="pool-stream-end", daemon=True).start()
 
 
 def _log_failure(closed: Future[Any]) -> None:
     error = None if closed.cancelled() else closed.exception()
-    if error is not None:
+    if error is not None and not isinstance(error, PoolClosedError):
         _log.warning("a stream's generator could not be closed: %s", error)

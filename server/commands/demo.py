@@ -63,8 +63,6 @@ def prepare(args: argparse.Namespace) -> DemoPlan:
         raise ImportError(f"the extra group-coordinator[demo] lacks {', '.join(missing)}")
     if not args.timeout > 0:
         raise ValueError(f"--timeout must be more than 0 seconds; got {args.timeout}")
-    if args.dp != 1:
-        raise ValueError(f"--dp must be 1; got {args.dp}: serve takes more replicas")
     model = read_model(args)
     if args.out is not None and (args.out.is_dir() or not args.out.parent.is_dir()):
         raise ValueError(f"--out {args.out}: not a file in an existing folder")

@@ -97,7 +97,9 @@ def prepare(args: argparse.Namespace) -> ServePlan | HeadlessPlan:
     for name in ("stuck_after", *(f"{what}_timeout" for what in _TIMEOUTS)):
         seconds = getattr(args, name)
         if seconds is not None and not 0 < seconds < math.inf:
-            raise ValueError(f"{_option(name)} must be more than 0 seconds; got {seconds}")
+            raise ValueError(
+                f"{_option(name)} must be a finite number of seconds, more than 0; got {seconds}"
+            )
     if args.spans is not None:
         spans.check_exporter(args.spans)
     model = _read_model(args, _n_hosts(args, hosts))

@@ -115,7 +115,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     zero_copy: bool
     worker: str
     worker_kwargs: bytes
-    main: dict[str, str] | None
+    main: dict[str, bytes] | None
     timeout: float | None
     store: StoreAddress | None = None
     address: str = ""

@@ -8,6 +8,7 @@ pool that is made outside of it would start workers without end; the worker refu
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from contextvars import ContextVar
 from multiprocessing import spawn
@@ -34,10 +35,12 @@ def worker_name(worker: type | str) -> str:
         return worker
     if not isinstance(worker, type):
         raise TypeError(f"worker must be a class or 'package.module:Class'; got {worker!r}")
-    name = f"{worker.__module__}:{worker.__qualname__}"
+    # What multiprocessing has started, or a pool, has the main module under its second name.
+    module = "__main__" if worker.__module__ == "__mp_main__" else worker.__module__
+    name = f"{module}:{worker.__qualname__}"
     if "<locals>" in name:
         raise ValueError(f"{name} is defined in a function: its workers could not import it")
-    if worker.__module__ == "__main__" and main_of(name) is None:
+    if module == "__main__" and main_of(name) is None:
         raise ValueError(
             f"{worker.__qualname__} is defined where no other process can import it from "
             "(a session, a command line, standard input, a __main__.py): put it into a module"
@@ -45,7 +48,7 @@ def worker_name(worker: type | str) -> str:
     return name
 
 
-def main_of(name: str) -> dict[str, str] | None:
+def main_of(name: str) -> dict[str, bytes] | None:
     """The data for `worker_class` about the driver's main module, if ``name`` is defined there.
 
     ``None`` if it is defined elsewhere, or if no other process can load the main module.
@@ -56,13 +59,13 @@ def main_of(name: str) -> dict[str, str] | None:
     spec = getattr(main, "__spec__", None)
     if spec is not None:
         unnamed = spec.name.rpartition(".")[2] == "__main__"
-        return None if unnamed else {"init_main_from_name": spec.name}
+        return None if unnamed else {"init_main_from_name": os.fsencode(spec.name)}
     file = getattr(main, "__file__", None)
     found = file is not None and Path(file).is_file()  # "<stdin>" is not a file
-    return {"init_main_from_path": str(Path(file).absolute())} if file and found else None
+    return {"init_main_from_path": os.fsencode(Path(file).absolute())} if file and found else None
 
 
-def worker_class(name: str, main: dict[str, str] | None) -> type[Any]:
+def worker_class(name: str, main: dict[str, bytes] | None) -> type[Any]:
     """In a worker: import the class ``name``; ``main`` is what `main_of` gave the driver.
 
     Raises:
@@ -71,7 +74,7 @@ def worker_class(name: str, main: dict[str, str] | None) -> type[Any]:
     if main is not None:
         token = _LOADING_MAIN.set(True)
         try:
-            spawn.prepare(main)
+            spawn.prepare({how: os.fsdecode(which) for how, which in main.items()})
         finally:
             _LOADING_MAIN.reset(token)
     module, _, path = name.partition(":")

@@ -52,11 +52,17 @@ def describe(error: BaseException, number: int = 0, begun: tuple[BegunInGroup, .
     )
 
 
-def unsendable(value: object, error: TypeError) -> TypeError:
-    """In a worker: what to report of a result that ``error`` has kept from being sent."""
+def unsendable(value: object, error: TypeError, what: str = "result") -> TypeError:
+    """In a worker: what to report of a result that ``error`` has kept from being sent.
+
+    Args:
+        value: the result.
+        error: why not.
+        what: it may be the item of a stream.
+    """
     kind = type(value)
     instead = _INSTEAD.get(kind, str(error.__cause__ or error))
-    told = TypeError(f"its result, of type {kind.__name__}, cannot be sent: {instead}")
+    told = TypeError(f"its {what}, of type {kind.__name__}, cannot be sent: {instead}")
     told.__cause__ = error
     return told
 

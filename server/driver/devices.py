@@ -6,6 +6,7 @@ only the CPU is asked for, it does not even load torch.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 from shm_broadcast.checked_arguments import texts
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 
 CPU: Final = "cpu"
+_CUDA: Final = re.compile(r"cuda(?::(\d{1,4}))?", re.ASCII)
 
 
 def assign(device: str | Sequence[str], ranks: int, gpus: int, share_gpu: bool) -> tuple[str, ...]:
@@ -34,29 +36,25 @@ def assign(device: str | Sequence[str], ranks: int, gpus: int, share_gpu: bool) 
         if len(device) != ranks:
             raise ValueError(f"device: {len(device)} devices for {ranks} ranks")
         return tuple(one for each in device for one in assign(each, 1, gpus, share_gpu))
-    if device == CPU and not share_gpu:
-        return (CPU,) * ranks
-    import torch  # noqa: PLC0415
-
-    try:
-        wanted = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device: {error}") from error
-    if wanted.type != "cuda":
+    if device == CPU:
         if share_gpu:
             raise ValueError(f"sharing a GPU is for device 'cuda'; got {device!r}")
-        return (device,) * ranks
+        return (CPU,) * ranks
+    wanted = _CUDA.fullmatch(device)
+    if wanted is None:
+        raise ValueError(f"device must be 'cpu', 'cuda' or one GPU as 'cuda:0'; got {device!r}")
+    index = None if wanted[1] is None else int(wanted[1])
     if not gpus:
         raise ValueError(f"device {device!r}: torch sees no CUDA device")
-    if wanted.index is not None and wanted.index >= gpus:
+    if index is not None and index >= gpus:
         raise ValueError(f"device {device!r}: there are {_count(gpus)}, numbered from 0")
-    usable = 1 if wanted.index is not None else gpus
+    usable = 1 if index is not None else gpus
     if ranks > usable and not share_gpu:
         raise ValueError(
             f"device {device!r}: {ranks} ranks for {_count(usable)}: several on one have to be "
             "asked for, by share_gpu=True or --share-gpu"
         )
-    first = wanted.index or 0
+    first = index or 0
     return tuple(f"cuda:{first + rank % usable}" for rank in range(ranks))
 
 

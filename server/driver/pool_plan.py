@@ -51,7 +51,7 @@ class PoolPlan:
     """
 
     worker: str
-    main: dict[str, str] | None
+    main: dict[str, bytes] | None
     worker_kwargs: bytes
     tp: int
     pp: int

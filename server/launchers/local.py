@@ -13,6 +13,7 @@ torch (`launchers.fork_servers`), or spawned, as a fresh interpreter.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import select
@@ -24,6 +25,8 @@ import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from shm_broadcast import Deadline, GroupTimeoutError
 from shm_broadcast.board.stacks import StackFile
@@ -117,7 +120,10 @@ class LocalWorker:
             self.away = False
             if not self._told_path:
                 self._told_path = True
-                self.channel.send(list(map(str, sys.path)), deadline)
+                # By Python's JSON: a folder's name may hold bytes that are no text.
+                self.channel.send(
+                    msgspec.Raw(json.dumps(list(map(str, sys.path))).encode()), deadline
+                )
             self.channel.send(start, deadline)
         except ChannelClosedError:
             return

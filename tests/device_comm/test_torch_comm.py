@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest import mock
 from unittest.mock import Mock
@@ -58,6 +59,32 @@ def test_table_without_a_board(store_path: str) -> None:
 def test_table_on_groups_that_do_not_start_at_rank_0(store_path: str) -> None:
     with Board.create(4, None) as board:
         check_table(run_ranks(4, subgroup_table, store_path, board.handle()))
+
+
+def series_with_empty_tensors(rank: int, n: int, path: str, board: BoardHandle) -> None:
+    sent = [torch.empty(0), torch.full((2,), 1.0), torch.empty(0), torch.full((2,), 2.0)]
+    with Communicator(
+        TorchBackend(init_gloo(rank, n, path), "cpu", Board.attach(board, rank))
+    ) as comm:
+        for asynchronous in (True, False):
+            if rank == 0:
+                for x in sent:
+                    comm.send(x, dst=1)
+                continue
+            received = [torch.zeros_like(x) for x in sent]
+            parts = iter([received[:2], received[2:3], received[3:], []])
+            following = partial(next, parts)
+            if asynchronous:
+                comm.irecv_series(following, 0).wait(30)
+            else:
+                comm.recv_series(following, 0, timeout=30)
+            assert [x.tolist() for x in received] == [x.tolist() for x in sent]
+        comm.barrier()
+
+
+def test_a_series_may_have_tensors_without_elements(store_path: str) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, series_with_empty_tensors, store_path, board.handle())
 
 
 CANNOT_BEGIN = {

@@ -67,6 +67,7 @@ def test_the_version_is_said_without_torch_and_stands_in_one_place() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "version" not in project and project["dynamic"] == ["version"]
     built = python("-W", "ignore", "setup.py", "--version").strip()
+    assert said("--version") == python("-m", "server", "--version")
     assert said("--version") == f"group-coordinator {built}\n"
     assert facts_here({})["group-coordinator"] == built
     for package in ("coordinator", "device_comm", "group_coordinator", "server", "shm_broadcast"):

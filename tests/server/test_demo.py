@@ -107,7 +107,6 @@ def test_a_wrong_answer_ends_with_status_1(
         (["--pp=-3"], "tp and pp must be at least 1; got tp=2, pp=-3"),
         (["--tp=1000", "--pp=1000"], "tp=1000 does not divide"),
         (["--tp=two"], "argument --tp: invalid int value: 'two'"),
-        (["--dp=2"], "--dp must be 1; got 2: serve takes more replicas"),
         (["--threads=0"], "--threads must be 1 to 8192; got 0"),
         (["--threads=100000000"], "--threads must be 1 to 8192; got 100000000"),
         (["--timeout=-1"], "--timeout must be more than 0 seconds; got -1.0"),
@@ -138,7 +137,7 @@ def test_bad_input_ends_with_status_2_and_one_line(
     assert stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["nope"], ["demo", "--bogus"]])
+@pytest.mark.parametrize("arguments", [[], ["nope"], ["demo", "--bogus"], ["demo", "--dp=2"]])
 def test_bad_command_lines(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as info:
         main(arguments)

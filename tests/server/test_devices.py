@@ -37,7 +37,15 @@ def test_devices(device: str, ranks: int, gpus: int, share: bool, expected: list
         ("cuda:0", 2, 8, False, "2 ranks for 1 GPU"),
         ("cuda:2", 1, 2, False, "device 'cuda:2': there are 2 GPUs, numbered from 0"),
         ("cpu", 2, 2, True, "sharing a GPU is for device 'cuda'; got 'cpu'"),
-        ("abacus", 1, 1, False, "device: .*abacus"),
+        (
+            "abacus",
+            1,
+            1,
+            False,
+            "device must be .cpu., .cuda. or one GPU as .cuda:0.; got .abacus.",
+        ),
+        ("mps", 1, 0, False, "device must be .cpu., .cuda. or one GPU"),
+        ("cpu:1", 1, 0, False, "device must be .cpu., .cuda. or one GPU"),
     ],
 )
 def test_what_is_refused(device: str, ranks: int, gpus: int, share: bool, text: str) -> None:

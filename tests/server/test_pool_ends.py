@@ -201,6 +201,45 @@ def test_a_worker_of_the_main_module_works(drivers: list[Driver], command: list[
     assert driver.left(1.0 + STALL_SECONDS) == []
 
 
+NESTED = """
+import sys
+sys.path.insert(0, {root!r})
+from server.pool import WorkerPool
+
+class Inner:
+    def __init__(self, context): pass
+    def answer(self): return 7
+
+class Outer(Inner):
+    def answer(self):
+        with WorkerPool(Inner) as pool:
+            return pool.call("answer")
+    def count(self):
+        yield from range(3)
+
+if __name__ == "__main__":
+    with WorkerPool(Outer) as pool:
+        print([pool.call("answer")], flush=True)
+        unfinished = pool.stream("count")
+        print([next(unfinished)], flush=True)
+    raise SystemExit("with a stream that has not ended")
+"""
+
+
+def test_a_script_in_a_folder_whose_name_is_no_text_ends_though_a_stream_has_not(
+    drivers: list[Driver], tmp_path: Path
+) -> None:
+    """Its worker is the driver of a pool of another class of the script."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    script = folder / os.fsdecode(b"n\xe9sted.py")
+    script.write_text(NESTED.format(root=str(DRIVERS.parents[2])))
+    driver = Driver(command=[str(script)])
+    drivers.append(driver)
+    assert [*driver.says(), *driver.says()] == [7, 0]
+    assert driver.end() == (1, "with a stream that has not ended\n")
+
+
 def test_a_main_module_without_a_guard_is_told_so(drivers: list[Driver], tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(

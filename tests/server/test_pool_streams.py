@@ -72,6 +72,9 @@ class Speaker:
         finally:
             raise ValueError("not now")
 
+    def locks(self) -> Iterator[Any]:
+        yield threading.Lock()
+
     def no_generator(self) -> list[int]:
         return [1, 2]
 
@@ -191,6 +194,23 @@ def test_a_generator_that_fails_to_close_is_logged(
     until(lambda: "could not be closed: rank " in caplog.text)
     assert "failed in fail_to_close: ValueError: not now" in caplog.text
     assert list(pool.stream("count", "after a failure to close", 2)) == [0, 2]
+
+
+def test_an_item_that_cannot_be_sent_is_told_by_its_own_type(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="its item, of type lock, cannot be sent: cannot pickle"):
+        next(pool.stream("locks"))
+    assert list(pool.stream("count", "after a lock", 2)) == [0, 2]
+
+
+def test_who_leaves_pool_and_stream_at_once_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:
+    def leave() -> None:
+        with WorkerPool(Speaker) as pool:
+            for _ in pool.stream("sizes", 1, 2, 3):
+                raise SystemExit
+
+    with pytest.raises(SystemExit):
+        leave()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])

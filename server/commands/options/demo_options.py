@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
     model_options.add_arguments(parser, tp=2, pp=2)
+    parser.set_defaults(dp=1)
     add("--input", type=Path, metavar="FILE", help="UTF-8 text, one sentence a line; blank "
         "lines are skipped (default: a text that ships with the project)")  # fmt: skip
     add("--out", type=Path, metavar="FILE.npy", help="write the embeddings, float32 "

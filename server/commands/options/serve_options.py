@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default {SLOTS})")  # fmt: skip
     add("--context", type=int, metavar="N", help="completions: tokens of a prompt and its answer "
         f"(default {CONTEXT}, or what the model takes)")  # fmt: skip
+    add("--dp", type=int, default=1, metavar="N", help="replicas of the model (default 1)")
     host_options.add_arguments(parser)
     add("--served-name", metavar="NAME", help="the model's name in requests "
         f"(default: the name of its folder, or {PACKAGED_NAME})")  # fmt: skip

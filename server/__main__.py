@@ -1,0 +1,10 @@
+"""The console script, as ``python -m group_coordinator``."""
+
+from __future__ import annotations
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
