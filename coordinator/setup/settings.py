@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from coordinator.setup import torch_groups
 from coordinator.setup.torch_groups import SocketChoice
@@ -90,7 +91,7 @@ class Settings:
             sockets: where gloo listens; None: torch's choice.
             timeout: seconds that an operation may take; None: for ever.
             torch_only: see the attribute.
-            checked: see the attribute.
+            checked: see the attribute; also where ``TORCH_DISTRIBUTED_DEBUG`` is ``DETAIL``.
             secret: see the attribute.
 
         Raises:
@@ -108,7 +109,7 @@ class Settings:
             sockets or SocketChoice(),
             timeout,
             torch_only,
-            checked,
+            checked or dist.get_debug_level() == dist.DebugLevel.DETAIL,
             secret=secret,
         )
 

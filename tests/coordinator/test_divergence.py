@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import coordinator
 from coordinator import GroupCoordinator, ParallelGroups, ReduceOp, host_store
@@ -97,6 +98,23 @@ def test_members_that_diverge_are_told(kind: str, torch_only: bool) -> None:
     for text in run_ranks(3, diverge, store.port, torch_only, kind, timeout=120):
         assert "issued" in text
         assert "where this rank issued" in text
+
+
+def diverge_under_torchs_switch(rank: int, n: int, port: int) -> str:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # as TORCH_DISTRIBUTED_DEBUG says at torch's start
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(tp=n, rank=rank, store=store, torch_only=True) as groups:
+        x = torch.ones(4, dtype=torch.int32 if rank else torch.float32)
+        with pytest.raises((DivergenceError, GroupAbortedError)) as caught:
+            groups.tp.all_reduce(x)
+        return str(caught.value)
+
+
+def test_torchs_switch_for_its_checks_is_that_of_ours() -> None:
+    store = host_store()
+    for text in run_ranks(2, diverge_under_torchs_switch, store.port):
+        assert "issued all_reduce torch.int32" in text
+        assert "all_reduce torch.float32" in text
 
 
 def checked_table(rank: int, n: int, port: int) -> dict[str, str]:
