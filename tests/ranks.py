@@ -57,6 +57,7 @@ PRELOADED = (
     *("torch.testing", "pytest", "hypothesis"),
     *("coordinator", "coordinator.layout", "coordinator.pipeline"),
     *("server.worker", "server.commands.serve", "starlette", "uvicorn"),
+    "tests.huge_pages",
 )
 """What the fork server imports, as far as it is installed."""
 

@@ -124,11 +124,11 @@ def test_clients_get_the_models_vectors_or_what_is_wrong_until_it_is_stopped() -
 
         lines = [row for row, line in enumerate(LINES) if len(line) < 100]
         questions = Questions([LINES[row] for row in lines], expected[lines])
-        asyncio.run(load(served.url, PACKAGED_NAME, questions, 100, 3.0)).check()
+        asyncio.run(load(served.url, PACKAGED_NAME, questions, 100, 1.5)).check()
 
         def growth() -> int:
             before = served.memory_bytes()
-            found = asyncio.run(load(served.url, PACKAGED_NAME, questions, 100, 3.0, seed=1))
+            found = asyncio.run(load(served.url, PACKAGED_NAME, questions, 100, 1.5, seed=1))
             found.check()
             assert len(found.seconds) >= 100
             return served.memory_bytes() - before

@@ -97,7 +97,7 @@ def test_hostile_texts_cost_bounded_memory_and_kill_nobody() -> None:
         served.wait_until_ready()
         pids = served.worker_pids()
         with Peak([served.process.pid, *pids]) as peak:
-            assert ask(served, ["warm " * 250] * 64).status_code == 200
+            assert ask(served, ["warm " * 250] * 16).status_code == 200
             for fields, status in hostile_requests():
                 answer = ask(served, **{"given": fields.pop("input"), **fields})
                 assert answer.status_code == status, (answer.text[:200], peak.grown() / MIB)
@@ -112,7 +112,7 @@ def test_within_a_limit_of_memory_no_worker_dies() -> None:
     with ForkedServed("--request-timeout", "120") as served:
         served.wait_until_ready()
         pids = served.worker_pids()
-        assert ask(served, ["warm " * 250] * 64).status_code == 200
+        assert ask(served, ["warm " * 250] * 16).status_code == 200
         for pid in (served.process.pid, *pids):
             room = psutil.Process(pid).memory_info().vms + 512 * MIB
             resource.prlimit(pid, resource.RLIMIT_AS, (room, room))
@@ -127,7 +127,7 @@ def test_a_small_request_does_not_wait_for_a_large_one() -> None:
     with ForkedServed("--request-timeout", "120") as served:
         served.wait_until_ready()
         answers: list[httpx.Response] = []
-        large = threading.Thread(target=lambda: answers.append(ask(served, ["word " * 240] * 100)))
+        large = threading.Thread(target=lambda: answers.append(ask(served, ["word " * 240] * 64)))
         large.start()
         until(lambda: served.get("/status")[1]["items_waiting"])
         assert ask(served, "small").status_code == 200
