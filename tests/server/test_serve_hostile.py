@@ -127,7 +127,7 @@ def test_a_small_request_does_not_wait_for_a_large_one() -> None:
     with ForkedServed("--request-timeout", "120") as served:
         served.wait_until_ready()
         answers: list[httpx.Response] = []
-        large = threading.Thread(target=lambda: answers.append(ask(served, ["word " * 240] * 64)))
+        large = threading.Thread(target=lambda: answers.append(ask(served, ["word " * 240] * 48)))
         large.start()
         until(lambda: served.get("/status")[1]["items_waiting"])
         assert ask(served, "small").status_code == 200
