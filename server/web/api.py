@@ -60,6 +60,12 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
 
+def too_many_connections() -> ApiError:
+    """What a client is told on a connection beyond those that there may be."""
+    message = "the server has too many connections"
+    return ApiError(503, message, "server_error", code="overloaded")
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """The model that requests have to name.

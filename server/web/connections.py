@@ -6,7 +6,8 @@ longer is told so (408), unless an answer was begun, and disconnected. (Connecti
 request are closed by uvicorn itself.)
 
 Where there are too many connections, the one that has kept the server waiting longest is closed for
-a new one. So clients that hold connections and send no request cannot keep others out.
+a new one. So clients that hold connections and send no request cannot keep others out. Where all
+wait for the server, some more are accepted: there it tells how it is, and takes no work.
 
 A client that has shut down its sending side still gets its answer. The server sees the same of one
 that has left; but the host of one that has left answers any byte with a reset. So the first byte of
@@ -24,11 +25,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from .api import ApiError
+from .api import ApiError, too_many_connections
+from .descriptors import SPARE_CONNECTIONS
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
+
+    from starlette.types import Receive, Scope, Send
 
 _AHEAD = b"H"
 """The first byte of every answer, which begins with ``HTTP/1.1``."""
@@ -37,7 +41,7 @@ _LOOK_SECONDS = 0.2
 
 _LATE = ApiError(408, "the request did not arrive in time")
 _MOVED = ApiError(503, "the server is shutting down", "server_error", code="not_ready")
-_FULL = ApiError(503, "the server has too many connections", "server_error", code="overloaded")
+_FULL = too_many_connections()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class ConnectionLimits:
 
     Attributes:
         connections: how many may be open at once.
+        spare: how many more are accepted where all of those wait for the server.
         head_seconds: for the head of a request, counted from its first byte, and for a new
             connection from its beginning.
         body_seconds: for the body, counted from the end of the head.
@@ -54,6 +59,7 @@ class ConnectionLimits:
     """
 
     connections: int = 1000
+    spare: int = SPARE_CONNECTIONS
     head_seconds: float = 10.0
     body_seconds: float = 30.0
     send_seconds: float = 60.0
@@ -68,6 +74,7 @@ class TimedConnection(H11Protocol):
         owed: what it waits for: ``"head"``, ``"body"``, ``"taking"`` (the client has not read all
             that was sent), ``"request"`` (it is idle), or ``""``: the client waits for the server.
         since: when that began, by the monotonic clock.
+        spare: whether it was accepted beyond the limit, and has not come within it.
     """
 
     limits: ClassVar = ConnectionLimits()
@@ -81,6 +88,9 @@ class TimedConnection(H11Protocol):
         super().__init__(*args, **options)
         self.owed = ""
         self.since = 0.0
+        self.spare = False
+        self._app = self.app
+        self.app = self._answer
         self._seconds = {
             "head": self.limits.head_seconds,
             "body": self.limits.body_seconds,
@@ -93,8 +103,11 @@ class TimedConnection(H11Protocol):
         """Take the connection; where there are too many, close another one for it."""
         super().connection_made(transport)
         self._note("head")
-        if len(self.connections) > self.limits.connections and not self._displace():
-            self._refuse(_FULL)
+        beyond = len(self.connections) - self.limits.connections
+        if beyond > 0 and self._is_crowded() and not self._displace(spare=False):
+            self.spare = True
+            if beyond > self.limits.spare and not self._displace(spare=True):
+                self._refuse(_FULL)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection was closed: wait for nothing more."""
@@ -173,13 +186,21 @@ class TimedConnection(H11Protocol):
         elif self.owed != "taking":
             self._refuse(_LATE)
 
-    def _displace(self) -> bool:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.spare = self.spare and self._is_crowded()
+        scope["state"]["spare"] = self.spare
+        await self._app(scope, receive, send)
+
+    def _is_crowded(self) -> bool:
+        return len(self._others(spare=False)) >= self.limits.connections
+
+    def _others(self, *, spare: bool) -> list[TimedConnection]:
+        others = (each for each in self.connections if each is not self)
+        return [each for each in others if isinstance(each, TimedConnection) and each.spare is spare]
+
+    def _displace(self, *, spare: bool) -> bool:
         """Close the connection that has kept the server waiting longest; whether there is one."""
-        waiting = [
-            each
-            for each in self.connections
-            if isinstance(each, TimedConnection) and each is not self and each.owed
-        ]
+        waiting = [each for each in self._others(spare=spare) if each.owed]
         if not waiting:
             return False
         min(waiting, key=lambda each: each.since).give_way()

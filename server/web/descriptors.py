@@ -8,6 +8,8 @@ from pathlib import Path
 
 _OWN = 32
 """Descriptors kept for the process itself: for the event loop, and files that are read."""
+SPARE_CONNECTIONS = 16
+"""Connections accepted beyond the others, for those who ask how the service is."""
 _PER_WORKER = 16
 """Descriptors kept for each worker: queues, channels, process descriptors."""
 
@@ -17,7 +19,7 @@ class Shares:
     """How many descriptors clients may use.
 
     Attributes:
-        connections: how many may be open at once.
+        connections: how many may be open at once, beside `SPARE_CONNECTIONS`.
         accepts: how many the event loop may accept before it looks at the first of them.
     """
 
@@ -45,7 +47,8 @@ def connection_shares(limit: int, wanted: int, n_workers: int) -> Shares:
     """
     reserve = _OWN + _PER_WORKER * n_workers
     accepts = reserve // 4
-    left = limit - sum(1 for _ in Path("/proc/self/fd").iterdir()) - reserve - accepts
+    taken = sum(1 for _ in Path("/proc/self/fd").iterdir()) + reserve + accepts
+    left = limit - taken - SPARE_CONNECTIONS
     if left < 1:
         raise OSError(
             f"a limit of {limit} open files (ulimit -n) leaves none for clients beside "

@@ -42,7 +42,7 @@ from ..service.metrics import CONTENT_TYPE
 from ..service.pool_service import NotReadyError, PoolService
 from ..spans import begin_request, end_request, within
 from .access_log import AccessLog
-from .api import ApiError
+from .api import ApiError, too_many_connections
 from .body import Bodies
 from .page.front_page import page_route
 from .page.live import Live
@@ -164,6 +164,7 @@ class Face(ABC, Generic[Service]):
             span = begin_request(f"POST {request.url.path}", request.headers)
             try:
                 self._check_key(request)
+                _check_room(request)
                 with within(span):
                     response = await answer(request)
             except ClientDisconnect:
@@ -246,6 +247,7 @@ class Face(ABC, Generic[Service]):
 
     async def _events(self, request: Request) -> Response:
         try:
+            _check_room(request)
             return self.live.answer(request)
         except ApiError as error:
             return error_answer(error)
@@ -275,6 +277,11 @@ async def unless_client_leaves(request: Request, answering: Coroutine[Any, Any, 
 async def _left(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _check_room(request: Request) -> None:
+    if request.scope["state"].get("spare", False):
+        raise too_many_connections()
 
 
 def _shows(request: Request, api_key: str) -> bool:

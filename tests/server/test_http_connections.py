@@ -18,6 +18,11 @@ HEAD = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
+def closing(request: bytes) -> bytes:
+    """The same as the last request of its connection."""
+    return request.replace(b"host", b"connection: close\r\nhost")
+
+
 class Raw:
     """A connection that says what it is told."""
 
@@ -134,18 +139,49 @@ def test_those_that_hold_connections_give_way(held: bytes) -> None:
 
 def test_those_that_wait_for_their_answer_do_not_give_way() -> None:
     async def test() -> None:
-        async with site(max_waiting=50) as here, listening(here, connections=3) as url:
+        limits = {"connections": 3, "spare": 2}
+        async with site(max_waiting=50) as here, listening(here, **limits) as url:
             here.pool.held = []
             asking = [await Raw(url).__aenter__() for _ in range(3)]
             for each in asking:
-                each.writer.write(HEAD.replace(b"host", b"connection: close\r\nhost") + BODY)
+                each.writer.write(closing(HEAD + BODY))
             await here.until(lambda: here.service.status()["items_waiting"] == 2)
-            async with Raw(url) as refused:
-                assert b"too many connections" in await refused.rest()
+            for path in (b"/health", b"/ready", b"/status", b"/metrics"):
+                async with Raw(url) as idle, Raw(url) as probe:
+                    probe.writer.write(HEALTH.replace(b"/health", path))
+                    assert (await probe.rest()).startswith(b"HTTP/1.1 200 ")
+                    idle.read_no_more()
+            for work in (closing(HEAD + BODY), HEALTH.replace(b"/health", b"/events")):
+                async with Raw(url) as refused:
+                    refused.writer.write(work)
+                    answer = await refused.rest()
+                    assert answer.startswith(b"HTTP/1.1 503 ") and b'"overloaded"' in answer
             here.pool.let_go()
             for each in asking:
                 assert (await each.rest()).startswith(b"HTTP/1.1 200 ")
                 await each.__aexit__()
+            assert requests_answered(here, 503)
+
+    run(test)
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_a_connection_beyond_the_limit_may_ask_again_once_there_is_room(spare: int) -> None:
+    async def test() -> None:
+        limits = {"connections": 1, "spare": spare}
+        async with site() as here, listening(here, **limits) as url, Raw(url) as asks:
+            here.pool.held = []
+            asks.writer.write(closing(HEAD + BODY))
+            await here.until(lambda: bool(here.pool.held))
+            async with Raw(url) as beyond:
+                beyond.writer.write((HEAD + BODY) if spare else b"")
+                assert b" 503 " in await beyond.line_with(b"HTTP/1.1 ")
+                here.pool.let_go()
+                assert (await asks.rest()).startswith(b"HTTP/1.1 200 ")
+                async with Raw(url) as later:
+                    for each in (later, beyond) if spare else (later,):
+                        each.writer.write(closing(HEAD + BODY))
+                        assert b"HTTP/1.1 200 " in await each.rest()
 
     run(test)
 

@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-waiting", type=int, default=2 * MAX_INPUTS, metavar="N", help="inputs that may "
         f"wait before requests get 429 (default {2 * MAX_INPUTS})")  # fmt: skip
     add("--max-connections", type=int, default=1000, metavar="N", help="connections at once; "
-        "beyond, the one that waits longest without asking gives way (default 1000)")  # fmt: skip
+        "beyond, the one that waits longest without asking gives way; 16 more may ask how the "
+        "service is (default 1000)")  # fmt: skip
     add("--truncate", action="store_true", help="cut inputs that are longer than the model takes, "
         "where a request does not say otherwise; else they are refused")  # fmt: skip
     add("--access-log", choices=ACCESS_MODES, default="off", help="a line on stdout for each "
