@@ -16,14 +16,16 @@ MAX_BODY_BYTES = 16 << 20
 """The longest body that a request may have."""
 _AS_IT_IS = "identity"
 MAX_HELD_BYTES = 4 * MAX_BODY_BYTES
-"""What the bodies of all requests that are being answered may have together."""
+"""What the bodies of all requests that are being answered may have, beyond `SMALL_BYTES` each."""
+SMALL_BYTES = 64 << 10
+"""What each may have whatever the others have: large ones that stall keep out no small one."""
 
 
 class Bodies:
     """The bodies of the requests that are being answered.
 
     Attributes:
-        held: the number of their bytes that are in memory now.
+        held: the number of their bytes that are in memory now, beyond `SMALL_BYTES` of each.
     """
 
     def __init__(self) -> None:
@@ -38,7 +40,7 @@ class Bodies:
                 large.
             ClientDisconnect: the client left before it was complete.
         """
-        body = bytearray()
+        body, counted = bytearray(), 0
         announced = request.headers.get("content-length", "0")
         if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
             raise _too_large()
@@ -49,14 +51,16 @@ class Bodies:
             async for chunk in request.stream():
                 if len(body) + len(chunk) > MAX_BODY_BYTES:
                     raise _too_large()
-                if self.held + len(chunk) > MAX_HELD_BYTES:
-                    message = f"the requests before this one have {self.held} bytes"
+                more = max(0, len(body) + len(chunk) - SMALL_BYTES) - counted
+                if more and self.held + more > MAX_HELD_BYTES:
+                    message = f"the large requests before this one have {self.held} bytes"
                     raise ApiError(429, message, "rate_limit_error", code="queue_full")
                 body += chunk
-                self.held += len(chunk)
+                counted += more
+                self.held += more
             yield body
         finally:
-            self.held -= len(body)
+            self.held -= counted
 
 
 def _too_large() -> ApiError:

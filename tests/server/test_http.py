@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from typing import TYPE_CHECKING
 
 import pytest
 
-from server.web.body import MAX_BODY_BYTES
+from server.web.body import MAX_BODY_BYTES, SMALL_BYTES
 from tests.server.fake_service import Pool, run, site
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 
 def test_an_embedding_and_its_usage() -> None:
@@ -165,6 +170,31 @@ def test_a_wrong_request_says_why(body: bytes, status: int) -> None:
             assert answer.status_code == status
             assert answer.json()["error"]["message"]
             assert here.pool.batches == []
+
+    run(test)
+
+
+def test_large_bodies_that_stall_keep_out_no_small_one() -> None:
+    async def test() -> None:
+        async with site() as here:
+            stalled, over = [], asyncio.Event()
+
+            async def stall() -> AsyncIterator[bytes]:
+                yield b" " * MAX_BODY_BYTES
+                stalled.append(1)
+                await over.wait()
+
+            async def send(content: AsyncIterator[bytes] | bytes) -> int:
+                return (await here.client.post("/v1/embeddings", content=content)).status_code
+
+            stalling = [asyncio.create_task(send(stall())) for _ in range(4)]
+            await here.until(lambda: len(stalled) == 4)
+            body = json.dumps({"model": "m", "input": "a"}).encode()
+            assert await send(body.ljust(SMALL_BYTES)) == 200
+            assert await send(body.ljust(6 * SMALL_BYTES)) == 429
+            over.set()
+            assert await asyncio.gather(*stalling) == [400] * 4
+            assert await send(body.ljust(6 * SMALL_BYTES)) == 200
 
     run(test)
 
