@@ -149,8 +149,10 @@ def run(plan: ServePlan | HeadlessPlan) -> int:
 
 def _serve(plan: ServePlan) -> int:
     import uvicorn  # noqa: PLC0415
+    from starlette.middleware import Middleware  # noqa: PLC0415
 
     from ..web.connections import ConnectionLimits, TimedConnection  # noqa: PLC0415
+    from ..web.own_names import OwnNames, names_of  # noqa: PLC0415
     from ..web.web_server import WebServer  # noqa: PLC0415
     from .served import serve_completions, serve_embeddings  # noqa: PLC0415
 
@@ -174,8 +176,10 @@ def _serve(plan: ServePlan) -> int:
     else:
         face = serve_embeddings(model, limits, pool, truncate=plan.truncate, **about)
     service = face.service
+    keyless = plan.api_key is None  # then it listens at loopback
+    own_names = [Middleware(OwnNames, names=names_of(plan.host))] if keyless else []
     config = uvicorn.Config(
-        face.app(),
+        face.app(*own_names),
         http=TimedConnection.within(
             ConnectionLimits(shares.connections, refused=service.metrics.refuse)
         ),

@@ -94,8 +94,12 @@ class Face(ABC, Generic[Service]):
         self.live = Live(self._look)
         self.bodies = Bodies()
 
-    def app(self) -> Starlette:
-        """The ASGI application; it starts and stops the service."""
+    def app(self, *within: Middleware) -> Starlette:
+        """The ASGI application; it starts and stops the service.
+
+        Args:
+            within: what requests pass before they are answered; the access log comes first.
+        """
         about = self.about(with_key=self._api_key is not None)
         app = Starlette(
             routes=[
@@ -111,7 +115,7 @@ class Face(ABC, Generic[Service]):
                 Route("/status", self.guarded(self._status)),
                 Route("/metrics", self.guarded(self._metrics)),
             ],
-            middleware=[Middleware(AccessLog)],
+            middleware=[Middleware(AccessLog), *within],
             exception_handlers={HTTPException: _no_such_route},
             lifespan=self._lifespan,
         )

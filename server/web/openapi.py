@@ -20,6 +20,7 @@ REASONS = {
     408: "The request did not arrive in time.",
     413: "The body is too large.",
     415: "The body is compressed.",
+    421: "There is no API key, and the request names another host.",
     429: "Too much waits; try again.",
     500: "The workers failed to compute it.",
     503: "The service starts, stands still, stops, or has failed.",
@@ -116,7 +117,7 @@ def _get(
     kind: str = "application/json",
     failing: Schema | None = None,
 ) -> Schema:
-    refused = (401,) if security else ()
+    refused = (401,) if security else (421,) if failing is None else ()
     found = responses(schema, *refused, *statuses, kind=kind)
     if failing is not None:
         found["503"] = {"description": "It is not.", "content": {kind: {"schema": failing}}}

@@ -171,8 +171,11 @@ def test_a_burst_of_connections_waits_to_be_accepted() -> None:
 def test_a_request_that_is_half_sent_does_not_hold_a_stop() -> None:
     with ForkedServed() as served:
         served.wait_until_ready()
+        named = {"host": "site.example"}
+        assert httpx.get(f"{served.url}/status", headers=named).status_code == 421
         body = json.dumps({"model": PACKAGED_NAME, "input": "a"}).encode()
-        head = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        head = b"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+        head %= len(body)
         with connect(served) as half, connect(served) as silent, connect(served) as begun:
             half.sendall(head + body[:-1])
             begun.sendall(b"GET /hea")
