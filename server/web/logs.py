@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 PACKAGE = __name__.partition(".")[0]
 ACCESS = f"{PACKAGE}.access"
@@ -20,6 +21,7 @@ FIELDS = ("rank", "group", "generation", "host")
 ACCESS_MODES = ("off", "on", "json")
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
+_log = logging.getLogger(__name__)
 _KIND_LIMIT = 10
 _KIND_SECONDS = 60.0
 
@@ -89,6 +91,20 @@ class _LogAsJson(logging.Formatter):
         return json.dumps(line)
 
 
+class _AccessHandler(logging.StreamHandler[TextIO]):
+    """Writes lines until nobody reads them; then it says so, once, and writes nowhere."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        if not isinstance(error := sys.exception(), OSError):
+            super().handleError(record)
+            return
+        _log.warning("the access log cannot be written: %s", error)
+        if isinstance(error, BrokenPipeError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())  # also what is left to be written at the end
+            os.close(nowhere)
+
+
 def _facts(record: logging.LogRecord) -> dict[str, Any]:
     facts: dict[str, Any] = record.__dict__["facts"]
     return facts
@@ -112,6 +128,6 @@ def configure(access: str, *, as_json: bool = False) -> None:
     requests.setLevel(logging.INFO)
     requests.propagate = False
     requests.disabled = access == "off"
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _AccessHandler(sys.stdout)
     handler.setFormatter(_AccessAsJson() if access == "json" else _AccessAsText())
     requests.handlers = [handler]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
-from typing import TYPE_CHECKING
+import sys
+from pathlib import Path
+
+import pytest
 
 from server.web import logs
 from tests.server.fake_service import run, site
-
-if TYPE_CHECKING:
-    import pytest
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
@@ -89,6 +90,27 @@ def test_a_long_path_is_cut_in_answer_and_line(capsys: pytest.CaptureFixture[str
     run(test)
     lines = map(json.loads, capsys.readouterr().out.splitlines())
     assert [3000 < len(line["path"]) < 5000 for line in lines] == [True, True]
+
+
+@pytest.mark.parametrize("n_warnings", [1, 3])
+def test_an_access_log_that_cannot_be_written_says_so_without_a_traceback(
+    n_warnings: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once where its reader has gone, each time where a disk is full, which may change."""
+    reader, broken = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    with os.fdopen(full, "w") as full_disk, os.fdopen(broken, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread if n_warnings == 1 else full_disk)
+        logs.configure("on")
+        facts = {"client": "", "method": "GET", "path": "/"}
+        for _ in range(3):
+            logging.getLogger(logs.ACCESS).info("request", extra={"facts": facts})
+        told = capsys.readouterr().err.splitlines()
+        assert len(told) == n_warnings
+        assert "the access log cannot be written: " in told[0]
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), full)  # what is left can be written
 
 
 def test_no_line_unless_it_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
