@@ -172,7 +172,7 @@ def read_completion(body: bytes | bytearray, model: ServedModel) -> Wish:
     prompt = request.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
         prompt = prompt[0]
-    if isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt):
+    if isinstance(prompt, list) and not set(map(type, prompt)) <= {int}:
         message = "prompt must be one text, or the token ids of one"
         raise ApiError(400, message, param="prompt")
     most = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens

@@ -101,7 +101,7 @@ def _inputs(given: str | list[Any]) -> list[Input]:
         return [given]
     if not given:
         raise ApiError(400, "input is an empty list", param="input")
-    kinds = {type(item) for item in given}
+    kinds = set(map(type, given))
     if len(kinds) > 1:
         raise ApiError(400, "input mixes texts, token ids and lists of them", param="input")
     inputs: list[Input] = [given] if int in kinds else given

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from server.embedding.embedding_api import MAX_INPUTS, read_request, write_response
-from server.web.api import ApiError, ServedModel
+from server.web.api import MAX_PARTS, ApiError, ServedModel
 
 MODEL = ServedModel("m", 3, 8, 100)
 
@@ -77,7 +77,7 @@ def test_what_is_wrong_is_told(fields: Any, status: int, param: str, text: str) 
         (b'{"model":"m","input":"\\ud800 "}', "not JSON"),
         (b'{"model":"m","input":"a","other":"\x80"}', "not JSON: .*position 34"),
         (b'"m"', "not an embeddings request"),
-        (b'{"model":"m","input":' + b"[" * 1_000_000, "not JSON|not an embeddings|nested too deep"),
+        (b'{"model":"m","input":' + b"[" * 200_000, "not JSON|not an embeddings|nested too deep"),
         (b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
     ],
 )
@@ -85,6 +85,19 @@ def test_bytes_that_are_no_request(body: bytes, text: str) -> None:
     with pytest.raises(ApiError, match=text) as raised:
         read_request(body, MODEL)
     assert raised.value.status == 400
+
+
+@pytest.mark.parametrize("many", [b"[]", b"{}", b'""', b'"[\\""'])
+@pytest.mark.parametrize("field", [b"input", b"other"])
+def test_more_parts_than_any_request_has_are_not_built(many: bytes, field: bytes) -> None:
+    body = b'{"model":"m","%s":[%s]}' % (field, b",".join([many] * MAX_PARTS))
+    with pytest.raises(ApiError, match=rf"has {MAX_PARTS + 5} texts, arrays and objects"):
+        read_request(body, MODEL)
+
+
+@pytest.mark.parametrize("text", ["[" * MAX_PARTS, '{"a\\":[]}' * MAX_PARTS])
+def test_what_looks_like_parts_within_a_text_does_not_count(text: str) -> None:
+    assert read(input=[text, "b"])[1] == [text, "b"]
 
 
 @pytest.mark.parametrize("encoding", ["float", "base64"])
