@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
@@ -43,6 +49,7 @@ class Metrics:
     """
 
     def __init__(self, now: Callable[[], Iterable[Metric]], kind: str) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for each
         self._registry = of = CollectorRegistry(target_info={"kind": kind})
         self.requests = Counter("service_requests", "Requests answered", ["status"], registry=of)
         self.errors = Counter(

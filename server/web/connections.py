@@ -18,6 +18,7 @@ answer is complete.
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -125,6 +126,10 @@ class TimedConnection(H11Protocol):
         if self._half_closed and self.cycle.response_complete:
             self.transport.close()
         self._note(self._what_is_owed())
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's
+        """What came is not HTTP: say what is wrong with it."""
+        self._refuse(ApiError(400, f"this is not HTTP/1.1: {sys.exception()}"))
 
     def pause_writing(self) -> None:
         """The client has not read much of what was sent."""

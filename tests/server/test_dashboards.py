@@ -47,9 +47,8 @@ def exported() -> dict[str, set[str]]:
 
 
 def families(service: PoolService) -> list[Metric]:
-    """What a service exports, without what the client library adds."""
-    found = text_string_to_metric_families(service.metrics.expose().decode())
-    return [family for family in found if not family.name.endswith("_created")]
+    """What a service exports."""
+    return list(text_string_to_metric_families(service.metrics.expose().decode()))
 
 
 def asked_for(expression: str) -> set[str]:

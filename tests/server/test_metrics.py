@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 from collections import Counter
 from typing import Any
@@ -125,6 +126,30 @@ def test_connections_that_are_refused_are_counted() -> None:
                     refused[(await silent.rest()).split()[1].decode()] += 1
             found = samples(here.service.metrics.expose().decode())
             assert labelled(found, "connections_refused_total") == refused == {"408": 5}
+
+    run(test)
+
+
+POST = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\n"
+NO_HTTP = {
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n": "illegal request line",
+    b"GET /health HTTP/1.1\r\n\r\n": "Missing mandatory Host: header",
+    POST + b"content-length: 1\r\ncontent-length: 2\r\n\r\n": "conflicting Content-Length headers",
+    POST + b"transfer-encoding: chunked\r\n\r\nx\r\n": "illegal chunk header",
+}
+
+
+def test_what_is_no_http_is_told_and_counted() -> None:
+    async def test() -> None:
+        async with site() as here, listening(here) as url:
+            for sent, reason in NO_HTTP.items():
+                async with Raw(url) as wrong:
+                    wrong.writer.write(sent)
+                    head, _, body = (await wrong.rest()).partition(b"\r\n\r\n")
+                    assert head.startswith(b"HTTP/1.1 400 ")
+                    assert reason in json.loads(body)["error"]["message"]
+            found = samples(here.service.metrics.expose().decode())
+            assert labelled(found, "connections_refused_total") == {"400": len(NO_HTTP)}
 
     run(test)
 
