@@ -191,6 +191,10 @@ class TimedConnection(H11Protocol):
         elif self.owed != "taking":
             self._refuse(_LATE)
 
+    def _should_upgrade(self) -> bool:
+        """No: who asks for another protocol gets this one, and the log is not told of it."""
+        return False
+
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.spare = self.spare and self._is_crowded()
         scope["state"]["spare"] = self.spare

@@ -186,6 +186,16 @@ def test_a_connection_beyond_the_limit_may_ask_again_once_there_is_room(spare: i
     run(test)
 
 
+def test_who_asks_for_another_protocol_gets_this_one(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with site() as here, listening(here) as url, Raw(url) as asks:
+            asks.writer.write(HEALTH.replace(b"close", b"close, upgrade\r\nupgrade: websocket"))
+            assert (await asks.rest()).startswith(b"HTTP/1.1 200 ")
+
+    run(test)
+    assert caplog.messages == []
+
+
 def test_who_has_shut_down_its_sending_side_gets_its_answer() -> None:
     async def test() -> None:
         async with site() as here, listening(here) as url, Raw(url) as half:
