@@ -17,11 +17,13 @@ answer is complete.
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import unquote
 
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
@@ -40,7 +42,11 @@ _AHEAD = b"H"
 _LOOK_SECONDS = 0.2
 """Seconds between two looks whether a client that sends no more has left."""
 
+_ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
+"""A request's target that names the host as well, and counts before the ``Host``; as to a proxy."""
+
 _LATE = ApiError(408, "the request did not arrive in time")
+_TWO_LENGTHS = ApiError(400, "the request has a Content-Length beside its Transfer-Encoding")
 _MOVED = ApiError(503, "the server is shutting down", "server_error", code="not_ready")
 _FULL = too_many_connections()
 
@@ -196,6 +202,14 @@ class TimedConnection(H11Protocol):
         return False
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope["headers"]}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            self._refuse(_TWO_LENGTHS)
+            return
+        if target := _ABSOLUTE.fullmatch(scope["raw_path"]):
+            host, path = target[1], target[2] or b"/"
+            others = [each for each in scope["headers"] if each[0] != b"host"]
+            scope.update(raw_path=path, path=unquote(path), headers=[(b"host", host), *others])
         self.spare = self.spare and self._is_crowded()
         scope["state"]["spare"] = self.spare
         await self._app(scope, receive, send)
@@ -205,7 +219,9 @@ class TimedConnection(H11Protocol):
 
     def _others(self, *, spare: bool) -> list[TimedConnection]:
         others = (each for each in self.connections if each is not self)
-        return [each for each in others if isinstance(each, TimedConnection) and each.spare is spare]
+        return [
+            each for each in others if isinstance(each, TimedConnection) and each.spare is spare
+        ]
 
     def _displace(self, *, spare: bool) -> bool:
         """Close the connection that has kept the server waiting longest; whether there is one."""

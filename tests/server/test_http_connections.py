@@ -196,6 +196,37 @@ def test_who_asks_for_another_protocol_gets_this_one(caplog: pytest.LogCaptureFi
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [(b"http://site/health", 200), (b"HTTP://site?x", 200), (b"http://site/n%41", 404)],
+)
+def test_a_target_may_name_the_host(target: bytes, status: int) -> None:
+    async def test() -> None:
+        async with site() as here, listening(here) as url, Raw(url) as asks:
+            asks.writer.write(HEALTH.replace(b"/health", target))
+            answer = await asks.rest()
+            assert answer.startswith(b"HTTP/1.1 %d " % status)
+            assert status == 200 or b"no GET /nA here" in answer
+
+    run(test)
+
+
+def test_a_body_with_two_lengths_ends_the_connection() -> None:
+    """A proxy may see other requests in it than the server does."""
+
+    async def test() -> None:
+        async with site() as here, listening(here) as url, Raw(url) as asks:
+            here.pool.held = []
+            chunked = b"transfer-encoding: chunked\r\ncontent-length"
+            body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+            asks.writer.write(HEAD.replace(b"content-length", chunked) + body + HEALTH)
+            answer = await asks.rest()
+            assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
+            assert here.pool.held == []
+
+    run(test)
+
+
 def test_who_has_shut_down_its_sending_side_gets_its_answer() -> None:
     async def test() -> None:
         async with site() as here, listening(here) as url, Raw(url) as half:
