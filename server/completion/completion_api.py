@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_STOPS = 4
 """Stops of one request at most, as in OpenAI's API."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Who may say a message of a chat: OpenAI's roles; the model's template may take fewer."""
 _COMPLETION_TOKENS = 16
 """Tokens of a completion where a request does not say, as in OpenAI's API."""
 _NO_TOP_K = -1
@@ -83,8 +85,11 @@ class ChatMessage(msgspec.Struct):
         """Role and content, as templates take them.
 
         Raises:
-            ApiError: a part of it is no text.
+            ApiError: it has another role, or a part of it is no text.
         """
+        if self.role not in ROLES:
+            message = f"a message has the role {self.role!r}; it must be one of {ROLES}"
+            raise ApiError(400, message, param="messages")
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.said() for part in parts)
         return {"role": self.role, "content": text}

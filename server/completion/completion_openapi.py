@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..web.openapi import COUNT, REASONS, STRING, document_of, object_of, responses
-from .completion_api import MAX_STOPS, PLAIN
+from .completion_api import MAX_STOPS, PLAIN, ROLES
 
 if TYPE_CHECKING:
     from ..web.api import ServedModel
@@ -26,7 +26,7 @@ def completion_document(model: ServedModel, *, with_key: bool) -> Schema:
         "items": {"type": "integer", "minimum": 0, "maximum": model.vocabulary - 1},
     }
     parts = {"type": "array", "items": object_of(type={"const": "text"}, text=STRING)}
-    message = object_of(role=STRING, content={"anyOf": [STRING, parts]})
+    message = object_of(role={"enum": list(ROLES)}, content={"anyOf": [STRING, parts]})
     messages = {"type": "array", "minItems": 1, "items": message}
     text = {"type": "string", "minLength": 1}
     completion = _body(model, prompt={"anyOf": [text, ids]})

@@ -25,6 +25,11 @@ _FIELD = re.compile(r"(?<!got )`(?:\$\.)?(\w+)[^`]*`$")
 A body that is no object has none: its type is what msgspec got.
 """
 
+_CUT_BYTES = 12
+_CUT_PAIR = re.compile(rb"\\ud[89ab][0-9a-f]{2}[^\\]{,5}\Z", re.IGNORECASE | re.DOTALL)
+"""Half of a surrogate pair where msgspec says only that the body ends too early."""
+_HALF_PAIR = "half of a surrogate pair is no character"
+
 
 class ApiError(Exception):
     """An answer with an HTTP status that is not 200.
@@ -132,7 +137,8 @@ def decode_body(decoder: msgspec.json.Decoder[T], body: bytes | bytearray, what:
     except RecursionError as error:
         raise ApiError(400, "the body is JSON that is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
+        why = _HALF_PAIR if _CUT_PAIR.search(body[-_CUT_BYTES:]) else error
+        raise ApiError(400, f"the body is not JSON: {why}") from error
 
 
 def _count_parts(body: bytes | bytearray) -> int:

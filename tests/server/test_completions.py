@@ -246,7 +246,12 @@ def test_requests_that_are_refused(
         ({"messages": []}, "messages", "messages is an empty list"),
         ({"messages": [{"role": "user"}]}, "messages", "not a request for a chat: .*content"),
         ({"messages": [{"role": "user", "content": "x" * 64}]}, "messages", "with its answer at"),
-        ({"messages": [{"role": "", "content": ""}] * 65}, "messages", "the chat has 65 messages"),
+        ({"messages": [{"role": "tool", "content": ""}] * 65}, "messages", "has 65 messages"),
+        (
+            {"messages": [*CHAT, {"role": "bogus", "content": "x"}]},
+            "messages",
+            "a message has the role 'bogus'; it must be one of .*'system', 'developer', 'user'",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages",
