@@ -154,7 +154,11 @@ class QueueEnd:
         Raises:
             GroupTimeoutError: no message in time; nothing was consumed.
             MessageDecodeError: a message came that is not of the queue's type; it was consumed.
-            PeerLostError: the writer has ended and all its messages were read.
+            PeerLostError: the writer has ended and all its messages were read, or the next one lay
+                where a ``zero_copy`` writer had put it, and went with its process. Nothing behind
+                that one is handed out, unless another process writes in the lost one's place.
+            SharedMemoryError: a message that lies where a ``zero_copy`` writer has put it cannot be
+                mapped; it was consumed, unless this process has no descriptor left.
             GroupAbortedError: a member aborted the board.
             GroupClosedError: this end was shut down, or the writer was and all messages were read.
             RuntimeError: this thread is in the queue already, as in an `acquire_read` block.
@@ -228,9 +232,11 @@ class QueueEnd:
         """Close this end. Idempotent; any thread may call it, also while another one waits.
 
         Collective: no. A thread of this process that waits in the queue gets GroupClosedError. When
-        the writer shuts down, readers still get what is in the queue, then GroupClosedError. When a
-        reader shuts down, the writer no longer waits for it. In a forked child it only lets go of
-        the child's copy: the end is its parent's. A signal handler may call it in any call.
+        the writer shuts down, readers still get what is in the queue, then GroupClosedError. What a
+        ``zero_copy`` writer has left where it lies, readers get while its process runs: that keeps
+        the memory, and a thread, until each reader that has joined has it, has left or has ended.
+        When a reader shuts down, the writer no longer waits for it. In a forked child it only lets
+        go of the child's copy: the end is its parent's. A signal handler may call it in any call.
         """
         if self._end is not None:
             self._end.close()

@@ -2,7 +2,8 @@
 
 Guarantees
 - Every reader gets every message, once, in order; nothing is dropped for a slow one: the writer
-  waits for it.
+  waits for it. Large buffers that a ``zero_copy`` writer has put where they lie go with its
+  process: a reader that comes too late gets `PeerLostError`, and nothing that is behind them.
 - The caller may change whatever it enqueued once `MessageQueue.enqueue` returns.
 - A `MessageQueue.dequeue` that timed out has consumed nothing; the next one returns that message.
 - A message that cannot be decoded raises at its reader and is consumed; nobody else notices.

@@ -16,7 +16,9 @@ or has ended.
 
 Guarantees: a block is not written while any process holds an array over it, even if that reader has
 left the queue. All blocks together take at most the limit given to `BlockWriter`; a buffer for
-which no block is free travels through the ring instead.
+which no block is free travels through the ring instead. A writer that is closed keeps a block open
+until every reader that has joined has mapped it, has left or has ended: a thread sees to that. A
+block that a reader has not mapped when the writer's process ends is lost to that reader.
 
 Assumes: readers only read the arrays: all readers share the memory.
 """
@@ -25,7 +27,10 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
+import time
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol
 
 from shm_broadcast.errors import SharedMemoryError
@@ -56,6 +61,9 @@ _PID: Final = 0xFFFF_FFFF
 _DATA: Final = 4096
 _DESCRIPTOR: Final = struct.Struct(f"<IIQ{SEGMENT_NONCE_BYTES}sQQQ")
 
+_LOOK_SECONDS: Final = (0.01, 1.0)
+"""Between two looks whether a block is still to be mapped: at first, and at most."""
+
 
 class Readers(Protocol):
     """What a `BlockWriter` asks about its readers, who are numbered 0, 1, ...; see `RingWriter`."""
@@ -73,6 +81,9 @@ class Readers(Protocol):
 
     def joined_at(self, reader: int) -> int:
         """The position from which on reader number ``reader`` takes messages."""
+
+    def attends(self, reader: int) -> bool:
+        """Whether reader number ``reader`` has joined and has neither ended nor left its board."""
 
     def runs(self, reader: int, pid: int) -> bool:
         """Whether process ``pid`` is reader number ``reader`` and still runs."""
@@ -106,10 +117,35 @@ class BlockWriter:
         return PlacedBuffer(block, buffer.nbytes, self._n_readers)
 
     def close(self) -> None:
-        """Let go of all blocks. Arrays over them stay valid in the readers that hold them."""
-        for block in self._blocks:
-            block.segment.close()
-        self._blocks.clear()
+        """Let go of each block once no reader has yet to map it; does not wait for that.
+
+        Arrays over them stay valid in the readers that hold them.
+        """
+        blocks, self._blocks = self._blocks, []
+        self._let_go(blocks)
+        if blocks:
+            keeper = threading.Thread(
+                target=self._keep, args=(blocks,), name="blocks-to-map", daemon=True
+            )
+            with suppress(RuntimeError):  # no thread is to be had, as at the end of the process
+                keeper.start()
+
+    def _keep(self, blocks: list[_Block]) -> None:
+        seconds, longest = _LOOK_SECONDS
+        while blocks:
+            time.sleep(seconds)
+            seconds = min(2 * seconds, longest)
+            self._let_go(blocks)
+
+    def _let_go(self, blocks: list[_Block]) -> None:
+        """Close those of ``blocks`` that no reader has yet to map, and take them out."""
+        for block in [*blocks]:
+            if not any(
+                self._is_to_map(block, reader) and self._readers.attends(reader)
+                for reader in range(self._n_readers)
+            ):
+                blocks.remove(block)
+                block.segment.close()
 
     def _free_block(self, capacity: int) -> _Block | None:
         for block in self._blocks:
@@ -144,11 +180,20 @@ class BlockWriter:
         # process runs, it decides.
         holder = words.load64(line + _HOLDER)
         if not holder:
-            left = self._readers.has_left(reader)
-            return not left and self._readers.joined_at(reader) <= block.position
+            return self._is_to_map(block, reader)
         if self._readers.runs(reader, holder & _PID):  # in most cases, and a tenth of the time
             return True
         return ProcessId(holder & _PID, holder >> 32).runs()
+
+    def _is_to_map(self, block: _Block, reader: int) -> bool:
+        """Whether reader number ``reader`` may still take ``block``, and has not mapped it yet."""
+        words, line = block.segment.words, _line(reader)
+        return not (
+            words.load64(line) == block.generation
+            or words.load64(line + _HOLDER)
+            or self._readers.has_left(reader)
+            or self._readers.joined_at(reader) > block.position
+        )
 
 
 class _Block:

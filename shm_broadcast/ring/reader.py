@@ -11,11 +11,18 @@ Assumes: one reading thread at a time.
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 from shm_broadcast import layout
 from shm_broadcast.atomics import native
-from shm_broadcast.errors import MessageDecodeError, SharedMemoryError, name_of
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import (
+    GroupTimeoutError,
+    MessageDecodeError,
+    SharedMemoryError,
+    name_of,
+)
 from shm_broadcast.ring.arena import BlockReader
 from shm_broadcast.ring.recycling import new_pool
 from shm_broadcast.segment import may_pass
@@ -33,6 +40,10 @@ if TYPE_CHECKING:
     from shm_broadcast.segment import Segment
 
 _RECORD = struct.Struct(layout.RECORD_FORMAT)
+
+_ENDING_SECONDS = 0.3
+"""How long to look whether a writer has ended whose block cannot be mapped: a process that ends
+closes its descriptors a moment earlier."""
 
 
 class Record(NamedTuple):
@@ -168,6 +179,8 @@ class RingReader:
         return; whoever reads next has to look here first.
 
         Raises:
+            PeerLostError: a block of it is lost with its writer. It is kept: nothing behind it is
+                handed out, unless the writer has a successor.
             SharedMemoryError: a block of it cannot be mapped. It is kept if that may pass.
         """
         unfinished = self.unfinished
@@ -181,6 +194,7 @@ class RingReader:
             message = unfinished.message()
         except SharedMemoryError as error:
             if not may_pass(error):
+                self._blame_the_writer()
                 self.unfinished = None
             raise
         self._board.ended(self.begun, None, unfinished.size, unfinished.number)
@@ -218,6 +232,12 @@ class RingReader:
         self.unfinished = None  # with the blocks that it holds
         self._blocks.forget()
         self._consume(layout.LEFT)
+
+    def _blame_the_writer(self) -> None:
+        """Raise if the writer has gone, or does within a moment."""
+        looked = Deadline.after(_ENDING_SECONDS)
+        with suppress(GroupTimeoutError):
+            self._board.wait(bool, looked, "dequeue", lambda: (self._writer,), spin=0)
 
     def _look(self, spin_ns: int) -> bool:
         return self._words.spin64(layout.RING_PUBLISHED, self._position(), spin_ns)

@@ -197,6 +197,10 @@ class RingWriter:
         """Whether reader number ``reader`` has left the queue."""
         return self._consumed(reader) == layout.LEFT
 
+    def attends(self, reader: int) -> bool:
+        """Whether reader number ``reader`` has joined and has neither ended nor left its board."""
+        return self._board.member_status(self.readers[reader]).state in ("idle", "busy")
+
     def runs(self, reader: int, pid: int) -> bool:
         """Whether process ``pid`` is reader number ``reader`` and still runs."""
         return self._board.runs(self.readers[reader], pid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from shm_broadcast.errors import SharedMemoryError
 from shm_broadcast.ring.arena import BlockReader, BlockWriter, PlacedBuffer
 from shm_broadcast.segment import Segment
 from tests.forked import in_a_child
+from tests.patience import until
 from tests.shm_broadcast.leaks import open_descriptors
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class Rig:
 
     def __init__(self, n_readers: int = 2, limit: int = 8 * MIB) -> None:
         self.left: set[int] = set()
+        self.ended: set[int] = set()
         self.joined = [0] * n_readers
         self.published = 0
         self.readers = [BlockReader(reader) for reader in range(n_readers)]
@@ -45,6 +48,9 @@ class Rig:
 
     def joined_at(self, reader: int) -> int:
         return self.joined[reader]
+
+    def attends(self, reader: int) -> bool:
+        return reader not in self.ended
 
     def runs(self, reader: int, pid: int) -> bool:
         return pid == os.getpid() and reader < len(self.readers)
@@ -266,12 +272,61 @@ def test_mappings_beyond_the_limit_are_dropped_the_oldest_first() -> None:
         assert (rig.share(mark)[0] == mark).all()
 
 
-def test_a_block_whose_writer_has_gone() -> None:
-    rig = Rig(n_readers=1)
-    descriptor = bytes(rig.place(content(1)).descriptor)
+def test_a_closed_writer_keeps_a_block_until_every_reader_has_mapped_it() -> None:
+    before = open_descriptors()
+    rig = Rig()
+    descriptors = [bytes(rig.place(content(mark)).descriptor) for mark in (1, 2)]
+    held = [rig.readers[0].resolve(each) for each in descriptors]
     rig.writer.close()
+    rig.writer.close()
+    for mark, each in enumerate(descriptors, 1):
+        assert (rig.readers[1].resolve(each) == mark).all()
+    for reader in rig.readers:
+        reader.forget()
+    assert [array[0] for array in held] == [1, 2]
+    held.clear()
+    until(lambda: open_descriptors() == before)
+
+
+def joins_later(rig: Rig) -> None:
+    rig.joined[1] = 64
+
+
+@pytest.mark.parametrize(
+    "go", [lambda rig: rig.left.add(1), lambda rig: rig.ended.add(1), joins_later]
+)
+@pytest.mark.parametrize("first", ["goes", "closed"])
+def test_a_closed_writer_keeps_no_block_for_a_reader_that_does_not_come(
+    first: str, go: Callable[[Rig], object]
+) -> None:
+    before = open_descriptors()
+    rig = Rig()
+    descriptor = bytes(rig.place(content(1)).descriptor)
+    rig.readers[0].resolve(descriptor)
+    rig.readers[0].forget()
+    if first == "goes":
+        go(rig)
+    rig.writer.close()
+    if first == "closed":
+        go(rig)
+        until(lambda: open_descriptors() == before)
+    assert open_descriptors() == before
     with pytest.raises(SharedMemoryError):
-        rig.readers[0].resolve(descriptor)
+        rig.readers[1].resolve(descriptor)
+
+
+def test_a_closed_writer_that_gets_no_thread_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = open_descriptors()
+    rig = Rig(n_readers=1)
+    rig.place(content(1))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    rig.writer.close()
+    assert open_descriptors() == before
 
 
 def test_too_little_memory_for_a_block_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

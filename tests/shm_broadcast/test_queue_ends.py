@@ -301,6 +301,28 @@ def test_a_successor_of_a_writer_that_shut_down() -> None:
         kept.close()
 
 
+def test_a_block_that_went_with_a_writer_ends_the_queue_until_there_is_a_successor() -> None:
+    with ends(zero_copy=True) as made:
+        made.writer.enqueue([torch.zeros(1 << 20)])
+        made.writer.enqueue("behind it")
+        writer: Any = made.writer._end
+        for block in writer._blocks._blocks:
+            block.segment.close()
+        bury(made.boards[0], 0)
+        for _ in range(2):
+            with pytest.raises(PeerLostError, match="lost rank 0"):
+                made.reader.dequeue(LIMIT)
+        with Board.attach(made.boards[0].handle(), 0) as board:
+            successor = made.attach(board)
+            successor.enqueue("of the successor")
+            with pytest.raises(SharedMemoryError):
+                made.reader.dequeue(LIMIT)
+            assert made.reader.dequeue(LIMIT) == "behind it"
+            assert made.reader.dequeue(LIMIT) == "of the successor"
+            successor.shutdown()
+        made.reader.shutdown()  # so that nothing is kept for it
+
+
 def test_no_descriptor_is_left() -> None:
     before = open_descriptors()
     for zero_copy in (False, True):

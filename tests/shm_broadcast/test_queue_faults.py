@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import threading
 import time
+from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,7 +36,6 @@ from tests.shm_broadcast.remote_peers import get, put
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 CAPACITY = 64 << 10
 
@@ -347,3 +348,91 @@ def enqueue_and_dequeue_without_descriptors() -> None:
         assert name == "first"
         assert (there == large).all() and (back == large[::-1]).all()
         assert made.reader.dequeue(LIMIT) == "second"
+
+
+LARGE = 2 << 20
+
+
+def large(number: int) -> Any:
+    return np.full(LARGE, number, np.uint8)
+
+
+def shut_down_ahead(rank: int, n: int, folder: str) -> None:
+    """Rank 0 shuts down before anybody reads; rank 2 leaves without having read all."""
+    with joined(rank, n, folder, zero_copy=True) as (_, queue):
+        if rank == 0:
+            for message in (large(1), "small", large(2)):
+                queue.enqueue(message, LIMIT)
+            queue.shutdown()
+            put(folder, "shut down", True)
+            get(folder, "left")
+            until(lambda: blocks_open() == 1)
+            put(folder, "one is left", True)
+            until(lambda: blocks_open() == 0)
+            return
+        get(folder, "shut down")
+        assert (queue.dequeue(LIMIT) == 1).all()
+        if rank == 2:
+            queue.shutdown()
+            put(folder, "left", True)
+            return
+        get(folder, "one is left")
+        assert queue.dequeue(LIMIT) == "small"
+        assert (queue.dequeue(LIMIT) == 2).all()
+        for _ in range(2):
+            with pytest.raises(GroupClosedError, match="the writer has shut the queue down"):
+                queue.dequeue(LIMIT)
+
+
+def blocks_open() -> int:
+    """How many blocks of large buffers this process has mapped, which writes them."""
+    return Path("/proc/self/maps").read_text().count("group-block")
+
+
+def test_readers_get_what_lies_where_a_closed_writer_has_put_it(tmp_path: Path) -> None:
+    run_ranks(3, shut_down_ahead, str(tmp_path))
+
+
+def end_ahead(rank: int, n: int, folder: str, orderly: bool) -> None:
+    """Rank 0 ends before rank 1 reads."""
+    with joined(rank, n, folder, zero_copy=True) as (board, queue):
+        if rank == 0:
+            for message in ("first", large(1), "behind it", large(2)):
+                queue.enqueue(message, LIMIT)
+            if orderly:
+                queue.shutdown()
+            os.kill(os.getpid(), signal.SIGKILL)
+        until(board.lost)
+        assert queue.dequeue(LIMIT) == "first"
+        for _ in range(3):
+            with pytest.raises(PeerLostError) as caught:
+                queue.dequeue(LIMIT)
+            assert_named(caught.value, folder, 0)
+            with pytest.raises(PeerLostError), queue.acquire_read(LIMIT):
+                pass
+
+
+@pytest.mark.parametrize("orderly", [True, False], ids=["shut down", "killed"])
+def test_what_a_writer_takes_with_it_names_the_writer_and_ends_the_queue(
+    orderly: bool, tmp_path: Path
+) -> None:
+    run_ranks(2, end_ahead, str(tmp_path), orderly, may_die=[0])
+
+
+def end_meanwhile(rank: int, n: int, folder: str) -> None:
+    """Rank 0 is killed while rank 1 maps one after the other what lies there."""
+    with joined(rank, n, folder, zero_copy=True) as (_, queue):
+        if rank == 0:
+            for number in range(40):
+                queue.enqueue(large(number), LIMIT)
+            put(folder, "all are there", True)
+            time.sleep(LIMIT)
+        get(folder, "all are there")
+        kill(folder, 0)
+        with pytest.raises(PeerLostError) as caught:
+            read_for_ever(queue)
+        assert_named(caught.value, folder, 0)
+
+
+def test_a_writer_that_is_just_being_killed_is_named(tmp_path: Path) -> None:
+    run_ranks(2, end_meanwhile, str(tmp_path), may_die=[0])
