@@ -59,6 +59,8 @@ def new_process_group(
             exchange.watch(name, lambda: False)
         raise
     closing.callback(torch_groups.destroy, group)
+    if deadline is not None:  # one that has connected and closes would break the others' attempts
+        exchange.all_gather(f"{backend} is connected")
     return group
 
 

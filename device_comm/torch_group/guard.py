@@ -3,6 +3,9 @@
 The call runs where it is made, without a detour through another thread. The guard looks at
 the group now and then; should it fail, the guard ends what the call waits for, and the call
 raises.
+
+Neither the thread nor an error holds anything of a guard that is closed: what belongs to the
+group goes with the group.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ _TICK = 0.02
 
 _IDLE_TICKS = 50
 """Looks at nothing before the thread ends; the next call starts it again."""
+
+_LEAVE_SECONDS = 0.4
+"""How long `Guard.close` waits for the thread, which takes a tick unless the machine is busy."""
 
 
 class _Shift:
@@ -51,7 +57,8 @@ class Guard:
         self._end = end
         self._lock = threading.Lock()
         self._shift: _Shift | None = None
-        self._on_duty = False
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
 
     def call(self, block: Callable[[], object], operation: str, peers: Sequence[int]) -> None:
         """Run ``block``, which needs ``peers``.
@@ -63,9 +70,10 @@ class Guard:
         shift = _Shift(operation, peers)
         with self._lock:
             self._shift = shift
-            if not self._on_duty:
-                threading.Thread(target=self._watch, name=self._name, daemon=True).start()
-                self._on_duty = True
+            if self._thread is None:
+                thread = threading.Thread(target=self._watch, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
         try:
             block()
         except RuntimeError as error:
@@ -74,22 +82,31 @@ class Guard:
             raise
         finally:
             self._shift = None
+            del shift  # its error would hold this frame, and with it itself
+
+    def close(self) -> None:
+        """End the thread: now, or when the call ends that another thread is in."""
+        self._over.set()
+        thread = self._thread
+        if thread is not None and self._shift is None:
+            thread.join(_LEAVE_SECONDS)
 
     def _watch(self) -> None:
         idle = 0
-        while idle < _IDLE_TICKS or not self._leave():
+        while not (idle >= _IDLE_TICKS or self._over.is_set()) or not self._leave():
             shift = self._shift
             if shift is None:
                 idle += 1
-                time.sleep(_TICK)
+                self._over.wait(_TICK)
             else:
                 idle = 0
                 self._look(shift)
 
     def _leave(self) -> bool:
         with self._lock:
-            self._on_duty = self._shift is not None
-            return not self._on_duty
+            if self._shift is None:
+                self._thread = None
+            return self._thread is None
 
     def _look(self, shift: _Shift) -> None:
         try:
@@ -103,7 +120,7 @@ class Guard:
         except GroupTimeoutError:
             return
         except Exception as error:  # noqa: BLE001 - a call that is not watched over may hang
-            shift.error = error
+            shift.error = error.with_traceback(None)  # whose frames hold the shift
             self._end()
             while self._shift is shift:
                 time.sleep(_TICK)

@@ -39,6 +39,7 @@ class Job:
         self.done = True
         self._ended.set()
         self._wake()
+        del self  # its error holds this frame
 
     def join(self) -> None:
         """Return once it is done, on another helper thread.
@@ -61,9 +62,10 @@ class HelperThreads:
             name: what the threads are called.
         """
         self._name = name
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._free = 0
+        self._closed = False
 
     def start(self, call: Callable[[], object], wake: Callable[[], None]) -> Job:
         """Run ``call`` on a thread, then ``wake()`` there."""
@@ -77,17 +79,29 @@ class HelperThreads:
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
         return job
 
+    def close(self) -> None:
+        """End the threads: the free ones now, the others after their calls."""
+        with self._lock:
+            self._closed = True
+            free, self._free = self._free, 0
+        for _ in range(free):
+            self._jobs.put(None)
+
     def _work(self) -> None:
         while True:
             try:
                 job = self._jobs.get(timeout=_IDLE_SECONDS)
             except queue.Empty:
                 with self._lock:
-                    if self._free == 0:  # a job is on its way to this thread
+                    if self._free == 0:  # a job, or the end, is on its way to this thread
                         continue
                     self._free -= 1
+                return
+            if job is None:
                 return
             job.run()
             del job
             with self._lock:
+                if self._closed:
+                    return
                 self._free += 1

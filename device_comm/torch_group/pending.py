@@ -9,7 +9,7 @@ Facts about gloo that shape this file (torch 2.11 to 2.13):
   all connections of the group are broken. So it is waited for on a helper thread; or, where
   the caller waits as well, right there and under a `Guard`.
 - Broken connections end every operation of the group with an error, here and on the peers.
-  `break_off` breaks them on purpose: the only way to free what waits.
+  `Connections.break_off` breaks them on purpose: the only way to free what waits.
 """
 
 from __future__ import annotations
@@ -236,12 +236,24 @@ def wait_to_the_end(work: dist.Work, deadline: Deadline) -> None:
     work.wait(timedelta(seconds=seconds))
 
 
-def break_off(group: dist.ProcessGroup) -> None:
-    """End all operations of ``group``, for good, with errors. Collective: no."""
-    if group.name() != "gloo":
-        group.abort()
-        return
-    peer = (group.rank() + 1) % group.size()
-    with contextlib.suppress(RuntimeError):
-        never = group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT)
-        never.wait(timedelta(milliseconds=1))
+class Connections:
+    """The connections of a process group, which break once."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Of ``group``, which must have two ranks or more to break anything."""
+        self._group = group
+        self._broken_off = group.size() == 1
+
+    def break_off(self) -> None:
+        """End all operations of the group, for good, with errors. Collective: no."""
+        if self._broken_off:
+            return
+        self._broken_off = True
+        group = self._group
+        if group.name() != "gloo":
+            group.abort()
+            return
+        peer = (group.rank() + 1) % group.size()
+        with contextlib.suppress(RuntimeError):
+            never = group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT)
+            never.wait(timedelta(milliseconds=1))

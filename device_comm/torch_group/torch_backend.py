@@ -7,7 +7,7 @@ for equal and unequal parts, and all-gather of unequal parts is an exchange too:
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,9 +22,9 @@ from device_comm.torch_group.helper_threads import HelperThreads
 from device_comm.torch_group.pending import (
     Boundary,
     CollectivePending,
+    Connections,
     StreamPending,
     TransferPending,
-    break_off,
     wait_to_the_end,
 )
 from device_comm.torch_group.reduce_here import reduce_here
@@ -95,16 +95,16 @@ class TorchBackend(Backend):
         self._group = process_group
         self._boundary = Boundary(self.watch)
         self._arrivals = Arrivals(self.watch, name, self.members, self.rank)
+        self._connections = Connections(process_group)
         self._helpers = HelperThreads(f"{name}-transfer")
-        self._guard = Guard(f"{name}-guard", self._boundary, self.discard)
+        self._guard = Guard(f"{name}-guard", self._boundary, self._connections.break_off)
         self._series: dict[int, Job] = {}
-        self._broken_off = False
+        for each in (self._series.clear, self._helpers.close, self._guard.close):
+            self._closing.callback(each)
 
     def discard(self) -> None:
         """Break the connections off, so that whatever waits in them ends."""
-        if self.world_size > 1 and not self._broken_off:
-            self._broken_off = True
-            break_off(self._group)
+        self._connections.break_off()
 
     def start(self, operation: Operation) -> Pending | None:
         """Issue what torch has for the verb."""
@@ -257,7 +257,7 @@ class TorchBackend(Backend):
         if self.capabilities.stream_ordered:
             return StreamPending(work, None)
         if operation.background:
-            job = self._helpers.start(work.wait, self._wake)
+            job = self._helpers.start(work.wait, _bell(self.watch))
             return TransferPending(job, name, peers, self._boundary)
         deadline = operation.deadline
         try:
@@ -285,7 +285,7 @@ class TorchBackend(Backend):
             while tensors := following():
                 receive(tensors)
 
-        job = self._series[peer] = self._helpers.start(receive_all, self._wake)
+        job = self._series[peer] = self._helpers.start(receive_all, _bell(self.watch))
         peers = (self.members[peer],)
         pending = TransferPending(job, operation.name, peers, self._boundary)
         if operation.background:
@@ -303,9 +303,11 @@ class TorchBackend(Backend):
                 error, operation.name, peers, operation.deadline
             ) from error
 
-    def _wake(self) -> None:
-        if self.watch.member is not None:
-            self.watch.ring(self.watch.member)
+
+def _bell(watch: Watch) -> Callable[[], None]:
+    """Wakes this member; holds nothing of the backend, as helper threads may outlast it."""
+    member = watch.member
+    return (lambda: None) if member is None else partial(watch.ring, member)
 
 
 @cache

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -9,6 +11,8 @@ from device_comm import LoneWatch
 from device_comm.torch_group.guard import Guard
 from device_comm.torch_group.pending import Boundary
 from shm_broadcast import GroupAbortedError
+from tests.patience import until
+from tests.shm_broadcast.queues import Running
 
 
 def threads() -> list[threading.Thread]:
@@ -70,3 +74,40 @@ def test_one_thread_for_many_calls_that_leaves_when_there_are_none() -> None:
     done = []
     guard.call(lambda: done.append(len(threads())), "receiving", [1])
     assert done == [1]
+
+
+def test_the_thread_of_a_closed_guard_ends() -> None:
+    guard = Guard("guard-closed", Boundary(LoneWatch(0)), int)
+    guard.call(int, "receiving", [1])
+    for _ in range(2):
+        guard.close()
+        assert "guard-closed" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_guard_that_is_closed_watches_over_the_call_that_is_under_way() -> None:
+    watch, call = LoneWatch(0), Call()
+    guard = Guard("guard-test", Boundary(watch), call.ended.set)
+    calling = Running(guard.call, call, "receiving", [1])
+    until(threads)
+    guard.close()
+    watch.abort(KeyError("why"))
+    with pytest.raises(GroupAbortedError, match="why"):
+        calling.result()
+    until(lambda: not threads())
+
+
+def test_a_call_that_was_ended_leaves_nothing_of_the_guard() -> None:
+    watch, call = LoneWatch(0), Call()
+    guard = Guard("guard-test", Boundary(watch), call.ended.set)
+    watch.abort(KeyError("why"))
+    gc.disable()
+    try:
+        with pytest.raises(GroupAbortedError) as caught:
+            guard.call(call, "receiving", [1])
+        guard.close()
+        until(lambda: not threads())
+        left = weakref.ref(guard)
+        del caught, guard
+        assert left() is None
+    finally:
+        gc.enable()

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 from device_comm.torch_group.helper_threads import HelperThreads
+from tests.patience import until
 
 
 def names() -> list[str]:
@@ -36,3 +39,35 @@ def test_an_error_is_kept_for_whoever_waits() -> None:
 def test_threads_do_not_hold_up_the_process() -> None:
     HelperThreads("helpers-test").start(int, int)
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "helpers-test")
+
+
+def test_the_threads_of_what_is_closed_end_once_their_calls_have() -> None:
+    helpers = HelperThreads("helpers-test")
+    gate, woken = threading.Event(), threading.Semaphore(0)
+    for _ in range(2):
+        helpers.start(gate.wait, woken.release)
+    helpers.start(int, woken.release)
+    assert woken.acquire(timeout=10)
+    helpers.close()
+    until(lambda: len(names()) == 2)
+    assert helpers.start(int, woken.release) is not None
+    assert woken.acquire(timeout=10)
+    until(lambda: len(names()) == 2)
+    gate.set()
+    until(lambda: not names())
+
+
+def test_a_job_that_has_failed_is_not_kept_by_its_error() -> None:
+    woken = threading.Event()
+    helpers = HelperThreads("helpers-test")
+    gc.disable()
+    try:
+        job = helpers.start(lambda: [][1], woken.set)
+        assert woken.wait(10)
+        helpers.close()
+        until(lambda: not names())
+        left = weakref.ref(job)
+        del job
+        assert left() is None
+    finally:
+        gc.enable()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from device_comm import Communicator, ReduceOp, TorchBackend
 from device_comm.torch_group import under_way
@@ -28,7 +31,7 @@ from shm_broadcast import (
 from shm_broadcast.errors import TransportError
 from tests.device_comm.meeting import SOON, die, meet, moment_of_death
 from tests.forked import in_a_child
-from tests.patience import NAMED_WITHIN, quickest
+from tests.patience import NAMED_WITHIN, quickest, until
 from tests.ranks import init_gloo, run_ranks
 
 if TYPE_CHECKING:
@@ -287,6 +290,59 @@ def closed(rank: int, n: int, path: str, board: BoardHandle) -> None:
 def test_close_twice(store_path: str) -> None:
     with Board.create(2, None) as board:
         run_ranks(2, closed, store_path, board.handle())
+
+
+def leaves(rank: int, n: int, path: str, board: BoardHandle, fails: bool) -> list[str]:
+    """What is left of a communicator that was used and closed: threads, and the backend."""
+    init_gloo(rank, n, path)
+    group = dist.new_group([0, 1])
+    watch = Board.attach(board, rank)
+    before = {*threading.enumerate()}
+    gc.disable()
+    try:
+        comm = Communicator(TorchBackend(group, "cpu", watch, name="tp", timeout=20))
+        backend = weakref.ref(comm.backend)
+        comm.all_reduce(torch.ones(3))
+        exchange_messages(rank, comm)
+        if fails:
+            fail_to_receive(rank, comm, watch)
+        comm.close()
+        del comm
+        until(lambda: {*threading.enumerate()} == before, "a thread is left")
+        return [] if backend() is None else ["the backend"]
+    finally:
+        gc.enable()
+
+
+def exchange_messages(rank: int, comm: Communicator) -> None:
+    """Both ways, in the foreground, in the background, and in a series."""
+    following = iter([[torch.empty(3)], []])
+    for sender in (0, 1):
+        if rank == sender:
+            comm.send(torch.ones(3), 1 - rank)
+            comm.isend(torch.ones(3), 1 - rank).wait()
+            comm.send(torch.ones(3), 1 - rank)
+        else:
+            comm.recv((3,), torch.float32, sender)
+            comm.irecv((3,), torch.float32, sender).wait()
+            comm.irecv_series(lambda: next(following), sender).wait()
+
+
+def fail_to_receive(rank: int, comm: Communicator, watch: Board) -> None:
+    """One rank aborts while the other one receives."""
+    if rank == 0:
+        until(lambda: watch.member_status(1).operation == "tp recv")
+        comm.abort("wanted")
+        return
+    with pytest.raises(GroupAbortedError, match="wanted"):
+        comm.recv((3,), torch.float32, 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_of_a_closed_communicator(fails: bool, store_path: str) -> None:
+    """At once, without a collection: a process may make and close groups all day."""
+    with Board.create(2, None) as board:
+        assert run_ranks(2, leaves, store_path, board.handle(), fails) == [[], []]
 
 
 _TIMES_OUT_AND_ENDS = """

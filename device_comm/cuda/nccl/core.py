@@ -81,6 +81,7 @@ class NcclCore(Backend):
         self._failure: CoordinatorError | None = None
         self._last: Stream | None = None
         self._token = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        self._closing.callback(self._helpers.close)
         self._closing.callback(self._give_back)
 
     @classmethod
