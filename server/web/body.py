@@ -16,8 +16,8 @@ MAX_BODY_BYTES = 16 << 20
 """The longest body that a request may have."""
 _AS_IT_IS = "identity"
 MAX_HELD_BYTES = 4 * MAX_BODY_BYTES
-"""What the bodies of all requests that are being answered may have, beyond `SMALL_BYTES` each."""
-SMALL_BYTES = 64 << 10
+"""What the bodies of all requests that are being answered may have, beyond `SMALL_BODY_BYTES` each."""
+SMALL_BODY_BYTES = 64 << 10
 """What each may have whatever the others have: large ones that stall keep out no small one."""
 
 
@@ -25,7 +25,7 @@ class Bodies:
     """The bodies of the requests that are being answered.
 
     Attributes:
-        held: the number of their bytes that are in memory now, beyond `SMALL_BYTES` of each.
+        held: the number of their bytes that are in memory now, beyond `SMALL_BODY_BYTES` of each.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Bodies:
             async for chunk in request.stream():
                 if len(body) + len(chunk) > MAX_BODY_BYTES:
                     raise _too_large()
-                more = max(0, len(body) + len(chunk) - SMALL_BYTES) - counted
+                more = max(0, len(body) + len(chunk) - SMALL_BODY_BYTES) - counted
                 if more and self.held + more > MAX_HELD_BYTES:
                     message = f"the large requests before this one have {self.held} bytes"
                     raise ApiError(429, message, "rate_limit_error", code="queue_full")

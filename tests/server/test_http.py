@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from server.web.body import MAX_BODY_BYTES, SMALL_BYTES
+from server.web.body import MAX_BODY_BYTES, SMALL_BODY_BYTES
 from tests.server.fake_service import Pool, run, site
 
 if TYPE_CHECKING:
@@ -190,11 +190,11 @@ def test_large_bodies_that_stall_keep_out_no_small_one() -> None:
             stalling = [asyncio.create_task(send(stall())) for _ in range(4)]
             await here.until(lambda: len(stalled) == 4)
             body = json.dumps({"model": "m", "input": "a"}).encode()
-            assert await send(body.ljust(SMALL_BYTES)) == 200
-            assert await send(body.ljust(6 * SMALL_BYTES)) == 429
+            assert await send(body.ljust(SMALL_BODY_BYTES)) == 200
+            assert await send(body.ljust(6 * SMALL_BODY_BYTES)) == 429
             over.set()
             assert await asyncio.gather(*stalling) == [400] * 4
-            assert await send(body.ljust(6 * SMALL_BYTES)) == 200
+            assert await send(body.ljust(6 * SMALL_BODY_BYTES)) == 200
 
     run(test)
 
