@@ -16,7 +16,7 @@ MAX_BODY_BYTES = 16 << 20
 """The longest body that a request may have."""
 _AS_IT_IS = "identity"
 MAX_HELD_BYTES = 4 * MAX_BODY_BYTES
-"""What the bodies of all requests that are being answered may have, beyond `SMALL_BODY_BYTES` each."""
+"""What the bodies of all requests under way may have, beyond `SMALL_BODY_BYTES` each."""
 SMALL_BODY_BYTES = 64 << 10
 """What each may have whatever the others have: large ones that stall keep out no small one."""
 
