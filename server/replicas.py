@@ -19,11 +19,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from coordinator.apart import begin_apart
 from coordinator.rank_grid import RankGrid
 from shm_broadcast import CoordinatorError, Deadline
 from shm_broadcast.checked_arguments import function, optional, whole
 
-from .apart import begin_apart
 from .driver.binding import bound_here, written
 from .driver.cores import worker_threads
 from .driver.devices import assign, checked_device, count_gpus

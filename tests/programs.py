@@ -20,7 +20,7 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from server.apart import begin_apart
+from coordinator.apart import begin_apart
 from server.launchers import forking
 from tests.patience import PATIENCE_SECONDS
 from tests.ranks import CONTEXT

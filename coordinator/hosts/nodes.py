@@ -184,7 +184,7 @@ def _start_heartbeat(
         keeper=exchange.keeper,
         where=exchange.host,
     )
-    heartbeat.first_beat()
+    exchange.ask(f"{exchange.name} first heartbeat", heartbeat.first_beat)
     exchange.all_gather("heartbeat")
     undo.callback(heartbeat.close)
     heartbeat.start()

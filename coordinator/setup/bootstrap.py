@@ -15,15 +15,15 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-import threading
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch.distributed import Store, TCPStore
 
+from coordinator.apart import begin_apart
 from coordinator.setup.addresses import own_address, resolve
 from coordinator.setup.exchange import Exchange
 from coordinator.setup.settings import agree_on_terms
@@ -169,19 +169,11 @@ def _connected(host: str, port: int, deadline: Deadline) -> TCPStore:
     Raises:
         RuntimeError: what listens is not a store, or does not answer until the deadline.
     """
-    made: Future[TCPStore] = Future()
     seconds = deadline.remaining(_STORE_TIMEOUT.total_seconds())
-
-    def connect() -> None:
-        try:
-            patience = timedelta(seconds=max(seconds, 0.001))
-            made.set_result(TCPStore(host, port, None, False, patience, wait_for_workers=False))
-        except Exception as error:  # noqa: BLE001 - it is raised where it is waited for
-            made.set_exception(error)
-
-    threading.Thread(target=connect, name="store-connect", daemon=True).start()
+    patience = timedelta(seconds=max(seconds, 0.001))
+    connect = partial(TCPStore, host, port, None, False, patience, wait_for_workers=False)
     try:
-        store = made.result(seconds)
+        store = begin_apart(connect, "store-connect").result(seconds)
     except TimeoutError:
         raise RuntimeError("it accepts connections and does not answer") from None
     store.set_timeout(_STORE_TIMEOUT)

@@ -7,22 +7,29 @@ a name, and keys under that name:
     NAME/count  the number of members that have put their value
     NAME/all    set by the last of them: all values are there
 
-However many members there are, each polls one key only. None blocks inside the store: torch's own
-wait cannot be interrupted, and prints to stderr when it times out.
+However many members there are, each polls one key only: torch's own wait prints to stderr when it
+times out. None blocks inside the store, which cannot be interrupted: while the process that hosts
+the store stands still, even a question whether a key is there gets no answer. So a thread apart
+asks, one question after the other, and whoever wants the answer waits for that thread.
 """
 
 from __future__ import annotations
 
 import time
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from textwrap import shorten
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import DistError, PrefixStore, Store
 
+from coordinator.apart import Apart, is_done_within
 from shm_broadcast.codec import UNDECODABLE
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.doorbell import SLICE_SECONDS
 from shm_broadcast.errors import (
     GroupAbortedError,
     GroupTimeoutError,
@@ -34,10 +41,9 @@ from shm_broadcast.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
 
     import msgspec
-
-    from shm_broadcast.deadline import Deadline
 
 T = TypeVar("T")
 
@@ -45,6 +51,9 @@ _GIVEN_UP = "given up"
 _FIRST_NAP = 0.0005
 _LONGEST_NAP = 0.05
 _LONGEST_GROUP = 200
+
+_ANSWERED_SECONDS = 1.0
+"""How long an answer of the store is waited for at least: also the last look, at the deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,7 @@ class Exchange:
             and with whether it is there; None: nobody knows.
         marks: where those that come to the same place later look: see `visit`; None: nobody does.
         around: where each member says which group it came to set up last; None: none does.
+        asking: asks the store, and those of subgroups.
     """
 
     store: Store
@@ -77,6 +87,7 @@ class Exchange:
     watch: Callable[[str, Callable[[], bool]], None] | None = None
     marks: Store | None = None
     around: Store | None = None
+    asking: Apart = field(default_factory=partial(Apart, "ask-store"), compare=False, repr=False)
 
     @classmethod
     def visit(
@@ -90,6 +101,7 @@ class Exchange:
         host: str = "",
         keeper: int | None = None,
         called: Sequence[int] = (),
+        asking: Apart | None = None,
     ) -> Exchange:
         """An exchange under a key prefix, ``place``, that may have been used before.
 
@@ -100,18 +112,46 @@ class Exchange:
         already wait until their own time is over.
 
         Collective: no.
+
+        Raises:
+            GroupTimeoutError: the store does not answer.
+            TransportError: it has gone.
         """
         place = f"group-coordinator/{place}{_digest(called)}"
         around = store if called else None
         outside = cls(store, rank, size, name, deadline, host, keeper, tuple(called), around=around)
-        with outside._reaching(name):
+        if asking is not None:
+            outside = replace(outside, asking=asking)
+
+        def come() -> Store:
             if around is not None:
                 around.set(_last_group_of(called[rank]), outside._group)
             while True:
                 count = store.add(f"{place}/visits/{rank}", 1)
                 inside = PrefixStore(f"{place}/{count}", store)
                 if not inside.check([_GIVEN_UP]):
-                    return replace(outside, store=inside, marks=inside)
+                    return inside
+
+        with outside._reaching(name):
+            inside = outside._answer(name, come)
+        return replace(outside, store=inside, marks=inside)
+
+    def ask(self, operation: str, do: Callable[[], T]) -> T:
+        """What ``do`` returns, which is called apart, as it asks the store. Collective: no.
+
+        Args:
+            operation: what this is, for errors.
+            do: calls the store's methods, and none of this exchange.
+
+        Raises:
+            GroupTimeoutError: the store has not answered when the deadline passed. The question
+                stands, and later ones stand behind it.
+            PeerLostError, GroupAbortedError: as in `all_gather`, before it has answered.
+            TransportError: the store has gone.
+            What ``do`` raises.
+        """
+        with self._reaching(operation):
+            return self._answer(operation, do)
 
     def all_gather(self, what: str, payload: bytes = b"") -> list[bytes]:
         """Put ``payload``, wait for everyone's, and return them by rank.
@@ -123,7 +163,8 @@ class Exchange:
         Collective: yes, every member.
 
         Raises:
-            GroupTimeoutError: the deadline passed; ``waiting_for`` lists the absent members.
+            GroupTimeoutError: the deadline passed; ``waiting_for`` lists the absent members. It is
+                empty if the store has not answered.
             PeerLostError, GroupAbortedError: a member has ended, left, or given up before it put
                 its payload; only of an exchange that is watched.
             ValueError: a member was told that there are more or fewer.
@@ -132,11 +173,13 @@ class Exchange:
         """
         operation = f"{self.name} {what}"
         with self._reaching(operation):
-            self._put(f"{what}/{self.rank}", b"%d %b" % (self.size, payload))
-            if self.store.add(f"{what}/count", 1) == self.size:
-                self._put(f"{what}/all", b"")
-            self._wait_for(f"{what}/all", operation, lambda: self._absent(what))
-            return list(self._payloads(what).values())
+            return self._wait_for(
+                f"{what}/all",
+                operation,
+                lambda: list(self._payloads(what).values()),
+                lambda: self._absent(what),
+                lambda: self._come(what, payload),
+            )
 
     def broadcast(self, what: str, payload: bytes | None, src: int = 0) -> bytes:
         """Return the payload of member ``src``.
@@ -149,7 +192,7 @@ class Exchange:
         Collective: yes, every member; ``src`` does not wait for the others.
 
         Raises:
-            GroupTimeoutError: ``src`` did not put it in time.
+            GroupTimeoutError: ``src`` did not put it in time, or the store does not answer.
             PeerLostError, GroupAbortedError: as in `all_gather`.
             TransportError: the store has gone.
             ValueError: ``payload`` is ``None`` at ``src``.
@@ -157,11 +200,10 @@ class Exchange:
         key, operation = f"{what}/{src}", f"{self.name} {what}"
         with self._reaching(operation):
             if self.rank != src:
-                self._wait_for(key, operation, lambda: [src])
-                return self.store.get(key)
+                return self._wait_for(key, operation, lambda: self.store.get(key), lambda: [src])
             if payload is None:
                 raise ValueError(f"{self.name}: member {src} has to give what it broadcasts")
-            self._put(key, payload)
+            self._answer(operation, lambda: self._put(key, payload))
             return payload
 
     def sub(self, name: str, ranks: Sequence[int], deadline: Deadline | None = None) -> Exchange:
@@ -184,6 +226,7 @@ class Exchange:
             self.host,
             ranks.index(self.keeper) if self.keeper in ranks else None,
             [self.global_rank(rank) for rank in ranks],
+            self.asking,
         )
 
     def decoded(self, decoder: msgspec.msgpack.Decoder[T], payload: bytes, rank: int) -> T:
@@ -211,8 +254,8 @@ class Exchange:
     def give_up(self) -> None:
         """Have those that come later leave this visit out. Collective: no."""
         if self.marks is not None:
-            with suppress(Exception):  # what this member gives up for is told, not this
-                self.marks.set(_GIVEN_UP, "")
+            # What this member gives up for is told, not how this ends.
+            _has_come(self.asking.begin(partial(self.marks.set, _GIVEN_UP, "")))
 
     def global_rank(self, rank: int) -> int:
         """What errors call the member of that rank in the group."""
@@ -235,14 +278,45 @@ class Exchange:
                 if group != self._group:
                     yield f"rank {rank} came to set up {shorten(group, _LONGEST_GROUP)} last"
 
+    def _answer(self, operation: str, do: Callable[[], T]) -> T:
+        answer = self.asking.begin(do)
+        soon = Deadline.after(_ANSWERED_SECONDS)
+        latest = self.deadline if soon.at < self.deadline.at else soon
+        try:
+            while not is_done_within(answer, latest):
+                if self.watch is not None:
+                    self.watch(operation, partial(_has_come, answer))
+                if latest.expired:
+                    silent = f"{self._keeping} does not answer"
+                    raise GroupTimeoutError(operation, self.deadline.timeout, detail=silent)
+            return answer.result()
+        finally:
+            answer.cancel()
+            del answer  # an error that it has would keep it
+
+    @property
+    def _keeping(self) -> str:
+        """The store, for errors."""
+        where = f"the store at {self.host}" if self.host else "the store"
+        kept = "" if self.keeper is None else f", which rank {self.global_rank(self.keeper)} keeps,"
+        return where + kept
+
+    def _come(self, what: str, payload: bytes) -> None:
+        self._put(f"{what}/{self.rank}", b"%d %b" % (self.size, payload))
+        if self.store.add(f"{what}/count", 1) == self.size:
+            self._put(f"{what}/all", b"")
+
     def _put(self, key: str, value: bytes) -> None:
         self.store.set(key, value)  # type: ignore[arg-type] # the stub knows text only
 
     @contextmanager
     def _reaching(self, operation: str) -> Iterator[None]:
-        """Say of a store that cannot be reached any more who kept it."""
+        """Say of a store that cannot be reached any more who kept it; give up where others end."""
         try:
             yield
+        except (PeerLostError, GroupAbortedError):
+            self.give_up()
+            raise
         except DistError as error:
             where = f"the store at {self.host}" if self.host else "the store"
             detail = f"{where} has gone: the process that keeps it has ended, or given up ({error})"
@@ -275,22 +349,52 @@ class Exchange:
         there = self._payloads(what)
         return [rank for rank in range(self.size) if rank not in there]
 
-    def _wait_for(self, key: str, operation: str, absent: Callable[[], list[int]]) -> None:
+    def _wait_for(
+        self,
+        key: str,
+        operation: str,
+        read: Callable[[], T],
+        absent: Callable[[], list[int]],
+        come: Callable[[], None] = lambda: None,
+    ) -> T:
+        """What ``read`` returns once ``key`` is there. All but this thread ask the store.
+
+        Args:
+            key: what is waited for.
+            operation: what this is, for errors.
+            read: called once, when the key is there.
+            absent: the ranks that are waited for: called once, if it is not there in time.
+            come: called first, together with the first look.
+        """
+
         def there() -> bool:
             return self.store.check([key])
 
-        for nap in naps():
-            if there():
-                return
-            try:
-                if self.watch is not None:
-                    self.watch(operation, there)
-            except (PeerLostError, GroupAbortedError):
-                self.give_up()
-                raise
+        def look() -> list[T]:
+            """Look for a while: looks are cheap, and handing them over to a thread is not."""
+            over = Deadline.after(SLICE_SECONDS)
+            while not there():
+                if over.expired or self.deadline.expired:
+                    return []
+                time.sleep(self.deadline.remaining(at_most=next(pauses)))
+            return [read()]
+
+        def first_look() -> list[T]:
+            come()
+            return look()
+
+        def missing() -> tuple[list[int], list[str]]:
+            members = absent()
+            return members, [*self._elsewhere(members)]
+
+        pauses = naps()
+        found = self._answer(operation, first_look)
+        while not found:
+            if self.watch is not None:
+                self.watch(operation, lambda: self._answer(operation, there))
             if self.deadline.expired:
                 self.give_up()  # first: the store has just answered
-                waiting_for = absent()
+                waiting_for, elsewhere = self._answer(operation, missing)
                 over = [f"over the store at {self.host}"] if self.host else []
                 raise GroupTimeoutError(
                     operation,
@@ -298,9 +402,15 @@ class Exchange:
                     tuple(
                         MemberStatus(self.global_rank(rank), 0, "absent") for rank in waiting_for
                     ),
-                    "; ".join([*over, *self._elsewhere(waiting_for)]),
+                    "; ".join([*over, *elsewhere]),
                 )
-            time.sleep(self.deadline.remaining(at_most=nap))
+            found = self._answer(operation, look)
+        return found[0]
+
+
+def _has_come(answer: Future[Any]) -> bool:
+    """Whether there is an answer, or is soon: this process may have stalled, and not the store."""
+    return bool(wait([answer], _ANSWERED_SECONDS).done)
 
 
 def _last_group_of(rank: int) -> str:

@@ -16,18 +16,21 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d
 
+from coordinator.apart import begin_apart, is_done_within
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import GroupTimeoutError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed.distributed_c10d import ProcessGroup, Store
-
-    from shm_broadcast.deadline import Deadline
 
 _OPERATION_TIMEOUT = timedelta(days=1)
 """Torch's own limit, which is never to be reached: gloo closes its connections at it. Deadlines are
@@ -35,6 +38,9 @@ kept by the backend above.
 """
 
 _LONGEST_CONNECT = 600.0
+
+_STORE_SECONDS = 1.0
+"""How long gloo may take to say that its time is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +188,16 @@ def _gloo(
     options._devices = [device]
     seconds = _LONGEST_CONNECT if deadline is None else deadline.remaining(_LONGEST_CONNECT)
     options._timeout = timedelta(seconds=max(seconds, 0.001))
+    # Gloo keeps to its time, but not while the process that hosts the store stands still.
+    connecting = begin_apart(partial(gloo, store, rank, size, options), "connect-gloo")
+    latest = Deadline.after(seconds + _STORE_SECONDS)
     try:
-        made = gloo(store, rank, size, options)
+        while not is_done_within(connecting, latest):
+            if latest.expired:
+                timeout = seconds if deadline is None else deadline.timeout
+                detail = "neither gloo nor the store answers"
+                raise GroupTimeoutError("connecting gloo", timeout, detail=detail)
+        made = connecting.result()
     except RuntimeError as error:
         if deadline is not None:
             deadline.check(f"connecting gloo ({error})")

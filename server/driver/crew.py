@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from coordinator.apart import begin_apart
 from shm_broadcast import (
     NEVER,
     CoordinatorError,
@@ -24,7 +25,6 @@ from shm_broadcast import (
 )
 from shm_broadcast.board.totals import added_up
 
-from ..apart import begin_apart
 from ..calls.dispatcher import Dispatcher
 from ..calls.hooks import LedgerHooks, in_main_thread
 from ..calls.ledger import Ledger

@@ -22,7 +22,7 @@ from msgspec import structs
 
 from coordinator.hosts.remote_boards import compose, decode_beat
 from coordinator.setup.addresses import own_address
-from shm_broadcast import Deadline, GroupTimeoutError
+from shm_broadcast import Deadline, GroupTimeoutError, TransportError
 from shm_broadcast.board.stacks import STACK_SIGNAL
 from shm_broadcast.remote.end import one_address
 
@@ -104,7 +104,7 @@ def serve_host(hosts: Hosts, timeout: float | None = 300.0) -> None:
     deadline = Deadline.after(timeout)
     try:
         hosts = replace(hosts, master_port=find_port(hosts, deadline))
-    except GroupTimeoutError as error:
+    except (GroupTimeoutError, TransportError) as error:
         raise HostError(hosts.node_rank, str(error)) from error
     stays = True
     while stays:

@@ -6,18 +6,17 @@ there keeps the hosts from meeting, but learns nothing: the link proves who is a
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from coordinator.setup.launcher import Launch
 from shm_broadcast import Deadline, GroupTimeoutError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from coordinator.setup.exchange import Exchange
 
     from .place import Hosts
 
-_NAP_SECONDS = 0.1
+_WHAT = "port"
 
 
 def tell_port(hosts: Hosts, port: int, deadline: Deadline) -> None:
@@ -25,35 +24,44 @@ def tell_port(hosts: Hosts, port: int, deadline: Deadline) -> None:
 
     Raises:
         GroupTimeoutError: torchrun's store does not answer in time.
+        TransportError: it has gone.
     """
     if hosts.master_port == 0:
-        store, place = _visit(hosts, deadline)
-        store.set(f"{place}/port", str(port))
+        _visit(hosts, deadline).broadcast(_WHAT, b"%d" % port)
 
 
 def find_port(hosts: Hosts, deadline: Deadline) -> int:
     """On the other hosts: the port at which the head listens.
 
     Raises:
-        GroupTimeoutError: the head has not said it in time.
+        GroupTimeoutError: the head has not said it in time, or torchrun's store does not answer.
+        TransportError: that store has gone.
     """
     if hosts.master_port:
         return hosts.master_port
-    store, place = _visit(hosts, deadline)
-    while not store.check([f"{place}/port"]):
-        if deadline.expired:
-            raise GroupTimeoutError(
-                "hosts", deadline.timeout, detail="the head has not said where it listens"
-            )
-        time.sleep(deadline.remaining(_NAP_SECONDS))
-    return int(store.get(f"{place}/port"))
+    exchange = _visit(hosts, deadline)
+    try:
+        return int(exchange.broadcast(_WHAT, None))
+    except GroupTimeoutError as error:
+        if not error.waiting_for:
+            raise
+        detail = "the head has not said where it listens"
+        raise GroupTimeoutError("hosts", deadline.timeout, detail=detail) from error
 
 
-def _visit(hosts: Hosts, deadline: Deadline) -> tuple[Store, str]:
-    """The store, and keys in it that this pool alone has: the n-th on every host is the same."""
+def _visit(hosts: Hosts, deadline: Deadline) -> Exchange:
+    """Keys in torchrun's store that this pool alone has: the n-th on every host is the same."""
     from coordinator import connect_store  # noqa: PLC0415 - loads torch
+    from coordinator.setup.exchange import Exchange  # noqa: PLC0415 - likewise
 
     launch = Launch.from_environment()
     store = connect_store(launch.master_addr, launch.master_port, deadline)
-    place = f"group-coordinator/hosts/{launch.attempt}"
-    return store, f"{place}/{store.add(f'{place}/visits/{hosts.node_rank}', 1)}"
+    return Exchange.visit(
+        store,
+        f"hosts/{launch.attempt}",
+        hosts.node_rank,
+        hosts.nnodes,
+        "hosts",
+        deadline,
+        f"{launch.master_addr}:{launch.master_port}",
+    )

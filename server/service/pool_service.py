@@ -14,9 +14,9 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from coordinator.apart import begin_apart
 from shm_broadcast import CoordinatorError
 
-from ..apart import begin_apart
 from .gauges import Activity, of_operations, of_service, of_workers
 from .metrics import Metrics
 from .overview import clipped, past_failure, who_holds_up, workers

@@ -7,6 +7,7 @@ import errno
 import signal
 import socket
 import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,7 +33,8 @@ from server.hosts.meeting_port import tell_port
 from server.hosts.place import Hosts
 from server.pool_config import PoolConfig
 from shm_broadcast import Deadline
-from tests.patience import PATIENCE_SECONDS, until
+from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
+from tests.standing_store import store_elsewhere
 
 if TYPE_CHECKING:
     from server.hosts.host_link import HeadHeeder
@@ -176,6 +178,20 @@ def test_a_head_that_never_says_where_it_listens_is_an_error_of_hosts(
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     with pytest.raises(HostError, match="the head has not said where it listens"):
         serve_host(dataclasses.replace(HERE, master_port=0), 0.2)
+
+
+def test_a_store_of_torchrun_that_does_not_answer_is_an_error_of_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with store_elsewhere() as store:
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("MASTER_PORT", str(store.port))
+        threading.Timer(0.5, store.stop).start()
+        began = time.monotonic()
+        with pytest.raises(HostError, match=rf"the store at \S+:{store.port} does not answer"):
+            serve_host(dataclasses.replace(HERE, master_port=0), 2.0)
+        assert time.monotonic() - began < 2.0 + STALL_SECONDS
 
 
 def test_a_way_to_the_head_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
