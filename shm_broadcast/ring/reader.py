@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 _RECORD = struct.Struct(layout.RECORD_FORMAT)
 
-_ENDING_SECONDS = 0.3
+_ENDING_SECONDS = 2.0
 """How long to look whether a writer has ended whose block cannot be mapped: a process that ends
-closes its descriptors a moment earlier."""
+closes its descriptors a moment earlier, which a busy machine makes long."""
 
 
 class Record(NamedTuple):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from coordinator import GroupCoordinator
+from coordinator.setup import torch_groups
 from coordinator.verbs.member import LINGER
 from shm_broadcast import (
     GroupAbortedError,
@@ -82,6 +83,29 @@ def only_members(rank: int, n: int, path: str) -> None:
 
 def test_a_group_is_built_by_its_members(store_path: str) -> None:
     run_ranks(4, only_members, store_path)
+
+
+def connects_late(rank: int, n: int, path: str) -> list[float]:
+    """Rank 0 takes longer to connect; when it had, and when the group was there."""
+    init_gloo(rank, n, path)
+    connect, connected = torch_groups.connect_process_group, []
+
+    def slowly(*args: Any) -> dist.ProcessGroup:
+        group = connect(*args)
+        time.sleep(0.3 if rank == 0 else 0)
+        connected.append(time.monotonic())
+        return group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_groups, "connect_process_group", slowly)
+        with GroupCoordinator([[0, 1]], rank, "gloo", False):
+            return [*connected, time.monotonic()]
+
+
+def test_a_member_leaves_only_once_all_have_connected(store_path: str) -> None:
+    """Else the connections that the others are still making would break."""
+    (connected, _), (_, there) = run_ranks(2, connects_late, store_path)
+    assert connected < there
 
 
 def singles(rank: int, n: int, path: str) -> None:
