@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_IDLE_SECONDS: Final = 1.0
+_IDLE_SECONDS: Final = 0.1
+_ENDING_SECONDS: Final = 10 * SLICE_SECONDS
+_under_way: Final[set[Future[Any]]] = set()
+os.register_at_fork(after_in_child=_under_way.clear)
 
 
 class Apart:
@@ -92,6 +96,7 @@ def is_done_within(future: Future[Any], deadline: Deadline) -> bool:
 def _carry_out(future: Future[T], do: Callable[[], T]) -> None:
     if not future.set_running_or_notify_cancel():
         return
+    _under_way.add(future)
     try:
         result = do()
     except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
@@ -99,4 +104,11 @@ def _carry_out(future: Future[T], do: Callable[[], T]) -> None:
     else:
         future.set_result(result)
     finally:
+        _under_way.discard(future)
         del future, do  # the error has this frame: nothing is to be kept alive by it
+
+
+@atexit.register
+def _let_them_end() -> None:
+    """A thread that comes back from torch's C++ when the interpreter has ended would abort it."""
+    wait([*_under_way], _ENDING_SECONDS)

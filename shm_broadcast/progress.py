@@ -196,7 +196,8 @@ class Lane:
             except BaseException as error:
                 self.board.abort(error)
                 raise  # and nothing is advanced again
-            self._advancing = False
+            # Nor after a failure: the task that failed has tickets until `fail` has ended them.
+            self._advancing = failure is not None
         if failure is not None:
             self.fail(failure)
         elif ended:

@@ -52,6 +52,8 @@ _FIRST_NAP = 0.0005
 _LONGEST_NAP = 0.05
 _LONGEST_GROUP = 200
 
+_LOOK_SECONDS = 5 * SLICE_SECONDS
+"""How long the thread apart looks for a value before it is asked again."""
 _ANSWERED_SECONDS = 1.0
 """How long an answer of the store is waited for at least: also the last look, at the deadline."""
 
@@ -130,10 +132,21 @@ class Exchange:
                 count = store.add(f"{place}/visits/{rank}", 1)
                 inside = PrefixStore(f"{place}/{count}", store)
                 if not inside.check([_GIVEN_UP]):
+                    come_to.append(inside)
                     return inside
 
+        def leave() -> None:
+            for each in come_to:
+                each.set(_GIVEN_UP, "")
+
+        come_to: list[Store] = []
         with outside._reaching(name):
-            inside = outside._answer(name, come)
+            try:
+                inside = outside._answer(name, come)
+            except GroupTimeoutError:
+                # Once the store answers, it has taken this for a visit: behind that, it has ended.
+                outside.asking.begin(leave)
+                raise
         return replace(outside, store=inside, marks=inside)
 
     def ask(self, operation: str, do: Callable[[], T]) -> T:
@@ -254,8 +267,7 @@ class Exchange:
     def give_up(self) -> None:
         """Have those that come later leave this visit out. Collective: no."""
         if self.marks is not None:
-            # What this member gives up for is told, not how this ends.
-            _has_come(self.asking.begin(partial(self.marks.set, _GIVEN_UP, "")))
+            wait([self.asking.begin(partial(self.marks.set, _GIVEN_UP, ""))], _ANSWERED_SECONDS)
 
     def global_rank(self, rank: int) -> int:
         """What errors call the member of that rank in the group."""
@@ -287,6 +299,8 @@ class Exchange:
                 if self.watch is not None:
                     self.watch(operation, partial(_has_come, answer))
                 if latest.expired:
+                    if self.marks is not None:  # behind what stands, once the store answers
+                        self.asking.begin(partial(self.marks.set, _GIVEN_UP, ""))
                     silent = f"{self._keeping} does not answer"
                     raise GroupTimeoutError(operation, self.deadline.timeout, detail=silent)
             return answer.result()
@@ -297,9 +311,12 @@ class Exchange:
     @property
     def _keeping(self) -> str:
         """The store, for errors."""
-        where = f"the store at {self.host}" if self.host else "the store"
         kept = "" if self.keeper is None else f", which rank {self.global_rank(self.keeper)} keeps,"
-        return where + kept
+        return self._where + kept
+
+    @property
+    def _where(self) -> str:
+        return f"the store at {self.host}" if self.host else "the store"
 
     def _come(self, what: str, payload: bytes) -> None:
         self._put(f"{what}/{self.rank}", b"%d %b" % (self.size, payload))
@@ -318,8 +335,8 @@ class Exchange:
             self.give_up()
             raise
         except DistError as error:
-            where = f"the store at {self.host}" if self.host else "the store"
-            detail = f"{where} has gone: the process that keeps it has ended, or given up ({error})"
+            why = f"the process that keeps it has ended, or given up ({error})"
+            detail = f"{self._where} has gone: {why}"
             keeper = None if self.keeper is None else self.global_rank(self.keeper)
             raise TransportError(operation, detail, keeper) from error
 
@@ -372,7 +389,7 @@ class Exchange:
 
         def look() -> list[T]:
             """Look for a while: looks are cheap, and handing them over to a thread is not."""
-            over = Deadline.after(SLICE_SECONDS)
+            over = Deadline.after(_LOOK_SECONDS)
             while not there():
                 if over.expired or self.deadline.expired:
                     return []

@@ -58,6 +58,7 @@ class DistantHosts:
         Raises:
             OSError: the head's address cannot be resolved, or its port is in use.
             GroupTimeoutError: torchrun's store, which is to tell them the port, does not answer.
+            TransportError: that store has gone.
         """
         self._plan = plan
         self._hosts = hosts

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+_PF_EXITING = 0x4
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
 """What pidfd_open raises for a pid that is free, or was given to a thread meanwhile."""
 
@@ -103,6 +104,15 @@ class ProcessWatch:
         if self._pidfd is not None:
             self._pidfd = None
             self._release()
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process has begun to end, if it has not ended: then its descriptors close."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return True
+    return bool(int(stat_fields(stat)[6]) & _PF_EXITING)
 
 
 def _look_at(pid: int) -> tuple[bytes, int]:

@@ -23,6 +23,7 @@ from shm_broadcast.errors import (
     SharedMemoryError,
     name_of,
 )
+from shm_broadcast.machine.liveness import is_ending
 from shm_broadcast.ring.arena import BlockReader
 from shm_broadcast.ring.recycling import new_pool
 from shm_broadcast.segment import may_pass
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
 _RECORD = struct.Struct(layout.RECORD_FORMAT)
 
 _ENDING_SECONDS = 2.0
-"""How long to look whether a writer has ended whose block cannot be mapped: a process that ends
-closes its descriptors a moment earlier, which a busy machine makes long."""
+"""How long a writer may take to end that has begun to: its descriptors, and with them its blocks,
+are closed before that."""
 
 
 class Record(NamedTuple):
@@ -234,8 +235,9 @@ class RingReader:
         self._consume(layout.LEFT)
 
     def _blame_the_writer(self) -> None:
-        """Raise if the writer has gone, or does within a moment."""
-        looked = Deadline.after(_ENDING_SECONDS)
+        """Raise if the writer has gone, or is just going."""
+        ends = is_ending(self._board.member_status(self._writer).pid)
+        looked = Deadline.after(_ENDING_SECONDS if ends else 0.0)
         with suppress(GroupTimeoutError):
             self._board.wait(bool, looked, "dequeue", lambda: (self._writer,), spin=0)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -112,6 +113,30 @@ def test_an_answer_that_comes_late_does_no_harm(standing: StandingStore) -> None
     assert exchange.ask("look", lambda: exchange.store.get("port/1")) == b"4321"
 
 
+def outcome_of(standing: StandingStore, rank: int, payload: bytes) -> list[bytes]:
+    """What ``rank`` gathers in a new visit."""
+    store = connect_store("127.0.0.1", standing.port)
+    where = Deadline.after(LIMIT)
+    return Exchange.visit(store, "world", rank, 2, "world", where).all_gather("hosts", payload)
+
+
+@pytest.mark.parametrize("stalled", ["gather", "visit"])
+def test_who_comes_again_after_a_stall_is_not_taken_for_who_came_before(
+    standing: StandingStore, stalled: str
+) -> None:
+    exchange = visit(standing, SECONDS)
+    standing.stop()
+    with pytest.raises(GroupTimeoutError, match="does not answer"):
+        exchange.all_gather("hosts", b"first") if stalled == "gather" else visit(standing, 1.0)
+    if stalled == "visit":
+        exchange.give_up()
+    standing.go_on()
+    until(lambda: not any(thread.name == "ask-store" for thread in threading.enumerate()))
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(outcome_of, standing, rank, b"again %d" % rank) for rank in (0, 1)]
+        assert [each.result(LIMIT) for each in found] == [[b"again 0", b"again 1"]] * 2
+
+
 def test_init_has_its_time_for_all_of_it(standing: StandingStore) -> None:
     store = connect_store("127.0.0.1", standing.port)
     threading.Timer(0.5, standing.stop).start()
@@ -133,9 +158,14 @@ def test_it_can_be_interrupted(standing: StandingStore) -> None:
     standing.stop()
     main = threading.main_thread().ident
     assert main is not None
-    threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
-    with in_time(0.3), pytest.raises(KeyboardInterrupt):
+    interrupt = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+
+    def gather() -> None:
+        interrupt.start()
         exchange.all_gather("hosts")
+
+    with in_time(0.3), pytest.raises(KeyboardInterrupt):
+        gather()
 
 
 @pytest.mark.parametrize(

@@ -86,13 +86,14 @@ def test_what_the_user_says_counts(said: str, threads: int | None) -> None:
 
 DRIVER = """
 from server import WorkerPool
-from server.commands.options.model_options import add_arguments
+from server.commands.options.demo_options import add_arguments
 from server.commands.read_model import read_model
 import argparse
 parser = argparse.ArgumentParser()
-add_arguments(parser, tp=1, pp=1)
+add_arguments(parser)
 with WorkerPool("tests.server.workers:Worker") as pool:
-    print(pool.call("environment")["threads"], read_model(parser.parse_args([])).workers.threads)
+    model = read_model(parser.parse_args(["--tp=1", "--pp=1"]))
+    print(pool.call("environment")["threads"], model.workers.threads)
 """
 
 

@@ -233,6 +233,37 @@ def test_a_task_that_was_interrupted_midway_is_never_done(progress: Progress) ->
     assert log == ["interrupted"]
 
 
+class Failed(ByHand):
+    """It waits, fails, and has then nothing left to do."""
+
+    def advance(self, spin_ns: int) -> bool:  # noqa: ARG002
+        self._log.append("advanced")
+        if len(self._log) == 2:
+            raise DivergenceError(1, "this", "that")
+        return len(self._log) > 2
+
+
+def test_a_task_that_failed_is_never_done_whoever_looks_before_that_is_told(
+    progress: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    lane = lane_of(progress)
+    fail = lane.fail
+
+    def fail_late(error: CoordinatorError) -> None:
+        another = threading.Thread(target=lane.push)
+        another.start()
+        another.join()
+        fail(error)
+
+    monkeypatch.setattr(lane, "fail", fail_late)
+    ticket = lane.perform(Failed(log, "a"), soon, background=True)
+    assert ticket is not None
+    with pytest.raises(DivergenceError):
+        ticket.wait(soon())
+    assert log == ["advanced", "advanced"]
+
+
 class HalfWay(ByHand):
     """A task that takes its time once it may end."""
 
