@@ -204,11 +204,13 @@ class HostError(CoordinatorError):
     Attributes:
         node: its number; on a host that has lost the head, its own.
         reason: what happened.
+        absent: whether it has not come in time.
     """
 
-    def __init__(self, node: int, reason: str) -> None:
+    def __init__(self, node: int, reason: str, *, absent: bool = False) -> None:
         self.node = node
         self.reason = reason
+        self.absent = absent
         super().__init__(reason)
 
 
@@ -216,7 +218,7 @@ class RestartLimitError(CoordinatorError):
     """A pool has broken, and was restarted as often as it may be. ``__cause__`` broke it last.
 
     Attributes:
-        restarts: how many restarts there were within ``window``.
+        restarts: how many restarts there were within ``window``, or in vain one after the other.
         window: seconds.
         failure: the text of what broke it last.
     """
@@ -226,8 +228,8 @@ class RestartLimitError(CoordinatorError):
         self.window = window
         self.failure = failure
         super().__init__(
-            f"the pool has broken again after {restarts} restarts within {window:g} s, the most "
-            f"that max_restarts allows: {failure}"
+            f"the pool has broken again after {restarts} restarts within {window:g} s, or in vain, "
+            f"the most that max_restarts allows: {failure}"
         )
 
 

@@ -52,6 +52,8 @@ class WorkerOptions:
         if args.dp < 1:
             raise ValueError(f"--dp must be at least 1; got {args.dp}")
         n_workers = args.dp * args.tp * args.pp
+        if nnodes > 0 and n_workers % nnodes:
+            raise ValueError(f"{nnodes} hosts cannot share {n_workers} workers evenly")
         assign(args.device, n_workers, count_gpus(args.device), args.share_gpu)
         shared = max(n_workers // nnodes, 1)
         return cls(

@@ -33,6 +33,7 @@ from ..control.protocol import Failed, Resume, WorkProgress
 from ..errors import (
     CallStuckError,
     CallTimeoutError,
+    HostError,
     PoolClosedError,
     RestartLimitError,
     WorkerLostError,
@@ -359,6 +360,9 @@ class Crew(Watcher):
                 except PoolClosedError:
                     raise
                 except Exception as error:  # noqa: BLE001 - it becomes the pool's failure
+                    if isinstance(error, HostError) and error.absent:
+                        self.ledger.end(error)
+                        return
                     failure = error
                     keep = False  # those that stayed may be why it failed
                     continue

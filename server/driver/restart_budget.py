@@ -29,13 +29,14 @@ class RestartBudget:
 
         Returns:
             The seconds to wait before it: none at first, and after each restart in vain twice as
-            many. ``None``: the pool may not be restarted.
+            many. ``None``: the pool may not be restarted: there were as many within the window, or
+            in vain one after the other, however long they took.
         """
         self._restarted_at = [at for at in self._restarted_at if at > now - self._window]
-        if len(self._restarted_at) >= self._most:
+        self._in_vain = 0 if worked else self._in_vain + 1
+        if max(len(self._restarted_at), self._in_vain - 1) >= self._most:
             return None
         self._restarted_at.append(now)
-        self._in_vain = 0 if worked else self._in_vain + 1
         if self._in_vain <= 1:
             return 0.0
         return min(_FIRST_PAUSE_SECONDS * 2.0 ** (self._in_vain - 2), _LONGEST_PAUSE_SECONDS)

@@ -99,9 +99,8 @@ class DistantHosts:
         self._summon()
         while absent := self._absent():
             if deadline.expired:
-                raise HostError(
-                    absent[0], f"{_nodes(absent)} did not come in {deadline.timeout:g} s"
-                )
+                late = f"{_nodes(absent)} did not come in {deadline.timeout:g} s"
+                raise HostError(absent[0], late, absent=True)
             self._look_for_trouble(absent)
             if (now := time.monotonic()) - said >= _LINE_SECONDS:
                 said = now

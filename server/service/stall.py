@@ -36,7 +36,7 @@ class StallWatch:
             self._began.pop(each, None)
 
     def timed_out(self, number: int) -> None:
-        """A call has timed out that the workers have."""
+        """A call has timed out that the workers have, or for which there are none just now."""
         self._timed_out.add(number)
 
     def withdrawn(self, number: int) -> None:

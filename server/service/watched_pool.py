@@ -70,8 +70,11 @@ class WatchedPool:
         now = time.monotonic()
         if not self._watch.stalled(now):
             return ""
-        seconds = self._watch.oldest(now)
-        return f"a call was not answered for {seconds:.0f} s: {'; '.join(map(str, self.workers()))}"
+        seconds, reason = self._watch.oldest(now), self.pool.restarting
+        why = "; ".join(map(str, self.workers()))
+        if reason is not None:
+            why = f"the pool is being restarted after this: {reason}"
+        return f"a call was not answered for {seconds:.0f} s: {why}"
 
     @property
     def running(self) -> tuple[int, float]:
@@ -141,7 +144,8 @@ class WatchedPool:
             self._failed_call = time.time(), error
             self._metrics.call_errors.labels(type(error).__name__).inc()
             if isinstance(error, CallTimeoutError):
-                end = self._watch.timed_out if error.waiting_for else self._watch.withdrawn
+                lacks_workers = error.waiting_for or self.pool.restarting is not None
+                end = self._watch.timed_out if lacks_workers else self._watch.withdrawn
                 _log.error("%s", with_notes(error))
             raise
         finally:

@@ -350,6 +350,24 @@ def test_a_host_that_comes_again_takes_part_again(tmp_path: Path) -> None:
     assert end[0] == "dismissed"
 
 
+def is_lost_for_good(pool: WorkerPool, folder: str) -> str:
+    kill(int(noted(folder, "supervisor")))
+    until(lambda: pool.failure is not None)
+    return f"{type(pool.failure).__name__}: {pool.failure}"
+
+
+def test_a_host_that_does_not_come_again_is_the_end_of_the_pool(tmp_path: Path) -> None:
+    """Though not so many restarts fit into the window."""
+    options = {"restart": "worker", "start_timeout": 6.0, "window": 10.0}
+    with two_hosts("IPv4") as hosts:
+        failure, _ = run_ranks(
+            *(2, over_hosts, str(tmp_path), hosts, is_lost_for_good, (str(tmp_path),)),
+            options,
+            may_die=[1],
+        )
+    assert failure == "HostError: node 1 did not come in 6 s"
+
+
 # --- who takes no part -------------------------------------------------------------------
 
 

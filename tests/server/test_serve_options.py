@@ -12,6 +12,7 @@ import pytest
 from server.cli import main
 from server.commands import read_hosts, serve
 from server.commands.options import serve_options
+from server.commands.read_model import WorkerOptions
 from server.web.listener import listen
 from tests.server.tiny_llama import make_llama
 
@@ -57,15 +58,17 @@ def arguments(**given: Any) -> Any:
             {"stall_timeout": float("nan")},
             "--stall-timeout must be a finite number",
         ),
-        (
-            {"drain_timeout": float("inf")},
-            "--drain-timeout must be a finite number",
-        ),
+        ({"drain_timeout": float("inf")}, "--drain-timeout must be a finite number"),
     ],
 )
 def test_wrong_options_are_refused(given: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         serve.prepare(arguments(**given))
+
+
+def test_hosts_share_the_workers_evenly() -> None:
+    with pytest.raises(ValueError, match="2 hosts cannot share 3 workers evenly"):
+        WorkerOptions.read(arguments(tp=3), nnodes=2)
 
 
 @pytest.mark.parametrize(

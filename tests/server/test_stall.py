@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from server.errors import CallTimeoutError, WorkerLostError
+from server.service.metrics import Metrics
+from server.service.service_limits import ServiceLimits
 from server.service.stall import StallWatch
+from server.service.watched_pool import WatchedPool
 
 
 def test_a_call_that_has_timed_out_counts_until_a_later_one_is_answered() -> None:
@@ -35,3 +44,17 @@ def test_a_call_that_takes_longer_than_the_limit_stalls() -> None:
     assert watch.stalled(5.0)
     watch.answered(number)
     assert not watch.stalled(5.0)
+
+
+def test_a_pool_that_is_being_restarted_answers_again_when_a_call_is_answered() -> None:
+    pool: Any = SimpleNamespace(restarting=WorkerLostError(1, 4242, "killed"), status=list)
+    watched = WatchedPool(pool, Metrics(list, "embedding"), ServiceLimits(16, 16, 60.0, 10.0))
+    with pytest.raises(CallTimeoutError), watched.counted([3]):
+        raise CallTimeoutError("step", 30.0, (), "not sent", {}, ())
+    assert "the pool is being restarted after this: " in watched.stalled
+    assert "4242" in watched.stalled
+    pool.restarting = None
+    assert watched.stalled
+    with watched.counted([3]):
+        pass
+    assert watched.stalled == ""
