@@ -150,6 +150,8 @@ class Lane:
             if not background:
                 self.finish(task, deadline())
                 return None
+        else:  # those of a lane that fails may be there still, when the group has been told
+            self.board.check(task.operation)
         ticket = Ticket(self, task, ended)
         self.tickets.append(ticket)
         self._progress.look_after(self)

@@ -264,6 +264,25 @@ def test_a_task_that_failed_is_never_done_whoever_looks_before_that_is_told(
     assert log == ["advanced", "advanced"]
 
 
+def test_what_comes_while_a_lane_fails_finds_the_group_aborted(
+    board: Board, progress: Progress
+) -> None:
+    late: list[BaseException | None] = []
+
+    def told(error: CoordinatorError) -> None:
+        board.abort(error)
+        with pytest.raises(GroupAbortedError) as caught:
+            lane.perform(ByHand([], "late"), soon, background=True)
+        late.append(caught.value)
+
+    lane = progress.lane(told)
+    ticket = lane.perform(Failed([], "a"), soon, background=True)
+    assert ticket is not None
+    with pytest.raises(DivergenceError):
+        ticket.wait(soon())
+    until(lambda: len(late) == 1)
+
+
 class HalfWay(ByHand):
     """A task that takes its time once it may end."""
 
