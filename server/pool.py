@@ -123,7 +123,8 @@ class WorkerPool:
                 within `PoolConfig.leave_seconds`, are replaced. The others stay: their
                 ``restore(context)`` is called with new groups, or, if they have no such method,
                 the class is made anew in the same process. ``"pool"``: all workers are replaced.
-            max_restarts: restarts within ``window`` before the pool ends with `RestartLimitError`.
+            max_restarts: restarts within ``window``, or in vain one after the other, before the
+                pool ends with `RestartLimitError`.
             window: seconds.
             stuck_after: seconds after which the pool breaks if its oldest call is not answered; at
                 most a quarter more. ``None``: never. Longer than any call should take.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..defaults import BATCH_TOKENS, CHUNK_TOKENS, CONTEXT, PACKAGED_DECODER, SLOTS
 from ..driver.binding import bound_here
 from ..driver.cores import MOST_THREADS, worker_threads
-from ..driver.devices import assign, count_gpus
+from ..driver.devices import assign, count_gpus, share_of_a_host
 from ..pool_config import PoolConfig
 from ..workers.decoder import DecoderFolder, DecoderText, DecoderWorker, is_decoder, smollm2
 from ..workers.minilm import (
@@ -52,10 +52,8 @@ class WorkerOptions:
         if args.dp < 1:
             raise ValueError(f"--dp must be at least 1; got {args.dp}")
         n_workers = args.dp * args.tp * args.pp
-        if nnodes > 0 and n_workers % nnodes:
-            raise ValueError(f"{nnodes} hosts cannot share {n_workers} workers evenly")
         assign(args.device, n_workers, count_gpus(args.device), args.share_gpu)
-        shared = max(n_workers // nnodes, 1)
+        shared = max(share_of_a_host(n_workers, nnodes), 1)
         return cls(
             dp=args.dp,
             tp=args.tp,

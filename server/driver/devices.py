@@ -58,6 +58,17 @@ def assign(device: str | Sequence[str], ranks: int, gpus: int, share_gpu: bool) 
     return tuple(f"cuda:{first + rank % usable}" for rank in range(ranks))
 
 
+def share_of_a_host(n_workers: int, nnodes: int) -> int:
+    """How many workers each of the hosts has.
+
+    Raises:
+        ValueError: they would have to have different numbers.
+    """
+    if n_workers % nnodes:
+        raise ValueError(f"{nnodes} hosts cannot share {n_workers} workers evenly")
+    return n_workers // nnodes
+
+
 def checked_device(device: str | Sequence[str]) -> str | tuple[str, ...]:
     """The argument ``device`` of a pool.
 

@@ -17,7 +17,7 @@ from ..hosts.place import Hosts, hosts_of
 from ..launchers.ray_actors import RayCluster
 from .binding import bound_here
 from .cores import worker_threads
-from .devices import assign, checked_device, count_gpus
+from .devices import assign, checked_device, count_gpus, share_of_a_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -200,9 +200,7 @@ def _devices(
     if hosts is None or not isinstance(device, str):
         return assign(device, n_workers, gpus, share_gpu)
     nnodes = hosts.nnodes - (not hosts.head_works)
-    if n_workers % nnodes:
-        raise ValueError(f"{nnodes} hosts cannot share {n_workers} workers evenly")
-    here = n_workers // nnodes
+    here = share_of_a_host(n_workers, nnodes)
     # A head that runs no workers knows nothing of the others' GPUs.
     return assign(device, here, gpus if hosts.head_works else here, share_gpu) * nnodes
 

@@ -71,8 +71,9 @@ class WatchedPool:
         if not self._watch.stalled(now):
             return ""
         seconds, reason = self._watch.oldest(now), self.pool.restarting
-        why = "; ".join(map(str, self.workers()))
-        if reason is not None:
+        if reason is None:
+            why = "; ".join(map(str, self.workers()))
+        else:
             why = f"the pool is being restarted after this: {reason}"
         return f"a call was not answered for {seconds:.0f} s: {why}"
 

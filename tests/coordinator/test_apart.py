@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -108,3 +110,20 @@ def test_a_forked_child_begins_anew() -> None:
     in_a_child(lambda: apart.begin(lambda: 1).result(PATIENCE_SECONDS))
     go_on.set()
     assert under_way.result(PATIENCE_SECONDS)
+
+
+ENDS = """
+import os, time
+from coordinator.apart import begin_apart
+
+def call():
+    time.sleep(0.1)
+    os.write(1, b"came back")
+
+begin_apart(call, "apart")
+"""
+
+
+def test_a_call_that_comes_back_soon_is_waited_for_at_the_end() -> None:
+    """One into torch would abort the process if it came back later."""
+    assert subprocess.check_output([sys.executable, "-c", ENDS], text=True) == "came back"

@@ -6,8 +6,9 @@ import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import pytest
@@ -210,3 +211,13 @@ def test_torch_meets_in_it(values: KeyValues) -> None:
     assert [float(x[0]) for x in sums] == [2.0, 2.0]
     for group in groups:
         destroy(group)
+
+
+def test_a_signal_handler_cannot_ask_in_the_question_that_it_interrupts() -> None:
+    def answer(_: Question, __: Deadline) -> NoReturn:
+        asking.set("key", "within")
+        raise AssertionError
+
+    asking = AskedStore(answer, None)
+    with closing(asking), pytest.raises(RuntimeError, match="it would wait for itself"):
+        asking.set("key", "value")

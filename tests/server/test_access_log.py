@@ -136,7 +136,7 @@ def test_a_flood_may_go_on_after_its_minute() -> None:
     sparing = logs.Sparing(limit=2, seconds=60.0)
 
     def passes(at: float) -> bool:
-        record = logging.makeLogRecord({"name": "x", "msg": "y"})
+        record = logging.makeLogRecord({"name": "x", "msg": f"at {at}", "lineno": 7})
         record.created = at
         return sparing.filter(record)
 

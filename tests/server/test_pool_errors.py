@@ -171,3 +171,13 @@ def test_an_exception_that_ends_who_unpickles_it_is_told_by_its_text() -> None:
     error = rebuild(describe(LeavesWhenUnpickled("late"), 1), 0, "embed")
     assert error.__cause__ is None
     assert "LeavesWhenUnpickled: late" in str(error)
+
+
+def test_of_a_large_exception_the_ends_of_its_text_travel() -> None:
+    failed = describe(ValueError("begin" + "x" * (1 << 21) + "end"), 1)
+    error = rebuild(failed, 0, "embed")
+    assert error.__cause__ is None
+    assert failed.exception == b""
+    assert failed.message.startswith("begin") and failed.message.endswith("end")
+    assert f"\n... {(1 << 21) + 8 - (1 << 16)} characters are left out ...\n" in failed.message
+    assert len(failed.message) + len(failed.traceback) < 3 << 16

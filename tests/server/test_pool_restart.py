@@ -8,6 +8,7 @@ import signal
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -16,6 +17,8 @@ import pytest
 from server.calls.dispatcher import Dispatcher
 from server.calls.ledger import Ledger
 from server.driver import crew
+from server.driver.restart_budget import RestartBudget
+from server.driver.staff import Staff
 from server.errors import (
     CallDivergedError,
     CallStuckError,
@@ -190,6 +193,26 @@ def test_a_stuck_pool_that_is_not_restarted_breaks() -> None:
         with pytest.raises(CallStuckError):
             pool.call("hang_in_group", 1)
         assert isinstance(pool.failure, CallStuckError)
+
+
+def test_a_restart_in_vain_is_counted_as_one_though_the_pool_has_worked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worked: list[bool] = []
+    take = RestartBudget.take
+
+    def note(budget: RestartBudget, now: float, has_worked: bool) -> float | None:
+        worked.append(has_worked)
+        return take(budget, now, has_worked)
+
+    with WorkerPool(Worker, tp=2, restart="worker", max_restarts=3, config=PATIENT) as pool:
+        assert pool.call("echo", 1) == 1
+        monkeypatch.setattr(RestartBudget, "take", note)
+        monkeypatch.setattr(Staff, "assemble", Mock(side_effect=OSError("no process is left")))
+        with pytest.raises(WorkerLostError):
+            pool.call("exit", [1], 3)
+        until(lambda: isinstance(pool.failure, RestartLimitError))
+    assert worked == [True, False, False, False]
 
 
 def test_a_pool_that_breaks_too_often_says_why_and_leaves_nothing() -> None:

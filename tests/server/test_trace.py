@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ from shm_broadcast import Board
 from shm_broadcast.board.history import PastOperation
 from shm_broadcast.board.outward import Membership
 from shm_broadcast.errors import MemberStatus
+from shm_broadcast.onlooker import flight
 from shm_broadcast.onlooker.chrome import chrome_trace
 from shm_broadcast.onlooker.flight import flight_dumps
 from shm_broadcast.onlooker.pasts import MemberPast
@@ -342,3 +344,13 @@ def test_transfers_of_both_directions_are_told_apart() -> None:
     group = ("tp 0:1", "tp 0:1")
     assert told[0] == [("gloo:send 0->1", 2, group), ("gloo:recv 0<-1", 3, group)]
     assert told[1] == [("gloo:recv 1<-0", 2, group), ("gloo:send 1->0", 3, group)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "elements"), [("float8_e4m3fn", 1024), ("bfloat16", 512), ("bool", 1024)]
+)
+def test_elements_are_counted_by_the_bits_that_a_dtype_is_named_for(
+    dtype: str, elements: int
+) -> None:
+    past: Any = SimpleNamespace(dtype=dtype, size=1024, verb="all_reduce")
+    assert flight._counts(past, 2, root=False) == (elements, elements)

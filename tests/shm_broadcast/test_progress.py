@@ -189,6 +189,17 @@ def test_close_ends_the_thread_and_waiters_go_on(progress: Progress) -> None:
     ticket.wait(soon())
 
 
+def test_a_signal_handler_may_close_it_while_its_thread_has_the_lock(progress: Progress) -> None:
+    def close_within() -> None:
+        with progress._lock:
+            progress.close()
+
+    closing = threading.Thread(target=close_within, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+
+
 def test_a_thread_that_cannot_look_ends_the_group(
     board: Board, progress: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -315,8 +317,11 @@ def test_a_block_that_went_with_a_writer_ends_the_queue_until_there_is_a_success
         with Board.attach(made.boards[0].handle(), 0) as board:
             successor = made.attach(board)
             successor.enqueue("of the successor")
-            with pytest.raises(SharedMemoryError):
+            began = time.monotonic()
+            long = mock.patch("shm_broadcast.ring.reader._ENDING_SECONDS", 2 * LIMIT)
+            with long, pytest.raises(SharedMemoryError):  # at once: that writer is not to end
                 made.reader.dequeue(LIMIT)
+            assert time.monotonic() - began < LIMIT
             assert made.reader.dequeue(LIMIT) == "behind it"
             assert made.reader.dequeue(LIMIT) == "of the successor"
             successor.shutdown()
