@@ -31,7 +31,6 @@ Guarantees
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import threading
@@ -43,12 +42,14 @@ from coordinator.rank_grid import RankGrid
 from shm_broadcast import Deadline
 from shm_broadcast.checked_arguments import whole
 
+from .calls.call_future import awaited
 from .calls.call_stream import CallStream
 from .calls.pending_call import PendingCall
 from .control.reference import refuse_while_loading_main
-from .driver.crew import Crew
 from .driver.pool_plan import PoolPlan
 from .errors import PoolClosedError
+from .launchers.circumstances import worker_environment
+from .launchers.fork_servers import FORK_SERVERS
 from .pool_config import settings_of
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from shm_broadcast import CoordinatorError, MemberStatus
     from shm_broadcast.board.totals import VerbTotal
 
+    from .driver.crew import Crew
     from .hosts.place import Hosts
     from .launchers.ray_actors import RayCluster
     from .pool_config import PoolConfig
@@ -156,6 +158,12 @@ class WorkerPool:
             launcher,
             hosts,
         )
+        if self._plan.config.fork and self._plan.ranks_of(0):
+            FORK_SERVERS.prepare(worker_environment(self._plan.threads), self._plan.config.preload)
+        # Imported while the fork server loads torch; and workers, whose main module may import
+        # this one, do without.
+        from .driver.crew import Crew  # noqa: PLC0415
+
         self._crew = Crew(self._plan)
         self._stream_numbers = itertools.count(1)
         self._owner = os.getpid()
@@ -278,7 +286,7 @@ class WorkerPool:
             Exception: what `call` raises.
         """
         future = self.submit(method, *args, timeout=timeout, retry=retry, **kwargs)
-        return await asyncio.wrap_future(future)
+        return await awaited(future)
 
     def stream(
         self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
@@ -317,7 +325,7 @@ class WorkerPool:
     ) -> AsyncGenerator[Any, None]:
         """As `stream`, for ``async for``. Leave it by ``aclose``, or by dropping it."""
         with self.stream(method, *args, timeout=timeout, **kwargs) as stream:
-            while stream.take(found := await asyncio.wrap_future(stream.ask())):
+            while stream.take(found := await awaited(stream.ask())):
                 yield found[0]
 
     @property

@@ -11,7 +11,6 @@ be made again (``retry=True``). It gets calls again once it was restarted.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from concurrent.futures import wait
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from coordinator.rank_grid import RankGrid
 from shm_broadcast import CoordinatorError, Deadline
 from shm_broadcast.checked_arguments import function, optional, whole
 
+from .calls.call_future import awaited
 from .driver.binding import bound_here, written
 from .driver.cores import worker_threads
 from .driver.devices import assign, checked_device, count_gpus
@@ -169,7 +169,7 @@ class Replicas:
 
     async def acall(self, method: str, *args: Any, **options: Any) -> Any:
         """As `submit`, awaited; see `pool.WorkerPool.acall`."""
-        return await asyncio.wrap_future(self.submit(method, *args, **options))
+        return await awaited(self.submit(method, *args, **options))
 
     def stream(self, method: str, *args: Any, **options: Any) -> CallStream:
         """Iterate over what a generator of one replica yields; see `pool.WorkerPool.stream`.

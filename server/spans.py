@@ -3,73 +3,99 @@
 The caller's trace context travels with each call, in W3C's form, so a worker's span is a child of
 the span in which the call was made. Nothing is recorded before somebody gives OpenTelemetry a
 provider, in each process: the caller's own, or that of `record`. Without the package nothing is
-carried, and nobody is asked for anything.
+carried, and nobody is asked for anything. A program that uses it has imported it; in others it is
+imported when a trace comes from elsewhere.
 """
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
-from importlib.metadata import entry_points
+from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-try:
-    from opentelemetry import context, trace
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-except ImportError:
-    INSTALLED = False
-else:
-    INSTALLED = True
-    _propagator = TraceContextTextMapPropagator()
-    _tracer = trace.get_tracer("group_coordinator")
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
+    from importlib.metadata import EntryPoints
 
     from opentelemetry.trace import Span
 
 Carrier: TypeAlias = "dict[str, str]"
 """A trace context: ``traceparent``, and ``tracestate`` if there is one."""
 
-_EXPORTERS = "opentelemetry_traces_exporter"
+
+class _Api(NamedTuple):
+    """What is used of OpenTelemetry's API."""
+
+    context: Any
+    trace: Any
+    propagator: Any
+    tracer: Any
+
+
+@cache
+def _api() -> _Api | None:
+    """Import it; ``None`` where it is not installed."""
+    try:
+        from opentelemetry import context, trace  # noqa: PLC0415
+        from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415
+    except ImportError:
+        return None
+    propagator = tracecontext.TraceContextTextMapPropagator()
+    return _Api(context, trace, propagator, trace.get_tracer("group_coordinator"))
+
+
+def _api_in_use() -> _Api | None:
+    """As `_api`, if anybody has imported it: else there is no span, and nobody records one."""
+    return _api() if sys.modules.get("opentelemetry.trace") else None
 
 
 def carried() -> Carrier | None:
     """The context of the present span; ``None`` if there is none."""
+    api = _api_in_use()
     # A context with nothing in it, which is the rule, is told sooner than one without a span.
-    if not INSTALLED or not context.get_current():
+    if api is None or not api.context.get_current():
         return None
-    if not trace.get_current_span().get_span_context().is_valid:
+    if not api.trace.get_current_span().get_span_context().is_valid:
         return None
     carrier: Carrier = {}
-    _propagator.inject(carrier)
+    api.propagator.inject(carrier)
     return carrier
 
 
 def begin_request(name: str, headers: Mapping[str, str]) -> Span | None:
     """The span of a request that has come: a child of the one that its headers name; ``None``
-    where OpenTelemetry is missing. It ends with `end_request`.
+    where OpenTelemetry is missing, or neither used nor asked for. It ends with `end_request`.
     """
-    if not INSTALLED:
+    api = _api() if "traceparent" in headers else _api_in_use()
+    if api is None:
         return None
-    parent = _propagator.extract(headers)
-    return _tracer.start_span(name, parent, kind=trace.SpanKind.SERVER)
+    span: Span = api.tracer.start_span(
+        name, api.propagator.extract(headers), kind=api.trace.SpanKind.SERVER
+    )
+    return span
 
 
 def within(span: Span | None) -> AbstractContextManager[Any]:
     """What begins inside is a child of ``span``."""
-    if span is None:
+    api = _api()
+    if span is None or api is None:
         return nullcontext()
-    return trace.use_span(span, record_exception=False, set_status_on_exception=False)
+    entered: AbstractContextManager[Any] = api.trace.use_span(
+        span, record_exception=False, set_status_on_exception=False
+    )
+    return entered
 
 
 def end_request(span: Span | None, status: int) -> None:
     """End the span of a request, which was answered with an HTTP status."""
-    if span is not None:
+    api = _api()
+    if span is not None and api is not None:
         span.set_attribute("http.response.status_code", status)
         if status >= 500:
-            span.set_status(trace.StatusCode.ERROR)
+            span.set_status(api.trace.StatusCode.ERROR)
         span.end()
 
 
@@ -83,21 +109,30 @@ def of_batch(
         carriers: the requests' contexts; without any, nothing is recorded.
         attributes: the span's.
     """
-    if not (INSTALLED and carriers):
+    api = _api() if carriers else None
+    if api is None:
         return nullcontext()
-    contexts = [_propagator.extract(carrier) for carrier in carriers]
-    links = [trace.Link(trace.get_current_span(each).get_span_context()) for each in contexts[1:]]
-    return _tracer.start_as_current_span(name, contexts[0], links=links, attributes=attributes)
+    contexts = [api.propagator.extract(carrier) for carrier in carriers]
+    others = [api.trace.get_current_span(each).get_span_context() for each in contexts[1:]]
+    links = [api.trace.Link(each) for each in others]
+    entered: AbstractContextManager[Any] = api.tracer.start_as_current_span(
+        name, contexts[0], links=links, attributes=attributes
+    )
+    return entered
 
 
 def of_call(
     method: str, carrier: Carrier, rank: int, generation: int
 ) -> AbstractContextManager[Any]:
     """The span of a call in a worker."""
-    if not INSTALLED:
+    api = _api()
+    if api is None:
         return nullcontext()
     about = {"group_coordinator.rank": rank, "group_coordinator.generation": generation}
-    return _tracer.start_as_current_span(method, _propagator.extract(carrier), attributes=about)
+    entered: AbstractContextManager[Any] = api.tracer.start_as_current_span(
+        method, api.propagator.extract(carrier), attributes=about
+    )
+    return entered
 
 
 def check_exporter(name: str) -> None:
@@ -107,9 +142,9 @@ def check_exporter(name: str) -> None:
         ImportError: the SDK is not installed.
         ValueError: there is no such exporter; says which there are.
     """
-    if not INSTALLED or find_spec("opentelemetry.sdk") is None:
+    if _api() is None or find_spec("opentelemetry.sdk") is None:
         raise ImportError("install the extra 'otel': no opentelemetry.sdk")
-    there = sorted({each.name for each in entry_points(group=_EXPORTERS)})
+    there = sorted({each.name for each in _exporters()})
     if name not in there:
         raise ValueError(
             f"no exporter of spans is called {name!r}; installed are {', '.join(there)}"
@@ -125,6 +160,7 @@ def record(exporter: str, **about: str | int) -> None:
         exporter: ``"console"``, or the name of one that is installed, as ``"otlp"``.
         about: attributes of the process, beside its service's name.
     """
+    from opentelemetry import trace  # noqa: PLC0415
     from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
     from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
     from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
@@ -132,7 +168,7 @@ def record(exporter: str, **about: str | int) -> None:
     check_exporter(exporter)
     if isinstance(trace.get_tracer_provider(), TracerProvider):
         return
-    (entry, *_) = entry_points(group=_EXPORTERS, name=exporter)
+    (entry, *_) = (each for each in _exporters() if each.name == exporter)
     attributes = {f"group_coordinator.{name}": value for name, value in about.items()}
     named = Resource.create().attributes["service.name"]
     if str(named).startswith("unknown_service"):
@@ -140,3 +176,9 @@ def record(exporter: str, **about: str | int) -> None:
     provider = TracerProvider(resource=Resource.create(attributes))
     provider.add_span_processor(BatchSpanProcessor(entry.load()()))
     trace.set_tracer_provider(provider)
+
+
+def _exporters() -> EntryPoints:
+    from importlib.metadata import entry_points  # noqa: PLC0415 - loads the parser of e-mails
+
+    return entry_points(group="opentelemetry_traces_exporter")

@@ -22,7 +22,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from shm_broadcast import MessageSealError
-from shm_broadcast.remote.keys import derive_key
+from shm_broadcast.remote.derived_key import derive_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,6 @@ from torch.distributed import HashStore
 
 from coordinator.hosts.nodes import Nodes, TellingWhy, find_nodes
 from coordinator.messages.wire import Wire, agree_on_wire
-from coordinator.setup.cuda_link import cuda_comm
 from coordinator.setup.exchange import Exchange
 from coordinator.setup.process_groups import ProcessGroups, new_process_group
 from coordinator.setup.settings import agree_on_terms
@@ -288,6 +287,8 @@ class _Builder:
         group = self.groups.device
         if self.settings.torch_only:
             return self.torch(group(), device)
+        from coordinator.setup.cuda_link import cuda_comm  # noqa: PLC0415 - few have a GPU
+
         return self._keep(
             cuda_comm(device, self.nodes, Communicator(over), group, deadline, self.undo)
         )

@@ -17,8 +17,8 @@ from torch.distributed import TCPStore
 
 from coordinator.setup.addresses import own_address
 from coordinator.stores.asked_store import AskedStore, behind_prefixes
-from coordinator.stores.curve_store import StoreAddress, StoreGuest, StoreHost
 from coordinator.stores.key_values import Check
+from coordinator.stores.store_address import StoreAddress
 from shm_broadcast import GroupTimeoutError, PeerProtocolError
 from shm_broadcast.codec import UNDECODABLE
 
@@ -57,6 +57,8 @@ def authenticated(
         return exchange
     offer = None
     if exchange.rank == 0:
+        from coordinator.stores.curve_store import StoreHost  # noqa: PLC0415 - loads ZeroMQ
+
         host = StoreHost(range(exchange.size), bind_host or _own_address(base), secret)
         closing.callback(host.close)
         offer = msgspec.msgpack.encode(host.at)
@@ -90,6 +92,8 @@ def guest_store(
         GroupTimeoutError: its host did not answer in time, or has another secret.
         TransportError, PeerProtocolError: as for `StoreGuest.ask`.
     """
+    from coordinator.stores.curve_store import StoreGuest  # noqa: PLC0415 - loads ZeroMQ
+
     guest = StoreGuest(at, rank, secret)
     closing.callback(guest.close)
     guest.ask(Check(0, []), deadline)

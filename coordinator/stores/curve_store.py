@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from coordinator.stores.key_values import MAX_BYTES, Answer, KeyValues, Question
+from coordinator.stores.store_address import StoreAddress
 from shm_broadcast import GroupTimeoutError, MemberStatus
 from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.errors import PeerProtocolError, TransportError
@@ -44,18 +45,6 @@ _STAY_SECONDS: Final = 60.0
 _LOOK_SECONDS: Final = 10.0
 _QUESTION: Final = msgspec.msgpack.Decoder(Question)
 _ANSWER: Final = msgspec.msgpack.Decoder(Answer)
-
-
-class StoreAddress(msgspec.Struct, frozen=True):
-    """Names a store to its members. Holds no secret.
-
-    Attributes:
-        address: where it listens, ``tcp://host:port``.
-        nonce: random bytes from which, with the secret, the connections' keys are derived.
-    """
-
-    address: str
-    nonce: bytes
 
 
 class StoreHost(RemoteEnd):

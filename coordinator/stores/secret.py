@@ -12,7 +12,7 @@ import stat
 from typing import TYPE_CHECKING
 
 from shm_broadcast import CoordinatorError
-from shm_broadcast.remote.keys import MIN_SECRET_BYTES
+from shm_broadcast.remote.derived_key import MIN_SECRET_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -100,3 +100,10 @@ class CallFuture(Future[Any]):
 
 def _why(late: Late | None, timeout: float | None) -> TimeoutError:
     return TimeoutError() if late is None else late(timeout)
+
+
+async def awaited(future: Future[Any]) -> Any:
+    """The result of ``future``; a task that is cancelled meanwhile cancels it."""
+    import asyncio  # noqa: PLC0415 - takes a third of this package's time, and few need it
+
+    return await asyncio.wrap_future(future)

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from coordinator.begun_in_call import BegunInGroup  # noqa: TC001 - decoded by these types
-from coordinator.stores.curve_store import StoreAddress  # noqa: TC001
+from coordinator.stores.store_address import StoreAddress  # noqa: TC001
 from shm_broadcast import BoardHandle, QueueHandle, SegmentHandle  # noqa: TC001
 
 VOID: Final = "_"

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from coordinator.stores.curve_store import StoreHost
 from shm_broadcast import DRIVER_RANK, MessageQueue
 
 from ..control.cancelled_calls import CancelledCalls
@@ -24,6 +23,7 @@ from ..hosts.reply_bell import ReplyBell
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from coordinator.stores.curve_store import StoreHost
     from shm_broadcast import Deadline, QueueHandle
 
     from ..hosts.distant_hosts import DistantHosts
@@ -78,6 +78,8 @@ class Links:
             self._store: StoreHost | None = None
             echo = None
             if hosts is not None:
+                from coordinator.stores.curve_store import StoreHost  # noqa: PLC0415 - loads ZeroMQ
+
                 self._store = StoreHost(range(plan.n_workers), hosts.address, self._secret)
                 undo.callback(self._store.close, 0.0)  # its members have left before, or ended
                 echo = partial(hosts.mark, generation)

@@ -14,7 +14,6 @@ from ..calls.hooks import ignore
 from ..control.reference import main_of, worker_name
 from ..defaults import RESTARTS
 from ..hosts.place import Hosts, hosts_of
-from ..launchers.ray_actors import RayCluster
 from .binding import bound_here
 from .cores import worker_threads
 from .devices import assign, checked_device, count_gpus, share_of_a_host
@@ -22,6 +21,7 @@ from .devices import assign, checked_device, count_gpus, share_of_a_host
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ..launchers.ray_actors import RayCluster
     from ..pool_config import PoolConfig
     from .binding import Bound
 
@@ -180,6 +180,10 @@ def _hosts(
     device: str | Sequence[str],
     timeout: float | None,
 ) -> Hosts | None:
+    if launcher != "ray" and (given is None or isinstance(given, Hosts)):
+        return hosts_of(launcher, given)
+    from ..launchers.ray_actors import RayCluster  # noqa: PLC0415 - few use Ray
+
     if launcher != "ray":
         if isinstance(given, RayCluster):
             raise ValueError(f"a Ray cluster is given, so launcher must be 'ray'; got {launcher!r}")

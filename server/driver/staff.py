@@ -11,7 +11,6 @@ from shm_broadcast import Deadline, GroupTimeoutError
 
 from ..control.meeting import WorkerMeeting
 from ..errors import WorkerStartError
-from ..hosts.distant_hosts import DistantHosts
 from ..launchers.local import end, launch
 from .roll_call import RollCall
 from .supervisor import Supervisor, Watcher
@@ -19,6 +18,7 @@ from .supervisor import Supervisor, Watcher
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ..hosts.distant_hosts import DistantHosts
     from ..launchers.fork_servers import Tick
     from ..launchers.worker_handle import WorkerHandle
     from .links import Links
@@ -49,6 +49,8 @@ class Staff:
         self.hosts: DistantHosts | None = None
         with ExitStack() as undo:
             if plan.hosts is not None:
+                from ..hosts.distant_hosts import DistantHosts  # noqa: PLC0415 - loads ZeroMQ
+
                 self.hosts = DistantHosts(plan.hosts, plan, deadline)
                 undo.callback(self.hosts.close)
             self._meeting = WorkerMeeting()

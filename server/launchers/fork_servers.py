@@ -273,6 +273,17 @@ class ForkServers:
         _log.warning("a worker is spawned, not forked: %d fork servers were killed", _ATTEMPTS)
         return None
 
+    def prepare(self, environment: Mapping[str, str], preload: Sequence[str]) -> None:
+        """Start the server that `fork` will ask, if there is none: it loads while others go on.
+
+        Where no process can be started, it is `fork` that says so.
+        """
+        with (
+            suppress(OSError),
+            self._borrowed(Circumstances.now(environment, preload), environment),
+        ):
+            pass
+
     def close(self) -> None:
         """End all servers; workers that they have forked go on."""
         with self._lock:

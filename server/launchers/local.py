@@ -36,6 +36,7 @@ from ..control.channel import Channel, ChannelClosedError
 from ..control.protocol import FromWorker
 from ..errors import WorkerStartError
 from .boot import END_SIGNAL
+from .circumstances import worker_environment
 from .fork_servers import FORK_SERVERS, ChildProcess
 
 if TYPE_CHECKING:
@@ -46,13 +47,6 @@ if TYPE_CHECKING:
 
 _KEEPER_SECONDS = 4.0
 """How long a keeper may take to end what its worker has left."""
-_BRIEF_SPIN = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
-"""OpenMP threads that wait for each other spin for a moment, and then sleep.
-
-By default they spin for long, and so keep other processes on the same cores, the driver for one,
-from running: embedding took 4 times the processor time. If they sleep at once, waking them between
-the products of a forward pass takes a fifth of its time.
-"""
 _BOOT = Path(__file__).with_name("boot.py")
 _PACKAGE = __name__.partition(".")[0]
 
@@ -185,11 +179,7 @@ def launch(
         WorkerStartError: one was not started in time; likewise.
         What ``tick`` raises; likewise.
     """
-    environment = {
-        **(_BRIEF_SPIN if "OMP_WAIT_POLICY" not in os.environ else {}),
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-    }
+    environment = worker_environment(threads)
 
     def begin(inherited: Sequence[int]) -> ChildProcess:
         forked = None

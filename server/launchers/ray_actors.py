@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from shm_broadcast import Deadline
 
 from ..errors import HostError
-from ..hosts.host_supervisor import serve_host
 from ..hosts.place import Hosts
 
 if TYPE_CHECKING:
@@ -158,4 +157,6 @@ class HostActor:
         self, nnodes: int, node: int, address: str, port: int, secret: bytes, silence: float
     ) -> None:
         """Run the host's workers until the pool is shut down."""
+        from ..hosts.host_supervisor import serve_host  # noqa: PLC0415 - only here
+
         serve_host(Hosts(nnodes, node, address, port, secret, silence))

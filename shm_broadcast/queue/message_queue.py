@@ -37,8 +37,6 @@ from shm_broadcast.queue.rendezvous import (
     ranks_beside,
 )
 from shm_broadcast.queue.writer import QueueWriter
-from shm_broadcast.remote.reader import RemoteReader
-from shm_broadcast.remote.writer import RemoteWriter
 from shm_broadcast.ring.arena import DEFAULT_BLOCK_BYTES, BlockWriter
 from shm_broadcast.ring.reader import RingReader
 from shm_broadcast.ring.writer import RingWriter
@@ -52,6 +50,7 @@ if TYPE_CHECKING:
     from shm_broadcast.codec import Codec
     from shm_broadcast.deadline import Deadline
     from shm_broadcast.queue.reader import QueueReader
+    from shm_broadcast.remote.writer import RemoteWriter
 
 
 class MessageQueue(QueueEnd):
@@ -249,6 +248,8 @@ class MessageQueue(QueueEnd):
             raise ValueError(f"rank {rank} is no reader of this queue; its readers are {known}")
         if secret is None:
             raise ValueError(f"rank {rank} reads from another host: it needs the launcher's secret")
+        from shm_broadcast.remote.reader import RemoteReader  # noqa: PLC0415 - loads ZeroMQ
+
         remote = RemoteReader(handle.remote, rank, secret)
         queue = cls.__new__(cls)
         QueueEnd.__init__(queue, handle, DistantReader(codec, remote, watch))
@@ -487,4 +488,6 @@ def _remote_writer(
             f"readers {ranks} are on other hosts: the queue needs connect_ip, the address at which "
             "they reach this host, and the launcher's secret"
         )
+    from shm_broadcast.remote.writer import RemoteWriter  # noqa: PLC0415 - loads ZeroMQ
+
     return undo.enter_context(RemoteWriter(writer_rank, ranks, connect_ip, secret))

@@ -11,8 +11,6 @@ the frame says.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -20,10 +18,11 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
+from shm_broadcast.remote.derived_key import derive_key
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MIN_SECRET_BYTES: Final = 16
 HANDSHAKE_NONCE_BYTES: Final = 32
 ZAP_DOMAIN: Final = "remote queue"
 _PROTOCOL: Final = b"group-coordinator remote queue 1: "
@@ -51,23 +50,6 @@ def _derive(secret: bytes, nonce: bytes, role: bytes) -> CurveKey:
     # Any 32 bytes are a valid Curve25519 secret key, so a derived one needs no search.
     encoded = z85.encode(derive_key(secret, nonce, _PROTOCOL + role))
     return CurveKey(zmq.curve_public(encoded), encoded)
-
-
-def derive_key(secret: bytes, salt: bytes, purpose: bytes) -> bytes:
-    """A 32-byte key by HKDF-SHA256 (RFC 5869), from which ``secret`` cannot be computed.
-
-    Args:
-        secret: 16 bytes or more.
-        salt: makes keys for the same purpose differ; may be public.
-        purpose: what the key is for; may be public.
-
-    Raises:
-        ValueError: the secret has fewer than 16 bytes.
-    """
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ValueError(f"secret must have {MIN_SECRET_BYTES} or more bytes; got {len(secret)}")
-    extracted = hmac.digest(salt, secret, hashlib.sha256)
-    return hmac.digest(extracted, purpose + b"\x01", hashlib.sha256)
 
 
 class AllowList(ThreadAuthenticator):

@@ -18,8 +18,9 @@ from torch.distributed import HashStore, PrefixStore, Store
 import coordinator
 from coordinator.setup.exchange import Exchange
 from coordinator.stores.authenticated import authenticated
-from coordinator.stores.curve_store import StoreAddress, StoreGuest, StoreHost
+from coordinator.stores.curve_store import StoreGuest, StoreHost
 from coordinator.stores.key_values import Add, CompareSet
+from coordinator.stores.store_address import StoreAddress
 from shm_broadcast import (
     CoordinatorError,
     Deadline,

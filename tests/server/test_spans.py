@@ -195,6 +195,21 @@ if __name__ == "__main__":
     assert done.stdout == "2.0\n"
 
 
+def test_the_package_is_imported_when_a_trace_comes_from_elsewhere() -> None:
+    code = """
+import sys
+from server import spans
+assert spans.carried() is None and spans.begin_request("x", {}) is None
+assert "opentelemetry" not in sys.modules
+with spans.within(spans.begin_request("x", {"traceparent": sys.argv[1]})):
+    print(spans.carried()["traceparent"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, PARENT], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{PARENT}\n"
+
+
 def test_what_cannot_be_recorded_is_said() -> None:
     with pytest.raises(ValueError, match="no exporter of spans is called 'nowhere'; installed are"):
         spans.check_exporter("nowhere")
