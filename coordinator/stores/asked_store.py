@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch.distributed import DistStoreError, PrefixStore, Store
 
-from coordinator.setup.exchange import naps
 from coordinator.stores import key_values as kv
+from coordinator.stores.store_asker import naps
 from shm_broadcast import NEVER, Deadline, GroupClosedError
 from shm_broadcast.timed_lock import TimedLock
 

@@ -7,7 +7,7 @@ One segment per group and host, with a slot per member. It turns a hang into a s
 Guarantees
 - `Board.abort` is seen by every member, at its next operation or, asleep, at once.
 - Of several failures the one that claimed the abort word first is reported to all.
-- Every wait ends: ready, deadline, abort, or a needed member's death, whichever is first.
+- Every wait ends: see `shm_broadcast.board.waiting`.
 
 Assumes: members share a host and a user. A board is the scope of an abort: whatever shares the
 board aborts together. Members may be on other hosts if somebody carries news between the boards:
@@ -17,57 +17,28 @@ see `Board.hear`.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
-import time
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final, NoReturn, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 
 from shm_broadcast import layout
-from shm_broadcast.board.failures import (
-    first_failure,
-    forget_failure,
-    kind_and_message,
-    report_failure,
-)
+from shm_broadcast.board.failures import forget_failure, kind_and_message, report_failure
 from shm_broadcast.board.forked_child import DISOWNED, disown_in_children
-from shm_broadcast.board.history import outcome_of, read_history
-from shm_broadcast.board.members import Members
 from shm_broadcast.board.outward import Outward
 from shm_broadcast.board.stacks import write_stacks_when_asked
-from shm_broadcast.board.totals import forget_totals, read_totals
-from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS, Doorbell
-from shm_broadcast.errors import (
-    GroupAbortedError,
-    GroupClosedError,
-    GroupTimeoutError,
-    PeerLostError,
-)
-from shm_broadcast.machine.affinity import GIVEN_CORES
+from shm_broadcast.board.totals import forget_totals
+from shm_broadcast.board.waiting import Waiter
+from shm_broadcast.errors import PeerLostError
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from contextlib import AbstractContextManager
-
-    from shm_broadcast.atomics import WordsLike
-    from shm_broadcast.board.elsewhere import Elsewhere
-    from shm_broadcast.board.history import PastOperation
-    from shm_broadcast.board.totals import VerbTotal
-    from shm_broadcast.deadline import Deadline
-    from shm_broadcast.doorbell import Lookout
-    from shm_broadcast.errors import Failure, MemberStatus
+    from collections.abc import Sequence
 
 
 _U32: Final = 0xFFFFFFFF
 _log = logging.getLogger(__name__)
-
-LIVENESS_SECONDS: Final = 0.1
-"""Seconds between two looks of a sleeping member whether those it waits for still live. It wakes
-more often than that, but this look costs more than all else that it then does."""
 
 
 class BoardHandle(msgspec.Struct, frozen=True):
@@ -84,7 +55,7 @@ class BoardHandle(msgspec.Struct, frozen=True):
     name: str
 
 
-class Board:
+class Board(Waiter):
     """One process's view of its group's board. Close it to leave the group in good order.
 
     Attributes:
@@ -100,29 +71,9 @@ class Board:
         self, segment: Segment, ranks: tuple[int, ...], name: str, member: int | None
     ) -> None:
         """Use `create` and `attach`."""
-        n_members = len(ranks)
-        if member is not None and not 0 <= member < n_members:
-            raise ValueError(f"member must be in 0..{n_members - 1}; got {member}")
-        self._segment = segment
-        self.words: WordsLike = segment.words
-        self.ranks = ranks
-        self.n_members = n_members
-        self.name = name
-        self.member = member
-        self._closed = False
+        super().__init__(segment, ranks, name, member)
         self._reporting = threading.RLock()
-        self._why_closed = "the group has been closed in this process"
         self._given_back = False
-        self._members = Members(segment, ranks, name)
-        self._doorbells = tuple(
-            Doorbell(segment.words, layout.member_slot(index) + layout.MEMBER_DOORBELL)
-            for index in range(n_members)
-        )
-        self._slot = 0 if member is None else layout.member_slot(member)
-        self._outward: Outward | None = None
-        self.history = 0
-        if member is not None and self.words.load32(layout.BOARD_HISTORY):
-            self.history = layout.history_slot(member, n_members)
         if member is not None:
             self._join(member)
             disown_in_children(self)
@@ -193,157 +144,10 @@ class Board:
         return self._segment.memory
 
     @property
-    def crowded(self) -> bool:
-        """Whether it has more members than this process was given cores: some lack one."""
-        return self.n_members > len(GIVEN_CORES)
-
-    @property
     def key(self) -> bytes:
         """Random bytes that only those know who have attached this board."""
         begin = layout.BOARD_KEY
         return bytes(self._segment.memory[begin : begin + layout.BOARD_KEY_BYTES])
-
-    @property
-    def closed(self) -> bool:
-        """Whether `leave` or `close` was called here."""
-        return self._closed
-
-    def hear(self, elsewhere: Elsewhere) -> None:
-        """Learn from ``elsewhere`` what members on other hosts do."""
-        self._members.elsewhere = elsewhere
-
-    def slot_offset(self, member: int) -> int:
-        """Where ``member``'s slot begins in `words`."""
-        return layout.member_slot(self._valid(member))
-
-    def doorbell_offset(self, member: int) -> int:
-        """Where ``member``'s doorbell lies in `words`."""
-        return self._doorbells[self._valid(member)].offset
-
-    def stamp(
-        self,
-        operation: str,
-        group: str = "",
-        verb: int = 0,
-        size: int = 0,
-        number: int = 0,
-        peer: int = layout.NO_PEER,
-        dtype: int = 0,
-    ) -> int:
-        """Say "I begin ``operation``"; returns its number among this member's operations.
-
-        The other arguments are for the history: see `PastOperation`; verb and dtype are codes.
-        """
-        return self.words.stamp(
-            self._slot or self._refuse("stamp"),
-            layout.STATE_BUSY,
-            operation,
-            self.history,
-            group if verb else operation,
-            verb,
-            size,
-            number,
-            peer,
-            dtype,
-        )
-
-    def ended(
-        self,
-        sequence: int,
-        error: BaseException | None = None,
-        size: int = 0,
-        number: int = 0,
-    ) -> None:
-        """Say in the history how operation ``sequence`` ended, unless that was said.
-
-        ``size`` and ``number`` are given where they were not known when it began.
-        """
-        outcome = layout.OUTCOME_DONE if error is None else outcome_of(error)
-        self.words.leave(self.history, sequence, outcome, size, number)
-
-    def past(self, member: int) -> tuple[PastOperation, ...]:
-        """The last operations of a member on this host, about 2,000, the oldest first.
-
-        They can be read when its process has ended, until another one takes its slot.
-        """
-        memory = self._segment.memory
-        return read_history(
-            self._segment,
-            self._valid(member),
-            self.n_members,
-            lambda at, size: bytes(memory[at : at + size]),
-        )
-
-    def totals(self, member: int) -> tuple[VerbTotal, ...]:
-        """What all operations of a member on this host came to since it joined."""
-        return read_totals(self._segment, self._valid(member), self.n_members)
-
-    def in_collective(self, number: int) -> None:
-        """Say which collective of its group the operation is: see `MemberStatus.collective`."""
-        slot = self._slot or self._refuse("in_collective")
-        self.words.store64(slot + layout.MEMBER_COLLECTIVE, number)
-        sequence = self.words.load64(slot + layout.MEMBER_SEQUENCE)
-        self.words.store64(slot + layout.MEMBER_COLLECTIVE_AS_OF, sequence)
-
-    def idle(self) -> None:
-        """Say "I am between operations"."""
-        self.words.progress(self._slot or self._refuse("idle"), layout.STATE_IDLE)
-
-    def progress(self) -> None:
-        """Note the time of progress, within whatever this member does."""
-        slot = self._slot or self._refuse("progress")
-        self.words.store64(slot + layout.MEMBER_PROGRESS, time.monotonic_ns())
-
-    def add_place(self, group: str, rank: int) -> None:
-        """Say that this member is ``rank`` in ``group``, for whoever looks on from outside."""
-        if self._outward is not None:
-            self._outward.add_place(group, rank)
-
-    def add_group(self, name: str, rank: int, ranks: Sequence[int]) -> None:
-        """Say that this member is ``rank`` in a group of ``ranks``, for whoever looks on."""
-        if self._outward is not None:
-            self._outward.add_group(name, rank, len(ranks), ranks[0])
-
-    def check(self, operation: str) -> None:
-        """Raise if the group was aborted or this board closed; costs one load otherwise."""
-        if self._closed:
-            self._mark_closed()  # again: this thread may have stamped its operation since
-            title = self._titled(operation)
-            raise GroupClosedError(f"{title}: {self._why_closed}")
-        if self.words.load32(layout.BOARD_ABORT):
-            failure = self.aborted
-            if failure is not None:
-                raise GroupAbortedError(self._titled(operation), failure)
-
-    def require(
-        self, operation: str, peers: Callable[[], Iterable[int]], ready: Callable[[], bool]
-    ) -> None:
-        """Raise if one of ``peers`` has gone, and what is waited for is not there.
-
-        Args:
-            operation: what this is, for messages.
-            peers: the members that are waited for.
-            ready: whether what is waited for is there.
-
-        Raises:
-            PeerLostError: one of them has ended, or has left in good order.
-            GroupAbortedError, GroupClosedError: as `check`.
-        """
-        self._check_for(operation, peers)
-        gone = self._members.first_gone(peer for peer in peers() if peer != self.member)
-        # A peer may have finished what is waited for just before it ended.
-        if gone is not None and not ready():
-            self._check_for(operation, peers)  # it may have aborted before it left
-            raise PeerLostError(self._titled(operation), self.member_status(gone))
-
-    @property
-    def aborted(self) -> Failure | None:
-        """The first failure, if the group was aborted."""
-        failure = first_failure(self._segment, self.ranks)
-        if failure is None:
-            return None
-        reporter = self._members.elsewhere.status(self.ranks.index(failure.rank))
-        return failure if reporter is None else replace(failure, host=reporter.host)
 
     def abort(self, error: BaseException | str, culprit: int | None = None) -> None:
         """End every member's waiting with `GroupAbortedError`; the first failure is kept.
@@ -369,135 +173,6 @@ class Board:
         with self._reporting:  # no other thread shows a report that is written just now
             report_failure(self._segment, self.n_members, member, kind, message, culprit)
         self.ring_all()
-
-    def suspect(self, members: Iterable[int]) -> Callable[[], bool]:
-        """Note that a connection with one of ``members`` broke.
-
-        Returns:
-            A function that returns whether by now it is known which of them has gone, if one has.
-        """
-        return self._members.elsewhere.suspect(members)
-
-    def ring(self, member: int) -> None:
-        """Wake ``member``, after having changed what it may wait for."""
-        self._doorbells[member].ring()
-
-    def ring_own(self) -> None:
-        """Wake this member: another thread of this process may wait."""
-        if self.member is not None:
-            self._doorbells[self.member].ring()
-
-    def ring_all(self) -> None:
-        """Wake every member."""
-        for doorbell in self._doorbells:
-            doorbell.ring()
-
-    def wait(
-        self,
-        ready: Callable[[], bool],
-        deadline: Deadline,
-        operation: str,
-        peers: Callable[[], Iterable[int]],
-        *,
-        poll: float | None = None,
-        spin: float = DEFAULT_SPIN_SECONDS,
-        detail: Callable[[], str] = str,
-        watch: Callable[[str], None] | None = None,
-        shown: Callable[[], Iterable[int]] | None = None,
-        lookout: Lookout | None = None,
-    ) -> None:
-        """Wait until ``ready()``.
-
-        Args:
-            ready: the predicate; whoever makes it true rings this member.
-            deadline: when to give up.
-            operation: what this is, for messages.
-            peers: the members still waited for, for liveness and for messages.
-            poll: look again every so many seconds, where what is waited for cannot ring.
-            spin: seconds to look without sleeping, first.
-            detail: what else a timeout should say.
-            watch: called with ``operation`` before each sleep; what it raises ends the wait.
-            shown: the members that it is said to wait for, to whoever looks on from outside; None:
-                ``peers``.
-            lookout: when to look without sleeping once more.
-
-        Raises:
-            GroupTimeoutError: the deadline passed; names ``peers()``.
-            PeerLostError: one of ``peers()`` has ended, or has left in good order.
-            GroupAbortedError: a member aborted the group.
-            GroupClosedError: another thread closed the board here.
-        """
-
-        looked, began, entry = -math.inf, 0, 0
-
-        def look() -> None:
-            nonlocal looked, began, entry
-            self._check_for(operation, peers)
-            if watch is not None:
-                watch(operation)
-            now = time.monotonic()
-            if now < looked + LIVENESS_SECONDS:
-                return
-            looked = now
-            if not began:
-                began = time.monotonic_ns()
-            elif self._outward is not None:
-                late = [peer for peer in (shown or peers)() if peer != self.member]
-                if late and not entry:
-                    entry = self._outward.begin_wait()
-                if entry:
-                    self._outward.say_wait(entry, operation, began, late)
-            self.require(operation, peers, ready)
-
-        doorbell = self._doorbells[self._require_member(operation)]
-        try:
-            in_time = doorbell.wait(
-                *(ready, deadline),
-                slice_seconds=poll,
-                spin_seconds=spin,
-                lookout=lookout,
-                between_slices=look,
-            )
-        finally:
-            if entry and self._outward is not None:
-                self._outward.end_wait(entry)
-        if not in_time:
-            late = tuple(self.member_status(peer) for peer in peers())
-            more = "; ".join(filter(None, (detail(), self._members.elsewhere.remark())))
-            raise GroupTimeoutError(self._titled(operation), deadline.timeout, late, more)
-
-    def catch_up(self) -> None:
-        """Swap news with other hosts, if members are there: a moment, half a second at most."""
-        self._members.elsewhere.swap()
-
-    def joined(self, member: int) -> bool:
-        """Whether a process has taken ``member``'s slot."""
-        return self._members.joined(self._valid(member))
-
-    def runs(self, member: int, pid: int) -> bool:
-        """Whether process ``pid`` has ``member``'s slot, or had it last, and has not ended."""
-        return self._members.runs(self._valid(member), pid)
-
-    def lost(self, among: Iterable[int] | None = None) -> list[int]:
-        """The members whose process has ended without closing its board."""
-        members = range(self.n_members) if among is None else among
-        return [member for member in members if self._members.state(self._valid(member)) == "lost"]
-
-    def lost_slot(self, member: int) -> AbstractContextManager[None]:
-        """Inside, nobody can take the slot of ``member``, whose process has ended.
-
-        Raises:
-            ValueError: it has not, or a successor is about to take the slot.
-        """
-        return self._members.lost_slot(self._valid(member))
-
-    def member_status(self, member: int) -> MemberStatus:
-        """What one member was last seen doing."""
-        return self._members.status(self._valid(member))
-
-    def status(self) -> list[MemberStatus]:
-        """What every member was last seen doing."""
-        return [self.member_status(member) for member in range(self.n_members)]
 
     def leave(self) -> None:
         """Leave the group in good order; what stands on the board can be read until `close`.
@@ -551,48 +226,9 @@ class Board:
             raise
         self.ring_all()
 
-    def _mark_closed(self) -> None:
-        if self.member is not None:
-            self._members.leave(self.member)
-
     def _lost_by(self, error: BaseException | str, otherwise: int) -> int:
         if isinstance(error, PeerLostError):
             for status in self.status():
                 if (status.rank, status.pid) == (error.rank, error.pid):
                     return self.ranks.index(status.rank)
         return otherwise
-
-    def _check_for(self, operation: str, peers: Callable[[], Iterable[int]]) -> None:
-        """As `check`; whoever waits for the member whose loss is the reason is told just that."""
-        try:
-            self.check(operation)
-        except GroupAbortedError as aborted:
-            lost = self._lost_to(aborted.failure, peers())
-            if lost is None:
-                raise
-            raise PeerLostError(aborted.operation, lost) from None
-
-    def _lost_to(self, failure: Failure, peers: Iterable[int]) -> MemberStatus | None:
-        """The status of the one of ``peers`` whose loss is what was reported."""
-        culprit = self.ranks.index(failure.culprit)
-        if failure.kind != PeerLostError.__name__ or culprit not in peers:
-            return None
-        self._members.elsewhere.blame(culprit)
-        gone = self._members.first_gone([culprit])
-        return None if gone is None else self.member_status(gone)
-
-    def _titled(self, operation: str) -> str:
-        return f"{self.name} {operation}" if self.name else operation
-
-    def _require_member(self, operation: str) -> int:
-        if self._why_closed is DISOWNED:
-            raise GroupClosedError(f"{self._titled(operation)}: {DISOWNED}")
-        return self._refuse(operation) if self.member is None else self.member
-
-    def _refuse(self, operation: str) -> NoReturn:
-        raise ValueError(f"{self._titled(operation)}: this process is no member of the group")
-
-    def _valid(self, member: int) -> int:
-        if not 0 <= member < self.n_members:
-            raise ValueError(f"member must be in 0..{self.n_members - 1}; got {member}")
-        return member

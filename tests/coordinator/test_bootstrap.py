@@ -14,10 +14,10 @@ import pytest
 from torch.distributed import FileStore, HashStore
 
 import coordinator
-from coordinator.setup import exchange
 from coordinator.setup.addresses import own_address
 from coordinator.setup.bootstrap import connect_store, host_store, meet
 from coordinator.setup.launcher import Launch
+from coordinator.stores import store_asker
 from shm_broadcast import GroupTimeoutError
 from tests.patience import STALL_SECONDS
 from tests.ranks import run_ranks
@@ -156,7 +156,7 @@ def test_absent_ranks_are_listed() -> None:
 def say_who_hosts(rank: int, n: int, port: int) -> str:
     """Rank 0 hosts the store, and the others read it late."""
     if rank != 0:
-        exchange.naps = lambda: itertools.repeat(0.3)
+        store_asker.naps = lambda: itertools.repeat(0.3)
     with pytest.raises(ValueError, match="world: host is yes on ranks") as caught:
         meet(Launch(rank, n, rank, "127.0.0.1", port), terms={"host": "no" if rank else "yes"})
     return str(caught.value)

@@ -510,14 +510,14 @@ MUTANTS = (
     ),
     Mutant(
         "O1 a wait is said to whoever looks on",
-        "shm_broadcast/board/board.py",
+        "shm_broadcast/board/waiting.py",
         "elif self._outward is not None:",
         "elif self._closed and self._outward is not None:",
         (f"{_HERE}/test_onlooker.py::test_a_wait_is_said_while_it_lasts",),
     ),
     Mutant(
         "O1 a wait is taken back, however it ends",
-        "shm_broadcast/board/board.py",
+        "shm_broadcast/board/waiting.py",
         "            if entry and self._outward is not None:",
         "            if entry and self._closed and self._outward is not None:",
         (

@@ -224,7 +224,9 @@ def test_a_dead_member_s_slot_can_be_taken_over() -> None:
             assert board.member_status(1).state == "busy"
 
 
-@pytest.mark.parametrize("place", ["Outward", "write_stacks_when_asked", "Members.show"])
+@pytest.mark.parametrize(
+    "place", ["board.Outward", "board.write_stacks_when_asked", "members.Members.show"]
+)
 def test_a_dead_member_is_dead_though_its_successor_could_not_join(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +237,7 @@ def test_a_dead_member_is_dead_though_its_successor_could_not_join(
         old.stamp("all_reduce")
         bury(board, 1)
         with monkeypatch.context() as failing:
-            failing.setattr(f"shm_broadcast.board.board.{place}", fail)
+            failing.setattr(f"shm_broadcast.board.{place}", fail)
             with pytest.raises(OSError, match="Too many open"):
                 Board.attach(board.handle(), 1)
         assert (board.lost(), board.member_status(1).operation) == ([1], "all_reduce")

@@ -1,0 +1,223 @@
+"""Asks a store that may not answer, from a thread apart.
+
+None of its members blocks inside the store, which cannot be interrupted: while the process that
+hosts the store stands still, even a question whether a key is there gets no answer. So a thread
+apart asks, one question after the other, and whoever wants the answer waits for that thread.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch.distributed import DistError
+
+from coordinator.apart import Apart, is_done_within
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.doorbell import SLICE_SECONDS
+from shm_broadcast.errors import (
+    GroupAbortedError,
+    GroupTimeoutError,
+    MemberStatus,
+    PeerLostError,
+    TransportError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
+
+    from torch.distributed import Store
+
+T = TypeVar("T")
+
+GIVEN_UP = "given up"
+"""The key by which those that come later see that somebody has waited in vain."""
+
+_FIRST_NAP = 0.0005
+_LONGEST_NAP = 0.05
+
+_LOOK_SECONDS = 5 * SLICE_SECONDS
+"""How long the thread apart looks for a value before it is asked again."""
+_ANSWERED_SECONDS = 1.0
+"""How long an answer of the store is waited for at least: also the last look, at the deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAsker:
+    """One member's way to the store in which the members of its group meet.
+
+    Attributes:
+        store: where the members meet, with a key prefix that nothing else uses.
+        rank: this member's rank in the group.
+        size: the number of members.
+        name: the group's name, for errors.
+        deadline: for the whole set-up.
+        host: the store's address, for errors.
+        keeper: the member whose process hosts the store; None: not a member, or not known.
+        called: the members' global ranks, for errors; empty: the same as their ranks in the group.
+        watch: raises if a member has ended: called while something is waited for, with what that is
+            and with whether it is there; None: nobody knows.
+        marks: where it says `GIVEN_UP` if it has waited in vain; None: nobody looks.
+        asking: asks the store, and those of subgroups.
+    """
+
+    store: Store
+    rank: int
+    size: int
+    name: str
+    deadline: Deadline
+    host: str = ""
+    keeper: int | None = None
+    called: tuple[int, ...] = ()
+    watch: Callable[[str, Callable[[], bool]], None] | None = None
+    marks: Store | None = None
+    asking: Apart = field(default_factory=partial(Apart, "ask-store"), compare=False, repr=False)
+
+    def ask(self, operation: str, do: Callable[[], T]) -> T:
+        """What ``do`` returns, which is called apart, as it asks the store. Collective: no.
+
+        Args:
+            operation: what this is, for errors.
+            do: calls the store's methods, and none of these.
+
+        Raises:
+            GroupTimeoutError: the store has not answered when the deadline passed. The question
+                stands, and later ones stand behind it.
+            PeerLostError, GroupAbortedError: a member has ended, left, or given up before it has
+                answered; only where somebody watches.
+            TransportError: the store has gone.
+            What ``do`` raises.
+        """
+        with self._reaching(operation):
+            return self._answer(operation, do)
+
+    def wait_for(
+        self,
+        key: str,
+        operation: str,
+        read: Callable[[], T],
+        missing: Callable[[], tuple[Sequence[int], Sequence[str]]],
+        come: Callable[[], None] = lambda: None,
+    ) -> T:
+        """What ``read`` returns once ``key`` is there. Collective: no.
+
+        Args:
+            key: what is waited for.
+            operation: what this is, for errors.
+            read: called apart, once, when the key is there.
+            missing: the ranks that are waited for, and what is to be said of them: called apart,
+                once, if the key is not there in time.
+            come: called apart first, together with the first look.
+
+        Raises:
+            GroupTimeoutError: the key is not there in time, or the store does not answer.
+            What `ask` raises, and the functions.
+        """
+
+        def there() -> bool:
+            return self.store.check([key])
+
+        def look() -> list[T]:
+            """Look for a while: looks are cheap, and handing them over to a thread is not."""
+            over = Deadline.after(_LOOK_SECONDS)
+            while not there():
+                if over.expired or self.deadline.expired:
+                    return []
+                time.sleep(self.deadline.remaining(at_most=next(pauses)))
+            return [read()]
+
+        def first_look() -> list[T]:
+            come()
+            return look()
+
+        pauses = naps()
+        with self._reaching(operation):
+            found = self._answer(operation, first_look)
+            while not found:
+                if self.watch is not None:
+                    self.watch(operation, lambda: self._answer(operation, there))
+                if self.deadline.expired:
+                    self.give_up()  # first: the store has just answered
+                    raise self._late(operation, *self._answer(operation, missing))
+                found = self._answer(operation, look)
+        return found[0]
+
+    def give_up(self) -> None:
+        """Have those that come later leave this visit out. Collective: no."""
+        if self.marks is not None:
+            wait([self.asking.begin(partial(self.marks.set, GIVEN_UP, ""))], _ANSWERED_SECONDS)
+
+    def global_rank(self, rank: int) -> int:
+        """What errors call the member of that rank in the group."""
+        return self.called[rank] if self.called else rank
+
+    def _answer(self, operation: str, do: Callable[[], T]) -> T:
+        answer = self.asking.begin(do)
+        soon = Deadline.after(_ANSWERED_SECONDS)
+        latest = self.deadline if soon.at < self.deadline.at else soon
+        try:
+            while not is_done_within(answer, latest):
+                if self.watch is not None:
+                    self.watch(operation, partial(_has_come, answer))
+                if latest.expired:
+                    if self.marks is not None:  # behind what stands, once the store answers
+                        self.asking.begin(partial(self.marks.set, GIVEN_UP, ""))
+                    silent = f"{self._keeping} does not answer"
+                    raise GroupTimeoutError(operation, self.deadline.timeout, detail=silent)
+            return answer.result()
+        finally:
+            answer.cancel()
+            del answer  # an error that it has would keep it
+
+    def _late(
+        self, operation: str, absent: Sequence[int], remarks: Sequence[str]
+    ) -> GroupTimeoutError:
+        over = [f"over the store at {self.host}"] if self.host else []
+        return GroupTimeoutError(
+            operation,
+            self.deadline.timeout,
+            tuple(MemberStatus(self.global_rank(rank), 0, "absent") for rank in absent),
+            "; ".join([*over, *remarks]),
+        )
+
+    @contextmanager
+    def _reaching(self, operation: str) -> Iterator[None]:
+        """Say of a store that cannot be reached any more who kept it; give up where others end."""
+        try:
+            yield
+        except (PeerLostError, GroupAbortedError):
+            self.give_up()
+            raise
+        except DistError as error:
+            why = f"the process that keeps it has ended, or given up ({error})"
+            detail = f"{self._where} has gone: {why}"
+            keeper = None if self.keeper is None else self.global_rank(self.keeper)
+            raise TransportError(operation, detail, keeper) from error
+
+    @property
+    def _keeping(self) -> str:
+        """The store, for errors."""
+        kept = "" if self.keeper is None else f", which rank {self.global_rank(self.keeper)} keeps,"
+        return self._where + kept
+
+    @property
+    def _where(self) -> str:
+        return f"the store at {self.host}" if self.host else "the store"
+
+
+def naps() -> Iterator[float]:
+    """Seconds to sleep between two looks at a store: short at first, then doubled each time."""
+    nap = _FIRST_NAP
+    while True:
+        yield nap
+        nap = min(nap * 2, _LONGEST_NAP)
+
+
+def _has_come(answer: Future[Any]) -> bool:
+    """Whether there is an answer, or is soon: this process may have stalled, and not the store."""
+    return bool(wait([answer], _ANSWERED_SECONDS).done)
