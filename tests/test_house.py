@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.call_path import deepest_classes
+from tests.commands import run_to_end
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -74,9 +75,7 @@ ROOM = 12
 
 
 def tracked() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "*.py"], cwd=ROOT, capture_output=True, check=True, text=True
-    )
+    listed = run_to_end("git", "ls-files", "-z", "*.py")
     return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).exists()]
 
 
@@ -256,12 +255,4 @@ def test_public_names_are_sorted_and_there(floor: str) -> None:
 
 
 def test_every_module_imports_without_cupy() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", IMPORT_ALL, *FLOORS],
-        cwd=ROOT,
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_to_end(sys.executable, "-W", "error", "-c", IMPORT_ALL, *FLOORS)

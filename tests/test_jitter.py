@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.commands import run_code
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,11 +38,9 @@ print(max(paused) <= 0.25, min(paused) >= 0)
 
 def test_threads_are_held_up_in_the_library_and_its_tests() -> None:
     """Twelve times in each function, in each process."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(ROOT)],
+    done = run_code(
+        SCRIPT,
+        str(ROOT),
         env={"JITTER": "0.25", "PYTHONPATH": str(ROOT / "tests" / "jitter")},
-        capture_output=True,
-        check=True,
-        text=True,
     )
     assert done.stdout.split() == ["0", "12", "12", "12", "True", "True"]

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_environment import MPS_FOLDER, SIDE_BY_SIDE
+from tests.commands import run_code
 from tests.ranks import PRELOADED, RanksFailedError, init_gloo, run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -131,14 +130,7 @@ for module in sys.argv[1:]:
 def test_what_ranks_and_workers_are_forked_from_touches_no_cuda() -> None:
     """A process that was forked from one that has cannot use it."""
     preloaded = (*PRELOADED, "coordinator.groups", "server.worker")
-    done = subprocess.run(
-        [sys.executable, "-c", COUNT_TOUCHES, *preloaded],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_code(COUNT_TOUCHES, *preloaded)
     assert "touch" not in done.stderr, done.stderr
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_to_end
+
 ROOT = Path(__file__).parents[2]
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 LIMIT = 300
@@ -18,17 +20,7 @@ TAG = "manylinux_2_17_x86_64.manylinux2014_x86_64"
 
 
 def make(*words: str, **variables: str) -> str:
-    done = subprocess.run(
-        ["make", *words],
-        cwd=ROOT,
-        env=os.environ | variables,
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_to_end("make", *words, env=os.environ | variables, timeout=LIMIT).stdout
 
 
 def offer(folder: Path, name: str, python: str) -> None:

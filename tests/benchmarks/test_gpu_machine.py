@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import run_to_end
 from tests.lean_python import lean_variables
 
 ROOT = Path(__file__).parents[2]
@@ -24,17 +24,7 @@ def lean(tmp_path: Path) -> dict[str, str]:
 
 
 def run(variables: dict[str, str], *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env=variables,
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    return run_to_end(sys.executable, *words, env=variables, timeout=LIMIT).stdout
 
 
 def test_other_packages_are_hidden_here(lean: dict[str, str]) -> None:

@@ -18,6 +18,7 @@ import pytest
 from benchmarks import gpu_report
 from benchmarks.gpu_report import Outcome, Report, carry_out, markdown, report_on
 from benchmarks.gpu_stages import LONGEST, Stage, stages
+from tests.commands import run_to_end
 from tests.patience import PATIENCE_SECONDS, until
 
 if TYPE_CHECKING:
@@ -307,13 +308,7 @@ def test_tests_that_stages_name_are_found() -> None:
 
 
 def collected(*command: str) -> set[str]:
-    done = subprocess.run(
-        [*command, "--collect-only", "-q"],
-        cwd=ROOT,
-        env={**os.environ, "PYTEST_ADDOPTS": ""},
-        capture_output=True,
-        check=True,
-        text=True,
-        timeout=240,
+    done = run_to_end(
+        *command, "--collect-only", "-q", env={**os.environ, "PYTEST_ADDOPTS": ""}, timeout=240
     )
     return {line for line in done.stdout.splitlines() if "::" in line}

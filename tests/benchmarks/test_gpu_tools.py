@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.harness import Report
+from tests.commands import run_to_end
 
 ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
@@ -24,16 +25,15 @@ LIMIT = 240
     "module", ["gpu", "gpu_first", "gpu_soak", "gpu_pool", "gpu_report", "gpu_world"]
 )
 def test_without_a_gpu_there_is_one_clear_line(module: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [PYTHON, "-m", f"benchmarks.{module}"],
+    done = run_to_end(
+        PYTHON,
+        "-m",
+        f"benchmarks.{module}",
+        status=2,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
         timeout=LIMIT,
-        check=False,
     )
-    assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert "no GPU: torch sees no CUDA device" in done.stderr
@@ -42,15 +42,7 @@ def test_without_a_gpu_there_is_one_clear_line(module: str, tmp_path: Path) -> N
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
 def test_make_gpu_test_uses_the_given_python_and_says_what_is_missing() -> None:
-    done = subprocess.run(
-        ["make", "gpu-test", f"PYTHON={PYTHON}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert done.returncode == 2
+    done = run_to_end("make", "gpu-test", f"PYTHON={PYTHON}", status=2, timeout=LIMIT)
     assert done.stderr.splitlines()[0] == "no GPU: torch sees no CUDA device"
     assert "pip" not in done.stdout
     shown = subprocess.run(

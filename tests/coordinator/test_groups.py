@@ -6,8 +6,6 @@ import copy
 import os
 import pickle
 import re
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from itertools import pairwise
@@ -23,6 +21,7 @@ import coordinator
 from coordinator import ParallelGroups, host_store
 from coordinator.stores.secret import SecretError
 from shm_broadcast import Board, CoordinatorError, GroupTimeoutError
+from tests.commands import run_code
 from tests.patience import STALL_SECONDS, all_here
 from tests.ranks import run_ranks
 
@@ -445,16 +444,12 @@ def test_a_group_is_copied_as_itself_and_not_pickled() -> None:
 
 def test_torchrun() -> None:
     """From torchrun's environment alone; rank 0 hosts the store, or torchrun's agent does."""
-    ran = subprocess.run(
-        [sys.executable, "-c", AGENT],
-        capture_output=True,
-        text=True,
-        timeout=100,
+    ran = run_code(
+        AGENT,
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(Path(coordinator.__file__).parents[1]),
         },
     )
-    assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == ["[(0, [0, 1], [0, 1], [3]), (1, [0, 1], [0, 1], [3])]"] * 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -17,6 +16,7 @@ import pytest
 import coordinator
 from coordinator.pipeline.stage import Stage
 from device_comm import Communicator
+from tests.commands import run_to_end
 from tests.packages import ROOT, pure_wheel
 
 if TYPE_CHECKING:
@@ -167,20 +167,14 @@ def revealed(code: str, folder: Path, python: Path) -> list[str]:
     """What a strict mypy says of a user's file in a user's folder, which must be without errors."""
     (folder / "user.py").write_text(code)
     (folder / "mypy.ini").write_text("[mypy]\n")
-    ran = subprocess.run(
-        [
-            *(sys.executable, "-m", "mypy", "--strict", "--config-file", "mypy.ini"),
-            *("--python-executable", str(python), "user.py"),
-            *("--cache-dir", str(ROOT / ".mypy_cache" / "user")),
-        ],
+    ran = run_to_end(
+        *(sys.executable, "-m", "mypy", "--strict", "--config-file", "mypy.ini"),
+        *("--python-executable", str(python), "user.py"),
+        *("--cache-dir", str(ROOT / ".mypy_cache" / "user")),
         cwd=folder,
         env={name: text for name, text in os.environ.items() if name != "MYPYPATH"},
-        capture_output=True,
-        text=True,
         timeout=300,
-        check=False,
     )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
     return re.findall(r'user\.py:\d+: note: Revealed type is "(.*)"', ran.stdout)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from coordinator.plugins.switches import PARTS, Switches, UntestedVersionError
 from coordinator.plugins.vllm import hooks
+from tests.commands import run_code
 
 
 @pytest.mark.parametrize("text", ["", "0", " ", ","])
@@ -58,13 +57,9 @@ def test_without_the_variable_nothing_but_the_entry_point_is_imported(value: str
         "print('torch' in sys.modules)"
     )
     kept = {name: text for name, text in os.environ.items() if name != "GROUP_COORDINATOR"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
+    done = run_code(
+        code,
         env=kept if value is None else {**kept, "GROUP_COORDINATOR": value},
-        capture_output=True,
-        check=True,
-        text=True,
-        timeout=60,
     )
     imported, torch = done.stdout.splitlines()
     assert imported.split() == [

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
@@ -23,6 +22,7 @@ from coordinator import host_store
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import CoordinatorError
+from tests.commands import run_to_end
 from tests.pages.blocks import without_numbers
 from tests.patience import until
 from tests.ranks import run_ranks
@@ -161,11 +161,7 @@ def playing(scene: str, n: int, folder: Path) -> Iterator[list[int]]:
 
 def shown(*words: object, check: bool = True) -> str:
     """What a command of ours prints."""
-    done = subprocess.run(
-        [*ENTRY, *map(str, words)], capture_output=True, check=False, text=True, timeout=60
-    )
-    assert not check or done.returncode == 0, done.stderr
-    return done.stdout
+    return run_to_end(*ENTRY, *map(str, words), status=0 if check else None).stdout
 
 
 def told(pid: int, *wanted: str, like: str = "") -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from server.cli import COMMANDS
 from server.hosts.host_facts import facts_here
+from tests.commands import run_to_end
 
 ROOT = Path(__file__).parents[2]
 CODE = """
@@ -25,16 +26,7 @@ finally:
 
 
 def python(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_to_end(sys.executable, *arguments).stdout
 
 
 def said(*arguments: str) -> str:

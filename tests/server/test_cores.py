@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from server import WorkerPool
 from server.driver.cores import cpu_quota, usable_cores, worker_threads
+from tests.commands import run_code, run_to_end
 
 ROOT = Path(__file__).parents[2]
 V1 = "32 31 0:29 {root} /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
@@ -99,16 +99,7 @@ with WorkerPool("tests.server.workers:Worker") as pool:
 
 def threads_of(**environment: str) -> str:
     clean = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER],
-        cwd=ROOT,
-        env={**clean, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_code(DRIVER, env={**clean, **environment}).stdout
 
 
 def test_workers_have_as_many_threads() -> None:
@@ -128,13 +119,7 @@ def test_a_process_in_a_group_with_a_quota_keeps_to_it() -> None:
         pytest.skip(f"cannot make a control group of version 1: {error}")
     try:
         (group / "cpu.cfs_quota_us").write_text("170000")
-        done = subprocess.run(
-            ["sh", "-c", move, sys.executable, code, str(group)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = run_to_end("sh", "-c", move, sys.executable, code, str(group), status=None)
         assert done.stdout == "1.7 1\n", done.stderr
     finally:
         group.rmdir()

@@ -17,6 +17,7 @@ import pytest
 
 from server.cli import main
 from server.commands.demo import read_lines
+from tests.commands import run_to_end
 from tests.pages.blocks import block_of, without_numbers
 from tests.patience import STALL_SECONDS
 from tests.server.tiny_bert import SENTENCES, make_model
@@ -72,10 +73,8 @@ def test_odd_sizes_and_a_line_that_is_too_long(
 
 def test_text_for_people() -> None:
     """Without options: tp=2 and pp=2."""
-    done = subprocess.run(
-        [*ENTRY, "demo"], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    done = run_to_end(*ENTRY, "demo")
+    assert done.stderr == ""
     assert re.search(r"stage 1, layers 3-5 +rank 2, pid \d+ +rank 3, pid \d+\n", done.stdout)
     assert re.search(r"in \d+\.\d{3} s: \d+\.\d sentences/s\n", done.stdout)
     match = re.search(r"^max_abs_diff=(\S+)$", done.stdout, re.MULTILINE)

@@ -5,9 +5,10 @@ On one host it does without ZeroMQ, asyncio and OpenTelemetry as well: half of t
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import TYPE_CHECKING
+
+from tests.commands import run_to_end
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,9 +49,7 @@ if __name__ == "__main__":
 def test_torch_is_loaded_by_the_first_tensor(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, check=False, text=True, timeout=110
-    )
+    done = run_to_end(sys.executable, str(program), status=None)
     assert done.stdout.splitlines() == [
         "[42, 42] [] set()",
         "torch [8.0, -3.0] ['numpy', 'torch']",
@@ -62,9 +61,6 @@ def test_what_hinders_an_import_is_told(tmp_path: Path) -> None:
     """Such as a file of the user's with the name of a module of Python's."""
     (tmp_path / "select.py").touch()
     (tmp_path / "program.py").write_text("from group_coordinator import WorkerPool\n")
-    ended = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert ended.returncode == 1
+    ended = run_to_end(sys.executable, "program.py", status=1, cwd=tmp_path)
     why = "ImportError: WorkerPool cannot be imported: module 'select' has no attribute "
     assert f"\n{why}" in ended.stderr

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from server.workers import prepacked
+from tests.commands import run_code
 from tests.server.tiny_bert import make_model
 
 if TYPE_CHECKING:
@@ -88,13 +89,10 @@ def test_an_activation_along_with_the_product(
 @pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
 def test_no_kernels_are_made_for_each_number_of_tokens(tmp_path: Path, activation: str) -> None:
     """They would stay, between the tensors of later batches: memory that nobody can use."""
-    ran = subprocess.run(
-        [sys.executable, "-c", MANY_BATCHES, make_model(tmp_path / "model", activation=activation)],
+    ran = run_code(
+        MANY_BATCHES,
+        make_model(tmp_path / "model", activation=activation),
         env={**os.environ, "ONEDNN_VERBOSE": "profile_create"},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
     assert 0 < ran.stdout.count("create:cache_miss") < 100
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.control.output import LabelledText, label_output
+from tests.commands import run_to_end
 
 if TYPE_CHECKING:
     import pytest
@@ -78,10 +78,7 @@ if __name__ == "__main__":
 def test_lines_of_workers_say_their_rank(tmp_path: Path) -> None:
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_to_end(sys.executable, str(script))
     assert sorted(done.stdout.splitlines()) == [
         f"[rank {rank}] {what} {rank}" for rank in range(2) for what in ("loading", "said")
     ]
@@ -90,22 +87,12 @@ def test_lines_of_workers_say_their_rank(tmp_path: Path) -> None:
 
 def test_a_driver_from_standard_input_is_told_what_it_cannot_do() -> None:
     """Its class cannot be imported by others; a class of a module can be used."""
-    done = subprocess.run(
-        [sys.executable, "-"], input=DRIVER, cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1
+    done = run_to_end(sys.executable, "-", status=1, input=DRIVER)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ValueError: Printer is defined where no other process can import it")
     own = (
         "from group_coordinator import WorkerPool\n"
         "with WorkerPool('tests.server.workers:Worker') as pool:"
     )
-    done = subprocess.run(
-        [sys.executable, "-"],
-        input=f"{own}\n    print(pool.call('echo', 7))",
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
+    done = run_to_end(sys.executable, "-", input=f"{own}\n    print(pool.call('echo', 7))")
+    assert done.stdout == "7\n"

@@ -18,6 +18,7 @@ from benchmarks.http_served import COMMAND, ROOT, Served
 from coordinator.stores.secret import SECRET_FILE
 from server.commands.demo import reference
 from server.workers.minilm import ModelFolder, packaged_model
+from tests.commands import run_to_end
 from tests.coordinator.hosts import NAMES, move_to
 from tests.netns import Host, two_hosts, unavailable
 from tests.patience import PATIENCE_SECONDS
@@ -137,9 +138,6 @@ def test_options_that_do_not_fit_are_refused_at_once(
     command = [sys.executable, "-c", COMMAND, "serve", *options]
     environment = {**os.environ, SECRET_FILE: str(secret)}
     began = time.monotonic()
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
+    done = run_to_end(*command, status=2, env=environment)
     assert message in done.stderr
     assert time.monotonic() - began < PATIENCE_SECONDS

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 from opentelemetry import trace
 
-from benchmarks.http_served import ROOT, Served
+from benchmarks.http_served import Served
 from server import spans
 from server.defaults import PACKAGED_NAME
 from server.errors import WorkerError
 from server.pool import WorkerPool
+from tests.commands import run_code
 from tests.server.fake_service import run, site
 from tests.server.spanned import Spanned, keep_spans, told
 
@@ -184,14 +183,7 @@ if __name__ == "__main__":
     with WorkerPool(Worker, tp=2) as pool:
         print(pool.call("total", 1.0))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, PARENT],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = run_code(code, PARENT)
     assert done.stdout == "2.0\n"
 
 

@@ -22,6 +22,7 @@ from shm_broadcast.board import stacks
 from shm_broadcast.board.outward import Wait
 from shm_broadcast.errors import Failure, MemberStatus
 from shm_broadcast.onlooker.programs import BoardSeen, MemberSeen, Program
+from tests.commands import run_code, run_to_end, waiting
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.scenes import ENTRY, shown
 from tests.server.workers import Gate, Worker
@@ -54,9 +55,7 @@ def test_nothing_slow_is_imported() -> None:
         "main(['status', '--json']); main(['explain'])\n"
         "sys.exit(str({'torch', 'numpy', 'zmq', 'asyncio'} & {*sys.modules}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, check=False, text=True, timeout=60
-    )
+    done = run_code(code, status=1)
     assert done.stderr.splitlines()[-1] == "set()"
 
 
@@ -65,38 +64,20 @@ def test_all_programs_are_listed() -> None:
         "from shm_broadcast import Board\n"
         "with Board.create(1, 0, 'there'): print('made', flush=True); input()"
     )
-    with (
-        Board.create(1, 0, "here"),
-        subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as other,
-    ):
-        assert other.stdout is not None
-        assert other.stdout.readline() == "made\n"
+    with Board.create(1, 0, "here"), waiting(code) as other:
         short, whole = shown("status"), shown("status", "--all")
-        for pid in (os.getpid(), other.pid):
+        for pid in (os.getpid(), other):
             assert any(line.split()[0] == str(pid) for line in short.splitlines())
             assert f"pid {pid}  " in whole
         assert "`group-coordinator status PID` shows one of them" in short
-        which = subprocess.run(
-            [*ENTRY, "explain"], capture_output=True, check=False, text=True, timeout=60
-        )
-        assert which.returncode == 1
+        which = run_to_end(*ENTRY, "explain", status=1)
         assert which.stderr.startswith("Which one? There are programs with pid ")
-        other.communicate("\n", timeout=60)
 
 
 def test_a_process_that_takes_part_in_nothing() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         for command in ("status", "explain"):
-            done = subprocess.run(
-                [*ENTRY, command, str(other.pid)],
-                capture_output=True,
-                check=False,
-                text=True,
-                timeout=60,
-            )
-            assert done.returncode == 1
+            done = run_to_end(*ENTRY, command, str(other.pid), status=1)
             assert done.stderr == (
                 f"pid {other.pid}: it is in no pool or group of ours, and has started no process "
                 "that is\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from itertools import pairwise
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from shm_broadcast.onlooker.chrome import chrome_trace
 from shm_broadcast.onlooker.flight import flight_dumps
 from shm_broadcast.onlooker.pasts import MemberPast
 from shm_broadcast.onlooker.programs import MemberSeen
+from tests.commands import run_code, run_to_end, waiting
 from tests.pages.blocks import block_of
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.scenes import ENTRY, playing, shown, told
@@ -134,14 +134,9 @@ def test_a_worker_that_was_killed_in_an_all_reduce(tmp_path: Path) -> None:
 def analysed(pid: int, folder: Path) -> str:
     """What torch's analyser says about a program."""
     shown("trace", pid, "--flight-recorder", folder)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)],
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=120,
+    done = run_to_end(
+        sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)
     )
-    assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
 
@@ -228,20 +223,9 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
 )
 def test_where_there_is_nothing_to_dump(code: str, why: str, tmp_path: Path) -> None:
     kept = f"{code}\nprint(flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", kept], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-        done = subprocess.run(
-            [*ENTRY, "trace", str(other.pid), "--flight-recorder", str(tmp_path / "dumps")],
-            capture_output=True,
-            check=False,
-            text=True,
-            timeout=60,
-        )
-        other.communicate("\n", timeout=60)
-    assert done.returncode == 1
+    with waiting(kept) as other:
+        dumps = ("--flight-recorder", tmp_path / "dumps")
+        done = run_to_end(*ENTRY, "trace", str(other), *dumps, status=1)
     assert why in done.stderr
     assert list((tmp_path / "dumps").iterdir()) == []
 
@@ -253,9 +237,7 @@ def test_nothing_slow_is_imported(tmp_path: Path) -> None:
         "sys.exit(str({'torch', 'numpy', 'zmq', 'asyncio'} & {*sys.modules}))"
     )
     with Board.create(1, 0, "here"):
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, check=False, text=True, timeout=60
-        )
+        done = run_code(code, status=1)
     assert done.stderr.splitlines()[-1] == "set()"
 
 

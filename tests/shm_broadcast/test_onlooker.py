@@ -24,6 +24,7 @@ from shm_broadcast.onlooker.programs import (
     programs,
 )
 from shm_broadcast.segment import Segment
+from tests.commands import run_code, waiting
 from tests.intruder import NOBODY
 from tests.patience import until
 from tests.shm_broadcast.queues import Running
@@ -186,9 +187,7 @@ def test_a_program_keeps_the_signal_that_it_uses_itself() -> None:
         "with Board.create(1, 0): signal.raise_signal(signal.SIGRTMIN + 10)\n"
         "from shm_broadcast.board.stacks import write_stacks_when_asked as asked; print(asked())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, check=True, text=True, timeout=60
-    )
+    done = run_code(code)
     assert done.stdout.split() == ["mine", "None"]
 
 
@@ -227,18 +226,12 @@ def test_who_does_not_catch_the_signal_does_not_get_it() -> None:
         "signal.signal(signal.SIGRTMIN + 10, signal.SIG_DFL)\n"
         "print('made', flush=True); input(); board.close()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as deaf:
-        assert deaf.stdout is not None
-        assert deaf.stdout.readline() == "made\n"
+    with waiting(code) as deaf:
         seen = scan()
-        (program,) = of_process(deaf.pid, seen, programs(seen))
+        (program,) = of_process(deaf, seen, programs(seen))
         party = Party("rank 0", [program.boards[0].members[0]])
         told = stacks_of([party], Deadline.after(30))
         assert told == {"rank 0": "it catches no signal for that"}
-        deaf.communicate("\n", timeout=60)
-        assert deaf.returncode == 0
 
 
 def test_another_file_is_not_taken_for_stacks(tmp_path: os.PathLike[str]) -> None:
@@ -282,18 +275,13 @@ def test_boards_that_share_no_process_are_two_programs() -> None:
             "from shm_broadcast import Board\n"
             "with Board.create(1, 0, 'there'): print('made', flush=True); input()"
         )
-        with subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as other:
-            assert other.stdout is not None
-            assert other.stdout.readline() == "made\n"
+        with waiting(code) as other:
             seen = scan()
             found = programs(seen)
             (ours,) = of_process(os.getpid(), seen, found)
             assert {board.name for board in ours.boards} & {"here", "there"} == {"here"}
-            (theirs,) = of_process(other.pid, seen, found)
+            (theirs,) = of_process(other, seen, found)
             assert [board.name for board in theirs.boards] == ["there"]
-            other.communicate("\n", timeout=60)
 
 
 def test_who_has_started_a_program_leads_to_it() -> None:
@@ -303,16 +291,11 @@ def test_who_has_started_a_program_leads_to_it() -> None:
         'worker += \'with Board.create(1, 0, "below"): print("made", flush=True); input()\'\n'
         "subprocess.run([sys.executable, '-c', worker])"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as launcher:
-        assert launcher.stdout is not None
-        assert launcher.stdout.readline() == "made\n"
+    with waiting(code) as launcher:
         seen = scan()
-        (found,) = of_process(launcher.pid, seen, programs(seen))
+        (found,) = of_process(launcher, seen, programs(seen))
         assert [board.name for board in found.boards] == ["below"]
-        assert launcher.pid not in found.pids
-        launcher.communicate("\n", timeout=60)
+        assert launcher not in found.pids
 
 
 def test_hundreds_of_boards_are_found() -> None:

@@ -6,8 +6,6 @@ import json
 import math
 import pickle
 import struct
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +23,7 @@ from coordinator.layout import (
     TensorShapeError,
     load_sharded,
 )
+from tests.commands import run_code
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -283,11 +282,7 @@ def test_a_rank_touches_only_its_slices(tmp_path: Path, dim: int) -> None:
         file.truncate(8 + len(header) + 4 + size)
         file.seek(8 + len(header) + 4 + first * 4)
         file.write(struct.pack("<f", 1.0))
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(path), str(dim)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = run_code(MEASURE, str(path), str(dim))  # fmt: skip
     held_kib, grown_kib = map(int, done.stdout.split())
     assert held_kib == 2048
     assert grown_kib < 32 * 1024

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -36,6 +34,7 @@ from shm_broadcast import (
     PeerLostError,
     TransportError,
 )
+from tests.commands import run_code
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
@@ -459,9 +458,7 @@ except Exception as error:
 
 def test_the_library_of_torch() -> None:
     """In a process of its own, as this one may have loaded the fake."""
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=240, check=True
-    )
+    done = run_code(ALONE, timeout=240)
     if torch.version.cuda is None:
         assert done.stdout.startswith("NcclUnavailableError: torch ")
         assert "has loaded no libnccl" in done.stdout
