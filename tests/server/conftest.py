@@ -1,13 +1,16 @@
-"""Fixtures that the server's tests share."""
+"""What the server's tests share: a fixture, and that a test may be a coroutine."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
 from typing import TYPE_CHECKING
 
 import pytest
 
 from server.web import logs
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,3 +29,13 @@ def _logging_as_before() -> Iterator[None]:
     root.handlers, requests.propagate, requests.handlers = before[0], before[2], before[3]
     root.setLevel(before[1])
     requests.disabled = False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), PATIENCE_SECONDS))
+    return True

@@ -117,17 +117,14 @@ def test_counters_are_what_a_thousand_clients_have_counted() -> None:
     run(test)
 
 
-def test_connections_that_are_refused_are_counted() -> None:
-    async def test() -> None:
-        async with site() as here, listening(here, connections=3, head_seconds=0.2) as url:
-            refused: Counter[str] = Counter()
-            for _ in range(5):
-                async with Raw(url) as silent:
-                    refused[(await silent.rest()).split()[1].decode()] += 1
-            found = samples(here.service.metrics.expose().decode())
-            assert labelled(found, "connections_refused_total") == refused == {"408": 5}
-
-    run(test)
+async def test_connections_that_are_refused_are_counted() -> None:
+    async with site() as here, listening(here, connections=3, head_seconds=0.2) as url:
+        refused: Counter[str] = Counter()
+        for _ in range(5):
+            async with Raw(url) as silent:
+                refused[(await silent.rest()).split()[1].decode()] += 1
+        found = samples(here.service.metrics.expose().decode())
+        assert labelled(found, "connections_refused_total") == refused == {"408": 5}
 
 
 POST = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\n"
@@ -139,32 +136,26 @@ NO_HTTP = {
 }
 
 
-def test_what_is_no_http_is_told_and_counted() -> None:
-    async def test() -> None:
-        async with site() as here, listening(here) as url:
-            for sent, reason in NO_HTTP.items():
-                async with Raw(url) as wrong:
-                    wrong.writer.write(sent)
-                    head, _, body = (await wrong.rest()).partition(b"\r\n\r\n")
-                    assert head.startswith(b"HTTP/1.1 400 ")
-                    assert reason in json.loads(body)["error"]["message"]
-            found = samples(here.service.metrics.expose().decode())
-            assert labelled(found, "connections_refused_total") == {"400": len(NO_HTTP)}
-
-    run(test)
+async def test_what_is_no_http_is_told_and_counted() -> None:
+    async with site() as here, listening(here) as url:
+        for sent, reason in NO_HTTP.items():
+            async with Raw(url) as wrong:
+                wrong.writer.write(sent)
+                head, _, body = (await wrong.rest()).partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 400 ")
+                assert reason in json.loads(body)["error"]["message"]
+        found = samples(here.service.metrics.expose().decode())
+        assert labelled(found, "connections_refused_total") == {"400": len(NO_HTTP)}
 
 
-def test_what_ranks_did_together_is_told_by_group_and_verb() -> None:
-    async def test() -> None:
-        async with site() as here:
-            found = samples(here.service.metrics.expose().decode())
-            of = ("tp", "0", "all_reduce")
-            assert found["worker_operations_total", *of] == 7
-            assert found["worker_operation_failures_total", *of] == 1
-            assert found["worker_operation_seconds_total", *of] == 0.5
-            assert found["worker_operation_bytes_total", *of] == 4096
-
-    run(test)
+async def test_what_ranks_did_together_is_told_by_group_and_verb() -> None:
+    async with site() as here:
+        found = samples(here.service.metrics.expose().decode())
+        of = ("tp", "0", "all_reduce")
+        assert found["worker_operations_total", *of] == 7
+        assert found["worker_operation_failures_total", *of] == 1
+        assert found["worker_operation_seconds_total", *of] == 0.5
+        assert found["worker_operation_bytes_total", *of] == 4096
 
 
 def test_real_workers_count_what_their_clients_asked_for() -> None:

@@ -17,7 +17,7 @@ from server.defaults import PACKAGED_NAME
 from server.errors import WorkerError
 from server.pool import WorkerPool
 from tests.commands import run_code
-from tests.server.fake_service import run, site
+from tests.server.fake_service import site
 from tests.server.spanned import Spanned, keep_spans, told
 
 if TYPE_CHECKING:
@@ -65,25 +65,22 @@ def test_a_workers_span_is_a_child_of_the_callers(kept: InMemorySpanExporter) ->
             assert (name, parent) == ("inside", 0)
 
 
-def test_a_request_its_batch_and_the_callers_context(kept: InMemorySpanExporter) -> None:
+async def test_a_request_its_batch_and_the_callers_context(kept: InMemorySpanExporter) -> None:
     carried: list[Any] = []
 
-    async def test() -> None:
-        async with site() as here:
-            submit = here.pool.submit
+    async with site() as here:
+        submit = here.pool.submit
 
-            def watched(*args: Any, **options: Any) -> Any:
-                carried.append(spans.carried())
-                return submit(*args, **options)
+        def watched(*args: Any, **options: Any) -> Any:
+            carried.append(spans.carried())
+            return submit(*args, **options)
 
-            here.pool.submit = watched
-            here.client.headers["traceparent"] = PARENT
-            here.client.headers["tracestate"] = "vendor=1"
-            await here.embed("abc")
-            await here.embed([])
-            await here.embed("boom")
-
-    run(test)
+        here.pool.submit = watched
+        here.client.headers["traceparent"] = PARENT
+        here.client.headers["tracestate"] = "vendor=1"
+        await here.embed("abc")
+        await here.embed([])
+        await here.embed("boom")
     found = [told(span) for span in kept.get_finished_spans()]
     assert {in_trace for _, in_trace, *_ in found} == {TRACE}
     requests = [span for span in found if span[0] == "POST /v1/embeddings"]
@@ -99,16 +96,13 @@ def test_a_request_its_batch_and_the_callers_context(kept: InMemorySpanExporter)
         assert sent["tracestate"] == "vendor=1"
 
 
-def test_requests_that_share_a_batch_are_linked_to_it(kept: InMemorySpanExporter) -> None:
-    async def test() -> None:
-        async with site() as here:
-            here.pool.held = []
-            asked = [asyncio.create_task(here.embed("x" * n)) for n in range(1, 5)]
-            await here.until(lambda: here.service.status()["items_waiting"] == 3)
-            here.pool.let_go()
-            await asyncio.gather(*asked)
-
-    run(test)
+async def test_requests_that_share_a_batch_are_linked_to_it(kept: InMemorySpanExporter) -> None:
+    async with site() as here:
+        here.pool.held = []
+        asked = [asyncio.create_task(here.embed("x" * n)) for n in range(1, 5)]
+        await here.until(lambda: here.service.status()["items_waiting"] == 3)
+        here.pool.let_go()
+        await asyncio.gather(*asked)
     _, shared = [span for span in kept.get_finished_spans() if span.name == "embed batch"]
     assert shared.parent is not None
     together = [shared.parent.span_id, *(link.context.span_id for link in shared.links)]
@@ -118,13 +112,12 @@ def test_requests_that_share_a_batch_are_linked_to_it(kept: InMemorySpanExporter
 
 
 @pytest.mark.parametrize("header", ["", "nonsense", "00-0-0-00", "ff" * 5000])
-def test_a_context_that_is_none_begins_a_trace(header: str, kept: InMemorySpanExporter) -> None:
-    async def test() -> None:
-        async with site() as here:
-            here.client.headers["traceparent"] = header
-            assert (await here.embed("abc")).status_code == 200
-
-    run(test)
+async def test_a_context_that_is_none_begins_a_trace(
+    header: str, kept: InMemorySpanExporter
+) -> None:
+    async with site() as here:
+        here.client.headers["traceparent"] = header
+        assert (await here.embed("abc")).status_code == 200
     (request,) = [s for s in kept.get_finished_spans() if s.name == "POST /v1/embeddings"]
     assert request.parent is None
 
