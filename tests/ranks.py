@@ -29,15 +29,18 @@ import tempfile
 import time
 import traceback
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from shm_broadcast import Board
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -63,6 +66,9 @@ PRELOADED = (
 
 CONTEXT.set_forkserver_preload(list(PRELOADED))
 
+NEW_BOARD: Final[Any] = object()
+"""As an argument of `run_ranks`: the handle of a new board, of which rank i can be member i."""
+
 
 class RanksFailedError(AssertionError):
     """Some ranks raised, died or hung; ``failures`` maps each to its traceback or stacks."""
@@ -87,7 +93,7 @@ def run_ranks(
     Args:
         n: how many ranks.
         fn: a function at the top level of its module.
-        args: picklable.
+        args: picklable, or `NEW_BOARD`.
         timeout: seconds for all of it; then every rank still running has its Python
             stacks dumped and is killed.
         may_die: ranks whose process may end without a result (killed by the test): their
@@ -97,10 +103,14 @@ def run_ranks(
     Raises:
         RanksFailedError: a rank raised, died or did not end in time.
     """
-    call = pickle.dumps((_Function.of(fn), pickle.dumps(args)))
     ranks: list[_Rank] = []
     context = CONTEXT if environment is None else multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, ExitStack() as boards:
+        given = [
+            boards.enter_context(Board.create(n, None)).handle() if each is NEW_BOARD else each
+            for each in args
+        ]
+        call = pickle.dumps((_Function.of(fn), pickle.dumps(given)))
         try:
             with pytest.MonkeyPatch.context() as variables:
                 for name, value in (environment or {}).items():

@@ -15,7 +15,7 @@ from benchmarks.gpu_pace import AHEAD
 from device_comm.cuda.agree import swap_over
 from shm_broadcast import Board, BoardHandle
 from tests.device_comm.shm_ranks import make_comm
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,14 +61,12 @@ def soak(
 
 
 def test_a_soak_counts_what_it_did_and_finds_nothing_wrong(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        for found in run_ranks(2, soak, store_path, board.handle(), 150, math.inf):
-            assert (found["replays"], found["eager"], found["wrong"]) == (150, 150, 0)
+    for found in run_ranks(2, soak, store_path, NEW_BOARD, 150, math.inf):
+        assert (found["replays"], found["eager"], found["wrong"]) == (150, 150, 0)
 
 
 def test_a_soak_does_as_much_as_fits_on_all_ranks_alike(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        one, other = run_ranks(2, soak, store_path, board.handle(), 10**9, 1.0, timeout=120)
+    one, other = run_ranks(2, soak, store_path, NEW_BOARD, 10**9, 1.0, timeout=120)
     assert (one["replays"], one["eager"]) == (other["replays"], other["eager"])
     assert 100 <= one["replays"] < 10**9
     assert one["wrong"] == other["wrong"] == 0
@@ -131,8 +129,7 @@ def first(rank: int, n: int, path: str, board: BoardHandle) -> list[str]:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_the_first_look_is_at_all_small_collectives(n: int, store_path: str) -> None:
-    with Board.create(n, None) as board:
-        (looks, *_) = run_ranks(n, first, store_path, board.handle())
+    (looks, *_) = run_ranks(n, first, store_path, NEW_BOARD)
     assert {look.partition(" ")[0] for look in looks} == {
         *("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "20")
     }

@@ -18,7 +18,7 @@ from device_comm.cuda.errors import IpcUnavailableError
 from device_comm.shm.shm_backend import ShmBackend
 from shm_broadcast import Board, BoardHandle, CoordinatorError
 from tests.device_comm.shm_ranks import make_comm
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
     from device_comm import Backend
@@ -60,8 +60,7 @@ def build_some(rank: int, n: int, path: str, handle: BoardHandle) -> list[str]:
 
 
 def test_what_one_member_cannot_do_is_refused_on_all(store_path: str) -> None:
-    with Board.create(3, None) as board:
-        found = run_ranks(3, build_some, store_path, board.handle())
+    found = run_ranks(3, build_some, store_path, NEW_BOARD)
     assert found == [["", "rank 1: not here", "rank 0: not here"]] * 3
 
 
@@ -85,8 +84,7 @@ def choose(rank: int, n: int, path: str, handle: BoardHandle, folder: str) -> li
 
 
 def test_a_table_is_measured_once_and_is_that_of_rank_0(store_path: str, tmp_path: Path) -> None:
-    with Board.create(2, None) as board:
-        first, second = run_ranks(2, choose, store_path, board.handle(), str(tmp_path / "cache"))
+    first, second = run_ranks(2, choose, store_path, NEW_BOARD, str(tmp_path / "cache"))
     assert first == second
     assert len(list((tmp_path / "cache").rglob("*.json"))) == 1
 
@@ -119,5 +117,4 @@ def swap_much(rank: int, n: int, path: str, handle: BoardHandle) -> list[int]:
 
 
 def test_swapping_and_agreeing(store_path: str) -> None:
-    with Board.create(3, None) as board:
-        assert run_ranks(3, swap_much, store_path, board.handle()) == [[2]] * 3
+    assert run_ranks(3, swap_much, store_path, NEW_BOARD) == [[2]] * 3

@@ -23,7 +23,7 @@ from coordinator.stores.secret import SecretError
 from shm_broadcast import Board, CoordinatorError, GroupTimeoutError
 from tests.commands import run_code
 from tests.patience import STALL_SECONDS, all_here
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -200,8 +200,7 @@ def on_a_given_board(rank: int, n: int, port: int, handle: Any) -> None:
 
 def test_a_launchers_board_is_the_scope() -> None:
     store = host_store()
-    with Board.create(4, None) as board:
-        run_ranks(4, on_a_given_board, store.port, board.handle())
+    run_ranks(4, on_a_given_board, store.port, NEW_BOARD)
 
 
 def leaves(rank: int, n: int, port: int, error: BaseException, how: str) -> str:
@@ -264,8 +263,7 @@ def leaves_a_launchers_board(rank: int, n: int, port: int, handle: Any) -> None:
 
 def test_who_leaves_a_launchers_board_does_not_abort_it() -> None:
     store = host_store()
-    with Board.create(2, None) as board:
-        run_ranks(2, leaves_a_launchers_board, store.port, board.handle())
+    run_ranks(2, leaves_a_launchers_board, store.port, NEW_BOARD)
 
 
 def absent(rank: int, n: int, port: int) -> str:

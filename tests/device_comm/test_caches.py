@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from shm_broadcast import Board, BoardHandle
 from shm_broadcast.machine.caches import share_a_cache
 from shm_broadcast.machine.core_map import listed
 from tests.device_comm.shm_ranks import make_comm
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from shm_broadcast import BoardHandle
 
 
 def machine(folder: Path, online: str, shared: list[str]) -> Path:
@@ -106,7 +107,6 @@ def both_ways(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
 def test_results_are_the_same_either_way(store_path: str) -> None:
     pytest.importorskip("device_comm._native")
     one = 750_003 * 750_002 / 2
-    with Board.create(3, None) as board:
-        for rank, found in enumerate(run_ranks(3, both_ways, store_path, board.handle())):
-            sender = (rank - 1) % 3 + 1
-            assert found == [6 * one, 6 * one, 2 * one, sender * one] * 2
+    for rank, found in enumerate(run_ranks(3, both_ways, store_path, NEW_BOARD)):
+        sender = (rank - 1) % 3 + 1
+        assert found == [6 * one, 6 * one, 2 * one, sender * one] * 2

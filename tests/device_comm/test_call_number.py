@@ -11,10 +11,10 @@ import torch
 from device_comm import Communicator, ReduceOp
 from device_comm.begun import VERBS, Begun, counts_of
 from device_comm.call_number import call_number, set_call_number
-from shm_broadcast import Board, BoardHandle, DivergenceError, GroupAbortedError
+from shm_broadcast import BoardHandle, DivergenceError, GroupAbortedError
 from tests.calls import in_call
 from tests.device_comm.shm_ranks import make_comm
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,8 +87,7 @@ def _count(rank: int, _n: int, handle: BoardHandle, path: str, use_native: bool)
 @pytest.mark.parametrize("use_native", [True, False])
 def test_every_collective_counts_once_each_way(tmp_path: Path, use_native: bool) -> None:
     expected = [2 if verb == "all_reduce" else 1 for verb in VERBS]
-    with Board.create(N, None) as board:
-        counted = run_ranks(N, _count, board.handle(), str(tmp_path / "comm"), use_native)
+    counted = run_ranks(N, _count, NEW_BOARD, str(tmp_path / "comm"), use_native)
     assert counted == [expected, expected]
 
 
@@ -123,8 +122,7 @@ def _skip(rank: int, _n: int, handle: BoardHandle, path: str, verb: str, use_nat
 @pytest.mark.parametrize("use_native", [True, False])
 @pytest.mark.parametrize("verb", VERBS_OF_PAIRS)
 def test_ranks_in_different_calls_do_not_meet(tmp_path: Path, verb: str, use_native: bool) -> None:
-    with Board.create(N, None) as board:
-        told = run_ranks(N, _skip, board.handle(), str(tmp_path / "comm"), verb, use_native)
+    told = run_ranks(N, _skip, NEW_BOARD, str(tmp_path / "comm"), verb, use_native)
     blamed = told[1] if verb == "recv" else told[0]
     assert "in call 3" in blamed
     assert "in call 4" in blamed

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 from device_comm import Communicator, TorchBackend
 from device_comm.shm.pipes.pipe import HEADER_BYTES, RING_BYTES
 from device_comm.wrappers.host_staging import HostStaging
-from shm_broadcast import Board, BoardHandle
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.shm_ranks import make_comm
 from tests.device_comm.suite import check_table, run_table
-from tests.ranks import init_gloo, run_ranks
+from tests.ranks import NEW_BOARD, init_gloo, run_ranks
+
+if TYPE_CHECKING:
+    from shm_broadcast import BoardHandle
 
 
 def table(rank: int, n: int, path: str, board: BoardHandle, device: str) -> dict[str, str]:
@@ -35,8 +39,7 @@ def table(rank: int, n: int, path: str, board: BoardHandle, device: str) -> dict
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_table(n: int, store_path: str) -> None:
-    with Board.create(n, None) as board:
-        check_table(run_ranks(n, table, store_path, board.handle(), "cpu"))
+    check_table(run_ranks(n, table, store_path, NEW_BOARD, "cpu"))
 
 
 def over_gloo(rank: int, n: int, path: str) -> dict[str, str]:
@@ -69,11 +72,9 @@ def goes_ahead_as_the_host(rank: int, n: int, path: str, board: BoardHandle) -> 
 
 
 def test_it_goes_ahead_as_far_as_the_host(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, goes_ahead_as_the_host, store_path, board.handle())
+    run_ranks(2, goes_ahead_as_the_host, store_path, NEW_BOARD)
 
 
 @pytest.mark.gpu
 def test_table_on_a_gpu(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        check_table(run_ranks(2, table, store_path, board.handle(), "cuda:0"))
+    check_table(run_ranks(2, table, store_path, NEW_BOARD, "cuda:0"))

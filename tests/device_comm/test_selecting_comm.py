@@ -26,7 +26,7 @@ from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.meeting import meet
 from tests.device_comm.shm_ranks import make_comm
 from tests.device_comm.suite import check_table, run_table
-from tests.ranks import init_gloo, run_ranks
+from tests.ranks import NEW_BOARD, init_gloo, run_ranks
 
 BYTES = [32, 100, 300, 5000]
 VERBS = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter"]
@@ -68,8 +68,7 @@ def table(rank: int, n: int, path: str, handle: BoardHandle) -> dict[str, str]:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_table(n: int, store_path: str) -> None:
-    with Board.create(n, None) as board:
-        check_table(run_ranks(n, table, store_path, board.handle()))
+    check_table(run_ranks(n, table, store_path, NEW_BOARD))
 
 
 def both_are_used(rank: int, n: int, path: str, handle: BoardHandle) -> list[str]:
@@ -92,8 +91,7 @@ def both_are_used(rank: int, n: int, path: str, handle: BoardHandle) -> list[str
 
 
 def test_both_are_used_and_end_together(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        found = run_ranks(2, both_are_used, store_path, board.handle())
+    found = run_ranks(2, both_are_used, store_path, NEW_BOARD)
     assert found == [["shm", "gloo", "shm", "gloo"]] * 2
 
 
@@ -180,8 +178,7 @@ def measured(rank: int, n: int, path: str, handle: BoardHandle) -> dict[str, lis
 
 
 def test_measuring_on_real_ranks(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        found = run_ranks(2, measured, store_path, board.handle())
+    found = run_ranks(2, measured, store_path, NEW_BOARD)
     assert found[0] == found[1]
     assert found[0] == {"all_reduce": [64, 4096], "send": [64], "barrier": [0], "gather": [64]}
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from device_comm.shm.layout import RANK_PRESENT, GroupLayout
-from shm_broadcast import Board, BoardHandle
 from shm_broadcast.segment import Segment
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.shm_ranks import make_comm, shm_of
 from tests.device_comm.suite import check_table, run_table
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
+
+if TYPE_CHECKING:
+    from shm_broadcast import BoardHandle
 
 NATIVE = {"native": [True] * 4, "python": [False] * 4, "mixed": [True, False, True, False]}
 
@@ -36,8 +38,7 @@ def table(rank: int, n: int, path: str, board: BoardHandle, native: list[bool]) 
     [(1, "native"), (2, "native"), (2, "python"), (3, "mixed"), (4, "native"), (4, "mixed")],
 )
 def test_table(n: int, native: str, store_path: str) -> None:
-    with Board.create(n, None) as board:
-        check_table(run_ranks(n, table, store_path, board.handle(), NATIVE[native]))
+    check_table(run_ranks(n, table, store_path, NEW_BOARD, NATIVE[native]))
 
 
 def subgroup_table(rank: int, n: int, path: str, board: BoardHandle) -> dict[str, str]:
@@ -51,8 +52,7 @@ def subgroup_table(rank: int, n: int, path: str, board: BoardHandle) -> dict[str
 
 
 def test_table_on_groups_that_do_not_start_at_rank_0(store_path: str) -> None:
-    with Board.create(4, None) as board:
-        check_table(run_ranks(4, subgroup_table, store_path, board.handle()))
+    check_table(run_ranks(4, subgroup_table, store_path, NEW_BOARD))
 
 
 def touches(rank: int, n: int, path: str, board: BoardHandle) -> list[tuple[str, Any]]:
@@ -84,8 +84,7 @@ def touches(rank: int, n: int, path: str, board: BoardHandle) -> list[tuple[str,
 
 def test_every_rank_touches_its_slots_first(store_path: str) -> None:
     """Their memory is of the node (NUMA) where it runs. Nobody maps them before all have."""
-    with Board.create(3, None) as board:
-        found = run_ranks(3, touches, store_path, board.handle())
+    found = run_ranks(3, touches, store_path, NEW_BOARD)
     group = GroupLayout.for_ranks(3)
     for rank, events in enumerate(found):
         settled = [("settles", slot) for slot in group.written_by(rank)]

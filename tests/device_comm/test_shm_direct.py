@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from device_comm.shm.collectives.direct import DirectCalls
-from shm_broadcast import Board, BoardHandle
 from shm_broadcast.errors import DivergenceError, GroupAbortedError, PeerLostError
 from shm_broadcast.ring.recycling import RECYCLED_BYTES
 from tests.device_comm.meeting import wait_for_abort
 from tests.device_comm.oracle import same
 from tests.device_comm.shm_ranks import make_comm, shm_of
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from device_comm import Communicator
+    from shm_broadcast import BoardHandle
 
 N = 3
 ROOT = 1
@@ -105,8 +105,7 @@ def short_and_long(rank: int, n: int, path: str, board: BoardHandle, late: int) 
 
 @pytest.mark.parametrize("late", range(N))
 def test_short_and_long_ways_meet(late: int, store_path: str) -> None:
-    with Board.create(N, None) as board:
-        run_ranks(N, short_and_long, store_path, board.handle(), late)
+    run_ranks(N, short_and_long, store_path, NEW_BOARD, late)
 
 
 def messages(rank: int, n: int, path: str, board: BoardHandle) -> None:
@@ -141,8 +140,7 @@ def messages(rank: int, n: int, path: str, board: BoardHandle) -> None:
 
 
 def test_messages_of_every_size_whoever_comes_first(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, messages, store_path, board.handle())
+    run_ranks(2, messages, store_path, NEW_BOARD)
 
 
 def out_of_the_ordinary(rank: int, n: int, path: str, board: BoardHandle, late: int) -> None:
@@ -177,8 +175,7 @@ def out_of_the_ordinary(rank: int, n: int, path: str, board: BoardHandle, late: 
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_strides_and_timeouts_are_not_in_the_way(late: int, store_path: str) -> None:
-    with Board.create(N, None) as board:
-        run_ranks(N, out_of_the_ordinary, store_path, board.handle(), late)
+    run_ranks(N, out_of_the_ordinary, store_path, NEW_BOARD, late)
 
 
 def results(rank: int, n: int, path: str, board: BoardHandle) -> int:
@@ -202,8 +199,7 @@ def results(rank: int, n: int, path: str, board: BoardHandle) -> int:
 
 def test_results_live_as_long_as_they_are_held(store_path: str) -> None:
     """500 results of 128 KiB would be 64,000 KiB."""
-    with Board.create(2, None) as board:
-        assert max(run_ranks(2, results, store_path, board.handle())) < 8_000
+    assert max(run_ranks(2, results, store_path, NEW_BOARD)) < 8_000
 
 
 def wrong_arguments(rank: int, n: int, path: str, board: BoardHandle) -> None:
@@ -229,8 +225,7 @@ def wrong_arguments(rank: int, n: int, path: str, board: BoardHandle) -> None:
 
 
 def test_wrong_arguments_are_refused_the_short_way_too(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, wrong_arguments, store_path, board.handle())
+    run_ranks(2, wrong_arguments, store_path, NEW_BOARD)
 
 
 def no_memory(rank: int, n: int, path: str, board: BoardHandle) -> None:
@@ -254,8 +249,7 @@ def no_memory(rank: int, n: int, path: str, board: BoardHandle) -> None:
 
 
 def test_a_result_without_memory_has_not_begun(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, no_memory, store_path, board.handle())
+    run_ranks(2, no_memory, store_path, NEW_BOARD)
 
 
 def interrupt_when_it_returns(comm: Communicator, verb: str, patch: pytest.MonkeyPatch) -> None:
@@ -297,8 +291,7 @@ def interrupted(rank: int, n: int, path: str, board: BoardHandle, message: bool)
 def test_whoever_is_interrupted_when_it_has_begun_ends_the_group(
     store_path: str, message: bool
 ) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, interrupted, store_path, board.handle(), message)
+    run_ranks(2, interrupted, store_path, NEW_BOARD, message)
 
 
 def interrupted_when_done(rank: int, n: int, path: str, board: BoardHandle) -> None:
@@ -321,8 +314,7 @@ def interrupted_when_done(rank: int, n: int, path: str, board: BoardHandle) -> N
 
 
 def test_whoever_is_interrupted_when_all_is_done_ends_nothing(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, interrupted_when_done, store_path, board.handle())
+    run_ranks(2, interrupted_when_done, store_path, NEW_BOARD)
 
 
 def pipe_never_found(rank: int, n: int, path: str, board: BoardHandle) -> None:
@@ -341,8 +333,7 @@ def pipe_never_found(rank: int, n: int, path: str, board: BoardHandle) -> None:
 
 
 def test_after_a_pipe_was_not_found_the_group_is_aborted(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, pipe_never_found, store_path, board.handle())
+    run_ranks(2, pipe_never_found, store_path, NEW_BOARD)
 
 
 def expect_wrongly(rank: int, n: int, path: str, board: BoardHandle) -> None:
@@ -364,8 +355,7 @@ def expect_wrongly(rank: int, n: int, path: str, board: BoardHandle) -> None:
 
 
 def test_out_is_checked_against_what_is_expected(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, expect_wrongly, store_path, board.handle())
+    run_ranks(2, expect_wrongly, store_path, NEW_BOARD)
 
 
 def one_gives_sizes(rank: int, n: int, path: str, board: BoardHandle) -> str:
@@ -377,6 +367,5 @@ def one_gives_sizes(rank: int, n: int, path: str, board: BoardHandle) -> str:
 
 
 def test_all_ranks_give_sizes_or_none(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        messages = run_ranks(2, one_gives_sizes, store_path, board.handle())
+    messages = run_ranks(2, one_gives_sizes, store_path, NEW_BOARD)
     assert any("all_to_all float32[2, 3]" in message for message in messages)

@@ -30,7 +30,7 @@ from shm_broadcast.layout import DOORBELL_SLEEPERS
 from tests.device_comm.meeting import die, meet, moment_of_death, wait_for_abort
 from tests.device_comm.shm_ranks import make_comm, share_through, shm_of
 from tests.patience import NAMED_WITHIN, quickest, until
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,8 +95,7 @@ def test_a_killed_rank_is_named_within_a_second(
 
 def seconds_until_named(n: int, seed: int, native: bool, path: str) -> float:
     victim = random.Random(seed).randrange(n)
-    with Board.create(n, None) as board:
-        results = run_ranks(n, victim_dies, path, board.handle(), seed, native, may_die=[victim])
+    results = run_ranks(n, victim_dies, path, NEW_BOARD, seed, native, may_die=[victim])
     survivors = [each for each in results if each is not None]
     for error, later, _ in survivors:
         if isinstance(error, PeerLostError):
@@ -154,8 +153,7 @@ def one_differs(
 @pytest.mark.parametrize("how", DIFFERENT)
 def test_every_waiting_rank_names_the_one_that_differs(how: str, store_path: str) -> None:
     n = 3
-    with Board.create(n, None) as board:
-        results = run_ranks(n, one_differs, store_path, board.handle(), how, how != "op")
+    results = run_ranks(n, one_differs, store_path, NEW_BOARD, how, how != "op")
     for rank, (error, later) in enumerate(results):
         assert isinstance(error, DivergenceError)
         assert error.rank == (0 if rank == n - 1 else n - 1)
@@ -179,8 +177,7 @@ def sizes_differ(rank: int, n: int, path: str, board: BoardHandle) -> list[str]:
 
 
 def test_ranks_that_differ_about_sizes(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        (first,), (second,) = run_ranks(2, sizes_differ, store_path, board.handle())
+    (first,), (second,) = run_ranks(2, sizes_differ, store_path, NEW_BOARD)
     assert (
         first == "rank 1 issued all_gatherv of [3, 1] where this rank issued all_gatherv of [2, 1]"
     )
@@ -198,8 +195,7 @@ def message_differs(rank: int, n: int, path: str, board: BoardHandle) -> str:
 
 
 def test_a_receiver_that_expects_something_else(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        sender, receiver = run_ranks(2, message_differs, store_path, board.handle())
+    sender, receiver = run_ranks(2, message_differs, store_path, NEW_BOARD)
     assert "rank 0 issued send of 12 bytes of torch.float32" in receiver
     assert "recv of 24 bytes of torch.int64" in receiver
     assert "DivergenceError" in sender
@@ -218,8 +214,7 @@ def last_is_late(
 
 
 def test_a_deadline_names_the_late_and_ends_the_group(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        (error, later), (late, _) = run_ranks(2, last_is_late, store_path, board.handle())
+    (error, later), (late, _) = run_ranks(2, last_is_late, store_path, NEW_BOARD)
     assert isinstance(error, GroupTimeoutError)
     assert [member.rank for member in error.waiting_for] == [1]
     assert error.timeout == 0.3
@@ -240,8 +235,7 @@ def root_runs_ahead(rank: int, n: int, path: str, board: BoardHandle) -> list[in
 
 
 def test_a_root_that_nobody_follows_says_for_whom_it_waits(store_path: str) -> None:
-    with Board.create(3, None) as board:
-        waited_for = run_ranks(3, root_runs_ahead, store_path, board.handle())[0]
+    waited_for = run_ranks(3, root_runs_ahead, store_path, NEW_BOARD)[0]
     assert waited_for == [1, 2]
 
 
@@ -265,8 +259,7 @@ def last_aborts(rank: int, n: int, path: str, board: BoardHandle, verb: str) -> 
 
 @pytest.mark.parametrize("verb", ["all_reduce", "all_to_all", "recv", "work", "irecv", "behind"])
 def test_an_abort_frees_whoever_waits(verb: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        errors = run_ranks(2, last_aborts, store_path, board.handle(), verb)
+    errors = run_ranks(2, last_aborts, store_path, NEW_BOARD, verb)
     for error in errors:
         assert isinstance(error, GroupAbortedError)
         assert (error.failure.rank, error.failure.kind) == (1, "KeyError")
@@ -299,8 +292,7 @@ def wrong_then_right(rank: int, n: int, path: str, board: BoardHandle, native: b
 
 @pytest.mark.parametrize("native", [True, False])
 def test_wrong_arguments_on_all_ranks_leave_the_group_whole(native: bool, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        assert run_ranks(2, wrong_then_right, store_path, board.handle(), native) == [2, 2]
+    assert run_ranks(2, wrong_then_right, store_path, NEW_BOARD, native) == [2, 2]
 
 
 def wait_again(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
@@ -323,8 +315,7 @@ def wait_again(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
 
 
 def test_a_work_can_be_waited_for_again_after_its_deadline(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        results = run_ranks(2, wait_again, store_path, board.handle())
+    results = run_ranks(2, wait_again, store_path, NEW_BOARD)
     assert results == [[2, 2, 3, 3, 2, 2], [2, 2, 2, 2]]
 
 
@@ -342,8 +333,7 @@ def busy_caller(rank: int, n: int, path: str, board: BoardHandle) -> None:
 
 
 def test_asynchronous_operations_go_on_while_the_caller_is_busy(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, busy_caller, store_path, board.handle())
+    run_ranks(2, busy_caller, store_path, NEW_BOARD)
 
 
 def interrupted(rank: int, n: int, path: str, board: BoardHandle) -> str:
@@ -362,8 +352,7 @@ def interrupted(rank: int, n: int, path: str, board: BoardHandle) -> str:
 
 
 def test_an_interrupted_rank_ends_the_group(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        kinds = run_ranks(2, interrupted, store_path, board.handle())
+    kinds = run_ranks(2, interrupted, store_path, NEW_BOARD)
     assert kinds == ["KeyboardInterrupt"] * 2
 
 
@@ -377,8 +366,7 @@ def closes(rank: int, n: int, path: str, board: BoardHandle) -> None:
 
 
 def test_close_twice(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, closes, store_path, board.handle())
+    run_ranks(2, closes, store_path, NEW_BOARD)
 
 
 def never_comes(rank: int, n: int, path: str, board: BoardHandle) -> list[int]:
@@ -390,8 +378,7 @@ def never_comes(rank: int, n: int, path: str, board: BoardHandle) -> list[int]:
 
 
 def test_set_up_names_who_does_not_come(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        assert run_ranks(2, never_comes, store_path, board.handle())[0] == [1]
+    assert run_ranks(2, never_comes, store_path, NEW_BOARD)[0] == [1]
 
 
 def begin_two(rank: int, n: int, board: BoardHandle, path: str, native: bool) -> None:
@@ -421,8 +408,7 @@ def begin_two(rank: int, n: int, board: BoardHandle, path: str, native: bool) ->
 def test_the_second_operation_of_a_call_is_told_why_the_first_was_given_up(
     tmp_path: Path, native: bool
 ) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, begin_two, board.handle(), str(tmp_path / "handle"), native)
+    run_ranks(2, begin_two, NEW_BOARD, str(tmp_path / "handle"), native)
 
 
 def made_after_a_death(rank: int, n: int, board: BoardHandle, path: str) -> None:
@@ -445,5 +431,4 @@ def made_after_a_death(rank: int, n: int, board: BoardHandle, path: str) -> None
 
 
 def test_who_dies_before_its_memory_is_opened_is_named(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, made_after_a_death, board.handle(), store_path, may_die=[0])
+    run_ranks(2, made_after_a_death, NEW_BOARD, store_path, may_die=[0])

@@ -34,7 +34,7 @@ from shm_broadcast import (
 from tests.calls import in_call
 from tests.device_comm.shm_ranks import make_comm, shm_of
 from tests.forked import in_a_child
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 from tests.shm_broadcast.leaks import no_descriptors
 
 if TYPE_CHECKING:
@@ -306,8 +306,7 @@ def flushed(rank: int, n: int, board: BoardHandle, path: str) -> None:
 
 
 def test_a_flush_waits_for_those_that_have_not_received_and_frees_what_was(store_path: str) -> None:
-    with Board.create(3, None) as board:
-        run_ranks(3, flushed, board.handle(), store_path)
+    run_ranks(3, flushed, NEW_BOARD, store_path)
 
 
 def test_threads_that_send_to_different_ranks_take_different_spills() -> None:
@@ -377,8 +376,7 @@ def crossed(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
 
 
 def test_crossed_blocking_sends_complete(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        assert run_ranks(2, crossed, store_path, board.handle()) == [[2.0] * 3, [1.0] * 3]
+    assert run_ranks(2, crossed, store_path, NEW_BOARD) == [[2.0] * 3, [1.0] * 3]
 
 
 MORE_THAN_FIT = 2 * RING_BYTES // (2 * HEADER_BYTES) + 3
@@ -400,6 +398,4 @@ def many_unreceived(rank: int, n: int, path: str, board: BoardHandle) -> int:
 
 
 def test_more_messages_than_a_pipe_holds_wait_in_the_background(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        handle = board.handle()
-        assert run_ranks(2, many_unreceived, store_path, handle) == [MORE_THAN_FIT] * 2
+    assert run_ranks(2, many_unreceived, store_path, NEW_BOARD) == [MORE_THAN_FIT] * 2

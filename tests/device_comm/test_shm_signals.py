@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from shm_broadcast import Board, BoardHandle, GroupAbortedError
+from shm_broadcast import BoardHandle, GroupAbortedError
 from tests.device_comm.meeting import meet, wait_for_abort
 from tests.device_comm.shm_ranks import make_comm, shm_of
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,8 +55,7 @@ def nested(rank: int, n: int, path: str, board: BoardHandle, dtype: torch.dtype)
 def test_a_call_by_a_handler_is_not_mixed_up_with_the_one_it_interrupts(
     store_path: str, dtype: torch.dtype
 ) -> None:
-    with Board.create(2, None) as board:
-        failures = run_ranks(2, nested, store_path, board.handle(), dtype)
+    failures = run_ranks(2, nested, store_path, NEW_BOARD, dtype)
     assert failures == [["GroupAbortedError"] * 2, ["RuntimeError", "GroupAbortedError"]]
 
 
@@ -81,8 +80,7 @@ def calls_while_it_makes_room(rank: int, n: int, path: str, board: BoardHandle) 
 
 
 def test_a_call_while_room_is_made_for_a_result_ends_the_group(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, calls_while_it_makes_room, store_path, board.handle())
+    run_ranks(2, calls_while_it_makes_room, store_path, NEW_BOARD)
 
 
 # --- a handler looks at an operation that its thread is waiting for ----------------------------
@@ -110,8 +108,7 @@ def looked_at(rank: int, n: int, path: str, board: BoardHandle) -> None:
 
 
 def test_a_handler_may_look_at_the_operation_that_is_awaited(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, looked_at, store_path, board.handle())
+    run_ranks(2, looked_at, store_path, NEW_BOARD)
 
 
 # --- something raises in the middle of an operation --------------------------------------------
@@ -146,8 +143,7 @@ def raised_in_a_wait(rank: int, n: int, path: str, board: BoardHandle) -> None:
 
 
 def test_a_wait_that_was_interrupted_midway_ends_the_group(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, raised_in_a_wait, store_path, board.handle())
+    run_ranks(2, raised_in_a_wait, store_path, NEW_BOARD)
 
 
 def raised_by_the_user(rank: int, n: int, path: str, board: BoardHandle) -> None:
@@ -178,5 +174,4 @@ def raised_by_the_user(rank: int, n: int, path: str, board: BoardHandle) -> None
 def test_an_error_of_the_users_in_the_background_ends_the_group_and_not_the_thread(
     store_path: str,
 ) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, raised_by_the_user, store_path, board.handle())
+    run_ranks(2, raised_by_the_user, store_path, NEW_BOARD)

@@ -11,7 +11,7 @@ from shm_broadcast import Board, BoardHandle
 from shm_broadcast.progress import Progress
 from tests.device_comm.shm_ranks import make_comm
 from tests.device_comm.soak import draw, run
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
     from device_comm import Communicator
@@ -74,6 +74,5 @@ def soak(
     ],
 )
 def test_random_operations(n: int, count: int, native: list[bool], store_path: str) -> None:
-    with Board.create(n, None) as board:
-        done = run_ranks(n, soak, store_path, board.handle(), count, native, 7, timeout=200)
+    done = run_ranks(n, soak, store_path, NEW_BOARD, count, native, 7, timeout=200)
     assert done[0] > count / 3

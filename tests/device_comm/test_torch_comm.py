@@ -19,7 +19,7 @@ from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.suite import check_table, run_table
-from tests.ranks import init_gloo, run_ranks
+from tests.ranks import NEW_BOARD, init_gloo, run_ranks
 
 
 def table(rank: int, n: int, path: str, board: BoardHandle | None) -> dict[str, str]:
@@ -48,8 +48,7 @@ def subgroup_table(rank: int, n: int, path: str, board: BoardHandle) -> dict[str
 
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_table(n: int, store_path: str) -> None:
-    with Board.create(n, None) as board:
-        check_table(run_ranks(n, table, store_path, board.handle()))
+    check_table(run_ranks(n, table, store_path, NEW_BOARD))
 
 
 def test_table_without_a_board(store_path: str) -> None:
@@ -57,8 +56,7 @@ def test_table_without_a_board(store_path: str) -> None:
 
 
 def test_table_on_groups_that_do_not_start_at_rank_0(store_path: str) -> None:
-    with Board.create(4, None) as board:
-        check_table(run_ranks(4, subgroup_table, store_path, board.handle()))
+    check_table(run_ranks(4, subgroup_table, store_path, NEW_BOARD))
 
 
 def series_with_empty_tensors(rank: int, n: int, path: str, board: BoardHandle) -> None:
@@ -83,8 +81,7 @@ def series_with_empty_tensors(rank: int, n: int, path: str, board: BoardHandle) 
 
 
 def test_a_series_may_have_tensors_without_elements(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, series_with_empty_tensors, store_path, board.handle())
+    run_ranks(2, series_with_empty_tensors, store_path, NEW_BOARD)
 
 
 CANNOT_BEGIN = {

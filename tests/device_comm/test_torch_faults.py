@@ -33,7 +33,7 @@ from tests.commands import run_to_end
 from tests.device_comm.meeting import SOON, die, meet, moment_of_death
 from tests.forked import in_a_child
 from tests.patience import NAMED_WITHIN, quickest, until
-from tests.ranks import init_gloo, run_ranks
+from tests.ranks import NEW_BOARD, init_gloo, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,8 +114,7 @@ def test_a_killed_peer_is_named_within_a_second(verb: Verb, tmp_path: Path) -> N
 
 def seconds_until_named(verb: Verb, path: str) -> float:
     n = 3
-    with Board.create(n, None) as board:
-        *survivors, _ = run_ranks(n, last_is_killed, path, board.handle(), verb, may_die=[n - 1])
+    *survivors, _ = run_ranks(n, last_is_killed, path, NEW_BOARD, verb, may_die=[n - 1])
     for error, later, _ in survivors:
         if isinstance(error, PeerLostError):
             assert error.rank == n - 1
@@ -155,9 +154,8 @@ def last_aborts(
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_abort_frees_whoever_waits(verb: Verb, tmp_path: Path) -> None:
     def attempt() -> float:
-        with Board.create(2, None) as board:
-            path = mkdtemp(dir=tmp_path) + "/store"
-            results = run_ranks(2, last_aborts, path, board.handle(), verb)
+        path = mkdtemp(dir=tmp_path) + "/store"
+        results = run_ranks(2, last_aborts, path, NEW_BOARD, verb)
         for error, _ in results:
             assert isinstance(error, GroupAbortedError)
             assert (error.failure.rank, error.failure.kind) == (1, "KeyError")
@@ -186,8 +184,7 @@ def last_is_late(
 
 @pytest.mark.parametrize("verb", ["all_reduce", "recv"])
 def test_a_deadline_names_the_late_and_ends_the_group(verb: Verb, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        first, second = run_ranks(2, last_is_late, store_path, board.handle(), verb)
+    first, second = run_ranks(2, last_is_late, store_path, NEW_BOARD, verb)
     error, later, seconds = first
     assert isinstance(error, GroupTimeoutError)
     assert [member.rank for member in error.waiting_for] == [1]
@@ -232,8 +229,7 @@ def wait_again(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
 
 
 def test_a_work_can_be_waited_for_again_after_its_deadline(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        results = run_ranks(2, wait_again, store_path, board.handle())
+    results = run_ranks(2, wait_again, store_path, NEW_BOARD)
     assert results == [[2, 2, 3, 3, 2, 2], [2, 2, 2, 2]]
 
 
@@ -271,8 +267,7 @@ def wrong_on_one(rank: int, n: int, path: str, board: BoardHandle) -> str:
 
 
 def test_a_wrong_argument_on_one_rank_is_blamed_on_it(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        said, other = run_ranks(2, wrong_on_one, store_path, board.handle())
+    said, other = run_ranks(2, wrong_on_one, store_path, NEW_BOARD)
     assert other == "raised"
     assert "waiting for rank 1" in said
     assert "last seen in tp barrier" in said
@@ -289,8 +284,7 @@ def closed(rank: int, n: int, path: str, board: BoardHandle) -> None:
 
 
 def test_close_twice(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, closed, store_path, board.handle())
+    run_ranks(2, closed, store_path, NEW_BOARD)
 
 
 def leaves(rank: int, n: int, path: str, board: BoardHandle, fails: bool) -> list[str]:
@@ -342,8 +336,7 @@ def fail_to_receive(rank: int, comm: Communicator, watch: Board) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_is_left_of_a_closed_communicator(fails: bool, store_path: str) -> None:
     """At once, without a collection: a process may make and close groups all day."""
-    with Board.create(2, None) as board:
-        assert run_ranks(2, leaves, store_path, board.handle(), fails) == [[], []]
+    assert run_ranks(2, leaves, store_path, NEW_BOARD, fails) == [[], []]
 
 
 _TIMES_OUT_AND_ENDS = """
@@ -392,8 +385,7 @@ def nothing_is_kept() -> None:
 
 def test_torchs_thread_is_not_the_one_that_drops_what_was_given_up(store_path: str) -> None:
     """It would be ended by Python's end, and end the process: see `under_way`."""
-    with Board.create(2, None) as board:
-        assert run_ranks(2, give_up, store_path, board.handle()) == [[0, 0, 0, 1], [0, 0, 0]]
+    assert run_ranks(2, give_up, store_path, NEW_BOARD) == [[0, 0, 0, 1], [0, 0, 0]]
 
 
 class Ended:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
-from shm_broadcast import Board, BoardHandle
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.cuda.host_driver import HostDriver
 from tests.device_comm.cuda.ipc_ranks import make_ipc
 from tests.device_comm.suite import check_table, run_table
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
+
+if TYPE_CHECKING:
+    from shm_broadcast import BoardHandle
 
 REDUCED = {
     2: [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.bool],
@@ -35,5 +39,4 @@ def table(rank: int, n: int, library: str, path: str, board: BoardHandle) -> dic
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_table(n: int, emulation_library: str, store_path: str) -> None:
-    with Board.create(n, None) as board:
-        check_table(run_ranks(n, table, str(emulation_library), store_path, board.handle()))
+    check_table(run_ranks(n, table, str(emulation_library), store_path, NEW_BOARD))

@@ -15,7 +15,6 @@ import torch
 
 from device_comm.cuda.errors import IpcUnavailableError
 from shm_broadcast import (
-    Board,
     BoardHandle,
     GroupAbortedError,
     GroupClosedError,
@@ -26,7 +25,7 @@ from tests.device_comm.cuda.emulator import LIMITS
 from tests.device_comm.cuda.host_driver import HostDriver
 from tests.device_comm.cuda.ipc_ranks import make_ipc
 from tests.device_comm.meeting import SOON, meet, wait_for_abort
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
     from device_comm import Communicator
@@ -72,16 +71,15 @@ def lose_a_rank(rank: int, n: int, library: str, path: str, board: BoardHandle, 
 def test_a_rank_that_dies_in_mid_collective_is_named(
     n: int, verb: str, emulation_library: str, store_path: str
 ) -> None:
-    with Board.create(n, None) as board:
-        errors = run_ranks(
-            n,
-            lose_a_rank,
-            str(emulation_library),
-            store_path,
-            board.handle(),
-            verb,
-            may_die={n - 1},
-        )
+    errors = run_ranks(
+        n,
+        lose_a_rank,
+        str(emulation_library),
+        store_path,
+        NEW_BOARD,
+        verb,
+        may_die={n - 1},
+    )
     assert any(f"lost rank {n - 1}" in error for error in errors[:-1])
     assert all(f"rank {n - 1}" in error for error in errors[:-1])
 
@@ -106,8 +104,7 @@ def be_late(rank: int, n: int, library: str, path: str, board: BoardHandle) -> s
 
 
 def test_a_rank_that_comes_late_is_named(emulation_library: str, store_path: str) -> None:
-    with Board.create(3, None) as board:
-        errors = run_ranks(3, be_late, str(emulation_library), store_path, board.handle())
+    errors = run_ranks(3, be_late, str(emulation_library), store_path, NEW_BOARD)
     assert all("rank 1" in error for error in errors)
     first = next(error for error in errors if error.startswith("GroupTimeoutError"))
     assert re.search(r"timed out after 3 s, waiting for rank 1 \(pid \d+\), last seen in", first)
@@ -133,8 +130,7 @@ def abort_others(rank: int, n: int, library: str, path: str, board: BoardHandle)
 
 
 def test_an_abort_reaches_kernels_that_wait(emulation_library: str, store_path: str) -> None:
-    with Board.create(3, None) as board:
-        errors = run_ranks(3, abort_others, str(emulation_library), store_path, board.handle())
+    errors = run_ranks(3, abort_others, str(emulation_library), store_path, NEW_BOARD)
     assert all("rank 1 reported" in error for error in (errors[0], errors[2]))
 
 
@@ -162,7 +158,6 @@ def refuse(rank: int, n: int, library: str, path: str, board: BoardHandle, how: 
 def test_all_ranks_refuse_together(
     how: str, reason: str, emulation_library: str, store_path: str
 ) -> None:
-    with Board.create(3, None) as board:
-        errors = run_ranks(3, refuse, str(emulation_library), store_path, board.handle(), how)
+    errors = run_ranks(3, refuse, str(emulation_library), store_path, NEW_BOARD, how)
     assert len(set(errors)) == 1
     assert re.search(reason, errors[0])

@@ -14,14 +14,14 @@ import torch
 from benchmarks.gpu_fit import fits
 from benchmarks.gpu_pace import Pace
 from device_comm import ReduceOp
-from shm_broadcast import Board, BoardHandle, GroupAbortedError, GroupTimeoutError, PeerLostError
+from shm_broadcast import BoardHandle, GroupAbortedError, GroupTimeoutError, PeerLostError
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.cuda.gpu_ranks import cuda_comm, make_cuda
 from tests.device_comm.cuda.ipc_ranks import ipc_of, local_swaps, on_threads
 from tests.device_comm.suite import check_table, run_table
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,16 +53,14 @@ def table(rank: int, n: int, path: str, board: BoardHandle, index: int | None) -
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_table_on_one_device(n: int, store_path: str) -> None:
-    with Board.create(n, None) as board:
-        check_table(run_ranks(n, table, store_path, board.handle(), 0, timeout=500))
+    check_table(run_ranks(n, table, store_path, NEW_BOARD, 0, timeout=500))
 
 
 def test_table_on_a_device_each(store_path: str) -> None:
     n = min(torch.cuda.device_count(), 8)
     if n < 2:
         pytest.skip("one CUDA device")
-    with Board.create(n, None) as board:
-        check_table(run_ranks(n, table, store_path, board.handle(), None, timeout=500))
+    check_table(run_ranks(n, table, store_path, NEW_BOARD, None, timeout=500))
 
 
 class Captured:
@@ -124,22 +122,20 @@ def capture_and_replay(
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_replays_among_eager_calls(n: int, store_path: str) -> None:
     turns = 10_000 // (2 * len(SIZES))
-    with Board.create(n, None) as board:
-        reasons = run_ranks(n, capture_and_replay, store_path, board.handle(), turns, timeout=500)
+    reasons = run_ranks(n, capture_and_replay, store_path, NEW_BOARD, turns, timeout=500)
     assert reasons == [()] * n
 
 
 def test_expandable_segments_are_staged_and_said(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        reasons = run_ranks(
-            2,
-            capture_and_replay,
-            store_path,
-            board.handle(),
-            20,
-            timeout=120,
-            environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-        )
+    reasons = run_ranks(
+        2,
+        capture_and_replay,
+        store_path,
+        NEW_BOARD,
+        20,
+        timeout=120,
+        environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    )
     assert all("expandable segments" in " ".join(each) for each in reasons)
 
 
@@ -207,10 +203,9 @@ def lose_a_rank(rank: int, n: int, path: str, board: BoardHandle, captured: bool
 def test_a_rank_that_dies_in_mid_collective_is_named(
     n: int, captured: bool, store_path: str
 ) -> None:
-    with Board.create(n, None) as board:
-        errors = run_ranks(
-            n, lose_a_rank, store_path, board.handle(), captured, may_die={n - 1}, timeout=120
-        )
+    errors = run_ranks(
+        n, lose_a_rank, store_path, NEW_BOARD, captured, may_die={n - 1}, timeout=120
+    )
     assert all(f"rank {n - 1}" in error for error in errors[:-1])
 
 
@@ -230,8 +225,7 @@ def be_late(rank: int, n: int, path: str, board: BoardHandle) -> str:
 
 
 def test_a_rank_that_comes_late_is_named(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        errors = run_ranks(2, be_late, store_path, board.handle(), timeout=120)
+    errors = run_ranks(2, be_late, store_path, NEW_BOARD, timeout=120)
     assert "waiting for rank 1" in errors[0]
 
 
@@ -258,5 +252,4 @@ def use_streams(rank: int, n: int, path: str, board: BoardHandle) -> None:
 
 
 def test_results_on_alternating_streams(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, use_streams, store_path, board.handle(), timeout=120)
+    run_ranks(2, use_streams, store_path, NEW_BOARD, timeout=120)

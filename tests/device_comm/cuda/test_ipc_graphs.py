@@ -11,7 +11,6 @@ import torch
 
 from device_comm.cuda.launches.abi import GROUP_BYTES
 from shm_broadcast import (
-    Board,
     BoardHandle,
     DivergenceError,
     GroupAbortedError,
@@ -21,7 +20,7 @@ from shm_broadcast import (
 from tests.device_comm.cuda.host_driver import HostDriver, HostGraph
 from tests.device_comm.cuda.ipc_ranks import ipc_of, make_ipc
 from tests.device_comm.meeting import die, meet
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
     from device_comm import Communicator
@@ -91,25 +90,21 @@ def capture_and_replay(
 def test_many_graphs_of_many_sizes_among_eager_calls(
     n: int, emulation_library: str, store_path: str
 ) -> None:
-    with Board.create(n, None) as board:
-        reasons = run_ranks(
-            n, capture_and_replay, str(emulation_library), store_path, board.handle(), ""
-        )
+    reasons = run_ranks(n, capture_and_replay, str(emulation_library), store_path, NEW_BOARD, "")
     assert reasons == [()] * n
 
 
 def test_what_cannot_be_shared_is_staged_on_all_ranks(
     emulation_library: str, store_path: str
 ) -> None:
-    with Board.create(2, None) as board:
-        reasons = run_ranks(
-            2,
-            capture_and_replay,
-            str(emulation_library),
-            store_path,
-            board.handle(),
-            "expandable segments",
-        )
+    reasons = run_ranks(
+        2,
+        capture_and_replay,
+        str(emulation_library),
+        store_path,
+        NEW_BOARD,
+        "expandable segments",
+    )
     assert reasons == [("rank 0: expandable segments",)] * 2
 
 
@@ -136,8 +131,7 @@ def capture_anew(rank: int, n: int, library: str, path: str, board: BoardHandle)
 def test_memory_of_graphs_that_are_gone_does_not_stay_mapped(
     emulation_library: str, store_path: str
 ) -> None:
-    with Board.create(3, None) as board:
-        mapped = run_ranks(3, capture_anew, str(emulation_library), store_path, board.handle())
+    mapped = run_ranks(3, capture_anew, str(emulation_library), store_path, NEW_BOARD)
     assert mapped == [[4] * 5] * 3, "the regions of two peers, and what two have captured last"
 
 
@@ -161,8 +155,7 @@ def message_beside(rank: int, n: int, library: str, path: str, board: BoardHandl
 
 
 def test_a_captured_message_goes_beside_others(emulation_library: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        found = run_ranks(2, message_beside, str(emulation_library), store_path, board.handle())
+    found = run_ranks(2, message_beside, str(emulation_library), store_path, NEW_BOARD)
     assert found[1] == [3.0, 7.0]
 
 
@@ -200,10 +193,7 @@ def replay_on(rank: int, n: int, library: str, path: str, board: BoardHandle) ->
 def test_who_checks_learns_that_replays_did_nothing(
     emulation_library: str, store_path: str
 ) -> None:
-    with Board.create(3, None) as board:
-        said = run_ranks(
-            3, replay_on, str(emulation_library), store_path, board.handle(), may_die={2}
-        )
+    said = run_ranks(3, replay_on, str(emulation_library), store_path, NEW_BOARD, may_die={2})
     assert all("rank 2" in text for texts in said[:2] for text in texts), said
 
 
@@ -240,7 +230,6 @@ def differ(rank: int, n: int, library: str, path: str, board: BoardHandle, how: 
 def test_different_captures_are_refused_at_their_end(
     how: str, ours: str, theirs: str, emulation_library: str, store_path: str
 ) -> None:
-    with Board.create(2, None) as board:
-        said = run_ranks(2, differ, str(emulation_library), store_path, board.handle(), how)
+    said = run_ranks(2, differ, str(emulation_library), store_path, NEW_BOARD, how)
     assert re.search(ours, said[0]), said
     assert re.search(theirs, said[1]), said

@@ -17,7 +17,7 @@ from tests.device_comm.cuda.emulator import LIMITS
 from tests.device_comm.cuda.host_driver import HostDriver, small_layout
 from tests.device_comm.cuda.ipc_ranks import ipc_of, local_swaps, make_ipc, on_threads
 from tests.device_comm.meeting import SOON
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 
 def make_local(library: str, n: int, board: Board | None) -> list[Communicator]:
@@ -117,10 +117,9 @@ def close_apart(
 def test_memory_is_freed_once_peers_have_unmapped_it(
     emulation_library: str, store_path: str
 ) -> None:
-    with Board.create(2, None) as board:
-        (_, early), (began, late) = run_ranks(
-            2, close_apart, str(emulation_library), store_path, board.handle()
-        )
+    (_, early), (began, late) = run_ranks(
+        2, close_apart, str(emulation_library), store_path, NEW_BOARD
+    )
     assert early >= began
     assert late - began < SOON
 

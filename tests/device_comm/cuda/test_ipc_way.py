@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
@@ -10,9 +12,11 @@ from device_comm.choosing.measuring import measure_candidates
 from device_comm.choosing.selecting_backend import SelectingBackend
 from device_comm.choosing.selection import Candidate, Measured, Selection, Table
 from device_comm.cuda.ipc.ipc_way import ways
-from shm_broadcast import Board, BoardHandle
 from tests.device_comm.cuda.ipc_ranks import ipc_of, make_ipc
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
+
+if TYPE_CHECKING:
+    from shm_broadcast import BoardHandle
 
 NAMES = ["ipc packets", "ipc one-shot", "ipc two-shot"]
 
@@ -59,6 +63,5 @@ def reduced(rank: int, n: int, library: str, path: str, board: BoardHandle) -> l
 
 
 def test_ways(emulation_library: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        found = run_ranks(2, reduced, str(emulation_library), store_path, board.handle())
+    found = run_ranks(2, reduced, str(emulation_library), store_path, NEW_BOARD)
     assert found == [NAMES, NAMES]

@@ -42,7 +42,7 @@ from tests.device_comm.cuda.fake_nccl import COMPILER, HostMark, compile_fake, m
 from tests.device_comm.meeting import SOON, die, meet, wait_for_abort
 from tests.device_comm.suite import check_table, run_table
 from tests.patience import until
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,8 +69,7 @@ def table(rank: int, n: int, board: BoardHandle, library: str, path: str) -> dic
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_table(n: int, library: str, store_path: str) -> None:
-    with Board.create(n, None) as board:
-        check_table(run_ranks(n, table, board.handle(), library, store_path))
+    check_table(run_ranks(n, table, NEW_BOARD, library, store_path))
 
 
 # --- set-up ------------------------------------------------------------------------------
@@ -90,8 +89,7 @@ def absent(rank: int, n: int, board: BoardHandle, library: str, path: str) -> st
 
 
 def test_set_up_has_a_deadline_and_shows_who_is_absent(library: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        text = run_ranks(2, absent, board.handle(), library, store_path)[0]
+    text = run_ranks(2, absent, NEW_BOARD, library, store_path)[0]
     assert "tp nccl set-up: timed out after 0.5 s" in text
     assert "last seen in loading weights" in text
 
@@ -135,8 +133,7 @@ def lost(rank: int, n: int, board: BoardHandle, library: str, path: str, replay:
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_a_lost_peer_frees_the_device(library: str, store_path: str, replay: bool) -> None:
-    with Board.create(3, None) as board:
-        texts = run_ranks(3, lost, board.handle(), library, store_path, replay, may_die=[2])
+    texts = run_ranks(3, lost, NEW_BOARD, library, store_path, replay, may_die=[2])
     for text in texts[:2]:
         assert "rank 2" in text
 
@@ -161,8 +158,7 @@ def late(rank: int, n: int, board: BoardHandle, library: str, path: str) -> str:
 
 
 def test_a_late_peer_is_named_on_all_ranks(library: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        texts = run_ranks(2, late, board.handle(), library, store_path)
+    texts = run_ranks(2, late, NEW_BOARD, library, store_path)
     for text in texts:
         assert "tp all_reduce: timed out after 0.3 s, waiting for rank 1" in text
         assert "last seen in thinking" in text
@@ -184,9 +180,8 @@ def aborted(rank: int, n: int, board: BoardHandle, library: str, path: str) -> s
 
 
 def test_an_abort_reaches_the_device(library: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        for text in run_ranks(2, aborted, board.handle(), library, store_path):
-            assert re.search(r"rank 1 reported: \w+: enough", text)
+    for text in run_ranks(2, aborted, NEW_BOARD, library, store_path):
+        assert re.search(r"rank 1 reported: \w+: enough", text)
 
 
 def refused(
@@ -218,8 +213,7 @@ def use(comm: Communicator, streams: HostStreams, x: torch.Tensor) -> None:
 def test_an_error_of_a_call_ends_the_group(
     library: str, store_path: str, result: int, error: type[Exception], text: str
 ) -> None:
-    with Board.create(2, None) as board:
-        other, own = run_ranks(2, refused, board.handle(), library, store_path, result)
+    other, own = run_ranks(2, refused, NEW_BOARD, library, store_path, result)
     assert own[0] == error.__name__
     assert text in own[1]
     assert other[0] == "GroupAbortedError"
@@ -258,8 +252,7 @@ def stuck(rank: int, n: int, board: BoardHandle, library: str, path: str, ends: 
 def test_a_call_from_which_nccl_does_not_return_is_ended(
     library: str, store_path: str, ends: str, said: str
 ) -> None:
-    with Board.create(2, None) as board:
-        text = run_ranks(2, stuck, board.handle(), library, store_path, ends)[0]
+    text = run_ranks(2, stuck, NEW_BOARD, library, store_path, ends)[0]
     assert re.match(said, text), text
 
 
@@ -282,8 +275,7 @@ def fails_behind(rank: int, n: int, board: BoardHandle, library: str, path: str)
 
 
 def test_what_fails_in_the_background_ends_the_group(library: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        texts = run_ranks(2, fails_behind, board.handle(), library, store_path)
+    texts = run_ranks(2, fails_behind, NEW_BOARD, library, store_path)
     for text in texts:
         assert "rank 0 reported: TransportError" in text
         assert "background work: REMOTE_ERROR: fake error; last words" in text
@@ -312,8 +304,7 @@ def cut_short(rank: int, n: int, board: BoardHandle, library: str, path: str) ->
 
 
 def test_a_barrier_that_an_abort_has_ended_does_not_return(library: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, cut_short, board.handle(), library, store_path)
+    run_ranks(2, cut_short, NEW_BOARD, library, store_path)
 
 
 def ended_meanwhile(rank: int, n: int, board: BoardHandle, library: str, path: str) -> None:
@@ -340,8 +331,7 @@ def ended_meanwhile(rank: int, n: int, board: BoardHandle, library: str, path: s
 
 
 def test_what_is_issued_after_the_end_says_what_ended_it(library: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, ended_meanwhile, board.handle(), library, store_path)
+    run_ranks(2, ended_meanwhile, NEW_BOARD, library, store_path)
 
 
 # --- order and end -------------------------------------------------------------------------
@@ -365,8 +355,7 @@ def ordered(rank: int, n: int, board: BoardHandle, library: str, path: str) -> l
 
 
 def test_messages_arrive_in_order_and_before_what_follows(library: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        found = run_ranks(2, ordered, board.handle(), library, store_path)
+    found = run_ranks(2, ordered, NEW_BOARD, library, store_path)
     assert found == [[10, 11, 12, 2], [0, 1, 2, 2]]
 
 
@@ -383,8 +372,7 @@ def unasked(rank: int, n: int, board: BoardHandle, library: str, path: str) -> f
 
 
 def test_a_message_that_nobody_waits_for_is_sent(library: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        assert run_ranks(2, unasked, board.handle(), library, store_path) == [1.0, 1.0]
+    assert run_ranks(2, unasked, NEW_BOARD, library, store_path) == [1.0, 1.0]
 
 
 def unwatched(rank: int, n: int, library: str, path: str) -> float:
@@ -398,8 +386,7 @@ def test_without_a_board(library: str, store_path: str) -> None:
 
 
 def test_flush_waits_for_the_device(library: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, flushed, board.handle(), library, store_path)
+    run_ranks(2, flushed, NEW_BOARD, library, store_path)
 
 
 def flushed(rank: int, n: int, board: BoardHandle, library: str, path: str) -> None:
@@ -493,5 +480,4 @@ def held_before_a_capture(rank: int, n: int, board: BoardHandle, library: str, p
 def test_what_is_held_back_before_a_capture_is_none_of_the_graph(
     library: str, store_path: str
 ) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, held_before_a_capture, board.handle(), library, store_path)
+    run_ranks(2, held_before_a_capture, NEW_BOARD, library, store_path)

@@ -17,7 +17,7 @@ from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.shm_ranks import share_through
 from tests.device_comm.suite import check_table, run_table
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -56,8 +56,7 @@ def alone(rank: int, n: int, board: BoardHandle, path: str) -> tuple[int, ...]:
 
 
 def test_a_group_of_one_and_a_graph(store_path: str) -> None:
-    with Board.create(1, None) as board:
-        (version,) = run_ranks(1, alone, board.handle(), store_path, timeout=120)
+    (version,) = run_ranks(1, alone, NEW_BOARD, store_path, timeout=120)
     assert tuple(version) >= (2, 14, 0)
 
 
@@ -102,8 +101,7 @@ def in_a_window(rank: int, n: int, board: BoardHandle, path: str) -> str:
     ],
 )
 def test_sums_in_a_window(n: int, store_path: str) -> None:
-    with Board.create(n, None) as board:
-        told = run_ranks(n, in_a_window, board.handle(), store_path, timeout=120)
+    told = run_ranks(n, in_a_window, NEW_BOARD, store_path, timeout=120)
     print(told)  # noqa: T201 - for the report
     assert len(set(told)) == 1
 
@@ -123,8 +121,7 @@ def aborted(rank: int, n: int, board: BoardHandle, path: str) -> float:
 
 
 def test_abort(store_path: str) -> None:
-    with Board.create(1, None) as board:
-        (seconds,) = run_ranks(1, aborted, board.handle(), store_path, timeout=120)
+    (seconds,) = run_ranks(1, aborted, NEW_BOARD, store_path, timeout=120)
     assert seconds < 20
 
 
@@ -142,8 +139,7 @@ def shared(rank: int, n: int, board: BoardHandle, path: str) -> str:
 def test_two_ranks_on_one_device_work_or_are_refused_in_time(store_path: str) -> None:
     if torch.cuda.device_count() > 1:
         pytest.skip("there is a device for each rank")
-    with Board.create(2, None) as board:
-        told = run_ranks(2, shared, board.handle(), store_path, timeout=120)
+    told = run_ranks(2, shared, NEW_BOARD, store_path, timeout=120)
     print(told)  # noqa: T201 - for the report
     assert told == ["sums [2.0]"] * 2 or all("sums" not in each for each in told)
 
@@ -157,5 +153,4 @@ def table(rank: int, n: int, board: BoardHandle, path: str) -> dict[str, str]:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a device for each rank")
 def test_table(store_path: str) -> None:
-    with Board.create(2, None) as board:
-        check_table(run_ranks(2, table, board.handle(), store_path, timeout=240))
+    check_table(run_ranks(2, table, NEW_BOARD, store_path, timeout=240))

@@ -23,7 +23,7 @@ from tests.device_comm.cuda.fake_nccl import COMPILER, compile_fake, make_nccl, 
 from tests.device_comm.meeting import meet, wait_for_abort
 from tests.device_comm.shm_ranks import make_comm
 from tests.patience import STALL_SECONDS
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -85,8 +85,7 @@ def operation(x: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_sums_are_made_in_the_window(n: int, library: str, store_path: str) -> None:
-    with Board.create(n, None) as board:
-        found = run_ranks(n, reduced, board.handle(), library, store_path)
+    found = run_ranks(n, reduced, NEW_BOARD, library, store_path)
     assert found == [(len(TYPES) * 4 * 3, 0)] * n
 
 
@@ -137,8 +136,7 @@ def test_it_is_offered_on_all_ranks_or_on_none(
 ) -> None:
     if how == "old":
         library = compile_fake(tmp_path, "-DBEFORE_WINDOWS")
-    with Board.create(2, None) as board:
-        found = run_ranks(2, offered, board.handle(), library, store_path, how)
+    found = run_ranks(2, offered, NEW_BOARD, library, store_path, how)
     assert found == [(refused, "nccl", left)] * 2
 
 
@@ -160,8 +158,7 @@ def absent(rank: int, n: int, board: BoardHandle, library: str, path: str) -> st
 
 
 def test_a_rank_that_does_not_come_to_the_window_is_named(library: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        text = run_ranks(2, absent, board.handle(), library, store_path)[0]
+    text = run_ranks(2, absent, NEW_BOARD, library, store_path)[0]
     assert "tp nccl window: timed out after 0.5 s, waiting for rank 1" in text
     assert "last seen in thinking" in text
 
@@ -190,8 +187,7 @@ def aborted(rank: int, n: int, board: BoardHandle, library: str, path: str, hang
 def test_an_abort_leaves_no_memory_behind_but_what_the_device_may_use(
     hangs: bool, library: str, store_path: str
 ) -> None:
-    with Board.create(2, None) as board:
-        found = run_ranks(2, aborted, board.handle(), library, store_path, hangs)
+    found = run_ranks(2, aborted, NEW_BOARD, library, store_path, hangs)
     assert found == [int(hangs)] * 2
 
 
@@ -225,8 +221,7 @@ def met(step: Callable[[], bool], *where: Any) -> Callable[[], bool]:
 
 
 def test_a_window_stays_until_the_device_is_done(library: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        found = run_ranks(2, closed_early, board.handle(), library, store_path)
+    found = run_ranks(2, closed_early, NEW_BOARD, library, store_path)
     assert found == [(2.0, 0, 0)] * 2
 
 

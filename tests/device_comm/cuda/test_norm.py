@@ -12,7 +12,7 @@ from shm_broadcast import Board, BoardHandle
 from tests.device_comm.cuda.host_driver import HostDriver
 from tests.device_comm.cuda.ipc_ranks import make_ipc
 from tests.device_comm.shm_ranks import make_comm
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,8 +61,7 @@ def over_shm(rank: int, n: int, path: str, handle: BoardHandle) -> None:
 
 
 def test_in_steps_over_shared_memory(store_path: str) -> None:
-    with Board.create(3, None) as board:
-        run_ranks(3, over_shm, store_path, board.handle())
+    run_ranks(3, over_shm, store_path, NEW_BOARD)
 
 
 def test_of_one_rank_nothing_is_summed() -> None:
@@ -102,8 +101,7 @@ def over_ipc(rank: int, n: int, library: str, path: str, board: BoardHandle) -> 
 
 
 def test_in_one_kernel_where_it_fits(emulation_library: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        found = run_ranks(2, over_ipc, str(emulation_library), store_path, board.handle())
+    found = run_ranks(2, over_ipc, str(emulation_library), store_path, NEW_BOARD)
     assert found == [(1, 2, 1, 0, 0, 0, 1)] * 2
 
 

@@ -8,16 +8,16 @@ import torch
 
 from coordinator.compiling import compile_ops
 from device_comm.verbs.symmetric import SymmetricVerbs
-from shm_broadcast import Board, BoardHandle
 from tests.device_comm.cuda.host_driver import HostDriver
 from tests.device_comm.cuda.ipc_ranks import make_ipc
 from tests.device_comm.cuda.test_norm import KERNEL, WIDTH, rows_of
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from device_comm import Communicator
+    from shm_broadcast import BoardHandle
 
 
 class Group(SymmetricVerbs):
@@ -59,6 +59,5 @@ def over_ipc(
 
 
 def test_a_compiled_model_takes_the_kernel(emulation_library: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        found = run_ranks(2, over_ipc, str(emulation_library), store_path, board.handle())
+    found = run_ranks(2, over_ipc, str(emulation_library), store_path, NEW_BOARD)
     assert found == [(1, ["group_coordinator.all_reduce_norm.default"])] * 2

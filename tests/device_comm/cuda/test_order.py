@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 from device_comm.cuda.ipc.order import SideStreams, StreamOrder, StreamPlace
-from shm_broadcast import Board, BoardHandle
 from tests.device_comm.cuda.host_driver import HostDriver
 from tests.device_comm.cuda.ipc_ranks import make_ipc
-from tests.ranks import run_ranks
+from tests.ranks import NEW_BOARD, run_ranks
+
+if TYPE_CHECKING:
+    from shm_broadcast import BoardHandle
 
 
 @pytest.fixture
@@ -104,5 +108,4 @@ def use_streams(rank: int, n: int, library: str, path: str, board: BoardHandle) 
 
 
 def test_results_on_alternating_streams(emulation_library: str, store_path: str) -> None:
-    with Board.create(2, None) as board:
-        run_ranks(2, use_streams, str(emulation_library), store_path, board.handle())
+    run_ranks(2, use_streams, str(emulation_library), store_path, NEW_BOARD)
