@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 
@@ -27,3 +28,17 @@ def resolve(
         OSError: the name cannot be resolved.
     """
     return socket.getaddrinfo(host, port, type=kind)[0]  # type: ignore[return-value]
+
+
+def who_listens(address: str, port: int, seconds: float) -> str:
+    """The IP address of ``address`` at which something accepts connections on ``port``.
+
+    Raises:
+        OSError: nothing does.
+    """
+    with socket.create_connection((address, port), seconds) as probe:
+        # If nobody listens and the system gave this socket the very same port, TCP connects the
+        # socket with itself.
+        if probe.getsockname() == probe.getpeername():
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
+        return str(probe.getpeername()[0])

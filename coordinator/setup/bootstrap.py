@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import Store, TCPStore
 
 from coordinator.apart import begin_apart
-from coordinator.setup.addresses import own_address, resolve
+from coordinator.setup.addresses import own_address, resolve, who_listens
 from coordinator.setup.exchange import Exchange
 from coordinator.setup.settings import agree_on_terms
 from coordinator.stores.asked_store import AskedStore
@@ -147,7 +147,7 @@ def connect_store(
     deadline = Deadline.after(timeout)
     while True:
         try:
-            host = _who_listens(address, port, deadline.remaining(5.0))
+            host = who_listens(address, port, deadline.remaining(5.0))
             return _connected(host, port, deadline)
         except OSError as error:
             trouble = f"nobody answers at {address}:{port}: {error}"
@@ -178,20 +178,6 @@ def _connected(host: str, port: int, deadline: Deadline) -> TCPStore:
         raise RuntimeError("it accepts connections and does not answer") from None
     store.set_timeout(_STORE_TIMEOUT)
     return store
-
-
-def _who_listens(address: str, port: int, seconds: float) -> str:
-    """The IP address of ``address`` at which something accepts connections on ``port``.
-
-    Raises:
-        OSError: nothing does.
-    """
-    with socket.create_connection((address, port), seconds) as probe:
-        # If nobody listens and the system gave this socket the very same port, TCP connects the
-        # socket with itself.
-        if probe.getsockname() == probe.getpeername():
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
-        return str(probe.getpeername()[0])
 
 
 def open_store(launch: Launch, deadline: Deadline) -> TCPStore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import socket
 import threading
@@ -17,6 +18,7 @@ from ..errors import HostError
 from .distant_worker import DistantWorker
 from .head_link import HeadLink
 from .host_facts import differing_fact, facts_here
+from .link_end import endpoint
 from .link_messages import (
     BeginGeneration,
     FromHost,
@@ -62,7 +64,7 @@ class DistantHosts:
         """
         self._plan = plan
         self._hosts = hosts
-        self._facts = facts_here(hosts.facts)
+        self._facts = facts_here(hosts.compared)
         self._nodes = range(1, hosts.nnodes)
         self._changed = threading.Condition()
         self._present: dict[int, HostHello] = {}
@@ -72,13 +74,15 @@ class DistantHosts:
         self._board: Board | None = None
         self._boards = RemoteBoards((), {})
         self._beats: dict[int, bytes] = {}
-        _log.info("%d hosts, as %s say; this one is the head", hosts.nnodes, hosts.told_by)
         with ExitStack() as undo:
             if hosts.summoner is not None:
                 undo.callback(hosts.summoner.close)
             self._link = HeadLink(hosts, self)
             undo.callback(self._link.close)
             self.address = self._link.address
+            self._where = _told_where(hosts.master_addr, self.address, self._link.port)
+            told = "%d hosts, as %s say; this one is the head, and listens at %s"
+            _log.info(told, hosts.nnodes, hosts.told_by, self._where)
             self._link.begin()
             if hosts.summoner is None:
                 tell_port(hosts, self._link.port, deadline)
@@ -100,11 +104,13 @@ class DistantHosts:
         while absent := self._absent():
             if deadline.expired:
                 late = f"{_nodes(absent)} did not come in {deadline.timeout:g} s"
+                late += f"; the head listens at {self._where}"
                 raise HostError(absent[0], late, absent=True)
             self._look_for_trouble(absent)
             if (now := time.monotonic()) - said >= _LINE_SECONDS:
                 said = now
-                _log.warning("waiting for %s, for %.0f s now", _nodes(absent), now - began)
+                told = "waiting for %s, for %.0f s now; this host, the head, listens at %s"
+                _log.warning(told, _nodes(absent), now - began, self._where)
             pause = min(deadline.remaining(), tick(), 1.0)
             with self._changed:
                 if self._refusal is None and self._absent() == absent:
@@ -165,18 +171,18 @@ class DistantHosts:
 
     # --- what the link tells, in its thread ------------------------------------------------
 
-    def admit(self, node: int, hello: HostHello) -> HostAdmitted | HostRefused:
+    def admit(self, hello: HostHello) -> HostAdmitted | HostRefused:
         """Let a host take part, unless something is different there."""
-        differs = differing_fact(self._facts, hello.facts)
+        node, differs = hello.node, differing_fact(self._facts, hello.facts)
+        if not differs and node not in self._nodes:
+            differs = f"there is no node {node} to come, of {self._hosts.nnodes}"
+        if differs:
+            self._refuse(node, f"{hello.who}, node {node}: {differs}")
+            return HostRefused(differs)
         with self._changed:
-            if differs:
-                reason = f"host {hello.name} ({hello.address}), node {node}: {differs}"
-                self._refusal = HostError(node, reason)
-                self._changed.notify_all()
-                return HostRefused(differs)
             self._present[node] = hello
             self._changed.notify_all()
-        _log.info("host %s (%s) is here, as node %d", hello.name, hello.address, node)
+        _log.info("%s is here, as node %d", hello.who, node)
         plan = self._plan
         return HostAdmitted(
             n_workers=plan.n_workers,
@@ -184,6 +190,13 @@ class DistantHosts:
             config=plan.config,
             stays=plan.restart != "never",
         )
+
+    def _refuse(self, node: int, reason: str) -> None:
+        _log.warning("refused %s", reason)
+        with self._changed:
+            if self._absent():  # otherwise all are there, whom it does not disturb
+                self._refusal = HostError(node, reason)
+                self._changed.notify_all()
 
     def on_message(self, node: int, message: FromHost) -> None:
         """Take in what a host says."""
@@ -260,3 +273,12 @@ class DistantHosts:
 
 def _nodes(nodes: Sequence[int]) -> str:
     return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"
+
+
+def _told_where(named: str, address: str, port: int) -> str:
+    """Where the head listens, and, if so, why nobody comes there."""
+    where = endpoint(address, port)
+    if not ipaddress.ip_address(address).is_loopback:
+        return where
+    leads = "" if named == address else f", to which {named!r} leads on this host"
+    return f"{where}, a loopback address{leads}: other hosts cannot reach it"

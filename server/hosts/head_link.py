@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,7 +16,7 @@ from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.remote.end import bind_socket, one_address
 from shm_broadcast.remote.keys import AllowList, writer_key
 
-from .link_end import LINK_NONCE, LinkEnd
+from .link_end import ANY_HOST, LINK_NONCE, LinkEnd
 from .link_messages import FromHost, HostAdmitted, HostHello, HostRefused
 
 if TYPE_CHECKING:
@@ -23,12 +26,13 @@ if TYPE_CHECKING:
     from .place import Hosts
 
 _DECODER = msgspec.msgpack.Decoder(FromHost)
+_log = logging.getLogger(__name__)
 
 
 class HostsHeeder(Protocol):
     """Handles what comes over the links; called in their thread."""
 
-    def admit(self, node: int, hello: HostHello) -> HostAdmitted | HostRefused:
+    def admit(self, hello: HostHello) -> HostAdmitted | HostRefused:
         """Decide whether a host may take part."""
 
     def on_message(self, node: int, message: FromHost) -> None:
@@ -48,7 +52,7 @@ class _Peer:
     heard_at: float
 
     def __str__(self) -> str:
-        return f"host {self.hello.name} ({self.hello.address})"
+        return f"{self.hello.who}, pid {self.hello.pid}"
 
 
 class HeadLink(LinkEnd):
@@ -63,22 +67,22 @@ class HeadLink(LinkEnd):
         """Listen.
 
         Raises:
-            OSError: the head's address cannot be resolved, or its port is in use.
+            OSError: the head's address cannot be resolved, is none of this host's, or its port is
+                in use.
             ValueError: the address means all interfaces.
         """
         secret = hosts.secret or b""
-        address = _on_this_host(hosts)
+        address = one_address(hosts.master_addr)
         key = writer_key(secret, LINK_NONCE)
         super().__init__(zmq.ROUTER, key, hosts.silence_seconds, ipv6=address.version == 6)
         self._heeder = heeder
         self._peers: dict[int, _Peer] = {}
-        self._comers: dict[int, _Peer] = {}
+        self._comers: list[_Peer] = []
         self._zmq.router_mandatory = 1  # sending over a link that has ended is an error
-        others = range(1, hosts.nnodes)
-        self._admission = AllowList(self._context, secret, LINK_NONCE, others)
+        self._admission = AllowList(self._context, secret, LINK_NONCE, [ANY_HOST])
         try:
             self._admission.start()
-            bound = bind_socket(self._zmq, address, hosts.master_port)
+            bound = _bind(self._zmq, hosts, address)
         except BaseException:
             self._tear_down()
             raise
@@ -91,54 +95,57 @@ class HeadLink(LinkEnd):
 
     def _take_in(self) -> None:
         while (received := self._receive()) is not None:
-            identity, *frames = received
-            node = int(frames[0].get("User-Id"))
+            identity, frame, *_ = received
+            node = self._node_at(identity.bytes)
             try:
-                message = _DECODER.decode(frames[0].buffer)
+                message = _DECODER.decode(frame.buffer)
             except UNDECODABLE as error:
-                self._lose(node, identity.bytes, f"has sent what is no message: {error}")
+                if node is not None:
+                    self._lose(node, f"has sent what is no message: {error}")
                 continue
-            self._take(node, identity.bytes, message)
+            if node is not None:
+                self._peers[node].heard_at = self._clock.look()
+                self._heeder.on_message(node, message)
+            elif isinstance(message, HostHello):
+                self._greet(_Peer(identity.bytes, message, self._clock.look()))
         self._judge_comers()
 
-    def _take(self, node: int, identity: bytes, message: FromHost) -> None:
-        peer = self._peers.get(node)
-        if isinstance(message, HostHello):
-            self._greet(node, identity, message)
-        elif peer is not None and peer.identity == identity:
-            peer.heard_at = self._clock.look()
-            self._heeder.on_message(node, message)
+    def _node_at(self, identity: bytes) -> int | None:
+        """The admitted host at the other end of a connection."""
+        return next((node for node, at in self._peers.items() if at.identity == identity), None)
 
-    def _greet(self, node: int, identity: bytes, hello: HostHello) -> None:
-        comer = _Peer(identity, hello, self._clock.look())
-        if node in self._peers:
-            self._comers[node] = comer  # in the place of one that may have ended just now
+    def _greet(self, comer: _Peer) -> None:
+        if comer.hello.node in self._peers:
+            self._comers.append(comer)  # in the place of one that may have ended just now
         else:
-            self._admit(node, comer)
+            self._admit(comer)
 
-    def _admit(self, node: int, comer: _Peer) -> None:
-        answer = self._heeder.admit(node, comer.hello)
+    def _admit(self, comer: _Peer) -> None:
+        answer = self._heeder.admit(comer.hello)
         if isinstance(answer, HostAdmitted):
-            self._peers[node] = comer
+            self._peers[comer.hello.node] = comer
         self._tell(comer.identity, answer)
 
     def _judge_comers(self) -> None:
         """Admit those whose place is free by now; refuse those whose place has spoken since."""
-        for node, comer in tuple(self._comers.items()):
+        comers, self._comers = self._comers, []
+        for comer in comers:
+            node = comer.hello.node
             known = self._peers.get(node)
             if known is None:
-                del self._comers[node]
-                self._admit(node, comer)
+                self._admit(comer)
             elif known.heard_at > comer.heard_at:
-                del self._comers[node]
-                reason = f"node {node} is here already: {known}, pid {known.hello.pid}"
+                reason = f"node {node} is here already: {known}"
+                _log.warning("refused %s: %s", comer, reason)
                 self._tell(comer.identity, HostRefused(reason))
+            else:
+                self._comers.append(comer)
 
     def _send(self, posted: tuple[int, FromHead]) -> None:
         node, message = posted
         peer = self._peers.get(node)
         if peer is not None and not self._tell(peer.identity, message):
-            self._lose(node, peer.identity, "has ended: the process that started its workers")
+            self._lose(node, "has ended: the process that started its workers")
 
     def _send_pulse(self) -> None:
         pulse = self._heeder.pulse()
@@ -149,21 +156,18 @@ class HeadLink(LinkEnd):
         for node, peer in tuple(self._peers.items()):
             silence = now - peer.heard_at
             if silence > self._silence:
-                self._lose(node, peer.identity, f"has not been heard of for {silence:.1f} s")
+                self._lose(node, f"has not been heard of for {silence:.1f} s")
 
-    def _lose(self, node: int, identity: bytes, why: str) -> None:
-        peer = self._peers.get(node)
-        if peer is not None and peer.identity == identity:
-            del self._peers[node]
-            self._heeder.on_lost(node, f"{peer} {why}")
+    def _lose(self, node: int, why: str) -> None:
+        self._heeder.on_lost(node, f"{self._peers.pop(node).hello.who} {why}")
 
     def _tell(self, identity: bytes, message: FromHead) -> bool:
         """Send one message; False if the link has ended."""
         return self._send_to(identity, [msgspec.msgpack.encode(message)])
 
     def _fail(self, why: str) -> None:
-        for node, peer in tuple(self._peers.items()):
-            self._lose(node, peer.identity, f"cannot be reached: {why}")
+        for node in tuple(self._peers):
+            self._lose(node, f"cannot be reached: {why}")
 
     def _farewell(self) -> None:
         """Nothing: hosts see that the link ends, and were dismissed before if that is in order."""
@@ -173,9 +177,23 @@ class HeadLink(LinkEnd):
         super()._release()
 
 
-def _on_this_host(hosts: Hosts) -> IPv4Address | IPv6Address:
-    """The head's address; behind address translation this host's address on the way to it."""
-    address = one_address(hosts.master_addr)
-    if address.is_loopback:
-        return address
-    return one_address(own_address(str(address), hosts.master_port or 1))
+def _bind(link: zmq.Socket[bytes], hosts: Hosts, address: IPv4Address | IPv6Address) -> str:
+    """Listen at the head's address; returns the endpoint.
+
+    Raises:
+        OSError: it is none of this host's, or the port is in use.
+    """
+    try:
+        return bind_socket(link, address, hosts.master_port)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        named = f"the head's address {hosts.master_addr!r}"
+        named += "" if str(address) == hosts.master_addr else f" ({address})"
+        own = ""
+        with suppress(OSError):
+            own = f", which has {own_address(str(address), 1)} on the way there"
+        raise OSError(
+            error.errno,
+            f"{named} is none of this host's{own}: is this node {hosts.node_rank}, the head?",
+        ) from error

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import zmq
 
+from coordinator.setup.addresses import who_listens
 from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.remote.events import Connection
 from shm_broadcast.remote.keys import reader_key, writer_key
 
-from .link_end import LINK_NONCE, LinkEnd
+from .link_end import ANY_HOST, LINK_NONCE, LinkEnd, endpoint
 from .link_messages import FromHead
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from .place import Hosts
 
 _DECODER = msgspec.msgpack.Decoder(FromHead)
+_TRY_SECONDS = 0.2
+"""How long to try to connect, to learn why it fails."""
 
 
 class HeadHeeder(Protocol):
@@ -51,15 +55,15 @@ class HostLink(LinkEnd):
             heeder: handles what comes.
         """
         secret = hosts.secret or b""
-        key = reader_key(secret, LINK_NONCE, hosts.node_rank)
-        ipv6 = ":" in address
-        super().__init__(zmq.DEALER, key, hosts.silence_seconds, ipv6=ipv6)
+        key = reader_key(secret, LINK_NONCE, ANY_HOST)
+        super().__init__(zmq.DEALER, key, hosts.silence_seconds, ipv6=":" in address)
+        self._head = address, port
+        self._leads_here = hello.address == address or ipaddress.ip_address(address).is_loopback
         self._heeder = heeder
         self._heard_at: float | None = None
         self._lost = False
         self._zmq.curve_serverkey = writer_key(secret, LINK_NONCE).public
-        where = f"tcp://[{address}]:{port}" if ipv6 else f"tcp://{address}:{port}"
-        denied = f"it does not admit node {hosts.node_rank}: is nnodes the same there?"
+        where, denied = f"tcp://{endpoint(address, port)}", "it does not admit this host's key"
         self._connection = Connection(self._context, self._zmq, where, denied)
         self._poller.register(self._connection.events, zmq.POLLIN)
         self._connection.begin()
@@ -70,8 +74,17 @@ class HostLink(LinkEnd):
         self._post(message)
 
     def trouble(self) -> str:
-        """Why the head has not answered, as far as is known."""
-        return self._connection.fault or self._connection.trouble()
+        """Why the head has not answered, as far as is known; `_TRY_SECONDS` to find out."""
+        known = self._connection.fault or self._connection.trouble()
+        if self._connection.reached:
+            return known
+        try:
+            who_listens(*self._head, _TRY_SECONDS)
+        except OSError as error:
+            known += f": {error.strerror or error}"
+        if self._leads_here:
+            known += "; that is an address of this host itself, and not the head's"
+        return known
 
     def _take_in(self) -> None:
         self._connection.look()

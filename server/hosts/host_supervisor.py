@@ -69,6 +69,8 @@ _LOOK_SECONDS = 0.05
 """How often to look whether the board was aborted."""
 _LINE_SECONDS = 10.0
 """How often a line says that the head is not there."""
+_ASK_SECONDS = 1.0
+"""How often to look why."""
 _NO_WAY = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH)
 """What there is no way for, as while this host's interface is down."""
 _AGAIN_SECONDS = 0.5
@@ -120,6 +122,7 @@ def address_on_the_way(node: int, head: str, port: int, deadline: Deadline) -> s
         HostError: there was none by the deadline.
         OSError: the name cannot be resolved.
     """
+    began = said = time.monotonic()
     while True:
         try:
             return own_address(head, port)
@@ -127,8 +130,11 @@ def address_on_the_way(node: int, head: str, port: int, deadline: Deadline) -> s
             if error.errno not in _NO_WAY:
                 raise
             if deadline.expired:
-                reason = f"there is no way to the head in {deadline.timeout:g} s: {error}"
+                reason = f"there is no way to the head at {head} in {deadline.timeout:g} s: {error}"
                 raise HostError(node, reason) from error
+            if (now := time.monotonic()) - said >= _LINE_SECONDS:
+                said, told = now, "no way to the head at %s, for %.0f s now: %s"
+                _log.warning(told, head, now - began, error)
         time.sleep(min(_AGAIN_SECONDS, deadline.remaining()))
 
 
@@ -352,18 +358,21 @@ class HostSupervisor(Watcher):
     def _join(self, hosts: Hosts, deadline: Deadline, undo: ExitStack) -> HostAdmitted:
         """Make the link, and wait until the head admits this host."""
         began = said = time.monotonic()
-        _log.info(
-            "node %d of %d, as %s say; the head is %s",
-            *(hosts.node_rank, hosts.nnodes, hosts.told_by, hosts.master_addr),
-        )
         port = hosts.master_port
+        _log.info(
+            "node %d of %d, as %s say; the head is %s, port %d",
+            *(hosts.node_rank, hosts.nnodes, hosts.told_by, hosts.master_addr, port),
+        )
         head = str(one_address(hosts.master_addr))
         self._address = address_on_the_way(self._node, head, port, deadline)
-        hello = HostHello(socket.gethostname(), self._address, os.getpid(), facts_here(hosts.facts))
+        hello = HostHello(
+            *(socket.gethostname(), self._address, os.getpid(), self._node),
+            facts_here(hosts.compared),
+        )
         self._link = HostLink(hosts, head, port, hello, self)
         undo.callback(self._link.close)
         self._link.begin()
-        while not self._spoken.wait(deadline.remaining(_LINE_SECONDS)):
+        while not self._spoken.wait(deadline.remaining(_ASK_SECONDS)):
             trouble = self._link.trouble()
             if deadline.expired:
                 reason = f"the head has not answered in {deadline.timeout:g} s: {trouble}"

@@ -28,6 +28,9 @@ LINK_NONCE: Final = b"the link between the hosts of a pool".ljust(HANDSHAKE_NONC
 ]
 """Fixed, since nothing publishes a link's address: hosts know it from their launcher."""
 
+ANY_HOST: Final = 1
+"""The rank of the key that all hosts but the head have: which node one is, it says in its hello."""
+
 PULSE_SECONDS: Final = 0.25
 """How often each end tells the other what its board says."""
 
@@ -36,6 +39,11 @@ _FRAME_BYTES: Final = 1 << 28
 
 _LOOK_SECONDS: Final = 0.1
 _log = logging.getLogger(__name__)
+
+
+def endpoint(address: str, port: int) -> str:
+    """Where a link leads, as zmq and people write it."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 class AttentiveClock:

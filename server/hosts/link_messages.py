@@ -22,13 +22,20 @@ class HostHello(msgspec.Struct, frozen=True, tag=True):
         name: its host name.
         address: its address on the way to the head.
         pid: the process that speaks.
+        node: which host it says it is.
         facts: what has to be the same on all hosts, by name.
     """
 
     name: str
     address: str
     pid: int
+    node: int
     facts: dict[str, str]
+
+    @property
+    def who(self) -> str:
+        """The host's name and address, for messages."""
+        return f"host {self.name} ({self.address})"
 
 
 class HostAdmitted(msgspec.Struct, frozen=True, tag=True):

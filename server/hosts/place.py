@@ -12,6 +12,7 @@ One process runs on each host; it starts the host's workers itself.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -51,8 +52,8 @@ class Hosts:
     Attributes:
         nnodes: how many hosts there are.
         node_rank: this host's number. 0 is the head: the pool's driver runs there.
-        master_addr: the head's address, or name, as the other hosts reach it; one of the head's own
-            interfaces.
+        master_addr: the head's address, or name, as this host reaches it; on the head one of its
+            own, which the others reach.
         master_port: the head's port. 0: the head tells it to the others through torchrun's store.
         secret: the launcher's secret, 16 bytes or more, the same on all hosts. ``None``: what is in
             the file that ``GROUP_COORDINATOR_SECRET_FILE`` names.
@@ -89,8 +90,9 @@ class Hosts:
             raise ValueError("master_addr must be the head's address; got ''")
         if not 0 <= self.master_port < 1 << 16:
             raise ValueError(f"master_port must be below 65536; got {self.master_port}")
-        if not self.silence_seconds > 0:
-            raise ValueError(f"silence_seconds must be more than 0; got {self.silence_seconds!r}")
+        if not 0 < self.silence_seconds < math.inf:
+            wanted = "silence_seconds must be a finite number, more than 0"
+            raise ValueError(f"{wanted}; got {self.silence_seconds!r}")
         secret = launcher_secret(self.secret)
         if secret is None:
             needed = "a pool over hosts needs a secret that all of them have"
@@ -147,6 +149,11 @@ class Hosts:
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             raise ValueError("torchrun did not start this process: TORCHELASTIC_RUN_ID is not set")
         return _by_torchrun(os.environ)
+
+    @property
+    def compared(self) -> dict[str, str]:
+        """What has to be the same on all hosts, by name, beside versions."""
+        return {"nnodes": str(self.nnodes), **self.facts}
 
     @property
     def is_head(self) -> bool:

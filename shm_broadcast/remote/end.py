@@ -219,7 +219,8 @@ def bind_socket(
         server.bind(f"tcp://{host}:{port or '*'}")
     except zmq.ZMQError as error:
         where = f"{host}:{port}" if port else host
-        raise OSError(error.errno, f"cannot listen on {where}: {error.strerror}") from error
+        reason = zmq.strerror(error.errno or 0)
+        raise OSError(error.errno, f"cannot listen on {where}: {reason}") from error
     return server.get_string(zmq.LAST_ENDPOINT)
 
 

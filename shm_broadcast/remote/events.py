@@ -27,6 +27,7 @@ class Connection:
     Attributes:
         address: the other side's, ``tcp://host:port``.
         events: a socket that becomes readable when `look` has something to take in.
+        reached: whether anything has accepted a connection there.
         made: whether the handshake has succeeded, now or earlier.
         lost: whether the connection was made and has ended since.
         fault: why there will never be a connection; empty unless that is known.
@@ -49,10 +50,10 @@ class Connection:
         """
         self.address = address
         self._socket = connecting
-        self.made = self.lost = False
+        self.reached = self.made = self.lost = False
         self.fault = ""
         self._denied = denied
-        self._reached = self._tries_again = False
+        self._tries_again = False
         self._failed = 0
         self.events = context.socket(zmq.PAIR)
 
@@ -79,7 +80,7 @@ class Connection:
             return "it is connected, and has not attended to this end since"
         if self._failed:
             return f"at {self.address} {self._failed} handshakes failed: is the secret the same?"
-        if self._reached:
+        if self.reached:
             return f"what listens at {self.address} says nothing"
         return f"nothing answers at {self.address}"
 
@@ -89,7 +90,7 @@ class Connection:
 
     def _take(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:
-            self._reached = True
+            self.reached = True
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.made = True
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:

@@ -34,8 +34,15 @@ than the machine stalls."""
 
 def place(node: int, hosts: tuple[Host, Host], **changes: Any) -> Hosts:
     """Which host this is."""
-    given = {"silence_seconds": PATIENT, "secret": SECRET, "nnodes": 2, **changes}
-    return Hosts(node_rank=node, master_addr=hosts[0].address, master_port=PORT, **given)
+    given: dict[str, Any] = {
+        "nnodes": 2,
+        "node_rank": node,
+        "master_addr": hosts[0].address,
+        "master_port": PORT,
+        "secret": SECRET,
+        "silence_seconds": PATIENT,
+    }
+    return Hosts(**{**given, **changes})
 
 
 def over_hosts(

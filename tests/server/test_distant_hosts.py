@@ -6,16 +6,25 @@ import socket
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from server.control.protocol import Hello
 from server.driver.pool_plan import PoolPlan
 from server.errors import HostError
 from server.hosts.distant_hosts import DistantHosts
-from server.hosts.link_messages import HostAdmitted, HostHello, OfWorker, WorkerEnded, WorkerStack
+from server.hosts.link_messages import (
+    HostAdmitted,
+    HostHello,
+    HostRefused,
+    OfWorker,
+    WorkerEnded,
+    WorkerStack,
+)
 from server.hosts.place import Hosts
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
-from shm_broadcast import NEVER
+from shm_broadcast import NEVER, Deadline
+from tests.patience import PATIENCE_SECONDS
 from tests.server.workers import Worker
 
 if TYPE_CHECKING:
@@ -64,29 +73,55 @@ def test_a_host_that_cannot_be_summoned_ends_the_pool_and_what_was_summoned() ->
     assert summoner.closed == 1
 
 
-def test_what_is_said_of_a_worker_is_not_taken_for_its_replacements() -> None:
+@pytest.fixture
+def head() -> Iterator[DistantHosts]:
+    hosts = two_hosts(Summoner(), 0)
     plan = PoolPlan(
         *("tests.server.workers:Worker", None, b"", 2, 1, 1, ("cpu", "cpu"), None, print),
         *("worker", 1, 1.0, None, PoolConfig()),
-        hosts=two_hosts(Summoner(), 0),
+        hosts=hosts,
     )
-    assert plan.hosts is not None
-    head = DistantHosts(plan.hosts, plan, NEVER)
-    try:
-        assert isinstance(head.admit(1, HostHello("other", HERE, 4242, {})), HostAdmitted)
-        (first,) = head.launch([1], 1, NEVER)
-        (second,) = head.launch([1], 2, NEVER)
-        for since in (1, 2):
-            head.on_message(1, OfWorker(1, since, Hello(since)))
-            head.on_message(1, WorkerStack(1, since, f"stack {since}"))
-        assert second.channel.take() == Hello(2)
-        assert second.channel.take() is None
-        assert second.stack_file.read() == "stack 2"
-        head.on_message(1, WorkerEnded(1, 1, "killed by SIGKILL", ""))
-        assert not second.ended()
-        head.on_message(1, WorkerEnded(1, 2, "killed by SIGKILL", ""))
-        assert second.bury() == "killed by SIGKILL on host other"
-        first.close()
-        second.close()
-    finally:
-        head.close()
+    made = DistantHosts(hosts, plan, NEVER)
+    yield made
+    made.close()
+
+
+OTHER = HostHello("other", HERE, 4242, 1, {})
+
+
+def test_a_stray_host_is_refused_and_disturbs_nobody_who_comes_later(
+    head: DistantHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Summoner, "trouble", lambda *_: "")
+
+    def comes_again() -> float:
+        assert isinstance(head.admit(OTHER), HostAdmitted)
+        return 1.0
+
+    comes_again()
+    for stray, why in (
+        (replace(OTHER, node=2), "there is no node 2 to come, of 2"),
+        (replace(OTHER, node=0), "there is no node 0 to come, of 2"),
+        (replace(OTHER, facts={"nnodes": "3"}), "nnodes is 3 there, and 2 on the head"),
+    ):
+        assert head.admit(stray) == HostRefused(why)
+    head.on_lost(1, "is gone")
+    head.meet(Deadline.after(PATIENCE_SECONDS), comes_again)
+
+
+def test_what_is_said_of_a_worker_is_not_taken_for_its_replacements(head: DistantHosts) -> None:
+    assert isinstance(head.admit(OTHER), HostAdmitted)
+    (first,) = head.launch([1], 1, NEVER)
+    (second,) = head.launch([1], 2, NEVER)
+    for since in (1, 2):
+        head.on_message(1, OfWorker(1, since, Hello(since)))
+        head.on_message(1, WorkerStack(1, since, f"stack {since}"))
+    assert second.channel.take() == Hello(2)
+    assert second.channel.take() is None
+    assert second.stack_file.read() == "stack 2"
+    head.on_message(1, WorkerEnded(1, 1, "killed by SIGKILL", ""))
+    assert not second.ended()
+    head.on_message(1, WorkerEnded(1, 2, "killed by SIGKILL", ""))
+    assert second.bury() == "killed by SIGKILL on host other"
+    first.close()
+    second.close()

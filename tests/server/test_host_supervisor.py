@@ -209,7 +209,7 @@ def test_a_way_to_the_head_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     way = partial(host_supervisor.address_on_the_way, 1, "10.0.0.1", 5)
     assert way(Deadline.after(PATIENCE_SECONDS)) == "10.0.0.2"
     outcomes[:] = [OSError(errno.ENETUNREACH, "no way")]
-    with pytest.raises(HostError, match=r"there is no way to the head in 0 s: .*no way"):
+    with pytest.raises(HostError, match=r"no way to the head at 10.0.0.1 in 0 s: .*no way"):
         way(Deadline.after(0.0))
     outcomes[:] = [socket.gaierror("no such name")]
     with pytest.raises(socket.gaierror):

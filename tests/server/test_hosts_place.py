@@ -111,6 +111,12 @@ def test_what_is_incomplete_or_contradictory_is_refused(
         Hosts.read(**given, environ=environ)
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_silence_that_is_no_time_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match=r"silence_seconds must be a finite number, more than 0"):
+        Hosts(2, 0, "10.0.0.1", silence_seconds=seconds)
+
+
 def test_without_a_secret_the_way_to_one_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET_FILE)
     with pytest.raises(SecretError, match=f"head -c 32 /dev/urandom.*{SECRET_FILE}=FILE"):
@@ -166,6 +172,10 @@ def test_only_what_both_sides_state_is_compared() -> None:
     here = facts_here({"--tp": "2", "--model": "a"})
     assert differing_fact(here, facts_here({"--tp": "2"})) == ""
     assert differing_fact(here, facts_here({"--tp": "4"})) == "--tp is 4 there, and 2 on the head"
+    three = facts_here(Hosts(3, 1, "10.0.0.1").compared)
+    assert differing_fact(facts_here(Hosts(2, 0, "10.0.0.1").compared), three) == (
+        "nnodes is 3 there, and 2 on the head"
+    )
     other = {**here, "torch": "1.0"}
     assert differing_fact(here, other) == f"torch is 1.0 there, and {here['torch']} on the head"
     assert "+" not in here["torch"]

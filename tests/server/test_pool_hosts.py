@@ -34,6 +34,7 @@ from tests.netns import Host, two_hosts, unavailable
 from tests.patience import PATIENCE_SECONDS, quickest, until
 from tests.ranks import run_ranks
 from tests.server.over_hosts import (
+    PORT,
     SECRET,
     is_gone,
     kill,
@@ -365,7 +366,8 @@ def test_a_host_that_does_not_come_again_is_the_end_of_the_pool(tmp_path: Path) 
             options,
             may_die=[1],
         )
-    assert failure == "HostError: node 1 did not come in 6 s"
+    late = "HostError: node 1 did not come in 6 s; the head listens at "
+    assert failure == f"{late}{hosts[0].address}:{PORT}"
 
 
 # --- who takes no part -------------------------------------------------------------------
@@ -403,7 +405,7 @@ def test_a_host_with_another_secret_takes_no_part(tmp_path: Path) -> None:
     secrets = [{}, {"secret": b"not the one that the head has"}]
     with two_hosts("IPv4") as hosts:
         head, other = run_ranks(2, meets, str(tmp_path), hosts, secrets, 2.0)
-    assert head == "1: node 1 did not come in 2 s"
+    assert head.startswith("1: node 1 did not come in 2 s; the head listens at ")
     assert other.startswith("1: the head has not answered in 2 s: at tcp://")
     assert other.endswith("is the secret the same?")
 
@@ -492,7 +494,7 @@ def attack(pool: WorkerPool, port: int) -> list[bytes]:
                     stranger.curve_publickey, stranger.curve_secretkey = keys[:2]
                     stranger.curve_serverkey = keys[2]
                 stranger.connect(f"tcp://{hosts.master_addr}:{port}")
-                evil = msgspec.msgpack.encode(HostHello("evil", "10.93.0.2", 1, {}))
+                evil = msgspec.msgpack.encode(HostHello("evil", "10.93.0.2", 1, 1, {}))
                 with suppress(zmq.Again):  # refused already: there is nobody to send to
                     stranger.send(evil, zmq.NOBLOCK)
                 if stranger.poll(500):
