@@ -10,6 +10,12 @@ from typing import Final
 RESTARTS: Final = ("never", "worker", "pool")
 """What happens when a worker is lost: see `pool.WorkerPool`."""
 
+MAX_RESTARTS: Final = 5
+"""How often a pool may be restarted within `RESTART_WINDOW`."""
+
+RESTART_WINDOW: Final = 60.0
+"""Seconds."""
+
 LAUNCHERS: Final = ("local", "hosts", "torchrun", "ray")
 """What can start the workers: see `pool.WorkerPool`."""
 
@@ -18,6 +24,9 @@ HEAD_PORT: Final = 29510
 
 HOST_SILENCE_SECONDS: Final = 1.5
 """How long a host may say nothing."""
+
+RAY_SILENCE_SECONDS: Final = 5.0
+"""The same of hosts that Ray has found."""
 
 TOLERANCES: Final = {"float32": 1e-5, "float16": 1e-3}
 """Dtypes of weights and activations, with the largest absolute difference from float32 on a CPU."""

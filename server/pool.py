@@ -89,8 +89,8 @@ class WorkerPool:
         start_timeout: float | None = 120.0,
         on_progress: Callable[[int, int, int, str], None] | None = None,
         restart: str = "never",
-        max_restarts: int = 5,
-        window: float = 60.0,
+        max_restarts: int | None = None,
+        window: float | None = None,
         stuck_after: float | None = None,
         config: PoolConfig | None = None,
     ) -> None:
@@ -126,8 +126,8 @@ class WorkerPool:
                 ``restore(context)`` is called with new groups, or, if they have no such method,
                 the class is made anew in the same process. ``"pool"``: all workers are replaced.
             max_restarts: restarts within ``window``, or in vain one after the other, before the
-                pool ends with `RestartLimitError`.
-            window: seconds.
+                pool ends with `RestartLimitError`. ``None``: 5. Only for a pool that is restarted.
+            window: seconds; ``None``: 60. Likewise.
             stuck_after: seconds after which the pool breaks if its oldest call is not answered; at
                 most a quarter more. ``None``: never. Longer than any call should take.
             config: further settings.

@@ -109,6 +109,8 @@ class PoolConfig:
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
         check_bind(self.bind)
+        if self.preload and not self.fork:
+            raise ValueError("preload is for workers that are forked; got fork=False")
 
 
 def settings_of(config: PoolConfig | None) -> PoolConfig:

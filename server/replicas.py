@@ -65,8 +65,8 @@ class Replicas:
         start_timeout: float | None = 120.0,
         on_progress: Callable[[int, int, int, str], None] | None = None,
         restart: str = "worker",
-        max_restarts: int = 5,
-        window: float = 60.0,
+        max_restarts: int | None = None,
+        window: float | None = None,
         stuck_after: float | None = None,
         config: PoolConfig | None = None,
     ) -> None:
@@ -84,8 +84,9 @@ class Replicas:
             on_progress: called with ``(rank, done, total, what)``; ranks are counted through:
                 replica ``rank // (tp * pp)``.
             restart: what happens when a replica breaks. ``"never"``: the others go on without it.
-            max_restarts: restarts of a replica within ``window`` before it is given up.
-            window: seconds.
+            max_restarts: restarts of a replica within ``window`` before it is given up; ``None``:
+                5. Only for replicas that are restarted.
+            window: seconds; ``None``: 60. Likewise.
             stuck_after: seconds after which a replica breaks if its oldest call is not answered.
             config: further settings, for each replica; ``bind`` is of all ranks of all replicas,
                 and ``name`` is ``replica`` with its number.

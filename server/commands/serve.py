@@ -31,7 +31,7 @@ _COUNTS = (
     *("max_batch_tokens", "max_waiting", "max_connections", "max_restarts"),
     *("slots", "context"),
 )
-_TIMEOUTS = ("start", "request", "stall", "drain")
+_TIMEOUTS = ("start", "request", "stall", "drain", "silence")
 _LONGEST_KEY = 4096
 """Characters of a key; a file may have no end."""
 _KEEP_ALIVE_SECONDS = 75
@@ -83,6 +83,12 @@ def prepare(args: argparse.Namespace) -> ServePlan | HeadlessPlan:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ImportError(f"install the extras 'server' and 'demo': no {', '.join(missing)}")
+    for name in ("stuck_after", *(f"{what}_timeout" for what in _TIMEOUTS)):
+        seconds = getattr(args, name)
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise ValueError(
+                f"{_option(name)} must be a finite number of seconds, more than 0; got {seconds}"
+            )
     hosts = read_hosts(args)
     if isinstance(hosts, Hosts) and not hosts.is_head:
         return HeadlessPlan(hosts, args.start_timeout)
@@ -94,12 +100,8 @@ def prepare(args: argparse.Namespace) -> ServePlan | HeadlessPlan:
         count = getattr(args, name)
         if count is not None and count < 1:
             raise ValueError(f"{_option(name)} must be at least 1; got {count}")
-    for name in ("stuck_after", *(f"{what}_timeout" for what in _TIMEOUTS)):
-        seconds = getattr(args, name)
-        if seconds is not None and not 0 < seconds < math.inf:
-            raise ValueError(
-                f"{_option(name)} must be a finite number of seconds, more than 0; got {seconds}"
-            )
+    if args.max_restarts is not None and args.restart == "never":
+        raise ValueError("--max-restarts is for a service that restarts workers: give --restart")
     if args.spans is not None:
         spans.check_exporter(args.spans)
     model = _read_model(args, _n_hosts(args, hosts))

@@ -12,7 +12,7 @@ from shm_broadcast.checked_arguments import function, optional, some_seconds, wh
 
 from ..calls.hooks import ignore
 from ..control.reference import main_of, worker_name
-from ..defaults import RESTARTS
+from ..defaults import MAX_RESTARTS, RESTART_WINDOW, RESTARTS
 from ..hosts.place import Hosts, hosts_of
 from .binding import bound_here
 from .cores import worker_threads
@@ -78,8 +78,8 @@ class PoolPlan:
         start_timeout: float | None,
         on_progress: Callable[[int, int, int, str], None] | None,
         restart: str,
-        max_restarts: int,
-        window: float,
+        max_restarts: int | None,
+        window: float | None,
         stuck_after: float | None,
         config: PoolConfig,
         launcher: str,
@@ -102,8 +102,11 @@ class PoolPlan:
         on_progress = optional(function)("on_progress", on_progress)
         if restart not in RESTARTS:
             raise ValueError(f"restart must be one of {', '.join(RESTARTS)}; got {restart!r}")
-        max_restarts = whole("max_restarts", max_restarts)
-        window = some_seconds("window", window)
+        max_restarts = optional(whole)("max_restarts", max_restarts)
+        window = optional(some_seconds)("window", window)
+        for what, given in (("max_restarts", max_restarts), ("window", window)):
+            if restart == "never" and given is not None:
+                raise ValueError(f"{what} is for pools that are restarted; got restart='never'")
         stuck_after = optional(some_seconds)("stuck_after", stuck_after)
         device = checked_device(device)
         name, arguments = worker_name(worker), _pickled(worker_kwargs)
@@ -129,8 +132,8 @@ class PoolPlan:
             start_timeout,
             on_progress or ignore,
             restart,
-            max_restarts,
-            window,
+            max_restarts or MAX_RESTARTS,
+            window or RESTART_WINDOW,
             stuck_after,
             config,
             bound,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import Deadline
 
+from ..defaults import RAY_SILENCE_SECONDS
 from ..errors import HostError
 from ..hosts.place import Hosts
 
@@ -37,7 +38,7 @@ class RayCluster:
 
     address: str | None = None
     placement_group: PlacementGroup | None = field(default=None, repr=False)
-    silence_seconds: float = 5.0
+    silence_seconds: float = RAY_SILENCE_SECONDS
 
     def reserve(self, n_stages: int, n_workers: int, *, gpus: bool, timeout: float | None) -> Hosts:
         """Connect to the cluster, and reserve the bundles.

@@ -51,7 +51,9 @@ HEAD = Hosts(2, 0, "127.0.0.1", secret=b"known to both hosts")
         ({"dp": 1.0}, TypeError, "dp must be a whole number; got 1.0"),
         ({"max_restarts": 1.5}, TypeError, "max_restarts must be a whole number; got 1.5"),
         ({"start_timeout": "5"}, TypeError, "start_timeout must be a number of seconds; got '5'"),
-        ({"window": None}, TypeError, "window must be a number of seconds; got None"),
+        ({"window": "5"}, TypeError, "window must be a number of seconds; got '5'"),
+        ({"max_restarts": 3}, ValueError, "max_restarts is for pools that are restarted; got rest"),
+        ({"window": 60.0}, ValueError, "window is for pools that are restarted; got rest"),
         ({"stuck_after": 0}, ValueError, "stuck_after must be more than 0 seconds; got 0"),
         ({"on_progress": 5}, TypeError, "on_progress must be a function; got 5"),
         ({"worker_kwargs": [1]}, TypeError, r"worker_kwargs must be a mapping; got \[1\]"),
@@ -135,6 +137,7 @@ def test_settings_of_another_type_are_refused(wrong: Any, text: str) -> None:
         {"kill_seconds": -1.0},
         {"threads": 0},
         {"threads": 10**8},
+        {"preload": ("json",), "fork": False},
     ],
 )
 def test_wrong_settings_are_refused(wrong: Any) -> None:

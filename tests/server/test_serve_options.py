@@ -13,6 +13,7 @@ from server.cli import main
 from server.commands import read_hosts, serve
 from server.commands.options import serve_options
 from server.commands.read_model import WorkerOptions
+from server.defaults import RAY_SILENCE_SECONDS
 from server.web.listener import listen
 from tests.server.tiny_llama import make_llama
 
@@ -45,6 +46,13 @@ def arguments(**given: Any) -> Any:
         ({"bind": "0|1", "tp": 3}, "is for 2 workers, and this host has 3"),
         ({"dp": 0}, "--dp must be at least 1"),
         ({"max_restarts": 0}, "--max-restarts must be at least 1"),
+        ({"max_restarts": 3}, "--max-restarts is for a service that restarts workers: give --rest"),
+        ({"master_port": 4000}, "--master-port is for several hosts, and no other option names"),
+        ({"silence_timeout": 9.0}, "--silence-timeout is for several hosts, and no other option"),
+        ({"launcher": "torchrun", "nnodes": 2}, "--launcher torchrun says itself which hosts"),
+        ({"launcher": "ray", "master_port": 4000}, "--launcher ray says itself which hosts"),
+        ({"launcher": "ray", "headless": True}, "Ray starts the others, so none is --headless"),
+        ({"silence_timeout": float("inf")}, "--silence-timeout must be a finite number"),
         ({"stuck_after": 0.0}, "--stuck-after must be a finite number"),
         ({"max_batch_tokens": 0}, "--max-batch-tokens must be at least 1"),
         ({"max_connections": 0}, "--max-connections must be at least 1"),
@@ -103,6 +111,15 @@ def test_ray_is_asked_for_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(read_hosts, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match="--launcher ray: install the extra 'ray'"):
         serve.prepare(arguments(launcher="ray"))
+
+
+def test_hosts_that_ray_finds_may_be_silent_for_as_long_as_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(read_hosts, "find_spec", str)
+    for given, expected in ({}, RAY_SILENCE_SECONDS), ({"silence_timeout": 9.0}, 9.0):
+        plan: Any = serve.prepare(arguments(launcher="ray", **given))
+        assert plan.pool["hosts"].silence_seconds == expected
 
 
 @pytest.mark.parametrize("where", ["[::1]:0", "localhost:1", "127.0.0.1:0", "127.8.9.10:0"])

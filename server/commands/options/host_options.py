@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...defaults import HEAD_PORT, HOST_SILENCE_SECONDS, LAUNCHERS
+from ...defaults import HEAD_PORT, HOST_SILENCE_SECONDS, LAUNCHERS, RAY_SILENCE_SECONDS
 
 if TYPE_CHECKING:
     import argparse
@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--node-rank", type=int, metavar="I", help="which of them this is; 0: the one that serves")
     add("--master-addr", metavar="HOST", help="the address of host 0, as the others reach it")
     add("--master-port", type=int, metavar="PORT", help=f"its port (default {HEAD_PORT})")
-    add("--silence-timeout", type=float, default=HOST_SILENCE_SECONDS, metavar="S", help="seconds "
-        "without a word after which another host counts as lost; more where hosts stand still "
-        f"at times (default {HOST_SILENCE_SECONDS})")  # fmt: skip
+    add("--silence-timeout", type=float, metavar="S", help="seconds without a word after which "
+        "another host counts as lost; more where hosts stand still at times (default "
+        f"{HOST_SILENCE_SECONDS}, with Ray {RAY_SILENCE_SECONDS})")  # fmt: skip
     add("--headless", action="store_true", help="this host serves nothing, and runs workers for "
         "the one that does: as every host but 0")  # fmt: skip

@@ -9,6 +9,7 @@ from ...defaults import (
     BATCH_TOKENS,
     CHUNK_TOKENS,
     CONTEXT,
+    MAX_RESTARTS,
     PACKAGED_DECODER,
     PACKAGED_NAME,
     RESTARTS,
@@ -56,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "workers: console, or an exporter that is installed, as otlp (default: none)")  # fmt: skip
     add("--restart", choices=RESTARTS, default="never", help="when a worker is lost: end the "
         "service, replace the worker, or replace all workers (default never)")  # fmt: skip
-    add("--max-restarts", type=int, default=5, metavar="N", help="restarts within a minute before "
-        "the service ends (default 5)")  # fmt: skip
+    add("--max-restarts", type=int, metavar="N", help="with --restart: restarts within a minute "
+        f"before the service ends (default {MAX_RESTARTS})")  # fmt: skip
     add("--stuck-after", type=float, metavar="S", help="seconds for a batch after which its "
         "workers count as lost (default: never)")  # fmt: skip
     add("--start-timeout", type=float, default=300.0, metavar="S", help="seconds for the workers "
