@@ -179,7 +179,8 @@ def _serve(plan: ServePlan) -> int:
         face = serve_embeddings(model, limits, pool, truncate=plan.truncate, **about)
     service = face.service
     keyless = plan.api_key is None  # then it listens at loopback
-    own_names = [Middleware(OwnNames, names=names_of(plan.host))] if keyless else []
+    names, failed = names_of(plan.host), service.metrics.fail
+    own_names = [Middleware(OwnNames, names=names, failed=failed)] if keyless else []
     config = uvicorn.Config(
         face.app(*own_names),
         http=TimedConnection.within(

@@ -80,6 +80,11 @@ class Metrics:
         )
         of.register(_Now(now))
 
+    def fail(self, status: int, code: str) -> None:
+        """Count a request that was answered with an error."""
+        self.requests.labels(str(status)).inc()
+        self.errors.labels(code).inc()
+
     def refuse(self, status: int) -> None:
         """Count a connection that was closed with an error before there was a request."""
         self.refusals.labels(str(status)).inc()

@@ -19,7 +19,7 @@ from .api import ApiError
 from .face import error_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -37,11 +37,19 @@ class OwnNames:
     """Passes on to ``app`` what calls the service by one of ``names``, or by an address.
 
     A request without a ``Host``, as of HTTP/1.0, comes from no browser.
+
+    Args:
+        app: who answers.
+        names: see `names_of`.
+        failed: called with the status and the code of each request that is refused.
     """
 
-    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, names: Collection[str], failed: Callable[[int, str], None]
+    ) -> None:
         self._app = app
         self._names = names
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; what is not HTTP is passed on as it is."""
@@ -52,6 +60,7 @@ class OwnNames:
                     f"this service is not {called!r}: without an API key it answers only to "
                     "addresses and to this machine's names"
                 )
+                self._failed(421, "unknown_host")
                 error = ApiError(421, message, code="unknown_host")
                 await error_answer(error)(scope, receive, send)
                 return

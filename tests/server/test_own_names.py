@@ -10,6 +10,7 @@ from starlette.middleware import Middleware
 
 from server.web.own_names import OPEN, OwnNames, is_own, names_of
 from tests.server.fake_service import face, run, site
+from tests.server.test_metrics import labelled, samples
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,8 @@ def test_other_names_are_not(called: str) -> None:
 def test_by_another_name_probes_alone_are_answered() -> None:
     async def test() -> None:
         async with site() as here:
-            app = face(here.service).app(Middleware(OwnNames, names=names_of("127.0.0.1")))
+            names, failed = names_of("127.0.0.1"), here.service.metrics.fail
+            app = face(here.service).app(Middleware(OwnNames, names=names, failed=failed))
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(
                 transport=transport, base_url="http://localhost"
@@ -52,5 +54,8 @@ def test_by_another_name_probes_alone_are_answered() -> None:
                 for path in OPEN:
                     probe = await client.get(path, headers={"host": "site.example"})
                     assert probe.status_code == 200
+            found = samples(here.service.metrics.expose().decode())
+            assert labelled(found, "service_requests_total") == {"421": 4}
+            assert labelled(found, "service_errors_total") == {"unknown_host": 4}
 
     run(test)
