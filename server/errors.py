@@ -264,6 +264,7 @@ def again(error: BaseException, note: str = "") -> BaseException:
         return error
     reduced = cast("tuple[Any, ...]", error.__reduce__())
     copy: BaseException = reduced[0](*reduced[1])
+    copy.args = error.args  # `located` may have changed them
     copy.__cause__ = error.__cause__
     for each in (*getattr(error, "__notes__", ()), note):
         if each and each not in getattr(copy, "__notes__", ()):
@@ -272,10 +273,13 @@ def again(error: BaseException, note: str = "") -> BaseException:
 
 
 def located(error: E, pool: str) -> E:
-    """``error``, with one note that names the pool it comes from; ``""``: with none."""
-    where = f"In {pool}."
-    if pool and where not in getattr(error, "__notes__", ()):
-        error.add_note(where)
+    """``error``, whose text names the pool that it comes from, in front; ``""``: as it is.
+
+    What is no `CoordinatorError` stays as it is, too.
+    """
+    where = f"{pool}: "
+    if pool and isinstance(error, CoordinatorError) and where not in str(error):
+        error.args = (f"{where}{error}",)
     return error
 
 

@@ -122,7 +122,7 @@ class CoordinatorError(Exception):
     """The root of this project's errors.
 
     One whose constructor keeps each of its arguments as the attribute of that name is pickled as
-    these arguments; any other one as exceptions are.
+    these arguments, its text and its notes; any other one as exceptions are.
     """
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -131,7 +131,8 @@ class CoordinatorError(Exception):
         kept = vars(self)
         if not names or not kept.keys() >= {*names}:
             return super().__reduce__()
-        return type(self), tuple(kept[name] for name in names)
+        notes = {name: kept[name] for name in ("__notes__",) if name in kept}
+        return type(self), tuple(kept[name] for name in names), {"args": self.args, **notes}
 
 
 class GroupTimeoutError(CoordinatorError, TimeoutError):

@@ -148,7 +148,7 @@ class PendingCall:
 
     def finish(self, pool: str) -> Callable[[], None]:
         """Fix the result, once; returns the function that passes it to the future, if there is one.
-        An error gets a note that names the ``pool``, if that has a name.
+        The text of an error names the ``pool``, if that has a name.
 
         Run that without holding locks: a future runs its callbacks at once, and they may call the
         pool.

@@ -352,7 +352,7 @@ class Crew(Watcher):
                 worked = False
                 of = {"generation": self.ledger.state.generation}
                 why = with_notes(failure)
-                _log.error("%s has broken, and is restarted: %s", self._name, why, extra=of)
+                _log.error("the pool has broken, and is restarted: %s", why, extra=of)
                 try:
                     tick()  # it may have been shut down while a callback held this thread up
                     self._staff.dismiss(pause, tick, keep=keep)
@@ -363,7 +363,7 @@ class Crew(Watcher):
                     if isinstance(error, HostError) and error.absent:
                         self.ledger.end(error)
                         return
-                    failure = error
+                    failure = located(error, self._plan.config.name)
                     keep = False  # those that stayed may be why it failed
                     continue
                 of = {"generation": self.ledger.state.generation}
