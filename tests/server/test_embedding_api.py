@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from server.embedding.embedding_api import MAX_INPUTS, read_request, write_response
-from server.web.api import MAX_PARTS, ApiError, ServedModel
+from server.web.api import MAX_PARTS, MAX_VALUES, ApiError, ServedModel
 
 MODEL = ServedModel("m", 3, 8, 100)
 
@@ -94,11 +94,24 @@ def test_bytes_that_are_no_request(body: bytes, text: str) -> None:
 @pytest.mark.parametrize("field", [b"input", b"other"])
 def test_more_parts_than_any_request_has_are_not_built(many: bytes, field: bytes) -> None:
     body = b'{"model":"m","%s":[%s]}' % (field, b",".join([many] * MAX_PARTS))
-    with pytest.raises(ApiError, match=rf"has {MAX_PARTS + 5} texts, arrays and objects"):
+    with pytest.raises(ApiError, match=rf"has more than {MAX_PARTS} texts, arrays and obj"):
         read_request(body, MODEL)
 
 
-@pytest.mark.parametrize("text", ["[" * MAX_PARTS, '{"a\\":[]}' * MAX_PARTS])
+@pytest.mark.parametrize("field", ["input", "other"])
+def test_more_values_than_any_request_has_are_not_built(field: str) -> None:
+    body = f'{{"model":"m","{field}":[{"7," * MAX_VALUES}7]}}'
+    with pytest.raises(ApiError, match=rf"has more than {MAX_VALUES} values"):
+        read_request(body.encode(), MODEL)
+
+
+def test_as_many_values_as_may_be_are_read() -> None:
+    assert read(input=[7] * (MAX_VALUES - 1))[1] == [[7] * (MAX_VALUES - 1)]
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * MAX_PARTS, '{"a\\":[]}' * MAX_PARTS, "," * MAX_VALUES], ids=["[", "{", ","]
+)
 def test_what_looks_like_parts_within_a_text_does_not_count(text: str) -> None:
     assert read(input=[text, "b"])[1] == [text, "b"]
 

@@ -17,6 +17,7 @@ import psutil
 
 from benchmarks.http_served import Served
 from server.defaults import PACKAGED_NAME
+from server.web.api import MAX_VALUES
 from server.web.body import MAX_BODY_BYTES
 from tests.patience import STALL_SECONDS, until
 from tests.server.served import ForkedServed
@@ -86,7 +87,8 @@ def hostile_requests(most: int = 2048) -> list[tuple[dict[str, Any], int]]:
         ({"input": [half, half], "truncate": True}, 200),
         ({"input": ["a" * 4000] * most, "truncate": True}, 200),
         ({"input": [7] * (NEARLY // 3)}, 400),
-        ({"input": [7] * (NEARLY // 3), "truncate": True}, 200),
+        ({"input": [7] * (NEARLY // 3), "truncate": True}, 400),
+        ({"input": [7] * (MAX_VALUES - 9), "truncate": True}, 200),
         ({"input": [[7] * 900] * 2048}, 400),
         ({"input": "x" * MAX_BODY_BYTES}, 413),
     ]
