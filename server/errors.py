@@ -9,6 +9,7 @@
     │   └── CallDivergedError               ranks did not do the same in a call; names them
     ├── WorkerLostError (ConnectionError)   a worker's process ended; names rank, pid and signal
     ├── HostError                           a host of the pool did not come, or was lost; names it
+    ├── DescriptorLimitError (OSError)      too few files may be open; says how many are needed
     ├── WorkerStartError                    a worker did not come up; the pool does not exist
     ├── GroupTimeoutError (TimeoutError)
     │   └── CallTimeoutError                a call's time passed; carries the stacks of the late
@@ -24,6 +25,7 @@ restarted raises that failure again from every later call, with a note that says
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from shm_broadcast.errors import (
@@ -212,6 +214,24 @@ class HostError(CoordinatorError):
         self.reason = reason
         self.absent = absent
         super().__init__(reason)
+
+
+class DescriptorLimitError(CoordinatorError, OSError):
+    """A pool or a service needs more open files than this process may have. ``errno`` is EMFILE.
+
+    Attributes:
+        limit: how many it may have: RLIMIT_NOFILE, ``ulimit -n``.
+        needed: about how many it needs, those of others in this process included.
+    """
+
+    def __init__(self, limit: int, needed: int) -> None:
+        self.limit = limit
+        self.needed = needed
+        super().__init__(
+            f"this process may have {limit} files open (RLIMIT_NOFILE, ulimit -n), and needs about "
+            f"{needed}"
+        )
+        self.errno = errno.EMFILE
 
 
 class RestartLimitError(CoordinatorError):

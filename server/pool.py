@@ -137,6 +137,7 @@ class WorkerPool:
             WorkerStartError: a worker's ``__init__`` raised, its process ended, or it was not ready
                 in time. All processes of the pool have ended.
             SharedMemoryError: too little memory is free.
+            DescriptorLimitError: too few files may be open (``ulimit -n``).
             HostError: a host did not come in ``start_timeout``, or has other versions.
             SecretError: several hosts, and no secret that only they have.
             OSError: the head's address is none of this host's, or its port is in use.

@@ -95,6 +95,7 @@ class Replicas:
             ValueError, TypeError: an argument is out of range, or cannot be sent to the workers.
             WorkerStartError: a worker of any replica did not start. All processes have ended.
             SharedMemoryError: too little memory is free.
+            DescriptorLimitError: too few files may be open (``ulimit -n``).
         """
         dp, tp, pp = map(whole, ("dp", "tp", "pp"), (dp, tp, pp))
         on_progress = optional(function)("on_progress", on_progress)

@@ -44,6 +44,7 @@ from ..launchers.local import end
 from ..launchers.worker_handle import worker_stacks
 from .held_up_by import held_up_by
 from .links import Links
+from .open_files import enough_files
 from .restart_budget import RestartBudget
 from .staff import Staff
 from .supervisor import Watcher
@@ -82,6 +83,7 @@ class Crew(Watcher):
         Raises:
             WorkerStartError: a worker failed, or was not ready in time.
             SharedMemoryError: too little memory is free.
+            DescriptorLimitError: too few files may be open.
             OSError: a process cannot be started.
         """
         self._begun = 0
@@ -108,7 +110,7 @@ class Crew(Watcher):
             stuck_seconds=math.inf if plan.stuck_after is None else plan.stuck_after,
             restartable=plan.restart != "never",
         )
-        with ExitStack() as undo:
+        with enough_files(len(plan.ranks_of(0))), ExitStack() as undo:
             undo.callback(self._leave_links.close)
             self._staff = Staff(plan)
             undo.callback(self._staff.close, 0.0)
@@ -356,7 +358,8 @@ class Crew(Watcher):
                 try:
                     tick()  # it may have been shut down while a callback held this thread up
                     self._staff.dismiss(pause, tick, keep=keep)
-                    self._begin(tick)
+                    with enough_files(len(self._plan.ranks_of(0))):
+                        self._begin(tick)
                 except PoolClosedError:
                     raise
                 except Exception as error:  # noqa: BLE001 - it becomes the pool's failure

@@ -33,6 +33,7 @@ from ..control.pool_board import create_pool_board
 from ..control.protocol import Start
 from ..driver.binding import Bound, bound_here
 from ..driver.cores import worker_threads
+from ..driver.open_files import enough_files
 from ..driver.supervisor import Supervisor, Watcher
 from ..errors import HostError, WorkerStartError
 from ..launchers.local import end, launch
@@ -302,7 +303,7 @@ class HostSupervisor(Watcher):
         preload = pool.config.preload if pool.config.fork else None
         try:
             threads = pool.config.threads or worker_threads(len(pool.ranks), self._bound)
-            with self._meeting.convene(told.missing) as seats:
+            with enough_files(len(told.missing)), self._meeting.convene(told.missing) as seats:
                 started = launch(seats, threads, Deadline.after(told.seconds), preload=preload)
         except (OSError, ValueError, WorkerStartError) as error:
             for rank in told.missing:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import resource
 from dataclasses import dataclass
-from pathlib import Path
+
+from ..driver.open_files import open_files
+from ..errors import DescriptorLimitError
 
 _OWN = 32
 """Descriptors kept for the process itself: for the event loop, and files that are read."""
@@ -43,15 +45,11 @@ def connection_shares(limit: int, wanted: int, n_workers: int) -> Shares:
         n_workers: how many will be started.
 
     Raises:
-        OSError: none is left for a connection.
+        DescriptorLimitError: none is left for a connection.
     """
     reserve = _OWN + _PER_WORKER * n_workers
     accepts = reserve // 4
-    taken = sum(1 for _ in Path("/proc/self/fd").iterdir()) + reserve + accepts
-    left = limit - taken - SPARE_CONNECTIONS
-    if left < 1:
-        raise OSError(
-            f"a limit of {limit} open files (ulimit -n) leaves none for clients beside "
-            f"{n_workers} workers"
-        )
-    return Shares(min(wanted, left), accepts)
+    taken = open_files() + reserve + accepts + SPARE_CONNECTIONS
+    if limit <= taken:
+        raise DescriptorLimitError(limit, taken + 1)
+    return Shares(min(wanted, limit - taken), accepts)

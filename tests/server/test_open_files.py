@@ -1,0 +1,85 @@
+"""Where too few files may be open (``ulimit -n``): what pools and services say of it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+from benchmarks.http_served import COMMAND, ROOT
+from server.driver.open_files import open_files
+from server.errors import DescriptorLimitError, RestartLimitError
+from server.pool import WorkerPool
+from tests.patience import PATIENCE_SECONDS, until
+from tests.ranks import run_ranks
+from tests.server.workers import Worker
+
+
+def at_most(files: int) -> None:
+    """Let this process have no more files open."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+
+
+def refused(limit: int) -> tuple[int, int, str]:
+    """What the error of a pool within a limit says; its traceback, which holds files, is let go."""
+    at_most(limit)
+    try:
+        WorkerPool(Worker, tp=2).shutdown()
+    except DescriptorLimitError as error:
+        return error.limit, error.needed, str(error)
+    raise AssertionError(f"{limit} files are enough")
+
+
+def in_vain(_: int, __: int) -> list[tuple[int, int]]:
+    """A few more files than are open, and how many are said to be needed, which do."""
+    began = open_files()
+    found = []
+    for limit in (began + 1, began + 9, began + 29):
+        for _ in range(2):
+            given, needed, told = refused(limit)
+        assert given == limit
+        assert f"{limit} files open (RLIMIT_NOFILE, ulimit -n), and needs about {needed}" in told
+        found.append((limit, needed))
+    assert open_files() <= began + 3, "beside a file for stacks, and what a fork server takes"
+    at_most(needed)
+    with WorkerPool(Worker, tp=2) as pool:
+        assert pool.call("total", 1.0) == 2.0
+    return found
+
+
+def test_a_pool_says_how_many_files_it_needs_and_works_with_these() -> None:
+    (found,) = run_ranks(1, in_vain)
+    assert all(limit < needed for limit, needed in found), found
+
+
+def is_restarted_in_vain(_: int, __: int) -> str:
+    with WorkerPool(Worker, tp=2, restart="worker", max_restarts=1) as pool:
+        pids = [pid for _, pid in pool.collective_rpc("where")]
+        at_most(open_files() + 2)
+        os.kill(pids[0], signal.SIGKILL)
+        until(lambda: pool.failure is not None)
+        assert isinstance(pool.failure, RestartLimitError)
+        return pool.failure.failure
+
+
+def test_a_pool_that_cannot_be_restarted_for_lack_of_files_says_so() -> None:
+    (failure,) = run_ranks(1, is_restarted_in_vain)
+    assert "RLIMIT_NOFILE" in failure
+
+
+def test_a_service_that_may_have_too_few_files_says_how_many_it_needs() -> None:
+    command = ["prlimit", "--nofile=24:24", sys.executable, "-c", COMMAND, "serve"]
+    done = subprocess.run(
+        [*command, "--http", "127.0.0.1:0"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "DescriptorLimitError: this process may have 24 files open" in done.stderr
+    assert done.stderr.count("\n") == 1
