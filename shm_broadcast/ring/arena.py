@@ -176,6 +176,8 @@ class BlockWriter:
         words, line = block.segment.words, _line(reader)
         if words.load64(line) == block.generation:
             return False
+        if self._readers.published == block.position:  # of the message that is being sent
+            return True
         # A reader that has left, and may have a successor, may still hold an array: while its
         # process runs, it decides.
         holder = words.load64(line + _HOLDER)

@@ -56,8 +56,10 @@ class Rig:
         return pid == os.getpid() and reader < len(self.readers)
 
     def place(self, buffer: memoryview) -> PlacedBuffer:
+        """Place the only buffer of a message."""
         placed = self.writer.place(buffer)
         assert placed is not None
+        self.published += 1
         return placed
 
     def share(self, mark: int, size: int = MIB) -> list[np.ndarray[Any, Any]]:
@@ -155,6 +157,15 @@ def test_a_reader_that_has_joined_since_takes_nothing_of_before() -> None:
     rig.published = rig.joined[1] = 64
     rig.place(content(2))
     assert rig.writer.place(content(3)) is None
+
+
+def test_no_block_is_used_twice_in_a_message() -> None:
+    rig = Rig(n_readers=1)
+    rig.left.add(0)
+    placed = [rig.writer.place(content(mark)) for mark in (1, 2)]
+    rig.left.clear()  # it has come back before the message is published
+    found = [rig.readers[0].resolve(bytes(each.descriptor))[0] for each in placed if each]
+    assert found == [1, 2]
 
 
 def test_a_block_whose_filling_is_interrupted_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
