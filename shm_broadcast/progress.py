@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from shm_broadcast.board.board import Board
     from shm_broadcast.deadline import Deadline
 
+_LEAVE_SECONDS = 2.0
+"""How long `Progress.close` waits for the thread, which may itself wait for the caller's push: a
+signal handler's caller goes on with that only afterwards."""
+
 
 class Task(Protocol):
     """An operation that advances without blocking."""
@@ -300,7 +304,7 @@ class Progress:
         self._wanted.set()
         self.wake()
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(_LEAVE_SECONDS)
 
     def _run(self) -> None:
         while not self._closed:

@@ -200,6 +200,21 @@ def test_a_signal_handler_may_close_it_while_its_thread_has_the_lock(progress: P
     assert not closing.is_alive()
 
 
+def test_a_signal_handler_may_close_it_in_the_middle_of_a_push(progress: Progress) -> None:
+    lane = lane_of(progress)
+    lane.perform(ByHand([], "a"), soon, background=True)
+
+    def close_within() -> None:
+        with lane._pushing:
+            progress.close()
+
+    closing = threading.Thread(target=close_within, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+    until(lambda: progress_threads() == 0)
+
+
 def test_a_thread_that_cannot_look_ends_the_group(
     board: Board, progress: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
