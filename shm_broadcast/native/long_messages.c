@@ -156,8 +156,8 @@ static void push(RingEnd *self, body *b, uint8_t codec, uint64_t largest, uint64
 }
 
 /* Takes records of one message out of the ring until it or AT_ONCE is complete, no record has come
- * for `spin_ns`, or the board is aborted. False if a record holds more bytes than are missing: the
- * ring is damaged; the record is left in it. */
+ * for `spin_ns`, or the board is aborted. False if a record holds more bytes than are missing, or
+ * than there are: the ring is damaged; the record is left in it. */
 static bool pull(RingEnd *self, body *b, uint64_t spin_ns) {
     uint64_t until = smaller(b->total, self->moved + AT_ONCE);
     bool took_some = self->moved > 0, fits = true;
@@ -176,7 +176,8 @@ static bool pull(RingEnd *self, body *b, uint64_t spin_ns) {
         if (header.kind == KIND_CANCEL || (begins && took_some)) break;
         if (header.kind != KIND_PADDING) {
             uint64_t table = begins ? 8 * (uint64_t)header.buffers : 0;
-            fits = header.size >= table && header.size - table <= b->total - self->moved;
+            fits = header.size >= table && header.size - table <= b->total - self->moved &&
+                   ring_holds(self, position, header.size);
             if (!fits) break;
             copy_into(b, record + RECORD_HEADER + table, header.size - table);
             self->moved += header.size - table;

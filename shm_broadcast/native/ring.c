@@ -151,7 +151,8 @@ static PyObject *try_read(PyObject *object, PyObject *const *args, Py_ssize_t n)
             gc_store64(self->ring, self->own_line + READER_CONSUMED, next);
             continue;
         }
-        if (header.kind != KIND_MESSAGE || header.total != header.size || header.buffers != 0)
+        if (header.kind != KIND_MESSAGE || header.total != header.size || header.buffers != 0 ||
+            !ring_holds(self, position, header.size))
             Py_RETURN_FALSE;
         PyObject *body = PyBytes_FromStringAndSize(record + RECORD_HEADER, (Py_ssize_t)header.size);
         if (body == NULL) return NULL;
@@ -195,6 +196,7 @@ static PyObject *end_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED
     if (ring_memory == NULL || board_memory == NULL || history_argument(board, history, &entries) < 0)
         return NULL;
     uint64_t capacity = gc_load64(ring_memory, RING_CAPACITY);
+    if (capacity == 0) PyErr_SetString(PyExc_ValueError, "a ring of no bytes");
     if (capacity == 0 || words_memory(ring, (size_t)data + capacity) == NULL) return NULL;
     if (words_memory(ring, RING_READERS + (size_t)n_peers * READER_STRIDE) == NULL ||
         words_memory(ring, (size_t)own_line + READER_SEQUENCE + 8) == NULL)

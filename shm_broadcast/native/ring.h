@@ -57,6 +57,11 @@ static inline char *ring_at(const RingEnd *self, uint64_t position) {
     return self->data + position % self->capacity;
 }
 
+/* Whether the record at `position` with so much payload ends before the ring does, as all do. */
+static inline bool ring_holds(const RingEnd *self, uint64_t position, uint64_t size) {
+    return record_stride(size) <= self->capacity - position % self->capacity;
+}
+
 bool ring_aborted(const RingEnd *self);
 
 /* Writer only: whether `need` bytes from `position` on hold nothing that a reader has not read. */

@@ -12,6 +12,7 @@ from shm_broadcast.codec import MAX_BUFFERS
 from shm_broadcast.errors import MessageDecodeError
 from shm_broadcast.ring import reader as ring_reader
 from shm_broadcast.ring import writer as ring_writer
+from tests.forked import in_a_child
 from tests.shm_broadcast.rings import CAPACITY, CODEC, NoRoomError, Ring, ring
 
 if TYPE_CHECKING:
@@ -537,3 +538,18 @@ def test_a_record_of_a_size_that_cannot_be_is_skipped(total: int) -> None:
         with pytest.raises(MessageDecodeError, match="message 1 of rank 0"):
             made.read()
         assert made.read() == (b"whole", [])
+
+
+def reads_a_record_that_ends_behind_the_ring(buffers: list[bytes]) -> None:
+    with ring() as made:
+        made.write(b"damaged", buffers=buffers)
+        record, size = layout.data_offset(1), 4 * CAPACITY
+        made.words.write(record + layout.RECORD_SIZE, struct.pack("<I", size))
+        made.words.store64(record + layout.RECORD_TOTAL, size)
+        with pytest.raises(MessageDecodeError, match="message 1 of rank 0"):
+            made.read()
+
+
+@pytest.mark.parametrize("buffers", [[], [b"x"]])
+def test_a_record_that_ends_behind_the_ring_is_not_read(buffers: list[bytes]) -> None:
+    in_a_child(lambda: reads_a_record_that_ends_behind_the_ring(buffers))
