@@ -56,6 +56,9 @@ class Mark(Protocol):
     def passed(self) -> bool:
         """Whether the device has reached it. Never blocks, and ends no capture of other threads."""
 
+    def follow(self) -> None:
+        """Have the current stream wait for it."""
+
 
 class Driver(Protocol):
     """One device, for one process."""

@@ -16,7 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from device_comm.cuda.device.driver import Driver, Mark, PreparedLaunch
     from shm_broadcast.deadline import Deadline
@@ -111,7 +111,7 @@ class SideStreams:
             launch(side)
         mark = driver.mark(side)
         self._under_way.append((mark, keep))
-        return Passage(driver, self._streams, way, mark)
+        return Passage(mark)
 
     def marks(self) -> list[Mark]:
         """The ends of all unfinished messages."""
@@ -132,17 +132,8 @@ class SideStreams:
 class Passage:
     """Operations on a side stream; a `device_comm.work.Pending`."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        streams: Mapping[tuple[str, int], int],
-        way: tuple[str, int],
-        mark: Mark,
-    ) -> None:
-        """For the work on the stream of ``way`` up to ``mark``."""
-        self._driver = driver
-        self._streams = streams
-        self._way = way
+    def __init__(self, mark: Mark) -> None:
+        """For those before ``mark``."""
         self._mark = mark
 
     def ready(self) -> bool:
@@ -150,7 +141,5 @@ class Passage:
         return self._mark.passed()
 
     def wait(self, deadline: Deadline) -> None:  # noqa: ARG002 - the host does not wait
-        """Have the current stream wait for it. Nothing to do after `SideStreams.close`."""
-        side = self._streams.get(self._way)
-        if side is not None:
-            self._driver.order(side, self._driver.current_stream())
+        """Have the current stream wait for it, and not for what follows it on the side stream."""
+        self._mark.follow()

@@ -56,11 +56,6 @@ class HostStream:
     def give(self, task: Callable[[], object]) -> None:
         self._tasks.put(task)
 
-    def mark(self) -> HostMark:
-        mark = HostMark()
-        self.give(mark.event.set)
-        return mark
-
     def close(self) -> None:
         self._tasks.put(None)
         self._thread.join(5)
@@ -71,11 +66,19 @@ class HostStream:
 
 
 class HostMark:
-    def __init__(self) -> None:
+    def __init__(self, driver: HostDriver) -> None:
+        self._driver = driver
         self.event = threading.Event()
 
     def passed(self) -> bool:
         return self.event.is_set()
+
+    def follow(self) -> None:
+        self.hold(self._driver.current_stream())
+
+    def hold(self, stream: int) -> None:
+        """Have a stream wait for it."""
+        self._driver.give(stream, self.event.wait)
 
 
 class HostGraph:
@@ -273,20 +276,19 @@ class HostDriver:
 
     def order(self, before: int, after: int) -> None:
         self.orders.append((before, after))
-        if not before:
-            return
-        mark = self._streams[before].mark()
-        if after:
-            self._streams[after].give(mark.event.wait)
-        else:
-            mark.event.wait()
+        self.mark(before).hold(after)
 
     def mark(self, stream: int) -> HostMark:
+        mark = HostMark(self)
+        self.give(stream, mark.event.set)
+        return mark
+
+    def give(self, stream: int, task: Callable[[], object]) -> None:
+        """Have a stream do something."""
         if stream:
-            return self._streams[stream].mark()
-        done = HostMark()
-        done.event.set()
-        return done
+            self._streams[stream].give(task)
+        else:
+            task()
 
     def _run(self, kernel: str, grid: int, block: int, job: bytes) -> None:
         if self._emulation is None:
