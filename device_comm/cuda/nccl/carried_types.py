@@ -1,14 +1,16 @@
 """How reductions are expressed in NCCL, which has few dtypes and no bitwise operations.
 
-    int8, int32, int64, uint8, uint32, all floats        as they are
+    int8, int32, int64, uint8, uint32                    as they are
+    floats, SUM, PRODUCT and AVG                         as they are
     int16, uint16                                        widened to int32
     bool                                                 as uint8; SUM, BOR as MAX, PRODUCT,
                                                          BAND as MIN
     complex, SUM and AVG                                 as pairs of reals
 
-NCCL cannot do bitwise operations on integers, BXOR of bools, and PRODUCT of complex numbers:
-`nccl_wire` returns None for them. Sums of float16 and bfloat16 over more than two ranks may be
-rounded by NCCL after each addition. AVG is NCCL's own, which divides before it adds.
+NCCL cannot do bitwise operations on integers, BXOR of bools, and PRODUCT of complex numbers, and
+loses NaN in MIN and MAX of floats: `nccl_wire` returns None for them. Sums of float16 and bfloat16
+over more than two ranks may be rounded by NCCL after each addition. AVG is NCCL's own, which
+divides before it adds.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ def nccl_wire(op: ReduceOp, dtype: torch.dtype) -> NcclWire | None:
         return None if asked is None else NcclWire(asked, BYTE)
     asked = _OPS.get(op)
     if asked is None:
+        return None
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_floating_point:
         return None
     if dtype.is_complex:
         return None if op is ReduceOp.PRODUCT else NcclWire(asked, TYPES[_REAL[dtype]], 2)

@@ -375,6 +375,24 @@ def test_a_message_that_nobody_waits_for_is_sent(library: str, store_path: str) 
     assert run_ranks(2, unasked, NEW_BOARD, library, store_path) == [1.0, 1.0]
 
 
+def nan_in_different_places(rank: int, n: int, library: str, path: str) -> None:
+    nan = float("nan")
+    comm, _ = make_nccl(rank, n, None, library, path)
+    with comm:
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.tensor([[nan, 1, 4], [1, nan, 5]][rank], dtype=dtype)
+            for op, last in ((ReduceOp.MIN, 4.0), (ReduceOp.MAX, 5.0)):
+                found = comm.all_reduce(x, op=op)
+                assert found.isnan().tolist() == [True, True, False]
+                assert found[-1] == last
+
+
+def test_what_is_not_a_number_stays_none_whichever_rank_has_it(
+    library: str, store_path: str
+) -> None:
+    run_ranks(2, nan_in_different_places, library, store_path)
+
+
 def unwatched(rank: int, n: int, library: str, path: str) -> float:
     comm, _ = make_nccl(rank, n, None, library, path)
     with comm:
