@@ -177,6 +177,7 @@ def test_a_pool_that_does_not_fit(llama: Path, tp: int, pp: int, message: str) -
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "embedding is 'linear'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "biases are not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights are not supported"),
         ({"head_dim": 7}, "a head has 7 elements"),
         ({"hidden_size": 0}, "hidden_size"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers"),
@@ -196,6 +197,10 @@ def test_folders(tmp_path: Path) -> None:
     assert DecoderFolder.open(folder).ends == {256}
     edit(folder / "generation_config.json", eos_token_id=[256, 7])
     assert DecoderFolder.open(folder).ends == {256, 7}
+    edit(folder / "generation_config.json", eos_token_id=0)
+    assert DecoderFolder.open(folder).ends == {0}
+    edit(folder / "generation_config.json", eos_token_id=None)
+    assert DecoderFolder.open(folder).ends == {256}
     (folder / "tokenizer.json").unlink()
     with pytest.raises(DecoderFolderError, match=r"no tokenizer\.json"):
         DecoderFolder.open(folder)

@@ -44,6 +44,7 @@ class LlamaConfig(msgspec.Struct, frozen=True):
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     eos_token_id: int | list[int] | None = None
+    quantization_config: dict[str, Any] | None = None
 
     @property
     def head_size(self) -> int:
@@ -89,6 +90,8 @@ class LlamaConfig(msgspec.Struct, frozen=True):
             return f"hidden_act is {self.hidden_act!r}; only 'silu' is supported"
         if self.attention_bias or self.mlp_bias:
             return "attention_bias or mlp_bias is true; biases are not supported"
+        if self.quantization_config is not None:
+            return "it has a quantization_config; quantized weights are not supported"
         if self.head_size % 2:
             return (
                 f"a head has {self.head_size} elements; the rotary embedding needs an even number"
@@ -129,7 +132,8 @@ class DecoderFolder:
         ends = config.eos_token_id
         if (root / "generation_config.json").is_file():
             file = root / "generation_config.json"
-            ends = read_description(file, _Generation, DecoderFolderError).eos_token_id or ends
+            named = read_description(file, _Generation, DecoderFolderError).eos_token_id
+            ends = ends if named is None else named
         ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
         return cls(root, config, frozenset(ids))
 
