@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from server.workers.decoder import AnswerReader
+from server.workers.decoder import AnswerReader, DecoderFolder, DecoderText
+from tests.server.tiny_llama import make_llama
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 END = "<end>"
 WORDS = ["▁", "▁hello", "▁world", "a", "é", "漢", "\ufffd"]
@@ -118,3 +121,32 @@ def test_a_stop_is_found_at_the_very_end() -> None:
         reader = AnswerReader(tokenizer, [stop])
         assert "".join(map(reader.read, ids)) + reader.rest() == expected
         assert reader.stopped == (stop != "é!?")
+
+
+TEMPLATES = (
+    "{% if tools is not none %}{{ tools | length }}{% endif %}{{ messages[0]['content'] }}",
+    "{% if documents is none %}none{% else %}some{% endif %}",
+    "{{ messages[0] | tojson }}{{ messages | tojson(indent=2) }}",
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("kept", ["chat_template.jinja", "text", "by name"])
+def test_a_chat_is_put_into_words_as_by_transformers(
+    tmp_path: Path, template: str, kept: str
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = make_llama(tmp_path / "model")
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": template}]
+    if kept == "chat_template.jinja":
+        (folder / kept).write_text(template)
+    else:
+        (folder / "chat_template.jinja").unlink()
+        inside = {"chat_template": template if kept == "text" else named}
+        (folder / "tokenizer_config.json").write_text(json.dumps(inside))
+    chat = [{"role": "user", "content": "<b> & 'é'"}]
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert DecoderText(DecoderFolder.open(folder)).encode_chat(chat) == expected

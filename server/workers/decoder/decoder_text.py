@@ -76,7 +76,11 @@ class DecoderText:
 
         try:
             text = self._template.render(
-                messages=messages, add_generation_prompt=True, **self._special
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special,
             )
         except TemplateError as error:
             raise ChatError(f"the model's chat template: {error}") from error
@@ -222,18 +226,37 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> Any:
     """The chat template; ``None``: there is none. It is the model's code: it runs in a sandbox."""
     path = folder / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        named = (
+            each for each in source if isinstance(each, dict) and each.get("name") == "default"
+        )
+        source = next(named, {}).get("template")
     if not isinstance(source, str):
         return None
     from jinja2 import TemplateError  # noqa: PLC0415
+    from jinja2.ext import Extension  # noqa: PLC0415
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
 
+    class Answers(Extension):
+        """Where a model's answers are, which only its training asks."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Answers]
     )
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
+    def tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+    environment.filters["tojson"] = tojson  # its own writes "<" as "\\u003c"
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
