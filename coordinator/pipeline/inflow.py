@@ -18,14 +18,13 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from coordinator.pipeline.message import NEXT, PREV, from_dict, way_of
-from shm_broadcast import CoordinatorError
+from shm_broadcast import CoordinatorError, Deadline
 
 if TYPE_CHECKING:
     from coordinator.messages.incoming import IncomingDict
     from coordinator.messages.messenger import Messenger
     from device_comm import Pending
     from device_comm.verbs.arguments import Timeout
-    from shm_broadcast import Deadline
 
 
 class Request:
@@ -38,8 +37,11 @@ class Request:
 
     def ready(self) -> bool:
         """Whether `wait` would return or raise at once. Never blocks."""
-        while self.message is None and self._inflow.has_come():
-            self._inflow.sort_one()
+        try:
+            while self.message is None and self._inflow.has_come():
+                self._inflow.settle(Deadline.after(0))
+        except CoordinatorError:  # a receive has failed, as `wait` says
+            return True
         return self.message is not None
 
     def wait(self, deadline: Deadline) -> None:
@@ -113,10 +115,6 @@ class Inflow:
         if not self._coming:  # a signal handler has raised while it was sorted
             self._messenger.cpu.check()
         self._coming[0][1].wait(deadline)
-        self.sort_one()
-
-    def sort_one(self) -> None:
-        """Give the message that is there to who asked for it, or keep it. Never blocks."""
         try:
             message, _ = self._coming.popleft()
             self._sort(message)
@@ -128,7 +126,7 @@ class Inflow:
         try:
             way = way_of(message.header())
             wanted = [each for each in self._wanting if each[0] == way]
-        except (CoordinatorError, RuntimeError):  # who has waited longest gets it, and the error
+        except CoordinatorError:  # who has waited longest gets it, and the error
             wanted = self._wanting
         if wanted:
             first = wanted[0]

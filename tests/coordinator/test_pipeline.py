@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -22,8 +22,11 @@ from shm_broadcast import (
     MessageRefusedError,
 )
 from tests.coordinator.sent import counting
-from tests.patience import all_here
+from tests.patience import all_here, until
 from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from device_comm import Work
 
 
 class Pair(NamedTuple):
@@ -335,6 +338,30 @@ def both_arrive_while_one_waits(rank: int, n: int, path: str) -> None:
 
 def test_a_message_that_comes_between_two_looks(store_path: str) -> None:
     run_ranks(2, both_arrive_while_one_waits, store_path)
+
+
+def a_peer_aborts(rank: int, n: int, path: str, awaits: bool) -> None:
+    with ExitStack() as stack:
+        stage = Stage(open_groups(stack, rank, path, pp=2).pp)
+        if stage.is_first:
+            work = stage.recv_backward(async_op=True)
+            all_here(dist.FileStore(path + "-beside", n), n)
+            until(work.is_completed)
+            for _ in range(2):
+                with pytest.raises(GroupAbortedError, match="why not"):
+                    asyncio.run(awaited(work)) if awaits else work.wait()
+        else:
+            all_here(dist.FileStore(path + "-beside", n), n)
+            stage.pp.abort("why not")
+
+
+async def awaited(work: Work[Any]) -> Any:
+    return await work
+
+
+@pytest.mark.parametrize("awaits", [False, True])
+def test_what_was_seen_to_have_failed_raises_why(store_path: str, awaits: bool) -> None:
+    run_ranks(2, a_peer_aborts, store_path, awaits)
 
 
 # --- three stages, and slices --------------------------------------------------------------
