@@ -277,8 +277,7 @@ class Backend(ABC):
     def fail(self, error: BaseException) -> None:
         """Abort the group with ``error``, unless it is aborted or closed already."""
         if not self._disowned:
-            self.identity.name_globally(error)
-            end_group(self.watch, error)
+            end_group(self.identity, error)
             self.discard()
 
     def disown(self) -> None:
@@ -294,7 +293,8 @@ class Backend(ABC):
             self._closing.close()
 
 
-def end_group(watch: Watch, error: BaseException) -> None:
+def end_group(identity: Identity, error: BaseException) -> None:
     """Abort a group with ``error``, unless that says that it is aborted or closed already."""
+    identity.name_globally(error)
     if not isinstance(error, (GroupAbortedError, GroupClosedError)):
-        watch.abort(error)
+        identity.watch.abort(error)

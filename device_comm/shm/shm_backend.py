@@ -113,7 +113,7 @@ class ShmBackend(Backend):
         if progress is None:
             progress = Progress(board, f"{name} progress")
             self._closing.callback(progress.close)
-        self._execution = Execution(progress, partial(end_group, board))
+        self._execution = Execution(progress, partial(end_group, self.identity))
         self._native = None if module is None else self._make_native(module)
         self._steps: Steps = self._native or PythonSteps(
             segment, self._layout, rank, self._ring_others

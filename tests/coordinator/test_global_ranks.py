@@ -77,6 +77,27 @@ def test_who_does_another_thing_is_named(
             assert f": DivergenceError: rank {rank} issued " in str(error)
 
 
+def diverge_beside(rank: int, n: int, path: str, calls: Callable[..., object]) -> Any:
+    store = FileStore(path, n)
+    with coordinator.init(tp=2, pp=2, rank=rank, store=store) as groups:
+        groups.world.barrier()
+        with pytest.raises(CoordinatorError) as raised:
+            groups.tp.recv_object(1 - rank) if rank < 2 else calls(groups.tp, rank == 3)
+        return raised.value
+
+
+@pytest.mark.parametrize(
+    "calls", [gather_in_place_of_reduce, gather_later_in_place_of_reduce, object_in_place_of_dict]
+)
+def test_the_other_groups_are_told_the_same_rank(
+    store_path: str, calls: Callable[..., object]
+) -> None:
+    for error in run_ranks(4, diverge_beside, store_path, calls)[:2]:
+        assert isinstance(error, GroupAbortedError)
+        other = 5 - error.failure.rank
+        assert error.failure.message.startswith(f"rank {other} issued ")
+
+
 def refuse(rank: int, n: int, path: str, torch_only: bool) -> Any:
     store = FileStore(path, n)
     with coordinator.init(tp=2, pp=2, rank=rank, store=store, torch_only=torch_only) as groups:
