@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -21,7 +21,6 @@ from coordinator.messages.seal import EVERYONE
 from coordinator.messages.tensor_dict import WHOLE, Slicing, pack, to_payload
 from device_comm import Work
 from device_comm.verbs.checks import check_tensor
-from shm_broadcast import GroupTimeoutError
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from coordinator.messages.transport import Packed
     from device_comm.verbs.arguments import Timeout
     from device_comm.verbs.checks import Shape
-
-T = TypeVar("T")
 
 
 class Messenger(ObjectMessenger):
@@ -96,18 +93,6 @@ class Messenger(ObjectMessenger):
         """The next message of ``src``, a dict."""
         kind, routes = Kind.TENSOR_DICT, None if peers is None else peers.routes
         return IncomingDict(self.wire, kind, src, self.cpu.rank, self.routes, routes)
-
-    def finish(self, work: Work[T]) -> T:
-        """The end of a blocking receive; what cannot be taken back ends the group.
-
-        Raises:
-            GroupTimeoutError: it did not come in time; the group has been aborted.
-        """
-        try:
-            return work.wait()
-        except GroupTimeoutError as error:
-            self.cpu.abort(error)
-            raise
 
     def broadcast_dict(
         self,

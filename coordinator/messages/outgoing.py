@@ -19,7 +19,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from device_comm.call_number import call_number
-from shm_broadcast import NEVER, CoordinatorError, Deadline
+from shm_broadcast import NEVER, CoordinatorError, Deadline, GroupTimeoutError
 from shm_broadcast.timed_lock import new_turn
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class Outgoing:
             deadline: when to give up.
 
         Raises:
-            GroupTimeoutError: too much is under way, and the peer has not received it in time.
+            GroupTimeoutError: too much is under way, and the peer has not received it in time; the
+                group has been aborted.
             CoordinatorError: this send or an older one failed.
             RuntimeError: another thread is sending.
         """
@@ -84,8 +85,12 @@ class Outgoing:
 
             self._pass_on(make, parts, dst, send_part)
             under_way = self._under_way.get(dst)
-            while under_way and len(under_way) > 1 and _bytes_of(under_way) > OUTSTANDING_BYTES:
-                self._finish_first(under_way, deadline)
+            try:
+                while under_way and len(under_way) > 1 and _bytes_of(under_way) > OUTSTANDING_BYTES:
+                    self._finish_first(under_way, deadline)
+            except GroupTimeoutError as error:
+                self._routes.cpu.abort(error)
+                raise
 
     def begin(
         self, make: MakeMessage | None, parts: Sequence[Tensor], dst: int

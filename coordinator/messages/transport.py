@@ -23,6 +23,7 @@ from shm_broadcast import (
     CoordinatorError,
     Deadline,
     DivergenceError,
+    GroupTimeoutError,
     MessageDecodeError,
     MessageSealError,
 )
@@ -237,7 +238,19 @@ class MessageTransport:
             else:
                 comm.broadcast_(part, src=root, timeout=deadline)
         for work in works:
-            work.wait(deadline)
+            self.finish(work, deadline)
+
+    def finish(self, work: Work[T], timeout: Timeout = None) -> T:
+        """The end of a blocking call; what cannot be taken back ends the group.
+
+        Raises:
+            GroupTimeoutError: not done in time; the group has been aborted.
+        """
+        try:
+            return work.wait(timeout)
+        except GroupTimeoutError as error:
+            self.cpu.abort(error)
+            raise
 
     def object_of(
         self, src: int, kind: Kind = Kind.OBJECT, dst: int | None = None
