@@ -102,7 +102,11 @@ class CudaMark:
             return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def follow(self) -> None:
-        """Have the current stream wait for it."""
+        """Have the current stream wait for it; not if the device is there, for a stream that is
+        captured cannot wait for what is none of the graph.
+        """
+        if self.passed():
+            return
         with device_errors("cudaStreamWaitEvent"):
             torch.cuda.current_stream(self._device).wait_event(self._event)
 

@@ -58,3 +58,18 @@ def test_an_event_is_queried_in_a_mode_that_ends_no_capture(
         assert passed()
     assert modes == [RELAXED]
     assert thread.value == GLOBAL
+
+
+@pytest.mark.parametrize("reached", [False, True])
+def test_only_what_is_to_come_is_waited_for(monkeypatch: pytest.MonkeyPatch, reached: bool) -> None:
+    """A stream that is captured cannot wait for anything else than its graph."""
+    event = SimpleNamespace(record=lambda _: None, query=lambda: reached)
+    waits: list[object] = []
+    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=lambda _: 0)
+    monkeypatch.setattr(streams, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    current = SimpleNamespace(wait_event=waits.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    stream: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    streams.CudaMark(stream).follow()
+    assert waits == ([] if reached else [event])
