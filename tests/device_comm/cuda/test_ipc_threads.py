@@ -7,6 +7,8 @@ import time
 import pytest
 import torch
 
+from coordinator.messages.incoming import Routes
+from coordinator.messages.outgoing import Outgoing
 from device_comm import Communicator
 from device_comm.cuda.ipc import endpoint
 from device_comm.cuda.ipc.ipc_backend import IpcBackend
@@ -190,3 +192,25 @@ def test_nothing_is_made_on_the_device_once_a_peer_may_wait_there(emulation_libr
     for noted in on_threads(n, make):
         assert noted[-2:] == ["swap", "swap"]
         assert "make_stream" in noted
+
+
+def cross(rank: int, n: int, library: str, path: str, board: BoardHandle) -> None:
+    """Both send first, more than a channel holds, and change what they have sent."""
+    driver = HostDriver(library)
+    with make_ipc(rank, n, library, path, board, driver, timeout=60) as comm:
+        other, size = 1 - rank, 4 * small_layout(n).channel_bytes
+        outgoing = Outgoing(Routes(comm, comm), numbered=False)
+        x, found = (torch.full((size,), rank, dtype=torch.uint8) for _ in range(2))
+        for _ in range(3):
+            outgoing.send(None, (x,), other, Deadline.after(60))
+        x.fill_(7)
+        for _ in range(3):
+            assert comm.recv(out=found, src=other).unique().tolist() == [other]
+        outgoing.flush(Deadline.after(60))
+
+
+def test_ranks_that_send_to_each_other_first_both_go_on(
+    emulation_library: str, store_path: str
+) -> None:
+    with Board.create(2, None) as board:
+        run_ranks(2, cross, str(emulation_library), store_path, board.handle())
