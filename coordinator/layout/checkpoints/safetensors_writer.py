@@ -106,7 +106,9 @@ def write_checkpoint(path: Path, header: bytes, tensors: Iterable[Tensor]) -> No
     except BaseException as error:
         with suppress(OSError):
             unfinished.unlink()
-        if isinstance(error, OSError) and error.filename == str(unfinished):
+        if isinstance(error, OSError) and (
+            error.filename == str(unfinished) or (error.errno and error.filename is None)
+        ):
             error.filename = str(path)
             del error.filename2  # of a name that is not there yet: None would be shown
         raise

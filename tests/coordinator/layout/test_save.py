@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from coordinator.layout import (
 from coordinator.layout.checkpoints.safetensors_writer import encode_header, write_checkpoint
 from tests.coordinator.layout.by_hand import hold
 from tests.coordinator.layout.meshes import open_mesh
+from tests.forked import in_a_child
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -188,6 +190,19 @@ def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path, folder: str)
     with pytest.raises(OSError, match="directory") as caught:
         write_checkpoint(file, encode_header({}), [])
     assert str(caught.value).endswith(f"directory: '{file}'")
+
+
+def write_more_than_is_allowed(file: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    header = encode_header({"x": (torch.float32, (1000,))})
+    with pytest.raises(OSError, match="File too large") as caught:
+        write_checkpoint(file, header, [torch.zeros(1000)])
+    assert str(caught.value).endswith(f"File too large: '{file}'")
+    assert not list(file.parent.iterdir())
+
+
+def test_an_error_while_a_file_is_written_names_it(tmp_path: Path) -> None:
+    in_a_child(lambda: write_more_than_is_allowed(tmp_path / "x.safetensors"))
 
 
 @pytest.mark.parametrize(
