@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from shm_broadcast.board.board import Board
     from shm_broadcast.deadline import Deadline
 
-_LEAVE_SECONDS = 2.0
-"""How long `Progress.close` waits for the thread, which may itself wait for the caller's push: a
-signal handler's caller goes on with that only afterwards."""
-
 
 class Task(Protocol):
     """An operation that advances without blocking."""
@@ -209,6 +205,11 @@ class Lane:
         elif ended:
             self._progress.wake()
 
+    @property
+    def pushed_here(self) -> bool:
+        """Whether this thread is in the middle of a push."""
+        return self._pushing._is_owned()  # type: ignore[attr-defined,no-any-return]
+
     def missing(self) -> list[int]:
         """The member numbers that the first task waits for."""
         with suppress(IndexError):
@@ -297,14 +298,19 @@ class Progress:
         self._lanes.clear()
 
     def close(self) -> None:
-        """End the background thread. Unfinished tasks then advance only when somebody waits."""
+        """End the background thread. Unfinished tasks then advance only when somebody waits.
+
+        It is waited for, unless a signal handler calls in the middle of a push: the thread may wait
+        for that, and ends behind it.
+        """
         with self._lock:
             self._closed = True
             thread = self._thread
         self._wanted.set()
         self.wake()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_LEAVE_SECONDS)
+        pushing = any(lane.pushed_here for lane in self._list())
+        if thread is not None and thread is not threading.current_thread() and not pushing:
+            thread.join()
 
     def _run(self) -> None:
         while not self._closed:

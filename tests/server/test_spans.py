@@ -189,10 +189,7 @@ assert "opentelemetry" not in sys.modules
 with spans.within(spans.begin_request("x", {"traceparent": sys.argv[1]})):
     print(spans.carried()["traceparent"])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, PARENT], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == f"{PARENT}\n"
+    assert run_code(code, PARENT).stdout == f"{PARENT}\n"
 
 
 def test_what_cannot_be_recorded_is_said() -> None:
