@@ -13,7 +13,12 @@ import torch
 
 from coordinator.messages.framing import Message
 from coordinator.messages.tensor_dict import from_payload, unpack
-from shm_broadcast import CoordinatorError, MessageDecodeError, MessageRefusedError
+from shm_broadcast import (
+    CoordinatorError,
+    DivergenceError,
+    MessageDecodeError,
+    MessageRefusedError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -251,6 +256,8 @@ class IncomingDict(Incoming[dict[Any, Any]]):
             return self._tensors
         whole, peers = dict(self._tensors), self._peers
         try:
+            if peers is not None:
+                _require_the_same(header.cut, peers.cpu, timeout)
             for key, meta in header.tensors.items():
                 if meta.slices and peers is not None:
                     comm = peers.of(meta.device)
@@ -260,6 +267,20 @@ class IncomingDict(Incoming[dict[Any, Any]]):
             raise
         self._tensors, self._may_be_cut = whole, False
         return whole
+
+
+def _require_the_same(cut: int, peers: Communicator, timeout: Timeout) -> None:
+    """Require that all peers gather slices of the dict of that number."""
+    ours = torch.tensor([cut], device="cpu")
+    for rank, other in enumerate(peers.all_gather(ours, timeout=timeout).tolist()):
+        if other != cut:
+            error = DivergenceError(rank, _of_slices(cut), _of_slices(other))
+            peers.abort(error)
+            raise error
+
+
+def _of_slices(cut: int) -> str:
+    return f"the wait for dict {cut} of those that came in slices"
 
 
 def _nothing() -> Sequence[Tensor]:

@@ -8,10 +8,12 @@ guaranteed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from coordinator.messages.framing import Kind
@@ -27,12 +29,19 @@ if TYPE_CHECKING:
 
     from coordinator.messages.tensor_dict import Header
     from coordinator.messages.transport import Packed
+    from coordinator.messages.wire import Wire
+    from device_comm import Communicator
     from device_comm.verbs.arguments import Timeout
     from device_comm.verbs.checks import Shape
 
 
 class Messenger(ObjectMessenger):
     """One member's messages, tensors included. The communicators stay the group's."""
+
+    def __init__(self, cpu: Communicator, device: Communicator, wire: Wire) -> None:
+        """Send and receive over these; they are one where the group's device is the CPU."""
+        super().__init__(cpu, device, wire)
+        self._n_cut: Counter[int] = Counter()
 
     # --- tensors -------------------------------------------------------------------------
 
@@ -114,13 +123,17 @@ class Messenger(ObjectMessenger):
             return self._receive_broadcast(incoming, src, timeout, async_op)
         return self.broadcast_object(self._a_dict(values, src), src, timeout, async_op=async_op)
 
-    def payload(self, values: Mapping[Any, Any], slicing: Slicing) -> Packed:
-        """What a dict is sent as to one member: the payload of its message, and what follows it.
+    def payload(self, values: Mapping[Any, Any], slicing: Slicing, dst: int) -> Packed:
+        """What a dict is sent as to ``dst``: the payload of its message, and what follows it.
 
         Raises:
             What `pack` raises.
         """
-        return to_payload(*self.pack(values, slicing))
+        header, parts = self.pack(values, slicing)
+        if any(meta.slices for meta in header.tensors.values()):
+            self._n_cut[dst] += 1
+            header = replace(header, cut=self._n_cut[dst])
+        return to_payload(header, parts)
 
     def slicing(self, overrides: Mapping[Any, bool] | None) -> Slicing:
         """How to cut tensors that all members of this group hold."""

@@ -243,8 +243,9 @@ class MessageVerbs(Member):
         """
         if self.world_size == 1:
             return self._messenger.broadcast_dict(tensor_dict, 0, timeout)  # type: ignore[no-any-return]
-        make = self._packing(tensor_dict, all_gather_group, all_gather_tensors)
-        self._messenger.send(Kind.TENSOR_DICT, self._next(dst), make, timeout)
+        dst = self._next(dst)
+        make = self._packing(tensor_dict, dst, all_gather_group, all_gather_tensors)
+        self._messenger.send(Kind.TENSOR_DICT, dst, make, timeout)
         return None
 
     def isend_tensor_dict(
@@ -265,8 +266,9 @@ class MessageVerbs(Member):
         if self.world_size == 1:
             self._messenger.broadcast_dict(tensor_dict, 0, timeout)
             return Work(None)
-        make = self._packing(tensor_dict, all_gather_group, all_gather_tensors)
-        return self._messenger.isend(Kind.TENSOR_DICT, (self._next(dst),), make, None, timeout)
+        dst = self._next(dst)
+        make = self._packing(tensor_dict, dst, all_gather_group, all_gather_tensors)
+        return self._messenger.isend(Kind.TENSOR_DICT, (dst,), make, None, timeout)
 
     def recv_tensor_dict(
         self,
@@ -292,6 +294,8 @@ class MessageVerbs(Member):
 
         Raises:
             ValueError: a slice came and ``all_gather_group`` is not of the sender's size.
+            DivergenceError: the members of ``all_gather_group`` gather slices of different dicts,
+                since they wait for them in different orders; it is aborted.
             MessageRefusedError: the sender cannot send what it was given; says why.
             MessageDecodeError: a value cannot be restored here; or there is no room for a tensor,
                 or no such device, and the group is aborted.
@@ -356,13 +360,14 @@ class MessageVerbs(Member):
     def _packing(
         self,
         tensor_dict: Mapping[Any, Any],
+        dst: int,
         all_gather_group: MessageVerbs | None,
         all_gather_tensors: Mapping[Any, bool] | None,
     ) -> Make:
         slicing = (
             all_gather_group._messenger.slicing(all_gather_tensors) if all_gather_group else WHOLE
         )
-        return partial(self._messenger.payload, tensor_dict, slicing)
+        return partial(self._messenger.payload, tensor_dict, slicing, dst)
 
     def _next(self, dst: int | None) -> int:
         return (self.rank_in_group + 1) % self.world_size if dst is None else dst

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,12 @@ import torch
 
 import coordinator
 from coordinator import host_store
-from shm_broadcast import GroupAbortedError, GroupTimeoutError, MessageRefusedError
+from shm_broadcast import (
+    DivergenceError,
+    GroupAbortedError,
+    GroupTimeoutError,
+    MessageRefusedError,
+)
 from tests.coordinator.sent import agree, counting
 from tests.ranks import run_ranks
 
@@ -76,6 +82,34 @@ def a_peer_that_does_not_gather(rank: int, n: int, port: int) -> None:
                 pp.recv_tensor_dict(0, tp, timeout=2)
         with pytest.raises(GroupAbortedError, match="GroupTimeoutError: tp all_gather"):
             groups.world.barrier(timeout=30)
+
+
+def waiting_in_another_order(rank: int, n: int, port: int) -> None:
+    """Of the two receivers, one waits for the second dict first."""
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(tp=2, pp=2, rank=rank, store=store, timeout=30) as groups:
+        pp, tp = groups.pp, groups.tp
+        if pp.is_first_rank:
+            for value in range(2):
+                pp.isend_tensor_dict({"x": torch.full((800,), value), "odd": torch.ones(3)}, 1, tp)
+                pp.isend_tensor_dict({"odd": torch.ones(tp.rank_in_group * 2 + 1)}, 1, tp)
+        else:
+            works = [pp.irecv_tensor_dict(0, tp) for _ in range(4)]
+            for work in works[1::2]:
+                work.wait()
+            own, other = (1, 2) if tp.is_first_rank else (2, 1)
+            told = r"rank {} issued the wait for dict {} of .* this rank issued .* dict {} of"
+            with pytest.raises(
+                (DivergenceError, GroupAbortedError), match=told.format(r"\d", r"\d", r"\d")
+            ) as raised:
+                works[2 * own - 2].wait()
+            if isinstance(raised.value, DivergenceError):
+                assert re.search(told.format(5 - rank, other, own), str(raised.value))
+
+
+def test_who_waits_for_slices_in_another_order_gets_no_others() -> None:
+    store = host_store()
+    run_ranks(4, waiting_in_another_order, store.port)
 
 
 def test_slices_are_gathered_in_the_time_of_the_call() -> None:
