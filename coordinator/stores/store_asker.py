@@ -7,12 +7,13 @@ apart asks, one question after the other, and whoever wants the answer waits for
 
 from __future__ import annotations
 
+import logging
 import time
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from torch.distributed import DistError
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
 GIVEN_UP = "given up"
 """The key by which those that come later see that somebody has waited in vain."""
 
@@ -45,6 +48,8 @@ _LOOK_SECONDS = 5 * SLICE_SECONDS
 """How long the thread apart looks for a value before it is asked again."""
 _ANSWERED_SECONDS = 1.0
 """How long an answer of the store is waited for at least: also the last look, at the deadline."""
+_TELL_SECONDS: Final = 10.0
+"""After how long a wait the log says for whom; once more whenever it has lasted twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +115,8 @@ class StoreAsker:
             key: what is waited for.
             operation: what this is, for errors.
             read: called apart, once, when the key is there.
-            missing: the ranks that are waited for, and what is to be said of them: called apart,
-                once, if the key is not there in time.
+            missing: the ranks that are waited for, and what is to be said of them: called apart
+                for the log, if the key is not there for long, and for the error.
             come: called apart first, together with the first look.
 
         Raises:
@@ -135,10 +140,13 @@ class StoreAsker:
             come()
             return look()
 
-        pauses = naps()
+        pauses, began, tell_after = naps(), time.monotonic(), _TELL_SECONDS
         with self._reaching(operation):
             found = self._answer(operation, first_look)
             while not found:
+                if time.monotonic() - began >= tell_after:
+                    self._tell(operation, tell_after, *self._answer(operation, missing))
+                    tell_after *= 2
                 if self.watch is not None:
                     self.watch(operation, lambda: self._answer(operation, there))
                 if self.deadline.expired:
@@ -173,6 +181,15 @@ class StoreAsker:
         finally:
             answer.cancel()
             del answer  # an error that it has would keep it
+
+    def _tell(
+        self, operation: str, seconds: float, absent: Sequence[int], remarks: Sequence[str]
+    ) -> None:
+        if absent:
+            ranks = ", ".join(str(self.global_rank(rank)) for rank in absent)
+            named = f"rank{'s' if len(absent) > 1 else ''} {ranks}"
+            what = "; ".join([f"{operation}: waiting for {named} for {seconds:g} s", *remarks])
+            _log.warning(what)
 
     def _late(
         self, operation: str, absent: Sequence[int], remarks: Sequence[str]

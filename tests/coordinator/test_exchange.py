@@ -14,6 +14,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from coordinator.setup.exchange import Exchange
+from coordinator.stores import store_asker
 from coordinator.stores.authenticated import authenticated
 from coordinator.stores.curve_store import StoreHost
 from shm_broadcast import (
@@ -180,6 +181,26 @@ def test_a_member_that_came_to_another_group_is_said_to_have(
     for rank, (wanted, its_ranks) in groups.items():
         came = f"rank {rank} came to set up {wanted} of ranks {list(its_ranks)} last"
         assert came in told[1 - rank]
+
+
+def test_the_log_says_for_whom_a_set_up_waits_long_before_its_time_is_over(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_asker, "_TELL_SECONDS", 0.2)
+    world = Exchange(HashStore(), 0, 4, "world", Deadline.after(60))
+    replace(world, rank=1).sub("pp", (1, 3))
+
+    def told() -> list[str]:
+        return [record.message for record in caplog.records]
+
+    with ThreadPoolExecutor(3) as threads:
+        waiting = threads.submit(world.sub("tp", (0, 1, 2)).all_gather, "hosts")
+        until(lambda: len(told()) == 2)
+        for rank in (1, 2):
+            threads.submit(replace(world, rank=rank).sub("tp", (0, 1, 2)).all_gather, "hosts")
+        waiting.result(30)
+    came = "rank 1 came to set up pp of ranks [1, 3] last"
+    assert told()[:2] == [f"tp hosts: waiting for ranks 1, 2 for {s} s; {came}" for s in (0.2, 0.4)]
 
 
 def test_a_member_that_is_late_is_not_said_to_be_elsewhere() -> None:
