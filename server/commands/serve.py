@@ -145,6 +145,7 @@ def run(plan: ServePlan | HeadlessPlan) -> int:
     """
     if isinstance(plan, HeadlessPlan):
         logs.configure("off")
+        descriptors.raise_limit()
         return run_headless(plan.hosts, plan.start_timeout)
     return _serve(plan)
 

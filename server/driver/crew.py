@@ -52,6 +52,7 @@ from .supervisor import Watcher
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
+    from contextlib import AbstractContextManager
 
     from shm_broadcast import MemberStatus
     from shm_broadcast.board.totals import VerbTotal
@@ -110,7 +111,7 @@ class Crew(Watcher):
             stuck_seconds=math.inf if plan.stuck_after is None else plan.stuck_after,
             restartable=plan.restart != "never",
         )
-        with enough_files(len(plan.ranks_of(0))), ExitStack() as undo:
+        with self._enough_files(), ExitStack() as undo:
             undo.callback(self._leave_links.close)
             self._staff = Staff(plan)
             undo.callback(self._staff.close, 0.0)
@@ -340,6 +341,11 @@ class Crew(Watcher):
         told = "%s has started: %d workers, generation %d"
         _log.info(told, self._name, workers, generation, extra=of)
 
+    def _enough_files(self) -> AbstractContextManager[None]:
+        here = len(self._plan.ranks_of(0))
+        elsewhere = None if self._plan.hosts is None else self._plan.n_workers - here
+        return enough_files(here, elsewhere)
+
     def _restart(self, failure: Exception) -> None:
         """Begin generations until one stands, or there were too many."""
 
@@ -358,7 +364,7 @@ class Crew(Watcher):
                 try:
                     tick()  # it may have been shut down while a callback held this thread up
                     self._staff.dismiss(pause, tick, keep=keep)
-                    with enough_files(len(self._plan.ranks_of(0))):
+                    with self._enough_files():
                         self._begin(tick)
                 except PoolClosedError:
                     raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,9 @@ _OF_A_POOL = 18
 _OF_A_WORKER = 8
 """Descriptors that the driver takes for a pool, and more for each worker on its host, while they
 start; then 9 fewer, and 7 for each worker."""
+_OF_HOSTS = 40
+_OF_A_DISTANT_WORKER = 14
+"""More of them where there are other hosts, and for each worker there."""
 
 
 def open_files() -> int:
@@ -31,20 +35,34 @@ def open_files() -> int:
 
 
 @contextmanager
-def enough_files(n_workers: int) -> Iterator[None]:
-    """A block that starts ``n_workers`` on this host; what it has opened is closed if it fails.
+def enough_files(n_here: int, n_elsewhere: int | None) -> Iterator[None]:
+    """A block that starts workers; what it has opened is closed if it fails.
+
+    With other hosts it is not begun if it will fail: where libzmq may open too few files, it ends
+    the process.
+
+    Args:
+        n_here: how many workers on this host.
+        n_elsewhere: how many on others; ``None``: there are no other hosts.
 
     Raises:
         DescriptorLimitError: it could not open as many files as it needs.
     """
+    more = _OF_A_POOL + _OF_A_WORKER * n_here
     try:
+        if n_elsewhere is not None:
+            more += _OF_HOSTS + _OF_A_DISTANT_WORKER * n_elsewhere
+            if open_files() + more > _limit():
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         yield
     except (OSError, SharedMemoryError) as error:
         if errno.EMFILE not in (getattr(each, "errno", 0) for each in (error, error.__cause__)):
             raise
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        others = limit
+        others = _limit()
         with suppress(OSError):
             others = open_files()
-        needed = others + _OF_A_POOL + _OF_A_WORKER * n_workers
-        raise DescriptorLimitError(limit, max(needed, limit + 1)) from error
+        raise DescriptorLimitError(_limit(), max(others + more, _limit() + 1)) from error
+
+
+def _limit() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -100,6 +100,7 @@ def serve_host(hosts: Hosts, timeout: float | None = 300.0) -> None:
         HostError: the head did not answer in time, refused this host, or was lost; of a pool that
             is restarted, it was lost and has not come back in time.
         ValueError: this is the head.
+        DescriptorLimitError: too few files may be open (``ulimit -n``).
         OSError: the head's address cannot be resolved.
     """
     if hosts.is_head:
@@ -111,7 +112,9 @@ def serve_host(hosts: Hosts, timeout: float | None = 300.0) -> None:
         raise HostError(hosts.node_rank, str(error)) from error
     stays = True
     while stays:
-        with HostSupervisor(hosts, deadline) as supervisor:
+        with enough_files(1, 0):
+            supervisor = HostSupervisor(hosts, deadline)
+        with supervisor:
             stays = supervisor.run()
         deadline = Deadline.after(timeout)
 
@@ -303,7 +306,10 @@ class HostSupervisor(Watcher):
         preload = pool.config.preload if pool.config.fork else None
         try:
             threads = pool.config.threads or worker_threads(len(pool.ranks), self._bound)
-            with enough_files(len(told.missing)), self._meeting.convene(told.missing) as seats:
+            with (
+                enough_files(len(told.missing), None),
+                self._meeting.convene(told.missing) as seats,
+            ):
                 started = launch(seats, threads, Deadline.after(told.seconds), preload=preload)
         except (OSError, ValueError, WorkerStartError) as error:
             for rank in told.missing:

@@ -7,14 +7,24 @@ import resource
 import signal
 import subprocess
 import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
 
 from benchmarks.http_served import COMMAND, ROOT
 from server.driver.open_files import open_files
 from server.errors import DescriptorLimitError, RestartLimitError
+from server.hosts.host_supervisor import serve_host
+from server.hosts.place import Hosts
 from server.pool import WorkerPool
 from tests.patience import PATIENCE_SECONDS, until
 from tests.ranks import run_ranks
+from tests.server.over_hosts import PORT, SECRET
 from tests.server.workers import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def at_most(files: int) -> None:
@@ -83,3 +93,19 @@ def test_a_service_that_may_have_too_few_files_says_how_many_it_needs() -> None:
     assert done.returncode == 1
     assert "DescriptorLimitError: this process may have 24 files open" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def take_part(rank: int, _: int) -> str:
+    """A host of two: where libzmq may open too few files, it ends the process."""
+    here = Hosts(2, rank, "127.0.0.1", PORT, SECRET)
+    begin: Callable[[], object] = partial(serve_host, here, PATIENCE_SECONDS)
+    if here.is_head:
+        begin = partial(WorkerPool, Worker, tp=2, launcher="hosts", hosts=here)
+    at_most(open_files() + 20)
+    with pytest.raises(DescriptorLimitError) as caught:
+        begin()
+    return str(caught.value)
+
+
+def test_hosts_that_may_open_too_few_files_say_so() -> None:
+    assert all("RLIMIT_NOFILE" in told for told in run_ranks(2, take_part))
