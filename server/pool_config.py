@@ -77,6 +77,7 @@ class PoolConfig:
             ``False``: each worker is a fresh interpreter, for code that must not be forked.
         preload: modules that this process has loaded, too. They stay as they were then: not for
             code that changes while the driver runs, or that starts threads when it is imported.
+            Only with ``fork``.
         spans: where each worker records its OpenTelemetry spans, as `spans.record` takes it;
             ``None``: nowhere, unless it sees to that itself.
         name: what logs, errors and the workers' output call the pool, where there are several;

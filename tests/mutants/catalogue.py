@@ -606,6 +606,15 @@ MUTANTS = (
         ("tests/server/test_pool_hosts.py::test_hosts_that_differ_are_told_in_what",),
     ),
     Mutant(
+        "H2 so is how many hosts they think there are",
+        "server/hosts/place.py",
+        'return {"nnodes": str(self.nnodes), **self.facts}',
+        "return {**self.facts}",
+        (
+            "tests/server/test_hosts_meet.py::test_hosts_that_differ_in_how_many_they_are_both_say_so",
+        ),
+    ),
+    Mutant(
         "H3 nobody takes the place of a host that lives",
         "server/hosts/head_link.py",
         "elif known.heard_at > comer.heard_at:",
