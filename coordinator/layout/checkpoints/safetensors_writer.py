@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,8 @@ def encode_header(
 def write_checkpoint(path: Path, header: bytes, tensors: Iterable[Tensor]) -> None:
     """Write a file. It appears at ``path`` when it is complete, and replaces an older one.
 
+    Where several write the same file at once, each writes all of it, and the last one's stays.
+
     Args:
         path: the file; its folder must exist.
         header: from `encode_header`.
@@ -92,7 +95,7 @@ def write_checkpoint(path: Path, header: bytes, tensors: Iterable[Tensor]) -> No
 
     Collective: no.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    unfinished = path.with_name(f".{secrets.token_hex(8)}.unfinished")
     try:
         with unfinished.open("wb") as file:
             file.write(len(header).to_bytes(8, "little"))

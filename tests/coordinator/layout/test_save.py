@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +29,8 @@ from tests.forked import in_a_child
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from coordinator.layout import Mesh
 
 WHOLES = {
@@ -180,6 +183,27 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         write_checkpoint(file, header, fails())
     assert [each.name for each in tmp_path.iterdir()] == ["x.safetensors"]
+    assert load_file(file)["x"].tolist() == [1, 1]
+
+
+def test_who_saves_the_same_file_meanwhile_writes_another_one(tmp_path: Path) -> None:
+    """Their process has the same number: a thread's, or that of another container."""
+    file = tmp_path / "x.safetensors"
+    header = encode_header({"x": (torch.float32, (2,))})
+
+    def another_saves() -> Iterator[torch.Tensor]:
+        write_checkpoint(file, header, [torch.zeros(2)])
+        assert load_file(file)["x"].tolist() == [0, 0]
+        yield torch.ones(2)
+
+    write_checkpoint(file, header, another_saves())
+    assert load_file(file)["x"].tolist() == [1, 1]
+    assert [each.name for each in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_a_name_may_be_as_long_as_a_file_s_may(tmp_path: Path) -> None:
+    file = tmp_path / "x".zfill(os.pathconf(tmp_path, "PC_NAME_MAX"))
+    write_checkpoint(file, encode_header({"x": (torch.float32, (2,))}), [torch.ones(2)])
     assert load_file(file)["x"].tolist() == [1, 1]
 
 
