@@ -50,6 +50,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("name", ["matrix", "scalar", "empty"])
+def test_the_default_device_of_the_caller_changes_nothing(folder: Path, name: str) -> None:
+    """A model's skeleton is often made under this one, and its weights are loaded there."""
+    with torch.device("meta"):
+        read = load_sharded(folder, {name: Replicate()}, Place(0, 1))[name]
+    assert read.device.type == "cpu"
+    assert torch.equal(read, TENSORS[name])
+
+
 @pytest.fixture
 def indexed(tmp_path: Path) -> Path:
     """The same tensors in two files with an index."""
