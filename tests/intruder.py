@@ -76,9 +76,7 @@ def intruder() -> Iterator[Report]:
 
 
 def _attack(parent: int, writing: int) -> None:
-    os.setgroups([])
-    os.setresgid(NOBODY, NOBODY, NOBODY)
-    os.setresuid(NOBODY, NOBODY, NOBODY)
+    become_nobody()
     stopping: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # torch complains there
@@ -148,3 +146,10 @@ def _children(parent: int) -> set[int]:
                 if int(stat[stat.rindex(")") + 2 :].split()[1]) == parent:
                     found.add(int(entry.name))
     return found - {os.getpid()}
+
+
+def become_nobody() -> None:
+    """Go on as user nobody, for good. Takes root."""
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)

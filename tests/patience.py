@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from shm_broadcast import CoordinatorError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +39,15 @@ def quickest(attempt: Callable[[], float], promised: float) -> float:
         if seconds < promised:
             return seconds
     return attempt()
+
+
+def failure_of(call: Callable[[], object]) -> tuple[Any, float]:
+    """The error that ``call`` raises, and when, on the clock that all processes share."""
+    try:
+        call()
+    except CoordinatorError as error:
+        return error, time.monotonic()
+    raise AssertionError("nothing was raised")
 
 
 def all_here(store: Store, n: int, place: str = "here") -> None:

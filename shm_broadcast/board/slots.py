@@ -11,7 +11,7 @@ from shm_broadcast.board.members import Members
 from shm_broadcast.board.totals import read_totals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from shm_broadcast.atomics import WordsLike
@@ -140,10 +140,9 @@ class Slots:
         """Whether process ``pid`` has ``member``'s slot, or had it last, and has not ended."""
         return self._members.runs(self._valid(member), pid)
 
-    def lost(self, among: Iterable[int] | None = None) -> list[int]:
+    def lost(self) -> list[int]:
         """The members whose process has ended without closing its board."""
-        members = range(self.n_members) if among is None else among
-        return [member for member in members if self._members.state(self._valid(member)) == "lost"]
+        return [each for each in range(self.n_members) if self._members.state(each) == "lost"]
 
     def lost_slot(self, member: int) -> AbstractContextManager[None]:
         """Inside, nobody can take the slot of ``member``, whose process has ended.

@@ -12,10 +12,9 @@ from torch.distributed import FileStore
 
 import coordinator
 import coordinator.hosts.nodes
-from shm_broadcast import CoordinatorError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from coordinator.groups import ParallelGroups
     from tests.netns import Host
@@ -68,12 +67,3 @@ def note(store: FileStore, what: str) -> None:
 def since(store: FileStore, what: str, moment: float) -> float:
     """The seconds between what was noted and a moment."""
     return moment - float(store.get(what))
-
-
-def failure_of(call: Callable[[], object]) -> tuple[CoordinatorError, float]:
-    """The error that ``call`` raises, and when, on the clock that all processes share."""
-    try:
-        call()
-    except CoordinatorError as error:
-        return error, time.monotonic()
-    raise AssertionError("nothing was raised")

@@ -22,10 +22,10 @@ from shm_broadcast import (
     MemberStatus,
     PeerLostError,
 )
-from tests.coordinator.hosts import NAMES, beside, failure_of, groups_over, move_to, note, since
+from tests.coordinator.hosts import NAMES, beside, groups_over, move_to, note, since
 from tests.netns import Host, two_hosts, unavailable
 from tests.pages.blocks import block_of, without_numbers
-from tests.patience import all_here, quickest, until
+from tests.patience import all_here, failure_of, quickest, until
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from shm_broadcast import (
     PeerLostError,
 )
 from shm_broadcast.layout import DOORBELL_SLEEPERS
-from tests.device_comm.meeting import die, meet, moment_of_death, wait_for_abort
+from tests.device_comm.meeting import die, meet, moment_of_death, wait_for_abort, wait_twice
 from tests.device_comm.shm_ranks import make_comm, share_through, shm_of
-from tests.patience import NAMED_WITHIN, quickest, until
+from tests.patience import NAMED_WITHIN, failure_of, quickest, until
 from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
@@ -39,15 +39,6 @@ if TYPE_CHECKING:
     from device_comm import Communicator
 
 SIZES = [10, 3_000, 100_000, 2_000_000]
-
-
-def failure_of(call: Callable[[], object]) -> tuple[Any, float]:
-    """The error that ``call`` raises, and when, on the clock that all processes share."""
-    try:
-        call()
-    except CoordinatorError as error:
-        return error, time.monotonic()
-    raise AssertionError("nothing was raised")
 
 
 def for_ever(comm: Communicator, dice: random.Random) -> None:
@@ -296,22 +287,7 @@ def test_wrong_arguments_on_all_ranks_leave_the_group_whole(native: bool, store_
 
 
 def wait_again(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
-    comm = make_comm(rank, board, path)
-    if rank == 1:
-        meet(rank, n, path)
-    works = [comm.all_reduce(torch.ones(2), async_op=True)]
-    if rank == 0:
-        works.append(comm.irecv((2,), torch.float32, 1))
-        with pytest.raises(GroupTimeoutError):
-            works[0].wait(0.01)
-        with pytest.raises(GroupTimeoutError):
-            works[1].wait(0.01)
-        meet(rank, n, path)
-    else:
-        comm.send(torch.full((2,), 3.0), 0)
-    results = [work.wait() for work in works]
-    results.append(comm.all_reduce(torch.ones(2)))
-    return [float(value) for result in results for value in result]
+    return wait_twice(make_comm(rank, board, path), path)
 
 
 def test_a_work_can_be_waited_for_again_after_its_deadline(store_path: str) -> None:

@@ -30,9 +30,9 @@ from shm_broadcast import (
 )
 from shm_broadcast.errors import TransportError
 from tests.commands import run_to_end
-from tests.device_comm.meeting import SOON, die, meet, moment_of_death
+from tests.device_comm.meeting import SOON, die, meet, moment_of_death, wait_twice
 from tests.forked import in_a_child
-from tests.patience import NAMED_WITHIN, quickest, until
+from tests.patience import NAMED_WITHIN, failure_of, quickest, until
 from tests.ranks import NEW_BOARD, init_gloo, run_ranks
 
 if TYPE_CHECKING:
@@ -81,15 +81,6 @@ VERBS = [
     "work",
     "irecv",
 ]
-
-
-def failure_of(call: Callable[[], object]) -> tuple[CoordinatorError, float]:
-    """The error that ``call`` raises, and when, on the clock that all processes share."""
-    try:
-        call()
-    except CoordinatorError as error:
-        return error, time.monotonic()
-    raise AssertionError("nothing was raised")
 
 
 def last_is_killed(
@@ -208,24 +199,7 @@ def test_a_deadline_without_a_board_breaks_the_connections(store_path: str) -> N
 
 
 def wait_again(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
-    comm = make(rank, n, path, board)
-    late = f"{path}.late"
-    if rank == 1:
-        meet(rank, n, late)
-    works = [comm.all_reduce(torch.ones(2), async_op=True)]
-    if rank == 0:
-        works.append(comm.irecv((2,), torch.float32, 1))
-        for work in works:
-            for seconds in (0, 0.05):
-                with pytest.raises(GroupTimeoutError):
-                    work.wait(seconds)
-            assert not work.is_completed()
-        meet(rank, n, late)
-    else:
-        comm.send(torch.full((2,), 3.0), 0)
-    results = [work.wait() for work in works]
-    results.append(comm.all_reduce(torch.ones(2)))
-    return [float(value) for result in results for value in result]
+    return wait_twice(make(rank, n, path, board), path)
 
 
 def test_a_work_can_be_waited_for_again_after_its_deadline(store_path: str) -> None:

@@ -28,7 +28,7 @@ from shm_broadcast.errors import (
 from shm_broadcast.onlooker.pasts import pasts
 from shm_broadcast.onlooker.processes import scan
 from shm_broadcast.onlooker.programs import of_process, programs
-from tests.intruder import NOBODY
+from tests.forked import in_a_child
 from tests.patience import until
 from tests.shm_broadcast.queues import Running
 
@@ -350,22 +350,13 @@ def test_another_user_reads_none_of_it() -> None:
         board.stamp("tp send", "tp", SEND)
         descriptor = board.handle().segment.fd
         assert os.fstat(descriptor).st_mode & 0o777 == 0o600
-        path, reading_end = f"/proc/{os.getpid()}/fd/{descriptor}", os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            with suppress(BaseException):
-                os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
-                try:
-                    os.open(path, os.O_RDONLY)
-                except OSError as error:
-                    os.write(reading_end[1], type(error).__name__.encode())
-            os._exit(0)
-        os.close(reading_end[1])
-        assert os.read(reading_end[0], 100) == b"PermissionError"
-        os.close(reading_end[0])
-        os.waitpid(pid, 0)
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+
+        def read() -> None:
+            with pytest.raises(PermissionError):
+                os.open(path, os.O_RDONLY)
+
+        in_a_child(read, as_nobody=True)
 
 
 def test_damage_is_left_out() -> None:

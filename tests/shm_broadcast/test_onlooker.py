@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,7 +25,7 @@ from shm_broadcast.onlooker.programs import (
 )
 from shm_broadcast.segment import Segment
 from tests.commands import run_code, waiting
-from tests.intruder import NOBODY
+from tests.forked import in_a_child
 from tests.patience import until
 from tests.shm_broadcast.queues import Running
 
@@ -440,22 +440,13 @@ def test_segments_are_for_their_owner_only() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
 def test_another_user_sees_nothing() -> None:
+    parent = os.getpid()
+
+    def look() -> None:
+        seen = scan()
+        assert parent not in seen.processes
+        assert programs(seen) == []
+
     with Board.create(1, 0, "our own"):
         assert [board.name for board in boards_here(of="our own")] == ["our own"]
-        reading, writing = os.pipe()
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            with suppress(BaseException):
-                os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
-                seen = scan()
-                others = [each for each in seen.processes if each == parent]
-                os.write(writing, f"{len(programs(seen))} {others}".encode())
-            os._exit(0)
-        os.close(writing)
-        told = os.read(reading, 100)
-        os.close(reading)
-        os.waitpid(pid, 0)
-        assert told == b"0 []"
+        in_a_child(look, as_nobody=True)
