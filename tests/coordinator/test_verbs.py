@@ -9,10 +9,8 @@ import torch
 
 import coordinator
 from coordinator import GroupCoordinator, ReduceOp, host_store
-from tests.device_comm.cases_move import move_cases
-from tests.device_comm.cases_named import named_cases
-from tests.device_comm.cases_reduce import reduce_cases
-from tests.device_comm.suite import check_table, run_table
+from tests.device_comm.suite import check_table
+from tests.device_comm.whole_table import run_whole_table
 from tests.ranks import run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
@@ -32,9 +30,7 @@ class AsCommunicator:
 
 def run_tables(group: GroupCoordinator, dtypes: list[torch.dtype]) -> dict[str, str]:
     comm: Any = AsCommunicator(group)
-    failures = run_table(comm, reduce_cases, dtypes)
-    failures |= run_table(comm, move_cases, dtypes)
-    return failures | run_table(comm, named_cases)
+    return run_whole_table(comm, dtypes)
 
 
 def table(rank: int, n: int, port: int) -> dict[str, str]:

@@ -10,11 +10,9 @@ import torch
 from device_comm import Communicator, TorchBackend
 from device_comm.shm.pipes.pipe import HEADER_BYTES, RING_BYTES
 from device_comm.wrappers.host_staging import HostStaging
-from tests.device_comm.cases_move import move_cases
-from tests.device_comm.cases_named import named_cases
-from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.shm_ranks import make_comm
-from tests.device_comm.suite import check_table, run_table
+from tests.device_comm.suite import check_table
+from tests.device_comm.whole_table import run_whole_table
 from tests.ranks import NEW_BOARD, init_gloo, run_ranks
 
 if TYPE_CHECKING:
@@ -32,9 +30,7 @@ def table(rank: int, n: int, path: str, board: BoardHandle, device: str) -> dict
             with pytest.raises(NotImplementedError, match="host has no irecv_series"):
                 comm.irecv_series(list, (rank + 1) % n)
         dtypes = [torch.float32, torch.int64, torch.bfloat16]
-        failures = run_table(comm, reduce_cases, dtypes)
-        failures |= run_table(comm, move_cases, dtypes)
-        return failures | run_table(comm, named_cases)
+        return run_whole_table(comm, dtypes)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -45,9 +41,7 @@ def test_table(n: int, store_path: str) -> None:
 def over_gloo(rank: int, n: int, path: str) -> dict[str, str]:
     backend = TorchBackend(init_gloo(rank, n, path))
     with Communicator(HostStaging(backend, "cpu")) as comm:
-        failures = run_table(comm, reduce_cases, [torch.float32])
-        failures |= run_table(comm, move_cases, [torch.float32])
-        return failures | run_table(comm, named_cases)
+        return run_whole_table(comm, [torch.float32])
 
 
 def test_table_over_gloo(store_path: str) -> None:

@@ -20,12 +20,10 @@ from device_comm.choosing.selecting_backend import SelectingBackend
 from device_comm.choosing.selection import Candidate, Measured, Selection, Table
 from device_comm.cuda.agree import swap_over
 from shm_broadcast import Board, BoardHandle, GroupAbortedError, GroupClosedError
-from tests.device_comm.cases_move import move_cases
-from tests.device_comm.cases_named import named_cases
-from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.meeting import meet
 from tests.device_comm.shm_ranks import make_comm
-from tests.device_comm.suite import check_table, run_table
+from tests.device_comm.suite import check_table
+from tests.device_comm.whole_table import run_whole_table
 from tests.ranks import NEW_BOARD, init_gloo, run_ranks
 
 BYTES = [32, 100, 300, 5000]
@@ -61,9 +59,7 @@ def table(rank: int, n: int, path: str, handle: BoardHandle) -> dict[str, str]:
     comm, _ = make(rank, n, path, handle, alternating())
     with comm:
         dtypes = [torch.float32, torch.int64, torch.bfloat16, torch.bool]
-        failures = run_table(comm, reduce_cases, dtypes)
-        failures |= run_table(comm, move_cases, dtypes)
-        return failures | run_table(comm, named_cases)
+        return run_whole_table(comm, dtypes)
 
 
 @pytest.mark.parametrize("n", [2, 3])

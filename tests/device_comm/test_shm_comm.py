@@ -16,6 +16,7 @@ from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.shm_ranks import make_comm, shm_of
 from tests.device_comm.suite import check_table, run_table
+from tests.device_comm.whole_table import run_whole_table
 from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
@@ -28,9 +29,7 @@ def table(rank: int, n: int, path: str, board: BoardHandle, native: list[bool]) 
     with make_comm(rank, board, path, use_native=native[rank]) as comm:
         assert shm_of(comm).uses_native is (native[rank] and n > 1)
         assert ("not used: the C extension" in str(comm.explain())) is not native[rank]
-        failures = run_table(comm, reduce_cases)
-        failures |= run_table(comm, move_cases)
-        return failures | run_table(comm, named_cases)
+        return run_whole_table(comm)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.suite import check_table, run_table
+from tests.device_comm.whole_table import run_whole_table
 from tests.ranks import NEW_BOARD, init_gloo, run_ranks
 
 
@@ -27,9 +28,7 @@ def table(rank: int, n: int, path: str, board: BoardHandle | None) -> dict[str, 
     watch = None if board is None else Board.attach(board, rank)
     with Communicator(TorchBackend(group, "cpu", watch)) as comm:
         dtypes = None if board and n > 1 else [torch.float32, torch.bool]
-        failures = run_table(comm, reduce_cases, dtypes)
-        failures |= run_table(comm, move_cases, dtypes)
-        return failures | run_table(comm, named_cases)
+        return run_whole_table(comm, dtypes)
 
 
 def subgroup_table(rank: int, n: int, path: str, board: BoardHandle) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What the server's tests share: a fixture, and that a test may be a coroutine."""
+"""What the server's tests share: fixtures, and that a test may be a coroutine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 
 from server.web import logs
 from tests.patience import PATIENCE_SECONDS
+from tests.server.workers import Gate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +31,12 @@ def _logging_as_before() -> Iterator[None]:
     root.handlers, requests.propagate, requests.handlers = before[0], before[2], before[3]
     root.setLevel(before[1])
     requests.disabled = False
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    """A gate that workers of a test wait at."""
+    return Gate(tmp_path)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -33,11 +33,6 @@ def pool() -> Iterator[WorkerPool]:
         yield pool
 
 
-@pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    return Gate(tmp_path)
-
-
 def test_every_rank_is_a_process_that_was_given_the_arguments(pool: WorkerPool) -> None:
     places = pool.collective_rpc("where")
     assert [rank for rank, _ in places] == [0, 1]

@@ -21,7 +21,6 @@ from tests.server.workers import Gate, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 SECONDS = 1.5
 
@@ -31,11 +30,6 @@ def pool() -> Iterator[WorkerPool]:
     patient = PoolConfig(call_seconds=SECONDS, settle_seconds=30.0, stack_seconds=30.0)
     with WorkerPool(Worker, tp=2, config=patient) as pool:
         yield pool
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    return Gate(tmp_path)
 
 
 def assert_says_who_is_late(error: BaseException | None, seconds: float) -> None:

@@ -14,13 +14,11 @@ from server.errors import CallDivergedError, WorkerError
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import DivergenceError, GroupAbortedError
-from tests.server.workers import Gate
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from coordinator import ParallelGroups
     from server.worker import WorkerContext
+    from tests.server.workers import Gate
 
 CALLS = range(2, 10)
 """The pool's numbers of the calls under test; its first call holds them back until all are sent."""
@@ -140,11 +138,6 @@ def _over_torch(rank: int, port: int, sizes: tuple[int, int]) -> ParallelGroups:
         torch_only=True,
         backend="gloo",
     )
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    return Gate(tmp_path)
 
 
 def forget(

@@ -47,11 +47,6 @@ def pool() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    return Gate(tmp_path)
-
-
-@pytest.fixture
 def on_alarm() -> Iterator[Callable[[Callable[[], object]], None]]:
     """Has a function run when the process gets SIGALRM."""
     before = signal.getsignal(signal.SIGALRM)

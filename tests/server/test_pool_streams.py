@@ -22,13 +22,12 @@ from server.errors import (
 )
 from server.pool import WorkerPool
 from tests.patience import until
-from tests.server.workers import Gate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from server.worker import WorkerContext
+    from tests.server.workers import Gate
 
 
 class Speaker:
@@ -110,11 +109,6 @@ def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
     tp, pp = request.param
     with WorkerPool(Speaker, tp=tp, pp=pp) as pool:
         yield pool
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    return Gate(tmp_path)
 
 
 def reached(gate: Gate) -> None:

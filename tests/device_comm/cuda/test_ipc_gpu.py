@@ -15,12 +15,10 @@ from benchmarks.gpu_fit import fits
 from benchmarks.gpu_pace import Pace
 from device_comm import ReduceOp
 from shm_broadcast import BoardHandle, GroupAbortedError, GroupTimeoutError, PeerLostError
-from tests.device_comm.cases_move import move_cases
-from tests.device_comm.cases_named import named_cases
-from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.cuda.gpu_ranks import cuda_comm, make_cuda
 from tests.device_comm.cuda.ipc_ranks import ipc_of, local_swaps, on_threads
-from tests.device_comm.suite import check_table, run_table
+from tests.device_comm.suite import check_table
+from tests.device_comm.whole_table import run_whole_table
 from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
@@ -46,9 +44,7 @@ def new_stream() -> torch.cuda.Stream:
 def table(rank: int, n: int, path: str, board: BoardHandle, index: int | None) -> dict[str, str]:
     dtypes = None if n == 2 else SOME
     with cuda_comm(rank, n, path, board, index=index) as comm:
-        failures = run_table(comm, reduce_cases, dtypes)
-        failures |= run_table(comm, move_cases, dtypes)
-        return failures | run_table(comm, named_cases)
+        return run_whole_table(comm, dtypes)
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])

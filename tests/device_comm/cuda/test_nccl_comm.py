@@ -35,12 +35,10 @@ from shm_broadcast import (
     TransportError,
 )
 from tests.commands import run_code
-from tests.device_comm.cases_move import move_cases
-from tests.device_comm.cases_named import named_cases
-from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.cuda.fake_nccl import COMPILER, HostMark, compile_fake, make_nccl, nccl_of
 from tests.device_comm.meeting import SOON, die, meet, wait_for_abort
-from tests.device_comm.suite import check_table, run_table
+from tests.device_comm.suite import check_table
+from tests.device_comm.whole_table import run_whole_table
 from tests.patience import until
 from tests.ranks import NEW_BOARD, run_ranks
 
@@ -62,9 +60,7 @@ def table(rank: int, n: int, board: BoardHandle, library: str, path: str) -> dic
     comm, _ = make_nccl(rank, n, board, library, path)
     with comm:
         dtypes = None if n == 2 else [torch.float32, torch.bool, torch.int16]
-        failures = run_table(comm, reduce_cases, dtypes)
-        failures |= run_table(comm, move_cases, dtypes)
-        return failures | run_table(comm, named_cases)
+        return run_whole_table(comm, dtypes)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

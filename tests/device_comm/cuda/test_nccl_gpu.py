@@ -12,11 +12,9 @@ from device_comm.cuda.nccl.library import NcclError, NcclLibrary, NcclUnavailabl
 from device_comm.cuda.nccl.nccl_backend import NcclBackend
 from device_comm.cuda.nccl.nccl_window import NcclWindow
 from shm_broadcast import Board, BoardHandle, Deadline, GroupAbortedError, GroupTimeoutError
-from tests.device_comm.cases_move import move_cases
-from tests.device_comm.cases_named import named_cases
-from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.shm_ranks import share_through
-from tests.device_comm.suite import check_table, run_table
+from tests.device_comm.suite import check_table
+from tests.device_comm.whole_table import run_whole_table
 from tests.ranks import NEW_BOARD, run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -146,9 +144,7 @@ def test_two_ranks_on_one_device_work_or_are_refused_in_time(store_path: str) ->
 
 def table(rank: int, n: int, board: BoardHandle, path: str) -> dict[str, str]:
     with make(rank, n, board, path) as comm:
-        failures = run_table(comm, reduce_cases)
-        failures |= run_table(comm, move_cases)
-        return failures | run_table(comm, named_cases)
+        return run_whole_table(comm)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a device for each rank")

@@ -1,0 +1,26 @@
+"""The table of `tests.device_comm.suite` with all of its cases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.device_comm.cases_move import move_cases
+from tests.device_comm.cases_named import named_cases
+from tests.device_comm.cases_reduce import reduce_cases
+from tests.device_comm.suite import run_table
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import torch
+
+    from device_comm import Communicator
+
+
+def run_whole_table(
+    comm: Communicator, dtypes: Collection[torch.dtype] | None = None
+) -> dict[str, str]:
+    """What fails, by case; ``dtypes``: of reductions and moves, None: all. Collective: yes."""
+    failures = run_table(comm, reduce_cases, dtypes)
+    failures |= run_table(comm, move_cases, dtypes)
+    return failures | run_table(comm, named_cases)
