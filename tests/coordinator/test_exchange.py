@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -217,6 +218,13 @@ def visit(store: Store, rank: int, seconds: float) -> list[bytes]:
     return exchange.all_gather("hosts", b"%d" % rank)
 
 
+def all_meet(store: Store, come: Callable[[Store, int, float], list[bytes]], n: int = 2) -> None:
+    """The ``n`` members of a set-up come, and meet."""
+    with ThreadPoolExecutor(n) as threads:
+        found = [threads.submit(come, store, rank, 30) for rank in range(n)]
+        assert [each.result(60) for each in found] == [[b"%d" % rank for rank in range(n)]] * n
+
+
 @pytest.mark.parametrize("tries", [1, 3])
 def test_who_comes_late_meets_those_that_try_again(tries: int) -> None:
     """However often these have given up before it came, and without an error of its own."""
@@ -224,11 +232,8 @@ def test_who_comes_late_meets_those_that_try_again(tries: int) -> None:
     for _ in range(tries):
         with pytest.raises(GroupTimeoutError, match="rank 1"):
             visit(store, 0, 0.05)
-    with ThreadPoolExecutor(2) as threads:
-        both = [threads.submit(visit, store, rank, 30) for rank in (0, 1)]
-        assert [each.result(60) for each in both] == [[b"0", b"1"]] * 2
-        again = [threads.submit(visit, store, rank, 30) for rank in (1, 0)]
-        assert [each.result(60) for each in again] == [[b"0", b"1"]] * 2
+    all_meet(store, visit)
+    all_meet(store, visit)
 
 
 def test_members_that_give_up_in_turns_meet_in_the_end() -> None:
@@ -237,9 +242,7 @@ def test_members_that_give_up_in_turns_meet_in_the_end() -> None:
     for rank in (0, 1, 1, 1, 0, 1):
         with pytest.raises(GroupTimeoutError):
             visit(store, rank, 0.05)
-    with ThreadPoolExecutor(2) as threads:
-        both = [threads.submit(visit, store, rank, 30) for rank in (0, 1)]
-        assert [each.result(60) for each in both] == [[b"0", b"1"]] * 2
+    all_meet(store, visit)
 
 
 @pytest.mark.parametrize(
@@ -258,9 +261,7 @@ def test_a_visit_is_given_up_where_a_member_is_seen_to_have_ended(seen: Exceptio
     exchange = Exchange.visit(store, "world", 0, 2, "world", Deadline.after(30))
     with pytest.raises(type(seen)):
         replace(exchange, watch=see).all_gather("hosts")
-    with ThreadPoolExecutor(2) as threads:
-        both = [threads.submit(visit, store, rank, 30) for rank in (0, 1)]
-        assert [each.result(60) for each in both] == [[b"0", b"1"]] * 2
+    all_meet(store, visit)
 
 
 SECRET = b"known to all of them"
@@ -279,9 +280,7 @@ def test_who_comes_late_meets_those_that_try_again_with_a_secret() -> None:
     store = HashStore()
     with pytest.raises(GroupTimeoutError, match="rank 1"):
         authenticate(store, 0, 0.3)
-    with ThreadPoolExecutor(2) as threads:
-        both = [threads.submit(authenticate, store, rank, 30) for rank in (0, 1)]
-        assert [each.result(60) for each in both] == [[b"0", b"1"]] * 2
+    all_meet(store, authenticate)
 
 
 def test_an_address_at_which_nobody_answers_is_given_up() -> None:
@@ -293,6 +292,4 @@ def test_an_address_at_which_nobody_answers_is_given_up() -> None:
     killed.broadcast("address of the authenticated store", msgspec.msgpack.encode(host.at))
     with pytest.raises(GroupTimeoutError):
         authenticate(store, 1, 0.3, 3)
-    with ThreadPoolExecutor(3) as threads:
-        all_three = [threads.submit(authenticate, store, rank, 20, 3) for rank in range(3)]
-        assert [each.result(60) for each in all_three] == [[b"0", b"1", b"2"]] * 3
+    all_meet(store, partial(authenticate, n=3), 3)

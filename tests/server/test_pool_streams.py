@@ -24,7 +24,7 @@ from server.pool import WorkerPool
 from tests.patience import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from server.worker import WorkerContext
     from tests.server.workers import Gate
@@ -227,44 +227,32 @@ def test_what_is_no_generator_is_refused(pool: WorkerPool) -> None:
     assert list(pool.stream("count", "after a slip", 2)) == [0, 2]
 
 
-def test_streams_are_awaited(pool: WorkerPool) -> None:
-    async def consume() -> tuple[list[int], list[int], Any]:
-        one = [item async for item in pool.astream("count", "awaited", 4)]
-        async with aclosing(pool.astream("count", "left by await", 100)) as stream:
-            two = [await anext(stream), await anext(stream)]
-        return one, two, await pool.acall("told_by_all")
-
-    one, two, told = asyncio.run(consume())
-    assert (one, two) == ([0, 2, 4, 6], [0, 2])
-    assert all("left by await" in closed for _, closed in told)
+async def test_streams_are_awaited(pool: WorkerPool) -> None:
+    assert [item async for item in pool.astream("count", "awaited", 4)] == [0, 2, 4, 6]
+    async with aclosing(pool.astream("count", "left by await", 100)) as stream:
+        assert [await anext(stream), await anext(stream)] == [0, 2]
+    assert all("left by await" in closed for _, closed in await pool.acall("told_by_all"))
 
 
-def test_a_cancelled_task_is_heard_by_the_workers(pool: WorkerPool, gate: Gate) -> None:
-    async def cancel() -> None:
-        task = asyncio.create_task(pool.acall("run_until_cancelled", gate))
-        await asyncio.to_thread(reached, gate)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
-    assert all(closed[-1] == "cancelled" for _, closed in pool.call("told_by_all"))
-    assert pool.call("cancelled") is False
+async def consume(items: AsyncIterator[object]) -> None:
+    async for _ in items:
+        pass
 
 
-def test_a_cancelled_consumer_of_a_stream_is_heard(pool: WorkerPool, gate: Gate) -> None:
-    async def consume() -> None:
-        async for _ in pool.astream("say_until_cancelled", gate):
-            pass
-
-    async def cancel() -> None:
-        task = asyncio.create_task(consume())
-        await asyncio.to_thread(reached, gate)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
+@pytest.mark.parametrize("what", ["call", "stream"])
+async def test_a_cancelled_task_is_heard_by_the_workers(
+    what: str, pool: WorkerPool, gate: Gate
+) -> None:
+    waited_for = (
+        pool.acall("run_until_cancelled", gate)
+        if what == "call"
+        else consume(pool.astream("say_until_cancelled", gate))
+    )
+    task = asyncio.create_task(waited_for)
+    await asyncio.to_thread(reached, gate)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert all(closed[-1] == "cancelled" for _, closed in pool.call("told_by_all"))
     assert pool.call("cancelled") is False
 
