@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
 import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.http_served import COMMAND, ROOT
+from benchmarks.http_served import COMMAND
 from server.driver.open_files import open_files
 from server.errors import DescriptorLimitError, RestartLimitError
 from server.hosts.host_supervisor import serve_host
 from server.hosts.place import Hosts
 from server.pool import WorkerPool
+from tests.commands import run_to_end
 from tests.patience import PATIENCE_SECONDS, until
 from tests.ranks import run_ranks
 from tests.server.over_hosts import PORT, SECRET
@@ -82,15 +82,7 @@ def test_a_pool_that_cannot_be_restarted_for_lack_of_files_says_so() -> None:
 
 def test_a_service_that_may_have_too_few_files_says_how_many_it_needs() -> None:
     command = ["prlimit", "--nofile=24:24", sys.executable, "-c", COMMAND, "serve"]
-    done = subprocess.run(
-        [*command, "--http", "127.0.0.1:0"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 1
+    done = run_to_end(*command, "--http", "127.0.0.1:0", status=1, timeout=PATIENCE_SECONDS)
     assert "DescriptorLimitError: this process may have 24 files open" in done.stderr
     assert done.stderr.count("\n") == 1
 

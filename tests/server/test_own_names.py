@@ -9,7 +9,7 @@ import pytest
 from starlette.middleware import Middleware
 
 from server.web.own_names import OPEN, OwnNames, is_own, names_of
-from tests.server.fake_service import face, run, site
+from tests.server.fake_service import face, site
 from tests.server.test_metrics import labelled, samples
 
 
@@ -35,27 +35,22 @@ def test_other_names_are_not(called: str) -> None:
     assert not is_own(called, names_of("127.0.0.1"))
 
 
-def test_by_another_name_probes_alone_are_answered() -> None:
-    async def test() -> None:
-        async with site() as here:
-            names, failed = names_of("127.0.0.1"), here.service.metrics.fail
-            app = face(here.service).app(Middleware(OwnNames, names=names, failed=failed))
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(
-                transport=transport, base_url="http://localhost"
-            ) as client:
-                for path in ("/", "/status", "/metrics", "/nowhere"):
-                    own = await client.get(path)
-                    assert own.status_code == (404 if path == "/nowhere" else 200)
-                    other = await client.get(path, headers={"host": "site.example:8000"})
-                    assert other.status_code == 421
-                    assert "'site.example:8000'" in other.json()["error"]["message"]
-                    assert other.headers["x-request-id"]
-                for path in OPEN:
-                    probe = await client.get(path, headers={"host": "site.example"})
-                    assert probe.status_code == 200
-            found = samples(here.service.metrics.expose().decode())
-            assert labelled(found, "service_requests_total") == {"421": 4}
-            assert labelled(found, "service_errors_total") == {"unknown_host": 4}
-
-    run(test)
+async def test_by_another_name_probes_alone_are_answered() -> None:
+    async with site() as here:
+        names, failed = names_of("127.0.0.1"), here.service.metrics.fail
+        app = face(here.service).app(Middleware(OwnNames, names=names, failed=failed))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for path in ("/", "/status", "/metrics", "/nowhere"):
+                own = await client.get(path)
+                assert own.status_code == (404 if path == "/nowhere" else 200)
+                other = await client.get(path, headers={"host": "site.example:8000"})
+                assert other.status_code == 421
+                assert "'site.example:8000'" in other.json()["error"]["message"]
+                assert other.headers["x-request-id"]
+            for path in OPEN:
+                probe = await client.get(path, headers={"host": "site.example"})
+                assert probe.status_code == 200
+        found = samples(here.service.metrics.expose().decode())
+        assert labelled(found, "service_requests_total") == {"421": 4}
+        assert labelled(found, "service_errors_total") == {"unknown_host": 4}
