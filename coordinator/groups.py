@@ -216,8 +216,9 @@ def init(
         operation_timeout: default seconds that an operation may take; None: for ever.
         torch_only: whether to move tensors only by torch's process groups.
         checked: debug mode: whether to compare the members' operations before each collective over
-            torch's process groups. Over shared memory that is always done. It is on where
-            ``TORCH_DISTRIBUTED_DEBUG`` is ``DETAIL``, as torch's own checks are.
+            torch's process groups and on devices, not just within about a second. Over shared
+            memory that is always done. It is on where ``TORCH_DISTRIBUTED_DEBUG`` is ``DETAIL``, as
+            torch's own checks are.
         secret: the launcher's secret, 16 bytes or more, which all ranks have and nobody else. None:
             the contents of the file that ``GROUP_COORDINATOR_SECRET_FILE`` names, if it is set.
 

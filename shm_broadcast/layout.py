@@ -14,8 +14,8 @@ Segment header, at 0 of every segment
     | nonce, 16 random bytes: names this segment among all            |
     +-----------------------------------------------------------------+
 
-Board: abort word, member slots, failure slots, outward slots, histories
-------------------------------------------------------------------------
+Board: abort word, member slots, failure slots, outward slots, histories, tallies
+--------------------------------------------------------------------------------
 ::
 
     32   +----------------+----------------+
@@ -33,6 +33,7 @@ Board: abort word, member slots, failure slots, outward slots, histories
          | outward slot 0 (1088 bytes) ... |
          | history 0   (entries * 64),     |
          |   its totals (9088 bytes) ...   |
+         | tallies 0   (32 * 64 bytes) ... |   where there are histories
          +---------------------------------+
 
     Member slot
@@ -85,6 +86,11 @@ Board: abort word, member slots, failure slots, outward slots, histories
      8   | failed u64                      |   how many of them were not done
      16  | ns u64                          |   from begin to end
      24  | bytes u64                       |
+
+    Tally, of a member's collectives in a group, where its members compare them
+     0   | group u64                       |   names the group; 0: the entry is free
+     8   | digest u32     | count u32      |   one word: they belong together
+     16  | last, 48 bytes                  |   what the last collective was
 
 An entry is written before the member's ``sequence``. Whoever reads ``sequence``, the history, and
 ``sequence`` again, knows which entries were whole, and not overwritten meanwhile. Numbers count, in
@@ -147,7 +153,7 @@ from typing import Final
 
 LINE: Final = 64
 MAGIC: Final = 0x47435348
-VERSION: Final = 4
+VERSION: Final = 5
 
 SEGMENT_MAGIC: Final = 0
 SEGMENT_VERSION: Final = 4
@@ -239,6 +245,14 @@ TOTALS: Final = HISTORY_ENTRIES * ENTRY_STRIDE
 TOTALS_ROWS: Final = TOTALS + TOTAL_GROUPS * TOTAL_NAME_STRIDE
 HISTORY_STRIDE: Final = TOTALS_ROWS + TOTAL_GROUPS * TOTAL_VERBS * TOTAL_STRIDE
 
+TALLIES: Final = 32
+TALLY_STRIDE: Final = 64
+TALLY_GROUP: Final = 0
+TALLY_WORD: Final = 8
+TALLY_LAST: Final = 16
+TALLY_LAST_BYTES: Final = 48
+TALLIES_STRIDE: Final = TALLIES * TALLY_STRIDE
+
 DID_ENQUEUE: Final = 14
 DID_DEQUEUE: Final = 15
 DID_ACQUIRE_READ: Final = 16
@@ -324,9 +338,14 @@ def history_slot(member: int, n_members: int) -> int:
     return outward_slot(n_members, n_members) + member * HISTORY_STRIDE
 
 
+def tallies_slot(member: int, n_members: int) -> int:
+    """Where a member's tallies begin in its board, if that has histories."""
+    return history_slot(n_members, n_members) + member * TALLIES_STRIDE
+
+
 def board_size(n_members: int, *, histories: bool = True) -> int:
     """Bytes of a board, with or without histories."""
-    return history_slot(n_members if histories else 0, n_members)
+    return (tallies_slot if histories else outward_slot)(n_members, n_members)
 
 
 def reader_line(reader: int) -> int:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from shm_broadcast.board.tallies import Tally  # noqa: TC001 - msgspec reads the type
 from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.errors import MemberStatus, name_of
 
@@ -65,6 +66,7 @@ class MemberBeat(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         member: its member number.
         pid, state, operation, sequence, age, collective: as in `MemberStatus`.
+        tallies: as of `Tallies.of`.
     """
 
     member: int
@@ -74,6 +76,7 @@ class MemberBeat(msgspec.Struct, array_like=True, frozen=True):
     sequence: int
     age: float | None
     collective: int
+    tallies: tuple[Tally, ...] = ()
 
 
 class FailureBeat(msgspec.Struct, array_like=True, frozen=True):
@@ -110,7 +113,10 @@ def compose(board: Board, members: Iterable[int], number: int) -> bytes:
         members: the member numbers of the members on this host.
         number: the beat's number.
     """
-    seen = tuple(_member_beat(member, board.member_status(member)) for member in members)
+    seen = tuple(
+        _member_beat(member, board.member_status(member), board.tallies.of(member))
+        for member in members
+    )
     failure, ranks = board.aborted, board.ranks
     told = failure and FailureBeat(
         ranks.index(failure.rank), failure.kind, failure.message, ranks.index(failure.culprit)
@@ -132,7 +138,7 @@ def number_of(raw: bytes) -> int:
     return 0 if beat is None else beat.number
 
 
-def _member_beat(member: int, status: MemberStatus) -> MemberBeat:
+def _member_beat(member: int, status: MemberStatus, tallies: Iterable[Tally]) -> MemberBeat:
     return MemberBeat(
         member,
         status.pid,
@@ -141,6 +147,7 @@ def _member_beat(member: int, status: MemberStatus) -> MemberBeat:
         status.sequence,
         status.age,
         status.collective,
+        tuple(tallies),
     )
 
 
@@ -251,6 +258,14 @@ class RemoteBoards:
             silence if beat.state in ("idle", "busy") and silence > _NORMAL_SILENCE else 0.0,
             beat.collective,
         )
+
+    def tallies(self, member: int) -> Sequence[Tally] | None:
+        """The latest known tallies of ``member``; None if it is on this host."""
+        host = self._host_of.get(member)
+        if host is None:
+            return None
+        beat = host.beats.get(member)
+        return () if beat is None else beat.tallies
 
     def gone(self, member: int) -> bool:
         """Whether ``member`` has died or left, or its host has been silent for too long."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from coordinator.messages.framing import Kind, Message
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from coordinator.setup.exchange import Exchange
 
 _REFUSAL_BYTES = 900
+_TOKEN_BYTES = 16
 
 
 class Wire:
@@ -36,10 +38,16 @@ class Wire:
         numbers: whether messages are numbered, as they are sealed: what has its number has to be
             sent, or nothing that follows is taken.
         pickles: whether values are pickled; otherwise they have to be plain.
+        token: the same on all members, and on those of no other group; b"" for a group of one.
     """
 
     def __init__(
-        self, seal: Seal | None = None, *, pickles: bool = True, called: Sequence[int] = ()
+        self,
+        seal: Seal | None = None,
+        *,
+        pickles: bool = True,
+        called: Sequence[int] = (),
+        token: bytes = b"",
     ) -> None:
         """Write and read so.
 
@@ -47,11 +55,13 @@ class Wire:
             seal: of all messages; None: they have none.
             pickles: only with a seal, or where nobody but the members can write.
             called: the members' global ranks, for errors; empty: the same as those in the group.
+            token: as the attribute.
         """
         self._seal = seal
         self._called = called
         self.numbers = seal is not None
         self.pickles = pickles
+        self.token = token
 
     def dump(self, value: Any) -> bytes:
         """The bytes of a value.
@@ -135,8 +145,9 @@ def agree_on_wire(exchange: Exchange, secret: bytes | None, *, only_members_writ
             store that anybody may write; whoever forged it there gets no plain messages here.
     """
     nonces = exchange.all_gather("members", bytes([secret is not None]) + os.urandom(NONCE_BYTES))
+    token = blake2b(b"".join(nonces), digest_size=_TOKEN_BYTES).digest()
     if only_members_write:
-        return Wire(called=exchange.called)
+        return Wire(called=exchange.called, token=token)
     without = [
         exchange.global_rank(rank)
         for rank, nonce in enumerate(nonces)
@@ -148,8 +159,9 @@ def agree_on_wire(exchange: Exchange, secret: bytes | None, *, only_members_writ
             "launcher's secret to all ranks, or to none"
         )
     if secret is None:
-        return Wire(pickles=False, called=exchange.called)
-    return Wire(Seal(secret, exchange.name, nonces, exchange.rank), called=exchange.called)
+        return Wire(pickles=False, called=exchange.called, token=token)
+    seal = Seal(secret, exchange.name, nonces, exchange.rank)
+    return Wire(seal, called=exchange.called, token=token)
 
 
 def why_refused(error: Exception) -> str:

@@ -22,6 +22,7 @@ from coordinator.setup.torch_groups import SocketChoice
 from coordinator.stores.authenticated import authenticated
 from device_comm import Backend, Communicator, LoopbackBackend, ShmBackend, TorchBackend
 from device_comm.wrappers.checked import CheckedBackend
+from device_comm.wrappers.late import LateBackend
 from device_comm.wrappers.on_stream import CudaSideStream, OnStream
 from shm_broadcast import NEVER, Deadline
 
@@ -219,10 +220,11 @@ def connect(
             over = below = build.shm()
         else:
             over = build.torch(groups.cpu(exchange.deadline), "cpu")
-            below = build.checked(over, over)
+            below = build.compared(over, over, wire.token + b"cpu")
         device = cpu = Communicator(below)
         if settings.device.type != "cpu":
-            device = Communicator(build.on_stream(build.checked(build.cuda(over), over)))
+            on_device = build.compared(build.cuda(over), over, wire.token + b"device")
+            device = Communicator(build.on_stream(on_device))
         undo.pop_all()
         return Link(
             exchange.name,
@@ -293,9 +295,15 @@ class _Builder:
             cuda_comm(device, self.nodes, Communicator(over), group, deadline, self.undo)
         )
 
-    def checked(self, backend: Backend, over: Backend) -> Backend:
-        """``backend``, wrapped in the debug mode's checks if the settings say ``checked``."""
-        return self._keep(CheckedBackend(backend, over)) if self.settings.checked else backend
+    def compared(self, backend: Backend, over: Backend, token: bytes) -> Backend:
+        """``backend``, with a comparison of what members call: before each collective if the
+        settings say ``checked``, else later, unless it compares by itself.
+        """
+        if self.settings.checked:
+            return self._keep(CheckedBackend(backend, over))
+        if backend.capabilities.detects_divergence:
+            return backend
+        return self._keep(LateBackend(backend, self.nodes.board, token))
 
     def on_stream(self, backend: Backend) -> Backend:
         """``backend``, moved to the settings' stream if they name one."""

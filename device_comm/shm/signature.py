@@ -45,6 +45,7 @@ _CUT: Final = frozenset(
     {"all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv", "all_to_all"}
 )
 _SIZE: Final = (1 << 64) - 1
+_OP_NAMES: Final = {int(op): op.name for op in ReduceOp}
 DTYPE_CODES: Final = {getattr(torch, name): code for code, name in enumerate(DTYPE_NAMES) if code}
 """The dtypes that signatures tell apart. All others count as one."""
 
@@ -104,10 +105,11 @@ def signature_text(signature: bytes) -> str:
     verb, op, dtype, n_dims, place, *dims, chunk, call = SIGNATURE.unpack(signature)
     words = [VERBS[verb] if verb < len(VERBS) else f"verb {verb}"]
     if op != NO_OP:
-        words.append(ReduceOp(op).name)
+        words.append(_OP_NAMES.get(op, f"op {op}"))
     if n_dims:
         shown = [-1 if size == _SIZE else size for size in dims[: min(n_dims, SHAPE_DIMS)]]
-        words.append(f"{DTYPE_NAMES[dtype]}{shown}")
+        name = DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else f"dtype {dtype}"
+        words.append(f"{name}{shown}")
     if words[0] in ROOTED:
         words.append(f"{ROOTED[words[0]]} rank {place}")
     elif words[0] in _CUT and n_dims > 1:

@@ -1,9 +1,10 @@
 """A debug mode: before each collective the members compare what they have called.
 
 If members call different collectives, the shared-memory backend raises by itself, but torch's
-process groups hang or return wrong data. `CheckedBackend` wraps a backend over one of these. It
-precedes every collective by a small all-gather of its description, which about doubles the cost of
-small collectives. Messages between two members are not compared.
+process groups hang or return wrong data, until `device_comm.wrappers.late` finds it out.
+`CheckedBackend` wraps a backend over one of these in its place. It precedes every collective by a
+small all-gather of its description, which about doubles the cost of small collectives. Messages
+between two members are not compared.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ class Board(Waiter):
         member: this process's slot, ``None`` for one that only looks on.
         words: the board's atomic words, for the protocols that build on it.
         history: where this member's history lies in them; 0: none is kept.
+        tallies: what the members' collectives have come to, in groups that compare it.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Board(Waiter):
             ranks: what each member is called in messages, `DRIVER_RANK` for one that has no rank;
                 its number if not given.
             histories: whether to keep the last operations of each member, and what all of them came
-                to, in 137 KiB each.
+                to, in 139 KiB each.
 
         Raises:
             ValueError: ``n_members`` or ``member`` is out of range, or ``ranks`` are not as many.
@@ -214,6 +215,7 @@ class Board(Waiter):
             self._doorbells[member].reset_sleepers()
             forget_failure(self._segment, self.n_members, member)
             forget_totals(self._segment, member, self.n_members)
+            self.tallies.forget(member)
             self._outward = Outward(self._segment, member, self.n_members)
             stacks = write_stacks_when_asked()
             if stacks is not None:

@@ -10,8 +10,9 @@ import time
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
+    from shm_broadcast.board.tallies import Tally
     from shm_broadcast.errors import MemberStatus
 
 _SEEN_WITHIN: Final = 0.5
@@ -24,6 +25,9 @@ class Elsewhere(Protocol):
 
     def status(self, member: int) -> MemberStatus | None:
         """What ``member`` was last heard to do; None if it is on this host."""
+
+    def tallies(self, member: int) -> Sequence[Tally] | None:
+        """What ``member`` was last heard to have come to; None if it is on this host."""
 
     def gone(self, member: int) -> bool:
         """Whether ``member`` has died or left, or its host has been silent for too long."""
@@ -49,6 +53,9 @@ class OneHost:
     """No member is on another host."""
 
     def status(self, member: int) -> None:
+        """None: every member is on this host."""
+
+    def tallies(self, member: int) -> None:
         """None: every member is on this host."""
 
     def gone(self, member: int) -> bool:  # noqa: ARG002

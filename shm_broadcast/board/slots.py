@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 from shm_broadcast import layout
 from shm_broadcast.board.history import outcome_of, read_history
 from shm_broadcast.board.members import Members
+from shm_broadcast.board.tallies import Tallies
 from shm_broadcast.board.totals import read_totals
 
 if TYPE_CHECKING:
@@ -37,7 +38,10 @@ class Slots:
         self.n_members = n_members
         self.name = name
         self.member = member
-        self._members = Members(segment, ranks, name)
+        members = self._members = Members(segment, ranks, name)
+        self.tallies = Tallies(
+            segment, lambda each: members.elsewhere.tallies(each), member, n_members
+        )
         self._slot = 0 if member is None else layout.member_slot(member)
         self._outward: Outward | None = None
         self.history = 0

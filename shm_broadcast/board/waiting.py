@@ -167,6 +167,7 @@ class Waiter(Slots):
             if now < looked + LIVENESS_SECONDS:
                 return
             looked = now
+            self.tallies.compare()
             if not began:
                 began = time.monotonic_ns()
             elif self._outward is not None:

@@ -41,9 +41,9 @@ def groups_over(
     rank: int, n: int, folder: str, hosts: tuple[Host, Host], **options: Any
 ) -> Iterator[ParallelGroups]:
     """The groups of ``n`` ranks, of which the second half is on the second host."""
+    options.setdefault("tp", n)
     move_to(folder, hosts, int(2 * rank >= n))
     with coordinator.init(
-        tp=n,
         rank=rank,
         world_size=n,
         local_rank=rank % max(n // 2, 1),

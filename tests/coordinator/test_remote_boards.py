@@ -12,6 +12,7 @@ from coordinator.hosts import remote_boards
 from coordinator.hosts.nodes import _named
 from coordinator.hosts.remote_boards import RemoteBoards, compose, number_of
 from shm_broadcast import Board
+from shm_broadcast.board.tallies import Tally
 
 SILENCE, SUSPECT = remote_boards.SILENCE_SECONDS, remote_boards.SUSPECT_SECONDS
 
@@ -249,6 +250,7 @@ def test_a_failure_travels_and_its_culprit_is_believed_dead(elsewhere: Elsewhere
         msgspec.msgpack.encode((9, [(4, 1, "lost", "", 0, None, 0)], None)),
         msgspec.msgpack.encode((9, [], (5, "KeyError", "", 0))),
         msgspec.msgpack.encode((9, [], (0, "KeyError", "", -1))),
+        msgspec.msgpack.encode((9, [(2, 1, "lost", "", 0, None, 0, [(1, 2, "no", b"")])], None)),
     ],
 )
 def test_what_is_no_beat_of_that_host_is_not_heard(forged: bytes, elsewhere: Elsewhere) -> None:
@@ -270,3 +272,26 @@ def test_hosts_have_names_of_their_own(
     told: list[tuple[str, str]], node_of: tuple[int, ...], names: dict[int, str]
 ) -> None:
     assert _named(told, node_of) == names
+
+
+def test_tallies_travel_with_the_beats(elsewhere: Elsewhere) -> None:
+    tallies = elsewhere.there.tallies
+    assert elsewhere.boards.tallies(1) is None
+    assert elsewhere.boards.tallies(2) == ()
+    entry = tallies.take((1 << 64) - 1)
+    tallies.tell(entry, 3, (1 << 32) - 1, b"last".ljust(48, b"\0"))
+    elsewhere.turn("b", "c")
+    told = Tally((1 << 64) - 1, 3, (1 << 32) - 1, b"last")
+    assert elsewhere.boards.tallies(2) == (told,)
+    assert elsewhere.boards.tallies(3) == ()
+    tallies.drop(entry)
+    elsewhere.turn("b", "c")
+    assert elsewhere.boards.tallies(2) == ()
+
+
+def test_a_beat_without_tallies_is_one(elsewhere: Elsewhere) -> None:
+    """As hosts say it that have none yet."""
+    said = (2, 4242, "busy", "tp send", 1, 0.0, 0)
+    elsewhere.boards.hear([msgspec.msgpack.encode((9, [said], None)), elsewhere.last["c"]])
+    assert elsewhere.text(2).startswith("rank 2 (pid 4242")
+    assert elsewhere.boards.tallies(2) == ()

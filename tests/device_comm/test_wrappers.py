@@ -38,8 +38,9 @@ from device_comm.cuda.nccl.nccl_window import NcclWindow
 from device_comm.wrappers import checked
 from device_comm.wrappers.checked import CheckedBackend
 from device_comm.wrappers.host_staging import HostStaging
+from device_comm.wrappers.late import LateBackend
 from device_comm.wrappers.on_stream import OnStream
-from shm_broadcast import Deadline, DivergenceError, GroupTimeoutError
+from shm_broadcast import Board, Deadline, DivergenceError, GroupTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -168,6 +169,7 @@ WRAPPERS: dict[type[Backend], Callable[[Any], Backend]] = {
     CheckedBackend: lambda inner: CheckedBackend(inner, Echo()),
     HostStaging: lambda inner: HostStaging(inner, "cpu"),
     IpcWay: lambda inner: IpcWay(inner, Protocol.ONE_SHOT),
+    LateBackend: lambda inner: LateBackend(inner, Board.create(2, 0), b"token"),
     NcclWindow: in_a_window,
     OnStream: lambda inner: OnStream(inner, NoStream()),
     SelectingBackend: lambda inner: SelectingBackend(Selection([Candidate("told", inner)])),
@@ -264,6 +266,7 @@ OWN: dict[type[Backend], dict[str, Any]] = {
     CheckedBackend: {"detects_divergence": True},
     HostStaging: {"backend": "host", "series": False},
     IpcWay: {"verbs": frozenset({"all_reduce"})},
+    LateBackend: {"detects_divergence": True},
     NcclWindow: {"verbs": frozenset({"all_reduce"})},
     SelectingBackend: {"series": False},
 }

@@ -407,8 +407,8 @@ MUTANTS = (
     Mutant(
         "S1 without a secret nothing is unpickled between hosts",
         "coordinator/messages/wire.py",
-        "return Wire(pickles=False, called=exchange.called)",
-        "return Wire(called=exchange.called)",
+        "return Wire(pickles=False, called=exchange.called, token=token)",
+        "return Wire(called=exchange.called, token=token)",
         ("tests/coordinator/test_seal.py::test_what_travels_between_hosts",),
     ),
     Mutant(
@@ -466,6 +466,29 @@ MUTANTS = (
         "if wanted > self._done or age > _DUE_SECONDS * 1e9:",
         "if wanted > self._done or self._board.member == self._members[0]:",
         ("tests/coordinator/test_hosts.py::test_a_stopped_member_does_not_silence_its_host",),
+    ),
+    Mutant(
+        "R3 who has called something else is found out later",
+        "device_comm/wrappers/chain.py",
+        "if ours == told.digest:",
+        "if ours:",
+        (
+            "tests/coordinator/test_late_divergence.py::test_members_that_have_slipped_are_told_soon",
+        ),
+    ),
+    Mutant(
+        "R3 who has not is not blamed for what is too long ago to be known",
+        "device_comm/wrappers/chain.py",
+        "return found if 0 <= number <= self.count < number + _WITHIN else None",
+        "return found if 0 <= number <= self.count else None",
+        ("tests/device_comm/test_chain.py::test_what_is_too_long_ago_says_nothing",),
+    ),
+    Mutant(
+        "R3 groups of one name are not compared with each other",
+        "coordinator/messages/wire.py",
+        'token = blake2b(b"".join(nonces), digest_size=_TOKEN_BYTES).digest()',
+        "token = exchange.name.encode()",
+        ("tests/coordinator/test_late_divergence.py::test_nobody_is_told_that_has_not_slipped",),
     ),
     Mutant(
         "R3 who has come to a collective is not late for it",

@@ -1,0 +1,150 @@
+"""Compares what the members have called, a little later, and without a message.
+
+Torch's process groups and NCCL compare nothing: where members call different collectives they hang,
+or return wrong data. `LateBackend` wraps a backend over these. Each member keeps a checksum of all
+that it has called in the group (`device_comm.wrappers.chain`), and says count and checksum on the
+board; those of members on other hosts come with what is heard of them, four times a second. Each
+compares its own with the others' in its next collective once `LOOK_SECONDS` have passed, and while
+it waits for anything on the board. So members that differ learn it within about a second, but may
+have used wrong data until then; `device_comm.wrappers.checked` compares before.
+
+Messages between two members are not compared, nor what is captured into a CUDA graph or replayed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from device_comm.begun import VERBS
+from device_comm.operation import ROOTED
+from device_comm.reduce_op import ReduceOp
+from device_comm.shm.signature import SIGNATURE, signature_of, signature_text
+from device_comm.wrappers.chain import Chain, first_difference
+from device_comm.wrappers.wrapper import Wrapper
+from shm_broadcast.board.fixed_text import text_of
+from shm_broadcast.errors import DivergenceError
+from shm_broadcast.layout import DTYPE_NAMES, ENTRY_GROUP_BYTES, TALLY_LAST_BYTES
+
+if TYPE_CHECKING:
+    from device_comm.backend import Backend
+    from device_comm.operation import Operation
+    from device_comm.work import Pending
+    from device_comm.wrappers.chain import Slip
+    from shm_broadcast.board.board import Board
+    from shm_broadcast.board.history import PastOperation
+
+LOOK_SECONDS: Final = 0.25
+"""How often to compare."""
+
+_MEANING: Final = repr((VERBS, DTYPE_NAMES, [op.name for op in ReduceOp], SIGNATURE.format))
+"""What signatures mean: members of versions that differ in it do not compare."""
+
+
+class LateBackend(Wrapper):
+    """Raises `DivergenceError`, or aborts the group with it, when members have called different
+    collectives.
+    """
+
+    def __init__(self, inner: Backend, board: Board, token: bytes) -> None:
+        """Wrap a backend, which is closed with this one.
+
+        Args:
+            inner: the backend to wrap.
+            board: the group's.
+            token: the same on all members, and on no other group's of any member.
+        """
+        has = replace(inner.capabilities, detects_divergence=True)
+        super().__init__(inner, capabilities=has)
+        name = blake2b(token + _MEANING.encode(), digest_size=8).digest()
+        self._group = int.from_bytes(name, "little")
+        self._board = board
+        self._chain = Chain(self.world_size)
+        self._tell, self._entry = board.tallies.tell, board.tallies.take(self._group)
+        self._last = b""
+        self._compare_at = 0.0
+        self._on_device = self.device.type == "cuda"
+        board.tallies.comparing.append(self.look)
+        self._closing.callback(self._leave)
+
+    def start(self, operation: Operation) -> Pending | None:
+        """Count a collective, compare if it is time to, and start it.
+
+        Raises:
+            DivergenceError: names the first member that has called something else before.
+        """
+        if operation.verb not in ("send", "recv") and not (self._on_device and _is_captured()):
+            signature, chain = signature_of(operation), self._chain
+            digest = chain.add(signature)
+            if self._entry:
+                last = None if signature is self._last else signature[:TALLY_LAST_BYTES]
+                self._tell(self._entry, chain.count, digest, last)
+                self._last = signature
+            if time.monotonic() >= self._compare_at and (error := self._compare()) is not None:
+                raise error
+        return None if operation.moves_nothing else self._inner.start(operation)
+
+    def look(self) -> None:
+        """Compare if it is time to; abort the group if members have called different collectives.
+
+        Any thread may call. Collective: no.
+        """
+        if time.monotonic() >= self._compare_at and (error := self._compare()) is not None:
+            self.fail(error)
+
+    def _compare(self) -> DivergenceError | None:
+        self._compare_at = time.monotonic() + LOOK_SECONDS
+        for rank, member in enumerate(self.members):
+            tallies = () if rank == self.rank else self._board.tallies.of(member)
+            for told in tallies:
+                slip = self._chain.compare(rank, told) if told.group == self._group else None
+                if slip is not None:
+                    self._compare_at = math.inf  # once is enough
+                    return self._error(rank, slip)
+        return None
+
+    def _error(self, rank: int, slip: Slip) -> DivergenceError:
+        ours, theirs = signature_text(slip.ours), "another collective"
+        where = f"collective {slip.last} of {self.name}"
+        if slip.theirs:
+            theirs = signature_text(slip.theirs)
+        elif found := self._in_histories(rank, slip):
+            ours, theirs = map(_past_text, found)
+            where = f"collective {found[0].number} of {self.name}"
+        elif slip.first < slip.last:
+            ours = f"one of its collectives {slip.first} to {slip.last} of {self.name}"
+            where = "checked=True says which"
+        return DivergenceError(rank, f"{ours}, {where}", theirs)
+
+    def _in_histories(self, rank: int, slip: Slip) -> tuple[PastOperation, PastOperation] | None:
+        """What two members of this host have called; on a device, numbers are not unique there."""
+        if self._on_device:
+            return None
+        group = text_of(self.name.encode()[:ENTRY_GROUP_BYTES])
+        ours, theirs = (self._board.past(self.members[each]) for each in (self.rank, rank))
+        return first_difference(ours, theirs, group, slip.first)
+
+    def _leave(self) -> None:
+        self._board.tallies.comparing.remove(self.look)
+        if self._entry and not self._board.closed:
+            self._board.tallies.drop(self._entry)
+
+
+def _is_captured() -> bool:
+    """Ranks need not capture equally often what they replay equally often."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _past_text(past: PastOperation) -> str:
+    """As `signature_text`, as far as a history has it: ``reduce of 8 bytes float32 to rank 0``."""
+    words = [past.verb]
+    if past.dtype:
+        words.append(f"of {past.size} bytes {past.dtype}")
+    if past.verb in ROOTED:
+        words.append(f"{ROOTED[past.verb]} rank {past.peer}")
+    return " ".join(words)

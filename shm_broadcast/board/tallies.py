@@ -1,0 +1,132 @@
+"""What each member's collectives in a group have come to, in two words, for the others to compare.
+
+A group takes an entry for its tally while it is open, where its transport compares nothing itself:
+see `device_comm.wrappers.late`. How an entry lies in memory stands in `shm_broadcast.layout`; where
+no histories are kept there are none. Those of members on other hosts come with what is heard of
+them (`Elsewhere`).
+
+Guarantees: count and digest belong together, and to that group: they are one word, which is read
+between two looks at whose it is. `Tally.last` may be torn: whoever uses it has to prove it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shm_broadcast import layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from shm_broadcast.board.fixed_text import SharedBytes
+
+
+class Tally(msgspec.Struct, array_like=True, frozen=True):
+    """What one member's collectives in one group have come to.
+
+    Attributes:
+        group: the number by which its members know the group.
+        count: how many there were, modulo 2**32.
+        digest: a checksum of all of them, 32 bits.
+        last: what the last one was, without zeros at its end; maybe of another one, or torn.
+    """
+
+    group: int
+    count: int
+    digest: int
+    last: bytes
+
+
+class Tallies:
+    """A member's tallies, and all that is known of the others'. Any thread may use it.
+
+    Attributes:
+        comparing: called now and then while this process waits for anything on the board.
+    """
+
+    def __init__(
+        self,
+        memory: SharedBytes,
+        heard: Callable[[int], Sequence[Tally] | None],
+        member: int | None,
+        n_members: int,
+    ) -> None:
+        """Of a board.
+
+        Args:
+            memory: the board's.
+            heard: what was heard of a member; None: it is on this host.
+            member: this process's; None: it only reads.
+            n_members: of the board.
+        """
+        self._memory = memory
+        self._words = memory.words
+        self._heard = heard
+        self._n_members = n_members
+        # The one that was given back first is used first: a late writer finds it free.
+        self._free = deque(() if member is None else self._entries(member))
+        self.comparing: list[Callable[[], None]] = []
+
+    def forget(self, member: int) -> None:
+        """Clear what the last process that was ``member`` has left."""
+        for entry in self._entries(member):
+            self._words.write(entry, bytes(layout.TALLY_STRIDE))
+
+    def take(self, group: int) -> int:
+        """An entry for this member's tally of ``group``, until `drop`; 0 if all are in use."""
+        try:
+            entry = self._free.popleft()
+        except IndexError:
+            return 0
+        self._words.store64(entry + layout.TALLY_WORD, 0)
+        self._words.store64(entry + layout.TALLY_GROUP, group)
+        return entry
+
+    def tell(self, entry: int, count: int, digest: int, last: bytes | None) -> None:
+        """Say what a tally is now.
+
+        Args:
+            entry: what `take` gave.
+            count, digest: as of `Tally`; any count.
+            last: as of `Tally`, 48 bytes; None: it is the same as before.
+        """
+        if last is not None:
+            self._words.write(entry + layout.TALLY_LAST, last)
+        self._words.store64(entry + layout.TALLY_WORD, (count & 0xFFFFFFFF) << 32 | digest)
+
+    def drop(self, entry: int) -> None:
+        """Give back what `take` gave."""
+        self._words.store64(entry + layout.TALLY_GROUP, 0)
+        self._free.append(entry)
+
+    def of(self, member: int) -> Sequence[Tally]:
+        """The tallies of a member, as last heard if it is on another host."""
+        heard = self._heard(member)
+        return self._here(member) if heard is None else heard
+
+    def compare(self) -> None:
+        """Have all compare that want to."""
+        for each in tuple(self.comparing):
+            each()
+
+    def _here(self, member: int) -> list[Tally]:
+        words, found = self._words, []
+        for entry in self._entries(member):
+            group = words.load64(entry + layout.TALLY_GROUP)
+            if not group:
+                continue
+            word = words.load64(entry + layout.TALLY_WORD)
+            begin = entry + layout.TALLY_LAST
+            last = bytes(self._memory.memory[begin : begin + layout.TALLY_LAST_BYTES])
+            if word and words.load64(entry + layout.TALLY_GROUP) == group:
+                found.append(Tally(group, word >> 32, word & 0xFFFFFFFF, last.rstrip(b"\0")))
+        return found
+
+    def _entries(self, member: int) -> range:
+        if not self._words.load32(layout.BOARD_HISTORY):
+            return range(0)
+        begin = layout.tallies_slot(member, self._n_members)
+        return range(begin, begin + layout.TALLIES * layout.TALLY_STRIDE, layout.TALLY_STRIDE)

@@ -1,0 +1,234 @@
+"""What members are told that have called different collectives; all of them are in one process."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from device_comm import Backend, Capabilities, Communicator, Identity, Operation, ReduceOp
+from device_comm.wrappers import late
+from device_comm.wrappers.late import LateBackend
+from shm_broadcast import Board, Deadline, DivergenceError, GroupAbortedError
+from shm_broadcast.board.elsewhere import OneHost
+from tests.pages.blocks import block_of, without_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from shm_broadcast.board.tallies import Tally
+
+RANKS = (4, 6, 9)
+"""The members' global ranks."""
+
+X = torch.ones(4)
+DOCUMENTED = without_numbers(
+    block_of("docs/hosts.md", "where this rank issued one of its collectives")
+).splitlines()
+
+
+class Still(Backend):
+    """One of several, whose operations do nothing."""
+
+    def __init__(self, board: Board, rank: int) -> None:
+        identity = Identity.of(rank, len(RANKS), name="tp", watch=board)
+        super().__init__(identity, Capabilities("still"))
+        self.started: list[str] = []
+
+    def start(self, operation: Operation) -> None:
+        self.started.append(operation.verb)
+
+
+class Group:
+    """All members, on the boards of one host."""
+
+    def __init__(
+        self, stack: ExitStack, tokens: Sequence[bytes] = (b"one", b"one", b"one")
+    ) -> None:
+        first = stack.enter_context(Board.create(len(RANKS), 0, "", RANKS))
+        others = [Board.attach(first.handle(), member) for member in range(1, len(RANKS))]
+        self.boards = [first, *(stack.enter_context(each) for each in others)]
+        self.inner = [Still(board, rank) for rank, board in enumerate(self.boards)]
+        self.comms = [
+            Communicator(LateBackend(inner, board, token))
+            for inner, board, token in zip(self.inner, self.boards, tokens, strict=True)
+        ]
+        for comm in self.comms:
+            stack.enter_context(comm)
+
+    def all_reduce(self, *members: int, times: int = 1) -> None:
+        for _ in range(times):
+            for member in members or range(len(RANKS)):
+                self.comms[member].all_reduce(X)
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    with ExitStack() as stack:
+        yield Group(stack)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late, "LOOK_SECONDS", 0.0)
+
+
+@pytest.fixture
+def when_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late, "LOOK_SECONDS", 1e9)
+
+
+def have_look(comm: Communicator) -> None:
+    """The time has come to compare."""
+    backend: Any = comm.backend
+    backend._compare_at = 0.0
+    backend.look()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_the_next_collective_tells_and_both_are_named(group: Group) -> None:
+    group.all_reduce(times=16)
+    group.comms[1].all_reduce(X.int())
+    with pytest.raises(DivergenceError) as caught:
+        group.comms[0].all_reduce(X)
+    error = caught.value
+    assert error.rank == RANKS[1]
+    assert str(error) == (
+        "rank 6 issued all_reduce SUM int32[4] where this rank issued all_reduce SUM float32[4], "
+        "collective 17 of tp"
+    )
+    assert without_numbers(str(error)) in DOCUMENTED
+    assert len(group.inner[0].started) == 16
+    for comm in group.comms:
+        with pytest.raises(GroupAbortedError, match="rank 4 reported: DivergenceError: rank 6"):
+            comm.barrier()
+
+
+@pytest.mark.usefixtures("when_told_to")
+def test_what_is_past_is_found_in_the_histories(group: Group) -> None:
+    group.all_reduce(times=16)
+    group.comms[1].all_reduce(X.int())
+    group.all_reduce(0, 2)
+    group.all_reduce(times=5)
+    have_look(group.comms[2])
+    failure = group.boards[0].aborted
+    assert failure is not None
+    assert (failure.rank, failure.kind) == (RANKS[2], "DivergenceError")
+    assert failure.message == (
+        "rank 6 issued all_reduce of 16 bytes int32 where this rank issued all_reduce of 16 bytes "
+        "float32, collective 17 of tp"
+    )
+    assert without_numbers(failure.message) in DOCUMENTED
+
+
+@pytest.mark.usefixtures("when_told_to")
+def test_otherwise_it_is_said_between_which_it_was(group: Group) -> None:
+    group.all_reduce(times=10)
+    have_look(group.comms[0])
+    group.comms[1].all_reduce(X, op=ReduceOp.MAX)
+    group.all_reduce(0, 2)
+    group.all_reduce(times=3)
+    have_look(group.comms[0])
+    failure = group.boards[1].aborted
+    assert failure is not None
+    assert failure.message == (
+        "rank 6 issued another collective where this rank issued one of its collectives 11 to 14 "
+        "of tp, checked=True says which"
+    )
+    assert without_numbers(failure.message) in DOCUMENTED
+
+
+def test_comparing_is_due_four_times_a_second(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(late, "time", SimpleNamespace(monotonic=lambda: now))
+    group.all_reduce(times=2)
+    group.comms[1].all_reduce(X.int())
+    group.all_reduce(0)
+    now += 0.24
+    group.all_reduce(0)
+    now += 0.02
+    with pytest.raises(DivergenceError):
+        group.all_reduce(0)
+
+
+def test_whoever_waits_on_the_board_compares(group: Group) -> None:
+    group.all_reduce()
+    group.comms[1].barrier()
+    group.all_reduce(0)
+    with pytest.raises(GroupAbortedError, match="rank 6 issued barrier"):
+        group.boards[0].wait(lambda: False, Deadline.after(30), "something", lambda: [2])
+
+
+@pytest.mark.usefixtures("at_once")
+def test_tensors_without_elements_count_and_messages_do_not(group: Group) -> None:
+    zero, one, two = group.comms
+    for comm in (zero, one, two):
+        comm.all_gatherv([], 0)
+        assert comm.all_reduce(X[:0]).shape == (0,)
+    zero.send(X, 1)
+    zero.send(X[:0], 1)
+    one.recv(X.shape, X.dtype, 0)
+    group.all_reduce()
+    assert group.inner[2].started == ["all_reduce"]
+    one.all_reduce(X[:0])
+    with pytest.raises(DivergenceError, match=r"rank 6 issued all_reduce SUM float32\[0\] where"):
+        zero.all_reduce(X)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_groups_are_not_compared_with_others_nor_with_those_that_are_closed() -> None:
+    with ExitStack() as stack:
+        group = Group(stack, (b"one", b"one", b"another"))
+        group.comms[2].barrier()
+        group.all_reduce(0, 1)
+        group.comms[1].barrier()
+        group.comms[1].close()
+        group.all_reduce(0)
+        assert not group.boards[1].tallies.comparing
+        assert [len(group.boards[0].tallies.of(member)) for member in range(3)] == [1, 0, 1]
+
+
+def test_a_group_outlives_its_board() -> None:
+    with ExitStack() as stack:
+        group = Group(stack)
+        group.boards[1].close()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_is_heard_of_other_hosts_is_compared(group: Group) -> None:
+    there = group.boards[1]
+
+    class Heard(OneHost):
+        """Of member 1, nothing yet, and then what it told some time ago."""
+
+        told: Sequence[Tally] = ()
+
+        def tallies(self, member: int) -> Any:
+            return self.told if member == 1 else None
+
+    heard = Heard()
+    group.boards[0].hear(heard)
+    group.comms[1].barrier()
+    group.all_reduce(0)
+    heard.told = there.tallies.of(1)
+    group.comms[1].close()
+    with pytest.raises(DivergenceError, match="rank 6 issued barrier where this rank issued all_r"):
+        group.all_reduce(0)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_is_captured_is_not_counted(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may capture more often than others what it replays as often as they."""
+    backend: Any = group.comms[0].backend
+    backend._on_device = True
+    captured = iter([True, False, False])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", captured.__next__)
+    group.all_reduce(0, times=2)
+    group.all_reduce(1, 2)
+    group.all_reduce()
+    assert [len(each.started) for each in group.inner] == [3, 2, 2]

@@ -1,0 +1,86 @@
+"""Tallies on a board: written by their member, read by the others, and never of another group."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from shm_broadcast import Board, Deadline, GroupTimeoutError, layout
+from shm_broadcast.board.tallies import Tally
+
+LAST = b"the last one" + bytes(36)
+
+
+def entries_of(board: Board, n: int) -> list[int]:
+    return [board.tallies.take(group) for group in range(1, n + 1)]
+
+
+def test_what_a_member_tells_the_others_read() -> None:
+    with Board.create(3, 0) as board, Board.attach(board.handle(), 2) as other:
+        assert [list(board.tallies.of(member)) for member in range(3)] == [[], [], []]
+        entry = other.tallies.take((1 << 64) - 1)
+        assert list(board.tallies.of(2)) == []  # it has called nothing yet
+        other.tallies.tell(entry, 5, 0xFFFFFFFF, LAST)
+        expected = Tally((1 << 64) - 1, 5, 0xFFFFFFFF, b"the last one")
+        assert list(board.tallies.of(2)) == list(other.tallies.of(2)) == [expected]
+        other.tallies.tell(entry, (1 << 32) + 6, 0, None)
+        assert list(board.tallies.of(2)) == [Tally((1 << 64) - 1, 6, 0, b"the last one")]
+        assert list(board.tallies.of(1)) == []
+        other.tallies.drop(entry)
+        assert list(board.tallies.of(2)) == []
+
+
+def test_there_is_room_for_so_many_and_what_is_given_back_is_used_again_last() -> None:
+    with Board.create(2, 0) as board:
+        entries = entries_of(board, layout.TALLIES)
+        assert len({*entries}) == layout.TALLIES
+        assert board.tallies.take(99) == 0
+        for entry in entries:
+            board.tallies.tell(entry, 1, 1, LAST)
+        for entry in entries[:2]:
+            board.tallies.drop(entry)
+        assert board.tallies.take(98) == entries[0]
+        # Nothing is left of the group that had it.
+        assert sorted(each.group for each in board.tallies.of(0)) == list(
+            range(3, layout.TALLIES + 1)
+        )
+
+
+def test_who_takes_a_slot_over_finds_no_tally_in_it() -> None:
+    with ExitStack() as stack:
+        board = stack.enter_context(Board.create(2, 0))
+        first = Board.attach(board.handle(), 1)
+        first.tallies.tell(first.tallies.take(7), 3, 4, LAST)
+        assert len(board.tallies.of(1)) == 1
+        first.close()
+        stack.enter_context(Board.attach(board.handle(), 1))
+        assert list(board.tallies.of(1)) == []
+
+
+def test_tallies_lie_behind_the_histories() -> None:
+    assert layout.tallies_slot(0, 5) == layout.history_slot(4, 5) + layout.HISTORY_STRIDE
+    assert layout.tallies_slot(5, 5) == layout.board_size(5)
+    assert layout.TALLY_LAST + layout.TALLY_LAST_BYTES == layout.TALLY_STRIDE
+    for member in range(5):
+        assert layout.tallies_slot(member, 5) % layout.LINE == 0
+
+
+def test_an_onlooker_has_none_to_give() -> None:
+    with Board.create(1, None) as board:
+        assert board.tallies.take(1) == 0
+
+
+def test_there_are_none_where_no_histories_are() -> None:
+    with Board.create(2, 0, histories=False) as board:
+        assert board.tallies.take(1) == 0
+        assert list(board.tallies.of(1)) == []
+
+
+def test_whoever_waits_compares_now_and_then() -> None:
+    looks: list[int] = []
+    with Board.create(2, 0) as board, Board.attach(board.handle(), 1):
+        board.tallies.comparing.append(lambda: looks.append(1))
+        with pytest.raises(GroupTimeoutError):
+            board.wait(lambda: False, Deadline.after(0.35), "a wait", lambda: [1])
+    assert len(looks) >= 2
