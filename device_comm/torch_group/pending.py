@@ -156,18 +156,11 @@ class CollectivePending:
             self._finish = None
 
     def _wait_long(self, deadline: Deadline) -> None:
-        self._boundary.wait(self._compared, deadline, self._operation, self._peers, poll=_POLL)
+        self._boundary.wait(self.ready, deadline, self._operation, self._peers, poll=_POLL)
         try:
             self._work.wait()
         except RuntimeError as error:
             raise self._boundary.translate(error, self._operation, self._peers, deadline) from error
-
-    def _compared(self) -> bool:
-        """As `ready`; not without looking for members that do something else."""
-        if self._work.is_completed():
-            return True
-        self._arrival.check()
-        return False
 
     def _wait_shortly(self, deadline: Deadline) -> bool:
         """Whether it has succeeded at once. If not, it is under way, or has failed."""

@@ -239,7 +239,7 @@ class TorchBackend(Backend):
         """Follow ``issue``, a call of torch's and nothing else: its errors are the connections'."""
         if self.capabilities.stream_ordered:
             return StreamPending(self._issue(operation, issue, self.peers), finish)
-        arrival = self._arrivals.begin(operation.name)
+        arrival = self._arrivals.begin()
         work = self._issue(operation, issue, self.peers)
         name, peers = operation.name, self.peers
         return CollectivePending(work, finish, name, peers, self._boundary, arrival)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 
 from device_comm.torch_group.arrivals import Arrival, Arrivals
-from shm_broadcast import Board, DivergenceError, GroupTimeoutError
+from shm_broadcast import Board, GroupTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,9 +29,8 @@ class Group:
         ]
 
     def begin(self, rank: int, verb: str) -> Arrival:
-        operation = f"{self.name} {verb}"
-        self.boards[rank].stamp(operation)
-        return self.arrivals[rank].begin(operation)
+        self.boards[rank].stamp(f"{self.name} {verb}")
+        return self.arrivals[rank].begin()
 
     def behind(self, arrival: Arrival) -> list[int]:
         late = tuple(self.boards[0].status()[1:])
@@ -45,12 +43,6 @@ class Group:
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     with ExitStack() as stack:
         yield Group(stack, request.param)
-
-
-def look(arrival: Arrival, times: int = 2) -> None:
-    for _ in range(times):
-        arrival._look_at = time.monotonic()
-        arrival.check()
 
 
 def test_only_who_has_not_come_is_behind(group: Group) -> None:
@@ -78,32 +70,10 @@ def test_who_is_in_an_operation_that_is_not_counted_may_be_behind(group: Group) 
     assert group.behind(arrival) == [1, 2]
 
 
-def test_another_operation_in_the_same_place_is_divergence() -> None:
-    with ExitStack() as stack:
-        group = Group(stack, "tp")
-        arrival = group.begin(0, "barrier")
-        group.begin(1, "barrier")
-        group.begin(2, "all_reduce")
-        look(arrival, times=1)  # once may be half of what is being written
-        with pytest.raises(DivergenceError) as caught:
-            look(arrival, times=1)
-    assert (caught.value.rank, caught.value.theirs) == (2, "tp all_reduce")
-
-
-def test_what_is_alike_or_elsewhere_is_no_divergence(group: Group) -> None:
-    arrival = group.begin(0, "barrier")
-    group.begin(1, "barrier")
-    look(arrival)
-    group.begin(2, "all_reduce")
-    group.begin(2, "all_reduce")  # it is further
-    group.boards[1].stamp("pp send")
-    look(arrival)
-
-
 def test_groups_of_one_name_are_told_apart() -> None:
     with Board.create(2, 0) as board:
         first, second = (Arrivals(board, "same", (0, 1), 0) for _ in range(2))
-        assert not first.begin("same barrier")._has_come(second._begun + 1)
+        assert not first.begin()._has_come(second._begun + 1)
 
 
 def test_groups_that_a_process_was_in_before_do_not_count() -> None:
@@ -113,4 +83,4 @@ def test_groups_that_a_process_was_in_before_do_not_count() -> None:
         survivor = Arrivals(board, "tp", (0, 1), 0)
         with Board.attach(board.handle(), 1) as peer:
             newcomer = Arrivals(peer, "tp", (0, 1), 1)
-            assert survivor.begin("tp barrier")._has_come(newcomer._begun + 1)
+            assert survivor.begin()._has_come(newcomer._begun + 1)
