@@ -191,7 +191,7 @@ def test_whoever_waits_is_told(place: str, tmp_path: Path) -> None:
 
 
 def correct(rank: int, n: int, folder: str, hosts: Any, seed: int, room: int | None) -> int:
-    """Everything at random, in groups that stay, and in one that is made again and again."""
+    """Everything at random, in groups that stay, and in two of one name that are made again."""
     late.LOOK_SECONDS = 0.0  # type: ignore[misc] # in every call
     if room is not None:
         layout.TALLIES = room  # type: ignore[misc]
@@ -211,11 +211,14 @@ def correct(rank: int, n: int, folder: str, hosts: Any, seed: int, room: int | N
                 group.all_gatherv([torch.ones(2, 3), torch.ones(2, 0)], 0)
                 group.all_gatherv([], 0)
                 group.all_gatherv(torch.ones(me, 2), 0, range(group.world_size))
-            again = GroupCoordinator.from_link(world._link.part("again", list(range(n))))
-            with again:
-                comms = [again.device_communicator]
-                done += run(draw(seed + 10 + turn, 50 + 20 * turn, [n]), comms)
-                again.barrier()
+            again = [
+                GroupCoordinator.from_link(world._link.part("again", list(range(n))))
+                for _ in range(2)
+            ]
+            with again[0], again[1]:
+                comms = [each.device_communicator for each in again]
+                done += run(draw(seed + 10 + turn, 50 + 20 * turn, [n, n]), comms)
+                again[turn % 2].barrier()
     return done
 
 
