@@ -22,7 +22,7 @@ from coordinator.setup.settings import OPERATION_TIMEOUT
 from coordinator.setup.topology import Topology
 from coordinator.stores.secret import launcher_secret
 from shm_broadcast import Deadline
-from shm_broadcast.board.forked_child import Closing
+from shm_broadcast.machine.forked_child import Closing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

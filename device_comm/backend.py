@@ -37,9 +37,9 @@ from device_comm.choice import Choice, Explanation
 from device_comm.operation import ALL_VERBS
 from device_comm.recorder import Recorder
 from device_comm.watch import LoneWatch
-from shm_broadcast.board.forked_child import Closing, disown_in_children
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import DivergenceError, GroupAbortedError, GroupClosedError
+from shm_broadcast.machine.forked_child import Closing, disown_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,10 +11,10 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from shm_broadcast.board.failures import kind_and_message
-from shm_broadcast.board.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS
 from shm_broadcast.errors import Failure, GroupAbortedError, GroupClosedError, MemberStatus
 from shm_broadcast.layout import NO_PEER
+from shm_broadcast.machine.forked_child import DISOWNED, disown_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

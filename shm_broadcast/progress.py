@@ -21,7 +21,6 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
-from shm_broadcast.board.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.deadline import NEVER
 from shm_broadcast.doorbell import AdaptiveSpin
 from shm_broadcast.errors import (
@@ -30,6 +29,7 @@ from shm_broadcast.errors import (
     GroupClosedError,
     PeerLostError,
 )
+from shm_broadcast.machine.forked_child import DISOWNED, disown_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

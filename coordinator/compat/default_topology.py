@@ -12,7 +12,7 @@ from coordinator.compat.default_group import meet_with_default_group
 from coordinator.compat.errors import NotInitializedError
 from coordinator.compat.group_face import GroupFace
 from coordinator.setup.settings import Settings
-from shm_broadcast.board.forked_child import Closing, disown_in_children
+from shm_broadcast.machine.forked_child import Closing, disown_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

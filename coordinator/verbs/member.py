@@ -10,7 +10,7 @@ from coordinator.compiling import compile_ops
 from coordinator.explain import explain
 from coordinator.messages.messenger import Messenger
 from shm_broadcast import GroupClosedError
-from shm_broadcast.board.forked_child import disown_in_children
+from shm_broadcast.machine.forked_child import disown_in_children
 
 if TYPE_CHECKING:
     import torch

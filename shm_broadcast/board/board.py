@@ -25,12 +25,12 @@ import msgspec
 
 from shm_broadcast import layout
 from shm_broadcast.board.failures import forget_failure, kind_and_message, report_failure
-from shm_broadcast.board.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.board.outward import Outward
 from shm_broadcast.board.stacks import write_stacks_when_asked
 from shm_broadcast.board.totals import forget_totals
 from shm_broadcast.board.waiting import Waiter
 from shm_broadcast.errors import PeerLostError
+from shm_broadcast.machine.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 
 from shm_broadcast import layout
 from shm_broadcast.board.failures import first_failure
-from shm_broadcast.board.forked_child import DISOWNED
 from shm_broadcast.board.slots import Slots
 from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS, Doorbell
 from shm_broadcast.errors import (
@@ -22,6 +21,7 @@ from shm_broadcast.errors import (
     PeerLostError,
 )
 from shm_broadcast.machine.affinity import GIVEN_CORES
+from shm_broadcast.machine.forked_child import DISOWNED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

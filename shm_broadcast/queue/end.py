@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from shm_broadcast.board.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupClosedError
+from shm_broadcast.machine.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.queue.writer import QueueWriter
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ import coordinator
 from coordinator import GroupCoordinator, ReduceOp
 from device_comm.wrappers import late
 from shm_broadcast import DivergenceError, GroupAbortedError, layout
-from tests.coordinator.hosts import beside, failure_of, groups_over, note, since
+from tests.coordinator.hosts import beside, groups_over, note, since
 from tests.device_comm.soak import draw, run
 from tests.netns import two_hosts, unavailable
-from tests.patience import quickest
+from tests.patience import failure_of, quickest
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:

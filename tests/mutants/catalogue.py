@@ -326,7 +326,7 @@ MUTANTS = (
     ),
     Mutant(
         "R1 a forked child takes nothing that is its parent's",
-        "shm_broadcast/board/forked_child.py",
+        "shm_broadcast/machine/forked_child.py",
         "        inherited.disown()",
         "        pass",
         (

@@ -11,7 +11,7 @@ import pytest
 
 from shm_broadcast import Board, GroupClosedError, MessageQueue
 from shm_broadcast.board import forked_child
-from shm_broadcast.board.forked_child import DISOWNED
+from shm_broadcast.machine.forked_child import DISOWNED
 from tests.forked import in_a_child
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from coordinator.setup.topology import Topology
 from coordinator.stores.secret import launcher_secret
 from device_comm import ReduceOp
 from shm_broadcast import Deadline
-from shm_broadcast.board.forked_child import Closing
+from shm_broadcast.machine.forked_child import Closing
 
 if TYPE_CHECKING:
     import socket

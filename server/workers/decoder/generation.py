@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
 from shm_broadcast import CoordinatorError, GroupClosedError
-from shm_broadcast.board.forked_child import DISOWNED, disown_in_children
 from shm_broadcast.deadline import Deadline
+from shm_broadcast.machine.forked_child import DISOWNED, disown_in_children
 
 from ...errors import again
 from .kv_cache import Row
