@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shm_broadcast import Board, GroupClosedError, MessageQueue
-from shm_broadcast.board import forked_child
+from shm_broadcast.machine import forked_child
 from shm_broadcast.machine.forked_child import DISOWNED
 from tests.forked import in_a_child
 
