@@ -11,7 +11,6 @@ import importlib
 import os
 import sys
 from contextvars import ContextVar
-from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +71,8 @@ def worker_class(name: str, main: dict[str, bytes] | None) -> type[Any]:
         ImportError, AttributeError, TypeError: there is no such class.
     """
     if main is not None:
+        from multiprocessing import spawn  # noqa: PLC0415 - the driver does without
+
         token = _LOADING_MAIN.set(True)
         try:
             spawn.prepare({how: os.fsdecode(which) for how, which in main.items()})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from typing import Final
 
 MIN_SECRET_BYTES: Final = 16
@@ -20,7 +18,9 @@ def derive_key(secret: bytes, salt: bytes, purpose: bytes) -> bytes:
     Raises:
         ValueError: the secret has fewer than 16 bytes.
     """
+    import hmac  # noqa: PLC0415 - loads OpenSSL
+
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(f"secret must have {MIN_SECRET_BYTES} or more bytes; got {len(secret)}")
-    extracted = hmac.digest(salt, secret, hashlib.sha256)
-    return hmac.digest(extracted, purpose + b"\x01", hashlib.sha256)
+    extracted = hmac.digest(salt, secret, "sha256")
+    return hmac.digest(extracted, purpose + b"\x01", "sha256")
