@@ -83,7 +83,7 @@ class HostLink(LinkEnd):
         except OSError as error:
             known += f": {error.strerror or error}"
         if self._leads_here:
-            known += "; that is an address of this host itself, and not the head's"
+            known += "; that is an address of this host itself: is it the head's?"
         return known
 
     def _take_in(self) -> None:

@@ -106,7 +106,7 @@ def test_a_head_that_was_given_another_hosts_address_says_so_at_once(tmp_path: P
     assert head.startswith("OSError: ")
     assert f"the head's address '{OTHER}' is none of this host's, which has {HEAD}" in head
     assert head.endswith("is this node 0, the head?")
-    mine = "; that is an address of this host itself, and not the head's"
+    mine = "; that is an address of this host itself: is it the head's?"
     assert other.endswith(f"nothing answers at tcp://{OTHER}:{PORT}: Connection refused{mine}")
 
 
