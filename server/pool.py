@@ -298,7 +298,7 @@ class WorkerPool:
         generator must yield the same number of times on all ranks. It begins with the first item
         asked for; the workers compute one item ahead, and no more. Other calls and streams go on
         in between. Leave the stream by ``with``, its `close`, or by dropping it: the generator is
-        closed on all ranks.
+        closed on all ranks. Only one thread at a time may ask for an item.
 
         Args:
             method: the name of a method of the worker.

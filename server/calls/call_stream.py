@@ -10,16 +10,17 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from shm_broadcast import CoordinatorError
+from shm_broadcast.timed_lock import new_turn
 
 from ..errors import PoolClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
 
     NextItem: TypeAlias = Callable[[int, bool], Future[Any]]
 
@@ -27,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 class CallStream:
-    """Iterates over what a worker's generator yields. One thread at a time may use it.
+    """Iterates over what a worker's generator yields. One thread at a time may ask for an item; any
+    thread may close it.
 
     It closes the generator on all ranks when it is closed or collected as garbage, at the end of a
     ``with`` block, and when an item fails: after that the stream is over.
@@ -44,6 +46,8 @@ class CallStream:
         self._begun = False
         self._over = False
         self._asked: Future[Any] | None = None
+        self._taking = new_turn()
+        self._in_order = threading.RLock()  # no generator is closed before it has begun
 
     def __iter__(self) -> Self:
         """Give the stream itself."""
@@ -53,19 +57,23 @@ class CallStream:
         """Wait for the next item.
 
         Raises:
+            RuntimeError: another thread waits for an item; it gets that, and the stream goes on.
             CallDivergedError: the generator ended on some ranks only. The pool goes on.
             What `pool.WorkerPool.call` raises.
         """
-        if self._over:
-            raise StopIteration
-        try:
-            found = self.ask().result()
-        except BaseException:
-            self.close()
-            raise
-        if not self.take(found):
-            raise StopIteration
-        return found[0]
+        with self._taking as mine:
+            if not mine:
+                raise RuntimeError("another thread waits for an item of this stream")
+            try:
+                found = self.ask().result()
+            except CancelledError:  # another thread has closed the stream
+                raise StopIteration from None
+            except BaseException:
+                self.close()
+                raise
+            if not self.take(found):
+                raise StopIteration
+            return found[0]
 
     def ask(self) -> Future[Any]:
         """Ask for the next item, unless that was done.
@@ -73,10 +81,13 @@ class CallStream:
         Returns:
             The future of a tuple: ``(item,)``, or ``()`` at the end. Pass it to `take`.
         """
-        if self._asked is None:
-            first, self._begun = not self._begun, True
-            self._asked = self._step(self._number, first)
-        return self._asked
+        with self._in_order:
+            if self._over:
+                return _nothing()
+            if self._asked is None:
+                first, self._begun = not self._begun, True
+                self._asked = self._step(self._number, first)
+            return self._asked
 
     def take(self, found: tuple[Any, ...]) -> bool:
         """Take what `ask` has found, and ask for the next item; False at the end."""
@@ -92,16 +103,18 @@ class CallStream:
         """Close the generator on all ranks, behind the calls that were made before. Idempotent.
 
         Returns at once. A worker that computes an item just now hears that nobody waits for it:
-        see `worker.WorkerContext.cancelled`.
+        see `worker.WorkerContext.cancelled`. Another thread that waits for that item gets it all
+        the same, or StopIteration if no worker had begun with it.
         """
-        if self._over:
-            return
-        self._over = True
-        if self._asked is not None:
-            self._asked.cancel()
-        if self._begun:
-            with suppress(CoordinatorError):  # a pool that has ended has no generators
-                self._step(-self._number, False).add_done_callback(_log_failure)
+        with self._in_order:
+            if self._over:
+                return
+            self._over = True
+            if self._asked is not None:
+                self._asked.cancel()
+            if self._begun:
+                with suppress(CoordinatorError):  # a pool that has ended has no generators
+                    self._step(-self._number, False).add_done_callback(_log_failure)
 
     def __enter__(self) -> Self:
         """Give the stream itself."""
@@ -118,6 +131,12 @@ class CallStream:
         """
         if self._begun and not self._over and not _at_the_end():
             threading.Thread(target=self.close, name="pool-stream-end", daemon=True).start()
+
+
+def _nothing() -> Future[Any]:
+    over: Future[Any] = Future()
+    over.set_result(())
+    return over
 
 
 def _log_failure(closed: Future[Any]) -> None:

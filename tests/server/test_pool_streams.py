@@ -7,12 +7,15 @@ import gc
 import os
 import signal
 import threading
+import time
+from concurrent.futures import Future
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from server.calls.call_stream import CallStream
 from server.errors import (
     CallDivergedError,
     CallTimeoutError,
@@ -21,13 +24,14 @@ from server.errors import (
     WorkerLostError,
 )
 from server.pool import WorkerPool
-from tests.patience import until
+from tests.patience import STALL_SECONDS, until
+from tests.server.workers import Gate
+from tests.shm_broadcast.queues import Running
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from server.worker import WorkerContext
-    from tests.server.workers import Gate
 
 
 class Speaker:
@@ -96,6 +100,21 @@ class Speaker:
     def say_until_cancelled(self, gate: Gate) -> Iterator[str]:
         yield "first"
         yield self.run_until_cancelled(gate)
+
+    def run_until_cancelled_in_a_stream(self, gate: Gate) -> Iterator[str]:
+        try:
+            yield self.run_until_cancelled(gate)
+        finally:
+            self.closed.append("closed")
+
+    def say_what_passes(self, gate: Gate) -> Iterator[str]:
+        """Yields "first" once the gate is open, then "second"."""
+        gate.pass_through(self.world.rank)
+        yield "first"
+        yield "second"
+
+    def pass_through(self, gate: Gate) -> None:
+        gate.pass_through(self.world.rank)
 
     def cancelled(self) -> bool:
         return self.context.cancelled()
@@ -262,6 +281,105 @@ def test_leaving_a_stream_is_heard_by_a_worker_that_is_ahead(pool: WorkerPool, g
         assert next(stream) == "first"
         reached(gate)
     assert all(closed[-1] == "cancelled" for _, closed in pool.call("told_by_all"))
+
+
+def test_no_two_threads_get_one_item(pool: WorkerPool, gate: Gate) -> None:
+    with pool.stream("say_what_passes", gate) as stream:
+        first = Running(next, stream)
+        reached(gate)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="another thread waits for an item of this str"):
+                Running(next, stream).result()
+        assert not first.ended()
+        gate.open()
+        assert first.result() == "first"
+        assert Running(next, stream).result() == "second"
+        with pytest.raises(StopIteration):
+            next(stream)
+
+
+def test_threads_that_take_turns_get_each_item_once(pool: WorkerPool) -> None:
+    stream, taken = pool.stream("count", "shared", 40), list[int]()
+
+    def take() -> None:
+        while True:
+            try:
+                taken.append(next(stream))
+            except StopIteration:
+                return
+            except RuntimeError:
+                time.sleep(0.001)
+
+    for thread in [Running(take) for _ in range(3)]:
+        thread.result()
+    assert sorted(taken) == [2 * number for number in range(40)]
+
+
+def test_a_thread_that_waits_for_an_item_is_not_held_up_by_a_close(
+    pool: WorkerPool, gate: Gate
+) -> None:
+    stream = pool.stream("run_until_cancelled_in_a_stream", gate)
+    waiting = Running(next, stream)
+    reached(gate)
+    stream.close()
+    assert waiting.result() == "cancelled"
+    with pytest.raises(StopIteration):
+        next(stream)
+    assert all(closed[-1] == "closed" for _, closed in pool.call("told_by_all"))
+
+
+def test_a_close_ends_a_wait_for_an_item_that_no_worker_has_begun(
+    pool: WorkerPool, gate: Gate
+) -> None:
+    before, _ = pool.call("told")
+    held = [pool.submit("pass_through", gate) for _ in range(3)]
+    reached(gate)
+    stream = pool.stream("count", "queued", 3)
+    waiting = Running(lambda: list(stream))
+    until(lambda: pool.load > len(held))
+    stream.close()
+    assert waiting.result() == []
+    gate.open()
+    for each in held:
+        each.result()
+    made, closed = pool.call("told")
+    assert made == before
+    assert "queued" not in closed
+
+
+def test_no_stream_is_closed_before_it_begins() -> None:
+    steps, begins, goes_on = list[int](), threading.Event(), threading.Event()
+
+    def step(stream: int, first: bool) -> Future[Any]:
+        if first:
+            begins.set()
+            assert goes_on.wait(STALL_SECONDS)
+        steps.append(stream)
+        return Future()
+
+    stream = CallStream(7, step)
+    Running(stream.ask)
+    assert begins.wait(STALL_SECONDS)
+    closing = Running(stream.close)
+    assert not closing.ended(within=0.1)
+    goes_on.set()
+    closing.result()
+    assert steps == [7, -7]
+
+
+def test_no_two_tasks_get_one_item(pool: WorkerPool, gate: Gate) -> None:
+    async def take() -> tuple[Any, list[str]]:
+        async with aclosing(pool.astream("say_what_passes", gate)) as stream:
+            first = asyncio.ensure_future(anext(stream))
+            await asyncio.to_thread(reached, gate)
+            with pytest.raises(RuntimeError, match="already running"):
+                await anext(stream)
+            with pytest.raises(RuntimeError, match="already running"):
+                await stream.aclose()
+            gate.open()
+            return await first, [item async for item in stream]
+
+    assert asyncio.run(take()) == ("first", ["second"])
 
 
 WAYS: dict[str, Callable[[WorkerPool, Gate], object]] = {
