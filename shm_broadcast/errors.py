@@ -47,8 +47,9 @@ class MemberStatus:
         rank: what its board calls it; `DRIVER_RANK` for the process outside the ranks.
         pid: its process id, on its host; 0 if it never joined.
         state: ``"absent"``: it never joined; ``"idle"``: between operations; ``"busy"``: in one;
-            ``"closed"``: it has closed its end; ``"lost"``: it ended without closing;
-            ``"unseen"``: it is on another host, of which nothing has been heard yet.
+            ``"closed"``: it has closed its end; ``"lost"``: it ended, or dropped its
+            end of a queue, without closing; ``"unseen"``: it is on another host, of which nothing
+            has been heard yet.
         operation: the operation it is in, or was in last; ``""`` if none yet.
         sequence: how many operations it has begun.
         age: seconds since its last progress; ``None`` if it made none.

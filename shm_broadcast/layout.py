@@ -190,7 +190,8 @@ STATE_ABSENT: Final = 0
 STATE_IDLE: Final = 1
 STATE_BUSY: Final = 2
 STATE_CLOSED: Final = 3
-STATE_NAMES: Final = ("absent", "idle", "busy", "closed")
+STATE_LOST: Final = 4
+STATE_NAMES: Final = ("absent", "idle", "busy", "closed", "lost")
 
 FAILURE_STRIDE: Final = 512
 FAILURE_CLAIMED: Final = 0

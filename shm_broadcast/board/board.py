@@ -185,6 +185,13 @@ class Board(Waiter):
             self._mark_closed()
             self.ring_all()
 
+    def drop(self) -> None:
+        """Be lost to the others, as if this process had ended, unless the group was left before."""
+        if not self._closed and self.member is not None:
+            self._closed = True
+            self._members.drop(self.member)
+            self.ring_all()
+
     def disown(self) -> None:
         """In a forked child: it is no member, whoever its parent is."""
         self._closed, self._why_closed = True, DISOWNED

@@ -89,12 +89,18 @@ class Members:
         if self._words.load32(slot + layout.MEMBER_PID) == os.getpid():
             self._words.progress(slot, layout.STATE_CLOSED)
 
+    def drop(self, member: int) -> None:
+        """Say that ``member`` is lost, unless the slot is a successor's by now."""
+        slot = layout.member_slot(member)
+        if self._words.load32(slot + layout.MEMBER_PID) == os.getpid():
+            self._words.store32(slot + layout.MEMBER_STATE, layout.STATE_LOST)
+
     @contextmanager
     def lost_slot(self, member: int) -> Iterator[None]:
-        """Inside, nobody can take the slot of ``member``, whose process has ended.
+        """Inside, nobody can take the slot of ``member``, which is lost.
 
         Raises:
-            ValueError: it has not, or a successor is about to take the slot.
+            ValueError: it is not, or a successor is about to take the slot.
         """
         self._lock_slot(member, os.getpid())
         try:

@@ -5,6 +5,7 @@ How queues are made and joined stands in `shm_broadcast.queue.message_queue`.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from shm_broadcast.deadline import Deadline
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 class QueueEnd:
     """One end of a queue, the writer's or a reader's; `MessageQueue` makes it.
 
-    Threads may share it: calls run one at a time, the others wait.
+    Threads may share it: calls run one at a time, the others wait. One that is dropped without
+    `shutdown` is lost to the others, as if its process had ended, unless the board is another's.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class QueueEnd:
         self._writer = end if isinstance(end, QueueWriter) else None
         self._reader = None if isinstance(end, QueueWriter) else end
         self._owns_board = owns_board
+        if owns_board and board is not None:
+            weakref.finalize(end, board.drop).atexit = False
         disown_in_children(self)
 
     def __reduce__(self) -> NoReturn:
@@ -98,10 +102,10 @@ class QueueEnd:
 
         Raises:
             GroupTimeoutError: no room in time; names the readers that are behind, and by how much.
-            PeerLostError: the queue is full because of a reader that has ended, or a reader on
-                another host has ended. No reader gets the message, nor any later one, until the
-                lost reader is taken out by `remove_reader` or, on this host, replaced by another
-                process that joins as the same reader.
+            PeerLostError: the queue is full because of a reader that is lost, as its process has
+                ended or has dropped it, or a reader on another host is. No reader gets the message,
+                nor any later one, until the lost reader is taken out by `remove_reader` or, on this
+                host, replaced by another that joins as the same reader.
             GroupAbortedError: a member aborted the board.
             GroupClosedError: this end was shut down, or every reader has left, which the writer
                 notices once the queue is full.
@@ -154,9 +158,10 @@ class QueueEnd:
         Raises:
             GroupTimeoutError: no message in time; nothing was consumed.
             MessageDecodeError: a message came that is not of the queue's type; it was consumed.
-            PeerLostError: the writer has ended and all its messages were read, or the next one lay
-                where a ``zero_copy`` writer had put it, and went with its process. Nothing behind
-                that one is handed out, unless another process writes in the lost one's place.
+            PeerLostError: the writer is lost, as its process has ended or has dropped it, and all
+                its messages were read, or the next one lay where a ``zero_copy`` writer had put it,
+                and went with it. Nothing behind that one is handed out, unless another writes in
+                the lost one's place.
             SharedMemoryError: a message that lies where a ``zero_copy`` writer has put it cannot be
                 mapped; it was consumed, unless this process has no descriptor left.
             GroupAbortedError: a member aborted the board.

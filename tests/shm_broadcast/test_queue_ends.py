@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -22,6 +23,7 @@ from shm_broadcast.errors import (
     SharedMemoryError,
 )
 from shm_broadcast.queue.message_queue import MessageQueue
+from tests.forked import in_a_child
 from tests.patience import until
 from tests.shm_broadcast.leaks import open_descriptors
 from tests.shm_broadcast.queues import CAPACITY, LIMIT, Ends, Running, ends, sleeps
@@ -105,7 +107,7 @@ def pair_beside(board: Board, n_local: int) -> Iterator[tuple[MessageQueue, Mess
 
 def fill(queue: MessageQueue) -> None:
     while True:
-        queue.enqueue(b"x" * 100_000)
+        queue.enqueue(b"x" * 100_000, LIMIT)
 
 
 @pytest.mark.parametrize("n_local", [1, 0], ids=["ring", "socket"])
@@ -326,6 +328,85 @@ def test_a_block_that_went_with_a_writer_ends_the_queue_until_there_is_a_success
             assert made.reader.dequeue(LIMIT) == "of the successor"
             successor.shutdown()
         made.reader.shutdown()  # so that nothing is kept for it
+
+
+def to_drop() -> tuple[list[MessageQueue], list[MessageQueue]]:
+    """A writer and a reader; to drop one, empty its list."""
+    writer = MessageQueue(1, 1, writer_rank=5)
+    return [writer], [MessageQueue.create_from_handle(writer.export_handle(), 0)]
+
+
+def test_a_writer_that_is_dropped_is_lost_to_its_readers() -> None:
+    writer, reader = to_drop()
+    writer[0].enqueue("before")
+    writer.clear()
+    gc.collect()
+    with reader[0]:
+        assert reader[0].dequeue(LIMIT) == "before"
+        for _ in range(2):
+            with pytest.raises(PeerLostError, match=rf"lost rank 5 \(pid {os.getpid()}\)"):
+                reader[0].dequeue(LIMIT)
+
+
+def test_a_reader_that_is_dropped_is_lost_to_its_writer() -> None:
+    writer, reader = to_drop()
+    reader.clear()
+    gc.collect()
+    with writer[0]:
+        with pytest.raises(PeerLostError, match=rf"lost rank 0 \(pid {os.getpid()}\)"):
+            fill(writer[0])
+        writer[0].remove_reader(0)
+        with pytest.raises(GroupClosedError, match="every reader has left"):
+            fill(writer[0])
+
+
+def test_a_reader_that_sleeps_is_told_at_once_that_its_writer_was_dropped() -> None:
+    writer, reader = to_drop()
+    board: Any = reader[0]._board
+    waiting = Running(reader[0].dequeue)
+    until(lambda: sleeps(board))
+    writer.clear()
+    with pytest.raises(PeerLostError, match="lost rank 5"):
+        waiting.result()
+    reader[0].shutdown()
+
+
+def test_a_dropped_reader_can_be_replaced() -> None:
+    writer, reader = to_drop()
+    with writer[0]:
+        for number in range(3):
+            writer[0].enqueue(number)
+        assert reader[0].dequeue(LIMIT) == 0
+        reader.clear()
+        with MessageQueue.create_from_handle(writer[0].export_handle(), 0) as successor:
+            assert [successor.dequeue(LIMIT) for _ in range(2)] == [1, 2]
+
+
+def test_a_view_keeps_a_reader_that_is_dropped() -> None:
+    writer, reader = to_drop()
+    with writer[0]:
+        writer[0].enqueue_encoded(b"seen")
+        taking = reader.pop().acquire_read(LIMIT)
+        gc.collect()
+        with taking as seen:
+            assert bytes(seen) == b"seen"
+
+
+def test_what_a_forked_child_drops_is_not_lost() -> None:
+    writer, reader = to_drop()
+
+    def drop() -> None:
+        writer.clear()
+        reader.clear()
+        gc.collect()
+
+    in_a_child(drop)
+    writer[0].enqueue("still here", LIMIT)
+    assert reader[0].dequeue(LIMIT) == "still here"
+    with pytest.raises(GroupTimeoutError):
+        reader[0].dequeue(0.3)
+    reader[0].shutdown()
+    writer[0].shutdown()
 
 
 def test_no_descriptor_is_left() -> None:
