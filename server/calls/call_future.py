@@ -6,6 +6,8 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from shm_broadcast import Deadline
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -56,6 +58,12 @@ class CallFuture(Future[Any]):
             cancelled()
         return False
 
+    def set_running_or_notify_cancel(self) -> bool:
+        """As every future's; False, too, if its owner has set a result already."""
+        with self._condition:
+            finished = self.done() and not self.cancelled()
+            return not finished and super().set_running_or_notify_cancel()
+
     def set_result(self, result: Any) -> None:
         """As every future's."""
         super().set_result(result)
@@ -72,8 +80,10 @@ class CallFuture(Future[Any]):
         Raises:
             CallTimeoutError: there is none within ``timeout`` seconds; the call goes on.
             CancelledError: the call was cancelled.
+            ValueError, TypeError: ``timeout`` is no time.
             What the call raises.
         """
+        Deadline.within(timeout)
         try:
             return super().result(timeout)
         except TimeoutError:
@@ -85,6 +95,7 @@ class CallFuture(Future[Any]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the call to end; its error, or ``None``. Raises as `result` on a time-out."""
+        Deadline.within(timeout)
         try:
             return super().exception(timeout)
         except TimeoutError:

@@ -246,7 +246,7 @@ class Ledger:
                 if call.begin():
                     self._calls.begin(call)
                     return call
-                # Its future was cancelled: take the next one.
+                # Nobody waits for it: take the next one.
                 self._lateness.forget(call)
                 if self._calls.empty:
                     self._idle.notify_all()

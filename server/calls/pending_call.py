@@ -194,8 +194,8 @@ class PendingCall:
         return self._future
 
     def begin(self) -> bool:
-        """Whether to send the call: False if its future was cancelled, or it was late. Its future
-        cannot be cancelled from now on.
+        """Whether to send the call: False if its future was cancelled or given a result, or it was
+        late. Its future cannot be cancelled from now on.
         """
         future = self._future
         if self.done or future is None or future.running():
@@ -227,7 +227,7 @@ class PendingCall:
         return CallDivergedError(self.number, self.method, "world", ranks, did)
 
     def _hand_out(self, future: Future[Any]) -> None:
-        with suppress(InvalidStateError):  # its future was cancelled
+        with suppress(InvalidStateError):  # it was cancelled, or its owner has set a result
             if self.error is not None:
                 future.set_exception(again(self.error))
             else:

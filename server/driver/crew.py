@@ -238,11 +238,13 @@ class Crew(Watcher):
         ranks = self.ledger.late(call)
         if not ranks:
             restarting = self.ledger.state.restarting
-            detail = "not sent: the workers are busy with calls before it"
+            detail = "not sent in that time"
             if call.number:
                 detail = "answered just afterwards"
             elif restarting is not None:
                 detail = f"not sent: the pool is being restarted after this: {restarting}"
+            elif self.ledger.busy:
+                detail = "not sent: the workers are busy with calls before it"
             seen: Seen = (), detail, {}, ()
         else:
             # Not in the main thread: signal handlers, which interrupt that, may need what it holds.

@@ -322,6 +322,22 @@ def test_a_callback_that_ends_its_thread_ends_no_thread_of_the_pools(pool: Worke
     assert pool.submit("echo", 2).result(PATIENCE_SECONDS) == 2
 
 
+def test_a_future_whose_owner_sets_its_result_is_left_as_it_is(
+    pool: WorkerPool, gate: Gate
+) -> None:
+    held = [pool.submit("hold", gate) for _ in range(3)]
+    queued = [pool.submit("note", number) for number in (2100, 2101)]
+    until(lambda: gate.reached(0))
+    held[0].set_result("mine")
+    queued[0].set_result("mine")
+    queued[1].set_exception(KeyError("mine"))
+    gate.open()
+    assert [future.result(PATIENCE_SECONDS) for future in held[1:]] == [0, 0]
+    assert not {2100, 2101} & {*pool.call("note", 2102)}
+    assert held[0].result() == queued[0].result() == "mine"
+    assert isinstance(queued[1].exception(), KeyError)
+
+
 def test_what_is_nested_too_deeply_cannot_be_sent(pool: WorkerPool) -> None:
     nested: list[Any] = []
     for _ in range(5000):

@@ -95,6 +95,23 @@ def test_a_call_that_waits_behind_others_is_told_so(pool: WorkerPool, gate: Gate
     assert 3000 not in pool.call("note", 3001)
 
 
+def test_a_call_that_waits_behind_no_other_is_not_told_so(pool: WorkerPool) -> None:
+    with pool._crew.dispatcher._sending as mine:  # the sender comes late
+        assert mine
+        future = pool.submit("echo", 1)
+        with pytest.raises(CallTimeoutError, match=r"after 0.1 s \(not sent in that time\)"):
+            future.result(0.1)
+    assert future.result(PATIENCE_SECONDS) == 1
+
+
+def test_nobody_waits_for_no_time(pool: WorkerPool) -> None:
+    future = pool.submit("echo", 1)
+    for wait in (future.result, future.exception):
+        with pytest.raises(ValueError, match="timeout must be"):
+            wait(math.nan)
+    assert future.result(PATIENCE_SECONDS) == 1
+
+
 def test_calls_are_not_late_while_others_are_answered(pool: WorkerPool) -> None:
     futures = [pool.submit("note", number, SECONDS / 5) for number in range(10)]
     assert pool.call("echo", "last") == "last"
