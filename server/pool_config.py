@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shm_broadcast.checked_arguments import (
     flag,
+    line,
     optional,
     seconds,
     some_seconds,
@@ -40,7 +41,7 @@ _CHECKS: Final[Mapping[str, CheckArgument[Any]]] = {
     "fork": flag,
     "preload": texts,
     "spans": optional(text),
-    "name": text,
+    "name": line,
 }
 
 
@@ -81,7 +82,8 @@ class PoolConfig:
         spans: where each worker records its OpenTelemetry spans, as `spans.record` takes it;
             ``None``: nowhere, unless it sees to that itself.
         name: what logs, errors and the workers' output call the pool, where there are several;
-            `Replicas` gives each of its pools one. ``""``: nothing but "the pool".
+            `Replicas` gives each of its pools one. Printable characters. ``""``: nothing but "the
+            pool".
     """
 
     in_flight: int | None = None

@@ -64,6 +64,13 @@ def text(name: str, given: Any) -> str:
     return str(given)
 
 
+def line(name: str, given: Any) -> str:
+    """A text of printable characters, for logs; see `CheckArgument`."""
+    if not text(name, given).isprintable():
+        raise ValueError(f"{name} must be of printable characters only; got {given!r}")
+    return str(given)
+
+
 def texts(name: str, given: Any) -> tuple[str, ...]:
     """Several texts, and not one, whose letters would be taken for them; see `CheckArgument`."""
     if isinstance(given, str) or not isinstance(given, Iterable):

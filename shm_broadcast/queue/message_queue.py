@@ -78,8 +78,8 @@ class MessageQueue(QueueEnd):
         processes that have a board already.
 
         Args:
-            n_reader: how many readers there are; a queue without any takes messages in and drops
-                them, as that of a group of one.
+            n_reader: how many readers there are, 4096 at most; a queue without any takes messages
+                in and drops them, as that of a group of one.
             n_local_reader: how many of them run on this host.
             local_reader_ranks: what the caller calls them; 0, 1, ... if not given.
             max_chunk_bytes: with ``max_chunks``, asks for a ring of their product, of which at most
@@ -97,7 +97,8 @@ class MessageQueue(QueueEnd):
                 of another board does.
 
         Raises:
-            ValueError: the numbers do not fit together, or an address or a secret is missing.
+            ValueError: the numbers do not fit together or are too large, or an address or a secret
+                is missing.
             SharedMemoryError: too little memory is free.
         """
         local, distant = local_and_remote(

@@ -5,7 +5,7 @@ Which of them share the writer's memory, and the queue's handle.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from shm_broadcast.checked_arguments import whole
 from shm_broadcast.errors import ForeignMemoryError, SharedMemoryError
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed import ProcessGroup
+
+
+_MOST_READERS: Final = 4096
+"""Of a queue: a slip in a number should not take all memory for the board, 0.14 MiB a member."""
 
 
 @runtime_checkable
@@ -81,10 +85,11 @@ def local_and_remote(
 
     Raises:
         TypeError: a count is no whole number.
-        ValueError: the counts and the ranks contradict each other, or a rank occurs twice.
+        ValueError: the counts and the ranks contradict each other, there are more than 4096
+            readers, or a rank occurs twice.
     """
-    n_reader = whole("n_reader", n_reader, least=0)
-    n_local_reader = whole("n_local_reader", n_local_reader, least=0)
+    n_reader = whole("n_reader", n_reader, _MOST_READERS, least=0)
+    n_local_reader = whole("n_local_reader", n_local_reader, _MOST_READERS, least=0)
     local = tuple(range(n_local_reader) if local_ranks is None else local_ranks)
     if remote_ranks is None:
         after = max(local, default=-1) + 1

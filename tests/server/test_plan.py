@@ -138,6 +138,8 @@ def test_settings_of_another_type_are_refused(wrong: Any, text: str) -> None:
         {"threads": 0},
         {"threads": 10**8},
         {"preload": ("json",), "fork": False},
+        {"name": "a\nb"},
+        {"name": "\x1b[31m"},
     ],
 )
 def test_wrong_settings_are_refused(wrong: Any) -> None:

@@ -313,6 +313,7 @@ def test_numbers_of_readers_that_do_not_fit(arguments: Any) -> None:
         ({"max_chunks": 0}, ValueError, "max_chunks must be 1 or more; got 0"),
         ({"max_chunk_bytes": "x"}, TypeError, "max_chunk_bytes must be a whole number; got 'x'"),
         ({"n_reader": "1"}, TypeError, "n_reader must be a whole number; got '1'"),
+        ({"n_reader": 100_000}, ValueError, "n_reader must be 0 to 4096; got 100000"),
         ({"n_local_reader": None}, TypeError, "n_local_reader must be a whole number; got None"),
         (
             {"n_reader": 2, "n_local_reader": 2, "local_reader_ranks": [4, 4]},
