@@ -25,13 +25,13 @@ from server.errors import (
 )
 from server.pool import WorkerPool
 from tests.patience import STALL_SECONDS, until
-from tests.server.workers import Gate
 from tests.shm_broadcast.queues import Running
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from server.worker import WorkerContext
+    from tests.server.workers import Gate
 
 
 class Speaker:
