@@ -11,9 +11,6 @@ The header maps names to dtype, shape and byte range; it is padded with spaces t
 from __future__ import annotations
 
 import math
-import os
-import secrets
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,9 +20,10 @@ from device_comm.torch_group.carried_types import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from torch import Tensor
+
+    from coordinator.layout.checkpoints.replacement import Replacement
 
 _METADATA = "__metadata__"
 
@@ -80,38 +78,24 @@ def encode_header(
     return encoded + b" " * (-len(encoded) % 8)
 
 
-def write_checkpoint(path: Path, header: bytes, tensors: Iterable[Tensor]) -> None:
-    """Write a file. It appears at ``path`` when it is complete, and replaces an older one.
+def write_checkpoint(file: Replacement, header: bytes, tensors: Iterable[Tensor]) -> None:
+    """Write a file, and finish it.
 
     Where several write the same file at once, each writes all of it, and the last one's stays.
 
     Args:
-        path: the file; its folder must exist.
+        file: a new one.
         header: from `encode_header`.
         tensors: the header's tensors, in its order, on any device.
 
     Raises:
-        OSError: the file cannot be written; names ``path``, and no part of it is left.
+        OSError: the file cannot be written; names it.
 
     Collective: no.
     """
-    unfinished = path.with_name(f".{secrets.token_hex(8)}.unfinished")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(len(header).to_bytes(8, "little"))
-            file.write(header)
-            for tensor in tensors:
-                plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-                file.write(as_bytes(plain).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException as error:
-        with suppress(OSError):
-            unfinished.unlink()
-        if isinstance(error, OSError) and (
-            error.filename == str(unfinished) or (error.errno and error.filename is None)
-        ):
-            error.filename = str(path)
-            del error.filename2  # of a name that is not there yet: None would be shown
-        raise
+    file.write(len(header).to_bytes(8, "little"))
+    file.write(header)
+    for tensor in tensors:
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        file.write(as_bytes(plain).numpy().data)
+    file.finish()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coordinator.layout.checkpoints.replacement import Replacement
 from coordinator.layout.checkpoints.safetensors_file import SINGLE
 from coordinator.layout.checkpoints.safetensors_writer import encode_header, write_checkpoint
 from coordinator.layout.errors import CheckpointError
@@ -39,7 +41,7 @@ def save_sharded(
 
     The inverse of `load_sharded`. The rank that is first on every axis writes, and has one whole
     tensor at a time in memory. Returns, on every rank, when the file is complete; it appears only
-    then.
+    then, and replaces what was there. A link stays; the file that it leads to is replaced.
 
     Args:
         path: the file, or a folder, which then gets ``model.safetensors``.
@@ -58,8 +60,9 @@ def save_sharded(
         ValueError: a layout does not fit its tensor or the group, a shape is missing, two
             tensors get one name, or the format does not support a dtype or a name. Nothing was
             sent. On the rank that writes also: ``path`` or ``metadata`` is none.
+        CheckpointError: at ``path`` is what is neither a file nor a folder, as a device. Nothing
+            was written. On the ranks that do not write also: the file could not be written.
         OSError: on the rank that writes: the file cannot be written.
-        CheckpointError: on the other ranks: the file could not be written.
 
     Collective: yes, every member of every group.
     """
@@ -85,24 +88,28 @@ def save_sharded(
             yield whole
 
     wholes = collected()
+    writes = not any(axis.rank_in_group for axis in axes)
     error: Exception | None = None
-    if not any(axis.rank_in_group for axis in axes):
-        try:
-            header = encode_header(announced, metadata)
-            whole_file = file / SINGLE if file.is_dir() else file
-            write_checkpoint(whole_file, header, (whole for whole in wholes if whole is not None))
-        except Exception as found:
-            if torn:
-                raise
-            error = found
-    # The wholes are collected together: the ranks that do not write, or cannot, must take part.
-    for _ in wholes:
-        pass
-    failure = _tell(None if error is None else f"{type(error).__name__}: {error}", axes)
-    if error is not None:
-        raise error
-    if failure is not None:
-        raise CheckpointError(str(file), f"not written: {failure}")
+    with ExitStack() as stack:
+        if writes:
+            try:
+                header = encode_header(announced, metadata)
+                new = Replacement(file / SINGLE if file.is_dir() else file)
+                stack.enter_context(new)
+            except Exception as found:  # noqa: BLE001 - raised on all ranks
+                error = found
+        _raise_on_all(file, error, axes)
+        if writes:
+            try:
+                write_checkpoint(new, header, (whole for whole in wholes if whole is not None))
+            except Exception as found:
+                if torn:
+                    raise
+                error = found
+        # The wholes are collected together: ranks that do not write, or cannot, must take part.
+        for _ in wholes:
+            pass
+        _raise_on_all(file, error, axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +171,16 @@ def _without_padding(placement: Placement, around: Sequence[Extent], ranks: int)
     return Shard(placement.dim, sizes=sizes)
 
 
-def _tell(text: str | None, axes: Sequence[GroupCoordinator]) -> str | None:
-    """Return, on every rank, the ``text`` of the rank that is first on every axis.
+def _raise_on_all(path: Path, error: Exception | None, axes: Sequence[GroupCoordinator]) -> None:
+    """Raise, if the rank that is first on every axis has an ``error``: itself there.
 
     Collective: yes, every member.
     """
+    text = None if error is None else f"{type(error).__name__}: {error}"
     for number, axis in enumerate(axes):
         if not any(inner.rank_in_group for inner in axes[number + 1 :]):
             text = axis.broadcast_object(text, 0)
-    return text
+    if error is not None:
+        raise error
+    if text is not None:
+        raise CheckpointError(str(path), f"not written: {text}")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
-from contextlib import ExitStack
+import signal
+import socket
+import stat
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +26,8 @@ from coordinator.layout import (
     load_sharded,
     save_sharded,
 )
+from coordinator.layout.checkpoints import replacement
+from coordinator.layout.checkpoints.replacement import Replacement
 from coordinator.layout.checkpoints.safetensors_writer import encode_header, write_checkpoint
 from tests.coordinator.layout.by_hand import hold
 from tests.coordinator.layout.meshes import open_mesh
@@ -29,7 +35,7 @@ from tests.forked import in_a_child
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from coordinator.layout import Mesh
 
@@ -49,6 +55,11 @@ SHAPES = {name: whole.shape for name, whole in WHOLES.items()}
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """torch compares no float8."""
     return x.contiguous().view(-1).view(torch.uint8)
+
+
+def write(file: Path, header: bytes, tensors: Iterable[torch.Tensor]) -> None:
+    with Replacement(file) as new:
+        write_checkpoint(new, header, tensors)
 
 
 def round_trip(mesh: Mesh, folder: Path, layouts: dict[str, Layout]) -> None:
@@ -116,6 +127,25 @@ def a_disk_that_fails(mesh: Mesh, folder: Path) -> None:
     assert axis.all_reduce(torch.ones(1)).item() == 4
 
 
+def a_disk_that_is_full(mesh: Mesh, folder: Path) -> None:
+    """Every rank hears of it when all have sent everything, and the group goes on."""
+    axis = mesh.axes[0]
+    writes = axis.rank_in_group == 0
+    x = {"x": torch.ones(2000), "y": torch.ones(2)}
+    layouts, file = {"x": Shard(0), "y": Shard(0)}, folder / "full.safetensors"
+    allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if writes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, allowed[1]))
+    try:
+        with pytest.raises(OSError if writes else CheckpointError, match="too large") as caught:
+            save_sharded(file, x, layouts, axis, shapes={"x": (8000,), "y": (8,)})
+        assert str(caught.value).endswith(f"File too large: '{file}'")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
+    assert not file.exists()
+    assert axis.all_reduce(torch.ones(1)).item() == 4
+
+
 def what_only_the_writer_finds(mesh: Mesh, folder: Path) -> None:
     """It is no error of the disk; every rank hears of it, and the group goes on."""
     axis = mesh.axes[0]
@@ -129,6 +159,30 @@ def what_only_the_writer_finds(mesh: Mesh, folder: Path) -> None:
         with pytest.raises(ValueError if writes else CheckpointError, match=match):
             save_sharded(file, x, layouts, axis, shapes={"x": (8,)}, metadata=metadata)
     assert not (folder / "x.safetensors").exists()
+    assert axis.all_reduce(torch.ones(1)).item() == 4
+
+
+def what_is_no_file(mesh: Mesh, folder: Path) -> None:
+    """It stays, every rank hears of it, and the group goes on."""
+    axis = mesh.axes[0]
+    there = folder / "no files"
+    if axis.rank_in_group == 0:
+        (there / "model.safetensors").mkdir(parents=True)
+        os.mkfifo(there / "fifo")
+        (there / "link").symlink_to("fifo")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(there / "socket"))
+        with suppress(PermissionError):  # a device is for root to make
+            os.mknod(there / "device", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    axis.barrier()
+    found = {file.name: file.lstat() for file in there.iterdir()}
+    kinds = {"model.safetensors": "folder", "link": "fifo"}
+    for name in found:
+        file = there if name == "model.safetensors" else there / name
+        match = f"{name}: a {kinds.get(name, name)} is there"
+        with pytest.raises(CheckpointError, match=match):
+            save_sharded(file, {"x": torch.ones(2)}, {"x": Shard(0)}, axis, shapes={"x": (8,)})
+    assert {file.name: file.lstat() for file in there.iterdir()} == found
     assert axis.all_reduce(torch.ones(1)).item() == 4
 
 
@@ -157,8 +211,10 @@ def refused(mesh: Mesh, folder: Path) -> None:
 def saving(rank: int, n: int, path: str, folder: str) -> None:
     with ExitStack() as stack:
         line = open_mesh(stack, rank, (4,), path)
-        cases = (one_axis, to_a_folder, a_disk_that_fails, what_only_the_writer_finds, refused)
-        for case in cases:
+        for case in (
+            *(one_axis, to_a_folder, a_disk_that_fails, a_disk_that_is_full),
+            *(what_only_the_writer_finds, what_is_no_file, refused),
+        ):
             case(line, Path(folder))
     with ExitStack() as stack:
         two_axes(open_mesh(stack, rank, (2, 2), path + "grid"), Path(folder))
@@ -174,37 +230,87 @@ def test_saving(store_path: str, tmp_path: Path) -> None:
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     header = encode_header({"x": (torch.float32, (2,))})
-    write_checkpoint(file, header, [torch.ones(2)])
+    write(file, header, [torch.ones(2)])
 
     def fails() -> object:
         yield torch.zeros(2)
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        write_checkpoint(file, header, fails())
+        write(file, header, fails())
     assert [each.name for each in tmp_path.iterdir()] == ["x.safetensors"]
     assert load_file(file)["x"].tolist() == [1, 1]
 
 
+def test_a_link_stays_and_leads_to_the_new_file(tmp_path: Path) -> None:
+    there = tmp_path / "elsewhere"
+    there.mkdir()
+    (tmp_path / "relative").symlink_to("elsewhere/x")
+    (tmp_path / "link").symlink_to(tmp_path / "relative")
+    for value in (1, 2):  # at first it leads nowhere
+        write(tmp_path / "link", encode_header({"x": (torch.int64, ())}), [torch.tensor(value)])
+        assert load_file(tmp_path / "link")["x"].item() == value
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "relative").is_symlink()
+    assert [file.name for file in there.iterdir()] == ["x"]
+
+
+def test_others_may_read_a_file_as_any_other(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    write(tmp_path / "x", encode_header({}), [])
+    assert (tmp_path / "x").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.fixture(params=["nameless", "named"])
+def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What it allows an unfinished file to be."""
+
+    def unsupported(folder: Path) -> int:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(folder))
+
+    if request.param == "named":
+        monkeypatch.setattr(replacement, "_open_nameless", unsupported)
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("file_system")
 def test_who_saves_the_same_file_meanwhile_writes_another_one(tmp_path: Path) -> None:
     """Their process has the same number: a thread's, or that of another container."""
     file = tmp_path / "x.safetensors"
     header = encode_header({"x": (torch.float32, (2,))})
 
     def another_saves() -> Iterator[torch.Tensor]:
-        write_checkpoint(file, header, [torch.zeros(2)])
+        write(file, header, [torch.zeros(2)])
         assert load_file(file)["x"].tolist() == [0, 0]
         yield torch.ones(2)
 
-    write_checkpoint(file, header, another_saves())
+    write(file, header, another_saves())
     assert load_file(file)["x"].tolist() == [1, 1]
     assert [each.name for each in tmp_path.iterdir()] == ["x.safetensors"]
 
 
+@pytest.mark.usefixtures("file_system")
 def test_a_name_may_be_as_long_as_a_file_s_may(tmp_path: Path) -> None:
     file = tmp_path / "x".zfill(os.pathconf(tmp_path, "PC_NAME_MAX"))
-    write_checkpoint(file, encode_header({"x": (torch.float32, (2,))}), [torch.ones(2)])
+    write(file, encode_header({"x": (torch.float32, (2,))}), [torch.ones(2)])
     assert load_file(file)["x"].tolist() == [1, 1]
+
+
+def test_what_a_killed_writer_leaves(tmp_path: Path, file_system: str) -> None:
+    def killed() -> Iterator[torch.Tensor]:
+        yield torch.ones(30_000)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def write_and_die() -> None:
+        write(tmp_path / "x", encode_header({"x": (torch.float32, (30_000,))}), killed())
+
+    with pytest.raises(AssertionError):
+        in_a_child(write_and_die)
+    left = [file.name for file in tmp_path.iterdir()]
+    if file_system == "nameless":
+        assert not left
+    else:
+        assert [Path(name).suffix for name in left] == [".unfinished"]
 
 
 @pytest.mark.parametrize("folder", ["absent", "file"])
@@ -212,7 +318,7 @@ def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path, folder: str)
     (tmp_path / "file").touch()
     file = tmp_path / folder / "x.safetensors"
     with pytest.raises(OSError, match="directory") as caught:
-        write_checkpoint(file, encode_header({}), [])
+        write(file, encode_header({}), [])
     assert str(caught.value).endswith(f"directory: '{file}'")
 
 
@@ -220,7 +326,7 @@ def write_more_than_is_allowed(file: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
     header = encode_header({"x": (torch.float32, (1000,))})
     with pytest.raises(OSError, match="File too large") as caught:
-        write_checkpoint(file, header, [torch.zeros(1000)])
+        write(file, header, [torch.zeros(1000)])
     assert str(caught.value).endswith(f"File too large: '{file}'")
     assert not list(file.parent.iterdir())
 
@@ -241,13 +347,13 @@ def test_one_element_of_a_column(tmp_path: Path) -> None:
     """It is contiguous, and its stride is not 1."""
     x = torch.arange(4, dtype=torch.bfloat16).reshape(2, 2)[:1, 1]
     file = tmp_path / "x.safetensors"
-    write_checkpoint(file, encode_header({"x": (x.dtype, x.shape)}), [x])
+    write(file, encode_header({"x": (x.dtype, x.shape)}), [x])
     assert load_file(file)["x"].tolist() == [1]
 
 
 def test_a_checkpoint_holds_no_terms(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
-    write_checkpoint(file, encode_header({"x": (torch.float32, (2,))}), [torch.ones(2)])
+    write(file, encode_header({"x": (torch.float32, (2,))}), [torch.ones(2)])
 
     class Place:
         rank_in_group, world_size = 0, 2
