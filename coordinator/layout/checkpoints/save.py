@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from coordinator.layout.checkpoints.replacement import Replacement
 from coordinator.layout.checkpoints.safetensors_file import SINGLE
@@ -16,6 +18,7 @@ from coordinator.layout.moving.between import redistribute_between
 from coordinator.layout.moving.redistribute import strip, whole_shape
 from coordinator.layout.placement import Layout, Place, Replicate, Shard
 from coordinator.layout.planning.route import SubMesh
+from shm_broadcast.errors import DivergenceError
 
 if TYPE_CHECKING:
     import os
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
     from coordinator.group import GroupCoordinator
     from coordinator.layout.placement import Extent, Placement
+
+T = TypeVar("T")
 
 
 def save_sharded(
@@ -60,6 +65,8 @@ def save_sharded(
         ValueError: a layout does not fit its tensor or the group, a shape is missing, two
             tensors get one name, or the format does not support a dtype or a name. Nothing was
             sent. On the rank that writes also: ``path`` or ``metadata`` is none.
+        DivergenceError: the ranks' tensors differ in a name, their order, a dtype, a shape or a
+            layout; names the first that does. Nothing was written, and the groups go on.
         CheckpointError: at ``path`` is what is neither a file nor a folder, as a device. Nothing
             was written. On the ranks that do not write also: the file could not be written.
         OSError: on the rank that writes: the file cannot be written.
@@ -77,6 +84,7 @@ def save_sharded(
         raise ValueError(f"several tensors get one name: {names}")
     encode_header(announced)
     file = Path(path)
+    _compare([f"{names[name]!r}: {part}" for name, part in parts.items()], axes)
     torn = False
 
     def collected() -> Iterator[Tensor | None]:
@@ -137,6 +145,10 @@ class _Part:
             raise ValueError(f"this rank has {tuple(x.shape)}; {layout} of {whole} is {held} here")
         return cls(strip(x.detach(), held), layout, whole, axes)
 
+    def __str__(self) -> str:
+        placements = ", ".join(map(str, self.layout.placements))
+        return f"{self.x.dtype} {list(self.shape)} as {placements}"
+
     def collect(self) -> Tensor | None:
         """The whole tensor on the rank that is first on every axis; None on the others.
 
@@ -169,6 +181,33 @@ def _without_padding(placement: Placement, around: Sequence[Extent], ranks: int)
     places = [Place(rank, ranks) for rank in range(ranks)]
     sizes = tuple(placement.split(around, place)[placement.dim].size for place in places)
     return Shard(placement.dim, sizes=sizes)
+
+
+def _compare(tensors: Sequence[str], axes: Sequence[GroupCoordinator]) -> None:
+    """Check that all ranks are about to write the same ``tensors``.
+
+    Raises:
+        DivergenceError: they are not; the same on all ranks, which may go on.
+
+    Collective: yes, every member.
+    """
+    digest = hashlib.sha256("\n".join(tensors).encode()).hexdigest()
+    if len(set(_of_all(digest, axes))) <= 1:
+        return
+    me = axes[0].ranks[axes[0].rank_in_group]
+    for rank, others in _of_all((me, tensors), axes):
+        for number, (ours, theirs) in enumerate(zip_longest(tensors, others, fillvalue="none")):
+            if ours != theirs:
+                what = f"save_sharded whose tensor {number} is"
+                raise DivergenceError(rank, f"{what} {ours}", f"{what} {theirs}")
+
+
+def _of_all(mine: T, axes: Sequence[GroupCoordinator]) -> list[T]:
+    """The object of every rank, the outermost axis first. Collective: yes, every member."""
+    found = [mine]
+    for axis in reversed(axes):
+        found = [each for part in axis.all_gather_object(found) for each in part]
+    return found
 
 
 def _raise_on_all(path: Path, error: Exception | None, axes: Sequence[GroupCoordinator]) -> None:

@@ -29,6 +29,7 @@ from coordinator.layout import (
 from coordinator.layout.checkpoints import replacement
 from coordinator.layout.checkpoints.replacement import Replacement
 from coordinator.layout.checkpoints.safetensors_writer import encode_header, write_checkpoint
+from shm_broadcast.errors import DivergenceError
 from tests.coordinator.layout.by_hand import hold
 from tests.coordinator.layout.meshes import open_mesh
 from tests.forked import in_a_child
@@ -186,6 +187,36 @@ def what_is_no_file(mesh: Mesh, folder: Path) -> None:
     assert axis.all_reduce(torch.ones(1)).item() == 4
 
 
+def what_differs(mesh: Mesh, folder: Path) -> None:
+    """Nothing is written, every rank hears which rank and tensor, and the group goes on."""
+    axis = mesh.axes[0]
+    differs = axis.rank_in_group == 2
+    layouts: dict[str, Any] = {"x": Shard(0), "y": Replicate()}
+    shapes = {"x": (8,), "y": (2,)}
+    held = {name: torch.ones(2) for name in layouts}
+    x, y = "'x': torch.float32 [8] as Shard(0)", "'y': torch.float32 [2] as Replicate"
+    in_other_order = dict(reversed(layouts.items()))
+    other: list[tuple[dict[str, Any], int, str, str]] = [
+        ({"layouts": in_other_order}, 0, x, y),
+        ({"layouts": {"x": Shard(0)}}, 1, y, "none"),
+        ({"layouts": {**layouts, "y": Partial()}}, 1, y, y.replace("Replicate", "Partial(SUM)")),
+        ({"target": {"x": "z", "y": "y"}.get}, 0, x, x.replace("x", "z")),
+        ({"tensors": {"x": held["x"], "y": held["y"].double()}}, 1, y, y.replace("32", "64")),
+        ({"layouts": {**layouts, "x": Shard(0, sizes=(2, 2, 2, 2))}}, 0, x, ""),
+        ({"tensors": {"x": held["x"], "y": torch.ones(3)}, "shapes": {"x": (8,)}}, 1, y, ""),
+    ]
+    for change, number, usual, unusual in other:
+        given = {"tensors": held, "layouts": layouts, "shapes": shapes}
+        with pytest.raises(DivergenceError) as caught:
+            save_sharded(folder / "f", group=axis, **(given | change if differs else given))
+        ours, theirs = (unusual, usual) if differs else (usual, unusual)
+        assert caught.value.rank == (0 if differs else 2)
+        assert caught.value.ours.startswith(f"save_sharded whose tensor {number} is {ours}")
+        assert caught.value.theirs.startswith(f"save_sharded whose tensor {number} is {theirs}")
+    assert not (folder / "f").exists()
+    assert axis.all_reduce(torch.ones(1)).item() == 4
+
+
 def refused(mesh: Mesh, folder: Path) -> None:
     if mesh.axes[0].rank_in_group:
         return
@@ -213,7 +244,7 @@ def saving(rank: int, n: int, path: str, folder: str) -> None:
         line = open_mesh(stack, rank, (4,), path)
         for case in (
             *(one_axis, to_a_folder, a_disk_that_fails, a_disk_that_is_full),
-            *(what_only_the_writer_finds, what_is_no_file, refused),
+            *(what_only_the_writer_finds, what_is_no_file, what_differs, refused),
         ):
             case(line, Path(folder))
     with ExitStack() as stack:
