@@ -100,8 +100,7 @@ def _read(
     dtype: torch.dtype | None,
     device: torch.device | str,
 ) -> torch.Tensor:
-    with torch.device("cpu"):  # safetensors heeds the caller's `with torch.device(...)`
-        part = checkpoint.read(name, [slice(extent.start, extent.stop) for extent in extents])
+    part = checkpoint.read(name, [slice(extent.start, extent.stop) for extent in extents])
     local = torch.empty(
         [extent.length for extent in extents], dtype=dtype or part.dtype, device=device
     )

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from coordinator.layout.errors import CheckpointFormatError, MissingTensorError
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
-
-    import torch
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -100,11 +99,13 @@ class Checkpoint:
             MissingTensorError: there is no such tensor.
         """
         self.require([name])
-        if not region:
-            scalar: torch.Tensor = self._where[name].get_tensor(name)
-            return scalar
-        part: torch.Tensor = self._where[name].get_slice(name)[tuple(region)]
-        return part
+        file = self._where[name]
+        with torch.device("cpu"):  # safetensors heeds the caller's `with torch.device(...)`
+            if not region:
+                scalar: torch.Tensor = file.get_tensor(name)
+                return scalar
+            part: torch.Tensor = file.get_slice(name)[tuple(region)]
+            return part
 
     def close(self) -> None:
         """Close the files. Idempotent."""
