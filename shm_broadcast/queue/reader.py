@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import layout
-from shm_broadcast.deadline import NEVER, Deadline
+from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupClosedError, MessageDecodeError
 from shm_broadcast.queue.writer import REMOTE_HEADER
 from shm_broadcast.timed_lock import TimedLock
@@ -40,12 +40,12 @@ class QueueReader(ABC):
 
     def dequeue(self, timeout: float | Deadline | None) -> Any:
         """See `MessageQueue.dequeue`."""
-        deadline = NEVER if timeout is None else Deadline.within(timeout)
         with self._lock.turn as mine:
             if not mine:
-                self._lock.take(deadline, "dequeue", self._check)
+                timeout = Deadline.within(timeout)
+                self._lock.take(timeout, "dequeue", self._check)
             try:
-                code, main, buffers = self._take(deadline)
+                code, main, buffers = self._take(timeout)
             finally:
                 if self._closed:
                     self._leave()
@@ -84,7 +84,7 @@ class QueueReader(ABC):
         self._closed = True
 
     @abstractmethod
-    def _take(self, deadline: Deadline) -> EncodedMessage:
+    def _take(self, timeout: float | Deadline | None) -> EncodedMessage:
         """Wait for the next message and return it, still encoded."""
 
     def _check(self, operation: str) -> None:
@@ -183,9 +183,9 @@ class LocalReader(QueueReader):
                 if mine or turn.take_within(_LEAVE_SECONDS):
                     self._leave()
 
-    def _take(self, deadline: Deadline) -> EncodedMessage:
-        # The common case, a message that is there, makes no check in Python: the C call looks at
-        # the board's abort word itself.
+    def _take(self, timeout: float | Deadline | None) -> EncodedMessage:
+        # The common case, a message that is there, makes no Deadline and no check in Python: the
+        # C call looks at the board's abort word itself.
         try:
             if not self._closed:
                 ring, spin_ns = self._ring, self._spin.window_ns
@@ -198,7 +198,7 @@ class LocalReader(QueueReader):
                 if message is not None:
                     return message
             self._check("dequeue")
-            return self._finish(deadline)
+            return self._finish(Deadline.within(timeout))
         except BaseException as error:
             self._board.ended(self._ring.begun, error)
             raise
@@ -268,7 +268,8 @@ class DistantReader(QueueReader):
     def _leave(self) -> None:
         """Nothing: `close` has told the writer."""
 
-    def _take(self, deadline: Deadline) -> EncodedMessage:
+    def _take(self, timeout: float | Deadline | None) -> EncodedMessage:
+        deadline = Deadline.within(timeout)
         header, *parts = self._remote.recv(deadline, lambda: self._check("dequeue"))
         code, n_main = REMOTE_HEADER.unpack(header)
         main = parts[0] if n_main == 1 else b"".join(parts[:n_main])

@@ -69,10 +69,10 @@ class QueueWriter:
 
     def enqueue(self, message: Any, timeout: float | Deadline | None) -> None:
         """See `MessageQueue.enqueue`."""
-        deadline = NEVER if timeout is None else Deadline.within(timeout)
         with self._lock.turn as mine:
             if not mine:
-                self._lock.take(deadline, "enqueue", self._check)
+                timeout = Deadline.within(timeout)
+                self._lock.take(timeout, "enqueue", self._check)
             codec, encode, try_write = self._codec, self._encode_whole, self._try_write
             main, buffers = codec.encode(message) if encode is None else ((encode(message),), ())
             if (
@@ -84,7 +84,7 @@ class QueueWriter:
             ):
                 return
             self._check("enqueue")
-            self._deliver(main, buffers, deadline)
+            self._deliver(main, buffers, Deadline.within(timeout))
 
     def enqueue_encoded(self, data: Buffer, timeout: float | Deadline | None) -> None:
         """See `MessageQueue.enqueue_encoded`."""

@@ -46,18 +46,6 @@ def test_what_is_no_time_is_refused() -> None:
             made.writer.enqueue(b"x" * 1000, bad)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), "1"])
-def test_what_is_no_time_is_refused_where_nothing_has_to_be_waited_for(bad: Any) -> None:
-    with ends() as made:
-        with pytest.raises((ValueError, TypeError), match="timeout must be"):
-            made.writer.enqueue("not sent", bad)
-        made.writer.enqueue("there")
-        for take in (made.reader.dequeue, lambda bad: made.reader.acquire_read(bad).__enter__()):
-            with pytest.raises((ValueError, TypeError), match="timeout must be"):
-                take(bad)
-        assert made.reader.dequeue(LIMIT) == "there"
-
-
 def test_a_deadline_may_be_given_for_many_calls() -> None:
     with ends() as made:
         deadline = Deadline.after(0.05)
