@@ -43,7 +43,7 @@ def main() -> int:
     if arguments.fault and arguments.what != "programs":
         options.error("faults befall the ranks of programs")
     if "slip" in arguments.fault and "torch" in (arguments.transport or TRANSPORTS):
-        options.error("torch's process groups do not compare what ranks call: no slips over torch")
+        options.error("torch's process groups are compared too late: no slips over torch")
     seconds = arguments.minutes * 60 / len(kinds)
     for transport, n in kinds:
         began = time.monotonic()

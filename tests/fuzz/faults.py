@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 KINDS = ("stop", "kill", "slip")
 COMPARE_NOTHING = ("nodes",)
-"""Groups that go over torch's process groups, which do not compare what ranks call."""
+"""Groups over torch's process groups: what ranks call is not compared before data is used."""
 STOPPED_SECONDS = 0.3
 ENDED = "its process ended"
 """What a fleet says of a rank that died."""
