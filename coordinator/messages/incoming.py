@@ -172,6 +172,7 @@ class IncomingDict(Incoming[dict[Any, Any]]):
         dst: int,
         routes: Routes,
         peers: Routes | None = None,
+        count: Callable[[], int] = int,
     ) -> None:
         """The next message of rank ``src`` to ``dst``.
 
@@ -182,6 +183,8 @@ class IncomingDict(Incoming[dict[Any, Any]]):
             dst: likewise.
             routes: of this group.
             peers: of the group that receives the other slices.
+            count: called when a dict comes in slices: the how manieth that is of ``src`` for these
+                peers, which is alike on all of them.
         """
         super().__init__(wire, kind, src, dst)
         self._routes = routes
@@ -189,6 +192,8 @@ class IncomingDict(Incoming[dict[Any, Any]]):
         self._header: Header | None = None
         self._tensors: dict[Any, Tensor] = {}
         self._may_be_cut = peers is not None
+        self._count = count
+        self._number = 0
 
     def header(self) -> Header:
         """The dict's header, once everything is there.
@@ -216,6 +221,8 @@ class IncomingDict(Incoming[dict[Any, Any]]):
         self._next = _nothing
         self._header, self._tensors = header, tensors
         self._may_be_cut = any(meta.slices for meta in header.tensors.values())
+        if self._may_be_cut:
+            self._number = self._count()
         following: dict[bool, list[Tensor]] = {True: [], False: []}
         for key, meta in header.tensors.items():
             if key not in tensors:
@@ -257,7 +264,7 @@ class IncomingDict(Incoming[dict[Any, Any]]):
         whole, peers = dict(self._tensors), self._peers
         try:
             if peers is not None:
-                _require_the_same(header.cut, peers.cpu, timeout)
+                _require_the_same(self._number, peers.cpu, timeout)
             for key, meta in header.tensors.items():
                 if meta.slices and peers is not None:
                     comm = peers.of(meta.device)
@@ -269,18 +276,18 @@ class IncomingDict(Incoming[dict[Any, Any]]):
         return whole
 
 
-def _require_the_same(cut: int, peers: Communicator, timeout: Timeout) -> None:
+def _require_the_same(number: int, peers: Communicator, timeout: Timeout) -> None:
     """Require that all peers gather slices of the dict of that number."""
-    ours = torch.tensor([cut], device="cpu")
+    ours = torch.tensor([number], device="cpu")
     for rank, other in enumerate(peers.all_gather(ours, timeout=timeout).tolist()):
-        if other != cut:
-            error = DivergenceError(rank, _of_slices(cut), _of_slices(other))
+        if other != number:
+            error = DivergenceError(rank, _of_slices(number), _of_slices(other))
             peers.abort(error)
             raise error
 
 
-def _of_slices(cut: int) -> str:
-    return f"the wait for dict {cut} of those that came in slices"
+def _of_slices(number: int) -> str:
+    return f"the wait for dict {number} of those that came in slices"
 
 
 def _nothing() -> Sequence[Tensor]:

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from msgspec.structs import replace
 from torch import Tensor
 
 from coordinator.messages.framing import Kind
@@ -41,7 +41,7 @@ class Messenger(ObjectMessenger):
     def __init__(self, cpu: Communicator, device: Communicator, wire: Wire) -> None:
         """Send and receive over these; they are one where the group's device is the CPU."""
         super().__init__(cpu, device, wire)
-        self._n_cut: Counter[int] = Counter()
+        self._n_cut: WeakKeyDictionary[Communicator, Counter[int]] = WeakKeyDictionary()
 
     # --- tensors -------------------------------------------------------------------------
 
@@ -100,8 +100,16 @@ class Messenger(ObjectMessenger):
 
     def incoming_dict(self, src: int, peers: Messenger | None) -> IncomingDict:
         """The next message of ``src``, a dict."""
-        kind, routes = Kind.TENSOR_DICT, None if peers is None else peers.routes
-        return IncomingDict(self.wire, kind, src, self.cpu.rank, self.routes, routes)
+        kind, dst = Kind.TENSOR_DICT, self.cpu.rank
+        if peers is None:
+            return IncomingDict(self.wire, kind, src, dst, self.routes)
+        count = partial(self._count_cut, src, peers.cpu)
+        return IncomingDict(self.wire, kind, src, dst, self.routes, peers.routes, count)
+
+    def _count_cut(self, src: int, peers: Communicator) -> int:
+        counts = self._n_cut.setdefault(peers, Counter())
+        counts[src] += 1
+        return counts[src]
 
     def broadcast_dict(
         self,
@@ -123,17 +131,13 @@ class Messenger(ObjectMessenger):
             return self._receive_broadcast(incoming, src, timeout, async_op)
         return self.broadcast_object(self._a_dict(values, src), src, timeout, async_op=async_op)
 
-    def payload(self, values: Mapping[Any, Any], slicing: Slicing, dst: int) -> Packed:
-        """What a dict is sent as to ``dst``: the payload of its message, and what follows it.
+    def payload(self, values: Mapping[Any, Any], slicing: Slicing) -> Packed:
+        """What a dict is sent as to one member: the payload of its message, and what follows it.
 
         Raises:
             What `pack` raises.
         """
-        header, parts = self.pack(values, slicing)
-        if any(meta.slices for meta in header.tensors.values()):
-            self._n_cut[dst] += 1
-            header = replace(header, cut=self._n_cut[dst])
-        return to_payload(header, parts)
+        return to_payload(*self.pack(values, slicing))
 
     def slicing(self, overrides: Mapping[Any, bool] | None) -> Slicing:
         """How to cut tensors that all members of this group hold."""

@@ -98,8 +98,6 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
         objects: a dict of the other values, as `Wire.dump` made it; empty if there are none. They
             travel behind the header, for msgpack takes 4 GiB at most.
         small: the numbers of the tensors that are small, empty ones not counted.
-        cut: of a dict with tensors that are cut: the how manieth of these it is from its sender to
-            its receiver, and so for each of the peers; else 0.
     """
 
     keys: list[Any]
@@ -107,7 +105,6 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     scalars: dict[Any, Any] = {}
     objects: bytes = b""
     small: list[int] = []
-    cut: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,16 +232,16 @@ class PipelineEnd:
         for _, _, dst in sends:
             self._check_peer(dst)
         try:
-            return [pack(to_dict(tree, way), slicing, dst) for tree, way, dst in sends], None
+            return [pack(to_dict(tree, way), slicing) for tree, way, _ in sends], None
         except Exception as error:  # noqa: BLE001 - `_swap` raises it
             refused = self._naming_the_leaf([tree for tree, _, _ in sends], slicing) or error
-            return [pack(refused_tree(refused, way), WHOLE, dst) for _, way, dst in sends], refused
+            return [pack(refused_tree(refused, way), WHOLE) for _, way, _ in sends], refused
 
     def _naming_the_leaf(self, trees: Sequence[Any], slicing: Slicing) -> Exception | None:
         """What sending the leaves raises, which names the first one's place; None: nothing."""
         try:
             for tree in trees:
-                self._messenger.pack(by_place(tree), slicing)
+                self._messenger.payload(by_place(tree), slicing)
         except Exception as error:  # noqa: BLE001 - it is what was asked for
             return error
         return None

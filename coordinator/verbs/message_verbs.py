@@ -243,9 +243,8 @@ class MessageVerbs(Member):
         """
         if self.world_size == 1:
             return self._messenger.broadcast_dict(tensor_dict, 0, timeout)  # type: ignore[no-any-return]
-        dst = self._next(dst)
-        make = self._packing(tensor_dict, dst, all_gather_group, all_gather_tensors)
-        self._messenger.send(Kind.TENSOR_DICT, dst, make, timeout)
+        make = self._packing(tensor_dict, all_gather_group, all_gather_tensors)
+        self._messenger.send(Kind.TENSOR_DICT, self._next(dst), make, timeout)
         return None
 
     def isend_tensor_dict(
@@ -266,9 +265,8 @@ class MessageVerbs(Member):
         if self.world_size == 1:
             self._messenger.broadcast_dict(tensor_dict, 0, timeout)
             return Work(None)
-        dst = self._next(dst)
-        make = self._packing(tensor_dict, dst, all_gather_group, all_gather_tensors)
-        return self._messenger.isend(Kind.TENSOR_DICT, (dst,), make, None, timeout)
+        make = self._packing(tensor_dict, all_gather_group, all_gather_tensors)
+        return self._messenger.isend(Kind.TENSOR_DICT, (self._next(dst),), make, None, timeout)
 
     def recv_tensor_dict(
         self,
@@ -360,14 +358,13 @@ class MessageVerbs(Member):
     def _packing(
         self,
         tensor_dict: Mapping[Any, Any],
-        dst: int,
         all_gather_group: MessageVerbs | None,
         all_gather_tensors: Mapping[Any, bool] | None,
     ) -> Make:
         slicing = (
             all_gather_group._messenger.slicing(all_gather_tensors) if all_gather_group else WHOLE
         )
-        return partial(self._messenger.payload, tensor_dict, slicing, dst)
+        return partial(self._messenger.payload, tensor_dict, slicing)
 
     def _next(self, dst: int | None) -> int:
         return (self.rank_in_group + 1) % self.world_size if dst is None else dst

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -110,6 +111,39 @@ def waiting_in_another_order(rank: int, n: int, port: int) -> None:
 def test_who_waits_for_slices_in_another_order_gets_no_others() -> None:
     store = host_store()
     run_ranks(4, waiting_in_another_order, store.port)
+
+
+def refused_once(rank: int, n: int, port: int) -> None:
+    """One of the two senders is refused a dict, of which nothing moves, and sends it again."""
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(tp=2, pp=2, rank=rank, store=store, timeout=30) as groups:
+        pp, tp = groups.pp, groups.tp
+        for value in range(3):
+            values = {"x": torch.full((800,), value)}
+            if not pp.is_first_rank:
+                assert pp.recv_tensor_dict(0, tp)["x"].eq(value).all()
+                continue
+            if tp.is_first_rank:
+                entered, leave = threading.Event(), threading.Event()
+
+                def occupy(entered: threading.Event, leave: threading.Event) -> None:
+                    with pp._messenger._outgoing._turn:
+                        entered.set()
+                        leave.wait(30)
+
+                thread = threading.Thread(target=occupy, args=(entered, leave))
+                thread.start()
+                entered.wait(30)
+                with pytest.raises(RuntimeError, match="another thread is sending"):
+                    pp.isend_tensor_dict(values, 1, tp)
+                leave.set()
+                thread.join()
+            pp.send_tensor_dict(values, 1, tp)
+
+
+def test_a_dict_that_was_not_sent_does_not_count() -> None:
+    store = host_store()
+    run_ranks(4, refused_once, store.port)
 
 
 def test_slices_are_gathered_in_the_time_of_the_call() -> None:
