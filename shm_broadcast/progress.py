@@ -208,7 +208,7 @@ class Lane:
     @property
     def pushed_here(self) -> bool:
         """Whether this thread is in the middle of a push."""
-        return self._pushing._is_owned()  # type: ignore[attr-defined,no-any-return]
+        return _is_held(self._pushing)
 
     def missing(self) -> list[int]:
         """The member numbers that the first task waits for."""
@@ -300,16 +300,16 @@ class Progress:
     def close(self) -> None:
         """End the background thread. Unfinished tasks then advance only when somebody waits.
 
-        It is waited for, unless a signal handler calls in the middle of a push: the thread may wait
-        for that, and ends behind it.
+        It is waited for, unless a signal handler calls in the middle of a push, or while the thread
+        is started: it may wait for that, and ends behind it.
         """
         with self._lock:
             self._closed = True
             thread = self._thread
         self._wanted.set()
         self.wake()
-        pushing = any(lane.pushed_here for lane in self._list())
-        if thread is not None and thread is not threading.current_thread() and not pushing:
+        awaited = _is_held(self._lock) or any(lane.pushed_here for lane in self._list())
+        if thread is not None and thread is not threading.current_thread() and not awaited:
             thread.join()
 
     def _run(self) -> None:
@@ -354,3 +354,8 @@ class Progress:
 
     def _misses(self, lane: Lane, error: PeerLostError) -> bool:
         return error.rank in [self.board.ranks[member] for member in lane.missing()]
+
+
+def _is_held(lock: threading.RLock) -> bool:
+    """Whether this thread has the lock."""
+    return lock._is_owned()  # type: ignore[attr-defined,no-any-return]

@@ -215,6 +215,28 @@ def test_a_signal_handler_may_close_it_in_the_middle_of_a_push(progress: Progres
     until(lambda: progress_threads() == 0)
 
 
+def test_a_signal_handler_may_close_it_while_the_thread_is_started(
+    progress: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = threading.Thread.start
+
+    def close_behind(thread: threading.Thread) -> None:
+        started(thread)
+        if thread.name == progress._name:
+            progress.close()
+
+    monkeypatch.setattr(threading.Thread, "start", close_behind)
+    task = ByHand([], "a")
+    lane = lane_of(progress)
+    beginning = threading.Thread(
+        target=lambda: lane.perform(task, soon, background=True), daemon=True
+    )
+    beginning.start()
+    beginning.join(20)
+    assert not beginning.is_alive()
+    until(lambda: progress_threads() == 0)
+
+
 def test_a_thread_that_cannot_look_ends_the_group(
     board: Board, progress: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
