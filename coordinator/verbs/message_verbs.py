@@ -29,10 +29,10 @@ class MessageVerbs(Member):
 
     What one member sends to another arrives in the order sent, whatever its kind; the
     receiver asks for the same kinds in the same order. Blocking sends do not wait for their
-    receives, until 64 MiB to one member are under way; but what goes over NCCL does, on the device,
-    so members that send to each other have to call `irecv` at once behind `isend`. Members trust
-    each other: objects are pickled, unless they travel where nothing proves who sent them
-    (`coordinator.messages.wire`).
+    receives, until 64 MiB to one member are under way; when their time is up then, the group ends.
+    But what goes over NCCL waits, on the device, so members that send to each other have to call
+    `irecv` at once behind `isend`. Members trust each other: objects are pickled, unless they
+    travel where nothing proves who sent them (`coordinator.messages.wire`).
     One thread at a time: a second one that sends meanwhile, or receives from the same member, gets
     `RuntimeError`, and nothing moves.
 
