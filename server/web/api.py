@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 MAX_PARTS = 1 << 18
 """Texts, arrays and objects that a body may have: each takes memory, and the event loop's time."""
-MAX_VALUES = 1 << 20
-"""Values of all kinds, most of them token ids, likewise."""
+MAX_VALUES = (1 << 20) + MAX_PARTS
+"""Values of all kinds, likewise: 512 token ids in each of 2048 inputs, and what is beside them."""
 _NO_MARKS = bytes({*range(256)} - {*b'[{",'})
 """All but what parts and values are counted by."""
 _FIELD = re.compile(r"(?<!got )`(?:\$\.)?(\w+)[^`]*`$")

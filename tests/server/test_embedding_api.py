@@ -109,6 +109,10 @@ def test_as_many_values_as_may_be_are_read() -> None:
     assert read(input=[7] * (MAX_VALUES - 1))[1] == [[7] * (MAX_VALUES - 1)]
 
 
+def test_the_most_inputs_may_each_fill_a_model_of_512_tokens() -> None:
+    assert len(read(input=[[29_999] * 512] * MAX_INPUTS)[1]) == MAX_INPUTS
+
+
 @pytest.mark.parametrize(
     "text", ["[" * MAX_PARTS, '{"a\\":[]}' * MAX_PARTS, "," * MAX_VALUES], ids=["[", "{", ","]
 )
