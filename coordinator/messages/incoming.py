@@ -172,7 +172,7 @@ class IncomingDict(Incoming[dict[Any, Any]]):
         dst: int,
         routes: Routes,
         peers: Routes | None = None,
-        count: Callable[[], int] = int,
+        count: Callable[[Header], int] | None = None,
     ) -> None:
         """The next message of rank ``src`` to ``dst``.
 
@@ -221,8 +221,8 @@ class IncomingDict(Incoming[dict[Any, Any]]):
         self._next = _nothing
         self._header, self._tensors = header, tensors
         self._may_be_cut = any(meta.slices for meta in header.tensors.values())
-        if self._may_be_cut:
-            self._number = self._count()
+        if self._may_be_cut and self._count is not None:
+            self._number = self._count(header)
         following: dict[bool, list[Tensor]] = {True: [], False: []}
         for key, meta in header.tensors.items():
             if key not in tensors:

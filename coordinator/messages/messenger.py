@@ -41,7 +41,7 @@ class Messenger(ObjectMessenger):
     def __init__(self, cpu: Communicator, device: Communicator, wire: Wire) -> None:
         """Send and receive over these; they are one where the group's device is the CPU."""
         super().__init__(cpu, device, wire)
-        self._n_cut: WeakKeyDictionary[Communicator, Counter[int]] = WeakKeyDictionary()
+        self._n_cut: WeakKeyDictionary[Communicator, Counter[Any]] = WeakKeyDictionary()
 
     # --- tensors -------------------------------------------------------------------------
 
@@ -98,18 +98,20 @@ class Messenger(ObjectMessenger):
 
     # --- dicts of tensors ----------------------------------------------------------------
 
-    def incoming_dict(self, src: int, peers: Messenger | None) -> IncomingDict:
-        """The next message of ``src``, a dict."""
+    def incoming_dict(self, src: int, peers: Messenger | None, sorted_by: str = "") -> IncomingDict:
+        """The next message of ``src``, a dict. Those of different values at the key ``sorted_by``
+        may be sent to the peers in different orders.
+        """
         kind, dst = Kind.TENSOR_DICT, self.cpu.rank
         if peers is None:
             return IncomingDict(self.wire, kind, src, dst, self.routes)
-        count = partial(self._count_cut, src, peers.cpu)
+        count = partial(self._count_cut, src, peers.cpu, sorted_by)
         return IncomingDict(self.wire, kind, src, dst, self.routes, peers.routes, count)
 
-    def _count_cut(self, src: int, peers: Communicator) -> int:
-        counts = self._n_cut.setdefault(peers, Counter())
-        counts[src] += 1
-        return counts[src]
+    def _count_cut(self, src: int, peers: Communicator, sorted_by: str, header: Header) -> int:
+        counts, sort = self._n_cut.setdefault(peers, Counter()), header.scalars.get(sorted_by)
+        counts[src, sort] += 1
+        return counts[src, sort]
 
     def broadcast_dict(
         self,

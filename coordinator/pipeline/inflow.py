@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from coordinator.pipeline.message import NEXT, PREV, from_dict, way_of
+from coordinator.pipeline.message import NEXT, PREV, WAY, from_dict, way_of
 from shm_broadcast import CoordinatorError, Deadline
 
 if TYPE_CHECKING:
@@ -139,5 +139,5 @@ class Inflow:
     def _begin(self, n_wanted: int) -> None:
         """Have so many receives begun, one for every request without a message. Never blocks."""
         while len(self._coming) < n_wanted:
-            message = self._messenger.incoming_dict(self.src, self._peers)
+            message = self._messenger.incoming_dict(self.src, self._peers, WAY)
             self._coming.append((message, self._messenger.begin(message, self.src)))

@@ -32,17 +32,20 @@ if TYPE_CHECKING:
 NEXT, PREV = "next", "previous"
 """Which way a message goes: to the next stage (activations) or to the previous one (gradients)."""
 
+WAY = "way"
+"""The key at which a message says that."""
+
 
 def to_dict(tree: Any, way: str) -> dict[str, Any]:
     """The tensor dict of a tree."""
     leaves, structure = flatten(tree)
     numbered = {str(number): leaf for number, leaf in enumerate(leaves)}
-    return {"way": way, "tree": _describe(structure), **numbered}
+    return {WAY: way, "tree": _describe(structure), **numbered}
 
 
 def refused_tree(error: Exception, way: str) -> dict[str, Any]:
     """The tensor dict in the place of a tree that cannot be sent for ``error``."""
-    return {"way": way, "refused": why_refused(error)}
+    return {WAY: way, "refused": why_refused(error)}
 
 
 def by_place(tree: Any) -> dict[str, Any]:
@@ -70,7 +73,7 @@ def way_of(header: Header) -> str:
     Raises:
         MessageDecodeError: a `Stage` did not send it.
     """
-    way = header.scalars.get("way")
+    way = header.scalars.get(WAY)
     if way not in (NEXT, PREV):
         raise MessageDecodeError("a message arrived that no pipeline stage sent")
     return str(way)

@@ -423,6 +423,15 @@ def slices(rank: int, n: int, path: str) -> None:
             torch.full((4,), 100.0 + me), torch.full((4,), 200.0 + me)
         )
         assert [each.unique().tolist() for each in both] == [[101.0 - me], [201.0 - me]]
+        # of each way in its own order
+        begin = [
+            lambda: stage.send_forward_recv_forward(torch.full((4,), 300.0 + me), async_op=True),
+            lambda: stage.send_backward_recv_backward(torch.full((4,), 400.0 + me), async_op=True),
+        ]
+        step = 1 if groups.tp.is_first_rank else -1
+        works = [each() for each in begin[::step]][::step]
+        found = [each.wait().unique().tolist() for each in works]
+        assert found == [[301.0 - me], [401.0 - me]]
         # waiting again for what was refused gathers nothing again
         if stage.is_first:
             for tree in (trees[0], trees[0] + 100):
