@@ -50,7 +50,7 @@ from .staff import Staff
 from .supervisor import Watcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
@@ -343,10 +343,14 @@ class Crew(Watcher):
         told = "%s has started: %d workers, generation %d"
         _log.info(told, self._name, workers, generation, extra=of)
 
-    def _enough_files(self) -> AbstractContextManager[None]:
-        here = len(self._plan.ranks_of(0))
-        elsewhere = None if self._plan.hosts is None else self._plan.n_workers - here
-        return enough_files(here, elsewhere)
+    def _enough_files(self, kept: Collection[int] = ()) -> AbstractContextManager[None]:
+        """A block that starts the workers that are missing; ``kept`` are the ranks of the others.
+
+        All that are elsewhere meet this host anew.
+        """
+        here = self._plan.ranks_of(0)
+        elsewhere = None if self._plan.hosts is None else self._plan.n_workers - len(here)
+        return enough_files(len({*here} - {*kept}), elsewhere)
 
     def _restart(self, failure: Exception) -> None:
         """Begin generations until one stands, or there were too many."""
@@ -366,7 +370,7 @@ class Crew(Watcher):
                 try:
                     tick()  # it may have been shut down while a callback held this thread up
                     self._staff.dismiss(pause, tick, keep=keep)
-                    with self._enough_files():
+                    with self._enough_files(kept=self._staff.workers):
                         self._begin(tick)
                 except PoolClosedError:
                     raise

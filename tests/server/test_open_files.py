@@ -7,7 +7,7 @@ import resource
 import signal
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,10 +17,11 @@ from server.errors import DescriptorLimitError, RestartLimitError
 from server.hosts.host_supervisor import serve_host
 from server.hosts.place import Hosts
 from server.pool import WorkerPool
+from server.pool_config import PoolConfig
 from tests.commands import run_to_end
 from tests.patience import PATIENCE_SECONDS, until
 from tests.ranks import run_ranks
-from tests.server.over_hosts import PORT, SECRET
+from tests.server.over_hosts import PATIENT, PORT, SECRET
 from tests.server.workers import Worker
 
 if TYPE_CHECKING:
@@ -102,3 +103,24 @@ def take_part(rank: int, _: int) -> str:
 
 def test_hosts_that_may_open_too_few_files_say_so() -> None:
     assert all("RLIMIT_NOFILE" in told for told in run_ranks(2, take_part))
+
+
+def restart_one_of_six(rank: int, _: int) -> bool:
+    """A host of two; whether all workers but the one that was killed are the same afterwards."""
+    here = Hosts(2, rank, "127.0.0.1", PORT, SECRET, silence_seconds=PATIENT)
+    if not here.is_head:
+        serve_host(here, PATIENCE_SECONDS)
+        return True
+    at_most(open_files() + 224)  # the start takes 124, the restart 195
+    config = PoolConfig(leave_seconds=PATIENCE_SECONDS)
+    options: dict[str, Any] = {"launcher": "hosts", "hosts": here, "restart": "worker"}
+    with WorkerPool(Worker, tp=6, config=config, **options) as pool:
+        before = [pid for _, pid in pool.collective_rpc("where")]
+        os.kill(before[0], signal.SIGKILL)
+        until(lambda: pool.generation > 1)
+        after = [pid for _, pid in pool.collective_rpc("where")]
+        return pool.generation == 2 and before[0] != after[0] and before[1:] == after[1:]
+
+
+def test_a_restart_over_hosts_counts_files_of_the_workers_that_it_starts_only() -> None:
+    assert all(run_ranks(2, restart_one_of_six))
