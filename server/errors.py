@@ -285,6 +285,7 @@ def again(error: BaseException, note: str = "") -> BaseException:
     reduced = cast("tuple[Any, ...]", error.__reduce__())
     copy: BaseException = reduced[0](*reduced[1])
     copy.args = error.args  # `located` may have changed them
+    vars(copy).update({name: value for name, value in vars(error).items() if name != "__notes__"})
     copy.__cause__ = error.__cause__
     for each in (*getattr(error, "__notes__", ()), note):
         if each and each not in getattr(copy, "__notes__", ()):

@@ -123,7 +123,7 @@ class CoordinatorError(Exception):
     """The root of this project's errors.
 
     One whose constructor keeps each of its arguments as the attribute of that name is pickled as
-    these arguments, its text and its notes; any other one as exceptions are.
+    these arguments, its text, its attributes and its notes; any other one as exceptions are.
     """
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -132,8 +132,7 @@ class CoordinatorError(Exception):
         kept = vars(self)
         if not names or not kept.keys() >= {*names}:
             return super().__reduce__()
-        notes = {name: kept[name] for name in ("__notes__",) if name in kept}
-        return type(self), tuple(kept[name] for name in names), {"args": self.args, **notes}
+        return type(self), tuple(kept[name] for name in names), {**kept, "args": self.args}
 
 
 class GroupTimeoutError(CoordinatorError, TimeoutError):
