@@ -23,7 +23,7 @@ GPU_RUN        = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(if $(BUNDLED),PYTHONPATH=$(B
 MINUTES       := 30
 OPTIONS       :=
 
-TEST_FILES_AT_ONCE := 6
+TEST_FILES_AT_ONCE := 4
 
 # vLLM has an environment of its own: it wants other versions, and nothing else needs them.
 VLLM_VENV  := .venv-vllm
