@@ -80,8 +80,8 @@ def begin_request(name: str, headers: Mapping[str, str]) -> Span | None:
 
 def within(span: Span | None) -> AbstractContextManager[Any]:
     """What begins inside is a child of ``span``."""
-    api = _api()
-    if span is None or api is None:
+    api = None if span is None else _api()
+    if api is None:
         return nullcontext()
     entered: AbstractContextManager[Any] = api.trace.use_span(
         span, record_exception=False, set_status_on_exception=False
@@ -91,7 +91,7 @@ def within(span: Span | None) -> AbstractContextManager[Any]:
 
 def end_request(span: Span | None, status: int) -> None:
     """End the span of a request, which was answered with an HTTP status."""
-    api = _api()
+    api = None if span is None else _api()
     if span is not None and api is not None:
         span.set_attribute("http.response.status_code", status)
         if status >= 500:
