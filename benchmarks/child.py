@@ -19,6 +19,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 ANSWER = "samples "
+FOLDER = "{folder}"
+"""Stands for the peer's own folder, which is in shared memory, in the values of its variables."""
+_SHARED_MEMORY = Path("/dev/shm")
 ANSWER_SECONDS = 120.0
 """How long a peer may take for an answer, its start included."""
 END_SECONDS = 20.0
@@ -58,7 +61,8 @@ class Child:
         self._stopped = stopped
         self.answer_seconds = ANSWER_SECONDS
         self._said = b""
-        self._folder = Path(tempfile.mkdtemp(prefix="peer-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="peer-", dir=_SHARED_MEMORY))
+        own = {name: text.replace(FOLDER, str(self._folder)) for name, text in environment.items()}
         with self._complaints.open("wb") as complaints:
             self._process = subprocess.Popen(
                 command,
@@ -66,7 +70,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=complaints,
                 cwd=ROOT,
-                env={**os.environ, "TMPDIR": str(self._folder), **environment},
+                env={**os.environ, "TMPDIR": str(self._folder), **own},
                 start_new_session=True,
             )
         keeper = [sys.executable, "-S", "-m", "benchmarks.keeper"]

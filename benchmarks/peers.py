@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from benchmarks.child import ROOT, Child, PeerError
+from benchmarks.child import FOLDER, ROOT, Child, PeerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -48,9 +48,11 @@ _OPEN_MPI = (
     *("--oversubscribe", "--allow-run-as-root", "--bind-to", "none"),
     *("--mca", "btl", "self,sm", "--mca", "mpi_yield_when_idle"),
 )
+_IN_ITS_FOLDER = {"OMPI_MCA_btl_sm_backing_directory": FOLDER}
+"""It leaves its segments where they are."""
 MPIS = (
-    Mpi("Open MPI", "openmpi", (*_OPEN_MPI, "0")),
-    Mpi("Open MPI, yielding", "openmpi", (*_OPEN_MPI, "1"), yields=True),
+    Mpi("Open MPI", "openmpi", (*_OPEN_MPI, "0"), _IN_ITS_FOLDER),
+    Mpi("Open MPI, yielding", "openmpi", (*_OPEN_MPI, "1"), _IN_ITS_FOLDER, yields=True),
     Mpi("MPICH", "mpich"),
     Mpi("Intel MPI", "impi-rt", environment={"I_MPI_FABRICS": "shm", "I_MPI_PIN": "0"}),
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.child import Child, PeerError
+from benchmarks.child import FOLDER, Child, PeerError
 from benchmarks.harness import Report
 from benchmarks.http_served import runs
 from benchmarks.remote import Remote
@@ -66,6 +66,19 @@ def test_what_a_peer_leaves_goes_with_it() -> None:
     assert not runs(other)
     assert not Path(folder).exists()
     child.close()  # once more is nothing
+
+
+def test_what_a_peer_shares_where_its_variables_say_goes_with_it() -> None:
+    """As Open MPI's segments, which it leaves."""
+    shares = (
+        "import os, pathlib, sys; file = pathlib.Path(os.environ['SHARED'], 'segment')\n"
+        "file.touch(); sys.stdin.readline(); print('samples', f'[\"{file}\"]', flush=True)\n"
+    )
+    with closing(Child("a peer", [sys.executable, "-c", shares], {"SHARED": FOLDER})) as child:
+        segment = Path(*child.ask("where"))
+        assert segment.exists()
+        assert segment.is_relative_to("/dev/shm")
+    assert not segment.exists()
 
 
 def test_what_a_peer_has_shared_is_tidied_up_behind_it() -> None:
