@@ -162,9 +162,4 @@ class Backlog:
 
     @property
     def _has_room(self) -> bool:
-        """Not behind a call that has failed on some ranks, before the others have answered: these
-        may hang in it, and whatever comes behind it would be lost with it.
-        """
-        if len(self._under_way) >= self._in_flight:
-            return False
-        return not any(call.failed for call in tuple(self._under_way.values()))
+        return len(self._under_way) < self._in_flight
