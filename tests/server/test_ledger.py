@@ -495,6 +495,18 @@ def test_a_reply_that_an_interrupt_dropped_fails_its_call_only() -> None:
     assert book.asked == []
 
 
+def test_a_reply_that_an_interrupt_dropped_settles_a_call_that_has_failed_on_another_rank() -> None:
+    """The next call's reply tells of it, so that call has to be sent meanwhile."""
+    book = Book()
+    book.send()
+    book.fail(0, 1, "ValueError")
+    later = book.send()
+    book.reply(1, 2)
+    assert ("resume", 0, 1) in book.asked
+    book.reply(0, 2)
+    assert later.done
+
+
 def test_a_reply_that_cannot_be_decoded_fails_the_oldest_call_of_its_rank() -> None:
     book = Book()
     first, second = book.send(), book.send()
