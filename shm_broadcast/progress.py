@@ -232,13 +232,13 @@ class Lane:
         self.tickets.clear()
 
     def fail(self, error: CoordinatorError) -> None:
-        """End all tasks of the lane with ``error``.
+        """End all tasks of the lane with ``error``, unless another thread has come with one before.
 
         They have ended once the group is told: whoever finds the lane free finds the group aborted.
         """
         with self._pushing:
             for ticket in self.tickets:
-                ticket.error = error
+                ticket.error = ticket.error or error
             self._advancing = True  # and nothing is advanced again
         if self.tickets:  # outside the lock: the callback aborts the group, and may come back here
             self._failed(error)
@@ -246,7 +246,7 @@ class Lane:
             tickets = tuple(self.tickets)
             self.tickets.clear()
             for ticket in tickets:
-                ticket.settle(error)
+                ticket.settle(ticket.error)
         if tickets:
             self._progress.wake()
 

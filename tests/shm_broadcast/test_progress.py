@@ -331,6 +331,23 @@ def test_what_comes_while_a_lane_fails_finds_the_group_aborted(
     until(lambda: len(late) == 1)
 
 
+def test_the_first_of_two_errors_counts(board: Board, progress: Progress) -> None:
+    """The other one only says that the group was aborted, because of the first."""
+
+    def told(error: CoordinatorError) -> None:
+        if not isinstance(error, GroupAbortedError):
+            board.abort(error)
+            assert board.aborted is not None
+            # as the background thread does, which the abort wakes
+            lane.fail(GroupAbortedError("a", board.aborted))
+
+    lane = progress.lane(told)
+    ticket = lane.perform(Failed([], "a"), soon, background=True)
+    assert ticket is not None
+    with pytest.raises(DivergenceError):
+        ticket.wait(soon())
+
+
 class HalfWay(ByHand):
     """A task that takes its time once it may end."""
 
