@@ -31,6 +31,7 @@ class Backlog:
         self.last = 0
         self.last_settled = ""
         self._under_way: dict[int, PendingCall] = {}
+        self._failing: dict[int, None] = {}
         self._settling: dict[PendingCall, None] = {}
         self._queued: deque[PendingCall] = deque()
 
@@ -111,6 +112,14 @@ class Backlog:
         if not (self._queued and self._queued[0].is_void):
             self._queued.appendleft(call.void())
 
+    def fail(self, call: PendingCall) -> None:
+        """Note that some ranks have failed ``call``, and others not answered it: these may hang in
+        it, and what is sent behind it would be lost with it. So only a void call follows.
+        """
+        if call.number not in self._failing:
+            self._failing[call.number] = None
+            self.follow_up(call)
+
     @property
     def answered(self) -> list[PendingCall]:
         """The calls under way that every rank has answered."""
@@ -126,6 +135,7 @@ class Backlog:
         if not call.is_void:
             self.last_settled = call.method
         self._settling[call] = None
+        self._failing.pop(call.number, None)
         self._under_way.pop(call.number, None)  # or has left: a signal handler has called the pool
 
     def settled(self, call: PendingCall) -> None:
@@ -148,7 +158,7 @@ class Backlog:
                 self._settling[call] = None
         queued = deque([*again, *(() if all_of_them else self._queued)])
         # Both at once: a signal handler raises before it, and this is done again, or after it.
-        self._under_way, self._queued = {}, queued
+        self._under_way, self._failing, self._queued = {}, {}, queued
 
     def withdraw_all(self) -> list[PendingCall]:
         """Empty the queue; returns what was in it, in order, without void calls."""
@@ -162,4 +172,4 @@ class Backlog:
 
     @property
     def _has_room(self) -> bool:
-        return len(self._under_way) < self._in_flight
+        return len(self._under_way) < self._in_flight and not self._failing

@@ -366,6 +366,9 @@ class Ledger:
                 actions += self._clock()
                 if not final:
                     actions += self._settle(call)
+                    if not call.settled:
+                        self._calls.fail(call)
+                        self._to_send.notify_all()
                 elif call.settled or not failed.consequence:
                     actions += self._break_with(call)
             actions.append(self._hooks.wake)

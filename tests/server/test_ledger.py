@@ -495,16 +495,29 @@ def test_a_reply_that_an_interrupt_dropped_fails_its_call_only() -> None:
     assert book.asked == []
 
 
-def test_a_reply_that_an_interrupt_dropped_settles_a_call_that_has_failed_on_another_rank() -> None:
-    """The next call's reply tells of it, so that call has to be sent meanwhile."""
+def test_a_call_is_not_sent_behind_one_that_others_may_hang_in() -> None:
+    """A rank has failed it. It would be lost with that one, if the pool breaks."""
     book = Book()
     book.send()
     book.fail(0, 1, "ValueError")
     later = book.send()
-    book.reply(1, 2)
+    void = book.ledger.next_to_send(1)
+    assert void is not None
+    assert void.is_void
+    assert book.ledger.next_to_send(1) is None
+    book.reply(1, 1)
     assert ("resume", 0, 1) in book.asked
-    book.reply(0, 2)
-    assert later.done
+    assert book.ledger.next_to_send(1) is later
+
+
+def test_a_reply_that_an_interrupt_dropped_settles_a_call_that_has_failed_on_another_rank() -> None:
+    book = Book()
+    book.send()
+    book.fail(0, 1, "ValueError")
+    void = book.ledger.next_to_send(1)
+    assert void is not None
+    book.reply(1, void.number)
+    assert ("resume", 0, 1) in book.asked
 
 
 def test_a_reply_that_cannot_be_decoded_fails_the_oldest_call_of_its_rank() -> None:

@@ -128,6 +128,17 @@ def test_a_failure_that_leaves_a_group_divided_ends_no_process(
         assert pids_of(pool) == before
 
 
+def test_a_call_behind_one_that_has_failed_on_a_rank_is_not_lost_with_it() -> None:
+    """The others hang in the first: who calls when it has failed is not told of its error."""
+    with WorkerPool(
+        *(Worker,), tp=2, restart="worker", config=PoolConfig(in_flight=3, settle_seconds=0.5)
+    ) as pool:
+        with pytest.raises(WorkerError, match="not me"):
+            pool.call("fail_in_group", [0])
+        assert pool.call("total", 3.0) == 6.0
+        assert pool.restarts == 1
+
+
 def test_calls_that_the_workers_had_fail_and_the_others_go_on(tmp_path: Path) -> None:
     gate = Gate(tmp_path)
     with WorkerPool(Worker, tp=2, restart="worker", config=PATIENT) as pool:
