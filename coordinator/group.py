@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
@@ -47,18 +48,19 @@ def own_group(
         world_size: how many ranks there are; None: it is not known.
 
     Raises:
-        ValueError: none or several contain it, or one has a rank twice or one that is not in the
-            world.
+        ValueError: none contains it, or a rank is in two groups, in one twice, or not in the world;
+            the same on all ranks, but for one that is in no group.
         TypeError: these are not groups of ranks.
     """
     if isinstance(group_ranks, int) or any(isinstance(each, int) for each in group_ranks):
         raise TypeError(f"group_ranks must be groups, each a list of ranks; got {group_ranks}")
-    mine = [ranks for ranks in group_ranks if rank in ranks]
-    if len(mine) != 1 or len(set(mine[0])) != len(mine[0]):
-        raise ValueError(f"rank {rank} has to be in one group, once; got {group_ranks}")
-    if world_size is not None and not all(0 <= each < world_size for each in mine[0]):
-        raise ValueError(f"{mine[0]} are not all ranks of a world of {world_size}")
-    return mine[0]
+    counts = Counter(each for ranks in group_ranks for each in ranks)
+    for each, count in sorted({rank: 0, **counts}.items()):
+        if count != 1:
+            raise ValueError(f"rank {each} has to be in one group, once; got {group_ranks}")
+    if world_size is not None and not all(0 <= each < world_size for each in counts):
+        raise ValueError(f"{group_ranks} are not all ranks of a world of {world_size}")
+    return next(ranks for ranks in group_ranks if rank in ranks)
 
 
 class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):

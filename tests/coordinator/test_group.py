@@ -126,6 +126,8 @@ def singles(rank: int, n: int, path: str) -> None:
         GroupCoordinator([[0, 1], [1, 0]], rank, "gloo", True)
     with pytest.raises(ValueError, match="has to be in one group, once"):
         GroupCoordinator([[0, 1, 0, 1]], rank, "gloo", True)
+    with pytest.raises(ValueError, match="rank 1 has to be in one group, once"):
+        GroupCoordinator([[0, 1], [1]], rank, "gloo", True)
     for backend in ("mpi", "carrier pigeon", "cpu:"):
         with pytest.raises(ValueError, match=r"cannot make .* groups"):
             GroupCoordinator([[0, 1]], rank, backend, True, timeout=10)
