@@ -16,11 +16,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from importlib.metadata import EntryPoints
 
-    from opentelemetry.trace import Span
+    from opentelemetry.trace import Span, Tracer
 
 Carrier: TypeAlias = "dict[str, str]"
 """A trace context: ``traceparent``, and ``tracestate`` if there is one."""
@@ -31,8 +31,9 @@ class _Api(NamedTuple):
 
     context: Any
     trace: Any
+    use_span: Callable[..., AbstractContextManager[Any]]
     propagator: Any
-    tracer: Any
+    tracer: Tracer
 
 
 @cache
@@ -44,7 +45,8 @@ def _api() -> _Api | None:
     except ImportError:
         return None
     propagator = tracecontext.TraceContextTextMapPropagator()
-    return _Api(context, trace, propagator, trace.get_tracer("group_coordinator"))
+    tracer = trace.get_tracer("group_coordinator")
+    return _Api(context, trace, trace.use_span, propagator, tracer)
 
 
 def _api_in_use() -> _Api | None:
@@ -72,10 +74,9 @@ def begin_request(name: str, headers: Mapping[str, str]) -> Span | None:
     api = _api() if "traceparent" in headers else _api_in_use()
     if api is None:
         return None
-    span: Span = api.tracer.start_span(
+    return api.tracer.start_span(
         name, api.propagator.extract(headers), kind=api.trace.SpanKind.SERVER
     )
-    return span
 
 
 def within(span: Span | None) -> AbstractContextManager[Any]:
@@ -83,10 +84,7 @@ def within(span: Span | None) -> AbstractContextManager[Any]:
     api = None if span is None else _api()
     if api is None:
         return nullcontext()
-    entered: AbstractContextManager[Any] = api.trace.use_span(
-        span, record_exception=False, set_status_on_exception=False
-    )
-    return entered
+    return api.use_span(span, record_exception=False, set_status_on_exception=False)
 
 
 def end_request(span: Span | None, status: int) -> None:
@@ -115,10 +113,7 @@ def of_batch(
     contexts = [api.propagator.extract(carrier) for carrier in carriers]
     others = [api.trace.get_current_span(each).get_span_context() for each in contexts[1:]]
     links = [api.trace.Link(each) for each in others]
-    entered: AbstractContextManager[Any] = api.tracer.start_as_current_span(
-        name, contexts[0], links=links, attributes=attributes
-    )
-    return entered
+    return api.tracer.start_as_current_span(name, contexts[0], links=links, attributes=attributes)
 
 
 def of_call(
@@ -129,10 +124,9 @@ def of_call(
     if api is None:
         return nullcontext()
     about = {"group_coordinator.rank": rank, "group_coordinator.generation": generation}
-    entered: AbstractContextManager[Any] = api.tracer.start_as_current_span(
+    return api.tracer.start_as_current_span(
         method, api.propagator.extract(carrier), attributes=about
     )
-    return entered
 
 
 def check_exporter(name: str) -> None:
