@@ -6,7 +6,6 @@ head also while workers are being started, which takes seconds.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec import structs
 
 from coordinator.hosts.remote_boards import compose, decode_beat
-from coordinator.setup.addresses import own_address
 from shm_broadcast import Deadline, GroupTimeoutError, TransportError
 from shm_broadcast.board.stacks import STACK_SIGNAL
 from shm_broadcast.remote.end import one_address
@@ -56,6 +54,7 @@ from .link_messages import (
     WorkerStack,
 )
 from .meeting_port import find_port
+from .way_to_head import address_on_the_way
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -72,10 +71,6 @@ _LINE_SECONDS = 10.0
 """How often a line says that the head is not there."""
 _ASK_SECONDS = 1.0
 """How often to look why."""
-_NO_WAY = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH)
-"""What there is no way for, as while this host's interface is down."""
-_AGAIN_SECONDS = 0.5
-"""How often to look for a way."""
 _log = logging.getLogger(__name__)
 
 
@@ -117,29 +112,6 @@ def serve_host(hosts: Hosts, timeout: float | None = 300.0) -> None:
         with supervisor:
             stays = supervisor.run()
         deadline = Deadline.after(timeout)
-
-
-def address_on_the_way(node: int, head: str, port: int, deadline: Deadline) -> str:
-    """The address of host ``node``, this one, on the way to the head, once there is a way.
-
-    Raises:
-        HostError: there was none by the deadline.
-        OSError: the name cannot be resolved.
-    """
-    began = said = time.monotonic()
-    while True:
-        try:
-            return own_address(head, port)
-        except OSError as error:
-            if error.errno not in _NO_WAY:
-                raise
-            if deadline.expired:
-                reason = f"there is no way to the head at {head} in {deadline.timeout:g} s: {error}"
-                raise HostError(node, reason) from error
-            if (now := time.monotonic()) - said >= _LINE_SECONDS:
-                said, told = now, "no way to the head at %s, for %.0f s now: %s"
-                _log.warning(told, head, now - began, error)
-        time.sleep(min(_AGAIN_SECONDS, deadline.remaining()))
 
 
 class HostSupervisor(Watcher):

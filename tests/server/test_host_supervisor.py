@@ -18,7 +18,7 @@ from msgspec.structs import replace
 import coordinator
 from server.control.protocol import Hello
 from server.errors import HostError
-from server.hosts import host_supervisor
+from server.hosts import host_supervisor, way_to_head
 from server.hosts.host_supervisor import serve_host
 from server.hosts.link_messages import (
     BeginGeneration,
@@ -204,9 +204,9 @@ def test_a_way_to_the_head_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
             raise found
         return str(found)
 
-    monkeypatch.setattr(host_supervisor, "own_address", looked_up)
-    monkeypatch.setattr(host_supervisor, "_AGAIN_SECONDS", 0.0)
-    way = partial(host_supervisor.address_on_the_way, 1, "10.0.0.1", 5)
+    monkeypatch.setattr(way_to_head, "own_address", looked_up)
+    monkeypatch.setattr(way_to_head, "_AGAIN_SECONDS", 0.0)
+    way = partial(way_to_head.address_on_the_way, 1, "10.0.0.1", 5)
     assert way(Deadline.after(PATIENCE_SECONDS)) == "10.0.0.2"
     outcomes[:] = [OSError(errno.ENETUNREACH, "no way")]
     with pytest.raises(HostError, match=r"no way to the head at 10.0.0.1 in 0 s: .*no way"):
