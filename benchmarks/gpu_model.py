@@ -17,7 +17,8 @@ from server.pool import WorkerPool
 from server.workers.minilm.model import ModelStage, pool
 from server.workers.minilm.model_config import BertConfig
 from server.workers.minilm.packing import arrange
-from server.workers.parallel import share, whole_parameters
+from server.workers.shares import share
+from server.workers.stages import whole_parameters
 
 if TYPE_CHECKING:
     import numpy as np

@@ -3,7 +3,7 @@
 A column-parallel layer cuts its outputs and needs no communication; a row-parallel one cuts
 its inputs and sums its outputs over the group: together, one all-reduce. Sizes that the group
 does not divide are padded with zeros, which change no sum; or each rank has as many as it is told
-to, as where attention heads must stay whole (`HeadSplit`).
+to, as where attention heads must stay whole (`shares.HeadSplit`).
 
     heads = HeadSplit.over(queries=9, keys=3, ranks=2)   # rank 0: 6 and 2, rank 1: 3 and 1
     query = ColumnParallelLinear(576, 576, tp, sizes=heads.query_sizes(64))   # 384, 192 outputs
@@ -20,63 +20,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from coordinator.layout import Layout, Placement, Replicate, Shard, load_sharded
+from coordinator.layout import Layout, Placement, Replicate, Shard
 
-from ..defaults import TOLERANCES
 from . import prepacked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Sequence
 
-    from coordinator import GroupCoordinator, ParallelGroups
+    from coordinator import GroupCoordinator
 
     Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-
-
-def share(total: int, part: int, parts: int) -> range:
-    """The consecutive items of one of ``parts``; earlier ones have one more if they do not divide.
-
-    Such as the layers of a pipeline stage, or the heads of a rank.
-    """
-    each, more = divmod(total, parts)
-    start = part * each + min(part, more)
-    return range(start, start + each + (part < more))
-
-
-@dataclass(frozen=True, slots=True)
-class HeadSplit:
-    """Attention heads cut over ranks: whole key heads, each with the query heads that use it.
-
-    Attributes:
-        queries: query heads of each rank.
-        keys: heads of each rank that have a key and a value.
-    """
-
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-
-    @classmethod
-    def over(cls, queries: int, keys: int, ranks: int) -> HeadSplit:
-        """Cut ``keys`` heads, and ``queries``, a multiple of them.
-
-        Raises:
-            ValueError: a rank would have none, or ``queries`` is no multiple.
-        """
-        if queries % keys:
-            raise ValueError(f"{queries} query heads do not share {keys} key-value heads evenly")
-        if not 1 <= ranks <= keys:
-            raise ValueError(f"tp must be 1 to {keys}, the model's key-value heads; got {ranks}")
-        each = tuple(len(share(keys, rank, ranks)) for rank in range(ranks))
-        return cls(tuple(count * (queries // keys) for count in each), each)
-
-    def query_sizes(self, head_size: int) -> tuple[int, ...]:
-        """The outputs of the query projection on each rank."""
-        return tuple(count * head_size for count in self.queries)
-
-    def key_sizes(self, head_size: int) -> tuple[int, ...]:
-        """The outputs of the key projection, and of the value projection, on each rank."""
-        return tuple(count * head_size for count in self.keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,99 +210,3 @@ def regroup(model: nn.Module, group: GroupCoordinator) -> None:
     for module in model.modules():
         if isinstance(module, ShardedModule):
             module.group = group
-
-
-def whole_parameters(model: nn.Module) -> dict[str, WholeParameter]:
-    """Every parameter of ``model`` as the checkpoint has it, by its name in ``model``.
-
-    Parameters of modules that are not `ShardedModule` are replicated.
-    """
-    found: dict[str, WholeParameter] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            full = f"{prefix}.{name}" if prefix else name
-            if isinstance(module, ShardedModule):
-                found[full] = module.whole[name]
-            else:
-                found[full] = WholeParameter(tuple(parameter.shape), Layout())
-    return found
-
-
-def read_parameters(
-    path: Path,
-    whole: Mapping[str, WholeParameter],
-    names: Mapping[str, str],
-    tp: GroupCoordinator,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    report: Callable[[int, int, str], None],
-) -> dict[str, torch.Tensor]:
-    """Read this rank's part of a stage's parameters, as ``dtype``.
-
-    Args:
-        path: the checkpoint.
-        whole: the stage's parameters, of `whole_parameters`.
-        names: what the checkpoint calls them.
-        tp: the group that they are cut over.
-        device: where they shall lie.
-        dtype: what they shall be.
-        report: called with ``(done, total, what)`` meanwhile.
-
-    Raises:
-        CheckpointError: the weights are not those of this stage.
-
-    Collective: no.
-    """
-    return load_sharded(
-        path,
-        {name: parameter.layout for name, parameter in whole.items()},
-        tp,
-        source=names.__getitem__,
-        shapes={name: parameter.shape for name, parameter in whole.items()},
-        dtype=dtype,
-        device=device,
-        report=report,
-    )
-
-
-def checkpoint_name(name: str, layers: str, modules: Mapping[str, str]) -> str:
-    """The checkpoint's name of a stage's parameter.
-
-    Args:
-        name: the stage's name of it: ``"layers.3.query.weight"``.
-        layers: what the checkpoint calls its layers: ``"encoder.layer"``.
-        modules: what it calls the modules: ``"query"`` gives ``"attention.self.query"``.
-    """
-    module, _, parameter = name.rpartition(".")
-    if module.startswith("layers."):
-        _, index, part = module.split(".")
-        return f"{layers}.{index}.{modules[part]}.{parameter}"
-    return f"{modules[module]}.{parameter}"
-
-
-def hand_on(groups: ParallelGroups, hidden: torch.Tensor) -> None:
-    """Send what this stage has computed to the next. Collective: yes, every rank of the stage."""
-    groups.pp.send_tensor_dict({"hidden": hidden}, all_gather_group=groups.tp)
-
-
-def handed_on(groups: ParallelGroups) -> torch.Tensor:
-    """What the stage before has sent. Collective: yes, every rank of this stage."""
-    hidden: torch.Tensor = groups.pp.recv_tensor_dict(all_gather_group=groups.tp)["hidden"]
-    return hidden
-
-
-def compute_with(threads: int | None, dtype: str) -> torch.dtype:
-    """Have torch use ``threads`` in this process, if they are given; return the dtype.
-
-    Raises:
-        ValueError: ``threads`` is less than 1, or ``dtype`` none of `TOLERANCES`.
-    """
-    if dtype not in TOLERANCES:
-        raise ValueError(f"dtype must be one of {', '.join(TOLERANCES)}; got {dtype!r}")
-    if threads is not None:
-        if threads < 1:
-            raise ValueError(f"threads must be 1 or more; got {threads}")
-        torch.set_num_threads(threads)
-    found: torch.dtype = getattr(torch, dtype)
-    return found

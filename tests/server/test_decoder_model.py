@@ -13,7 +13,7 @@ from server.workers.decoder.decoder_config import DecoderFolder, DecoderFolderEr
 from server.workers.decoder.decoder_worker import DecoderWorker
 from server.workers.decoder.kv_cache import CacheLostError, Row
 from server.workers.decoder.sampling import Draw, Sampling, choose
-from server.workers.parallel import HeadSplit
+from server.workers.shares import HeadSplit
 from tests.server.fake_groups import run_threads
 from tests.server.test_minilm_config import edit
 from tests.server.tiny_llama import PROMPTS, greedy, make_llama

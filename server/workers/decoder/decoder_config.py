@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..descriptions import PositiveInt, read_description
-from ..parallel import HeadSplit
+from ..shares import HeadSplit
 
 if TYPE_CHECKING:
     import os

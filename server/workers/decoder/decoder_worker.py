@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...defaults import CONTEXT, SLOTS
-from ..parallel import compute_with, hand_on, handed_on, regroup, share
+from ..parallel import regroup
+from ..shares import share
+from ..stages import compute_with, hand_on, handed_on
 from .decoder_config import DecoderFolder
 from .decoder_model import StepArrangement, load_decoder
 from .kv_cache import KVCache

@@ -15,7 +15,9 @@ import torch
 from torch.nn import functional
 
 from ...defaults import BATCH_TOKENS
-from ..parallel import compute_with, hand_on, handed_on, regroup, share
+from ..parallel import regroup
+from ..shares import share
+from ..stages import compute_with, hand_on, handed_on
 from .model import load_stage, pool
 from .model_config import ModelFolder
 from .packing import arrange, make_batches

@@ -16,10 +16,8 @@ from ..parallel import (
     MergedColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    checkpoint_name,
-    read_parameters,
-    whole_parameters,
 )
+from ..stages import checkpoint_name, read_parameters, whole_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
