@@ -223,51 +223,21 @@ class _Serving:
         Returns:
             The worker.
         """
-        start, closing, handles = self._start, self._closing, self._start.handles
+        start = self._start
         deadline = Deadline.after(start.timeout)
         if start.spans is not None:
             record(start.spans, rank=start.rank)
         if start.cores:
             bind_process(start.cores)
-        if handles.board is None or handles.cancelled is None:
-            raise ValueError("this worker's host has not filled in what it shares with the worker")
-        self._cancelled = closing.enter_context(CancelledCalls.attach(handles.cancelled))
-        self._board = closing.enter_context(Board.attach(handles.board, start.rank))
+        self._join_memory()
         if start.store is not None:
-            store = guest_store(start.store, start.rank, start.secret, deadline, closing)
-        if handles.replies is None:
-            self._open_queues_between_hosts()
-        else:
-            self._calls = closing.enter_context(MessageQueue.attach(handles.calls, self._board))
-            self._replies = closing.enter_context(
-                MessageQueue.attach(handles.replies, self._board, zero_copy=start.zero_copy)
-            )
+            store = guest_store(start.store, start.rank, start.secret, deadline, self._closing)
+        self._open_queues()
         device = torch.device(start.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        n_workers = start.tp * start.pp * start.dp
-        groups = coordinator.init(
-            tp=start.tp,
-            pp=start.pp,
-            dp=start.dp,
-            rank=start.rank,
-            world_size=n_workers,
-            local_rank=start.rank if device.index is None else device.index,
-            store=store,
-            board=self._board,
-            node_of=(0,) * n_workers if start.store is None else None,
-            secret=start.secret,
-            backend="gloo" if device.type == "cpu" else None,
-            timeout=None if start.timeout is None else deadline.remaining(),
-        )
-        closing.callback(groups.close)
-        at = "".join(
-            f" {axis}{getattr(groups, axis).rank_in_group}"
-            for axis, size in (("dp", start.dp), ("pp", start.pp), ("tp", start.tp))
-            if size > 1
-        )
-        of = start.name and f" of {start.name}"
-        retitle(f"group-coordinator worker {start.rank}{at}{of}")
+        groups = self._join_groups(store, device, deadline)
+        self._show_place(groups)
         context = WorkerContext(
             groups,
             device,
@@ -284,21 +254,30 @@ class _Serving:
         self._streams = RunningStreams(worker)
         return worker
 
-    def _report_progress(self, done: int, total: int, what: str) -> None:
-        if not (isinstance(done, int) and isinstance(total, int) and isinstance(what, str)):
-            raise TypeError(
-                f"report_progress takes two ints and a text; got {done!r}, {total!r}, {what!r}"
-            )
-        self._channel.send(WorkProgress(done, total, what))
+    def _join_memory(self) -> None:
+        """Attach the memory that all workers of this host share."""
+        handles = self._start.handles
+        if handles.board is None or handles.cancelled is None:
+            raise ValueError("this worker's host has not filled in what it shares with the worker")
+        self._cancelled = self._closing.enter_context(CancelledCalls.attach(handles.cancelled))
+        self._board = self._closing.enter_context(Board.attach(handles.board, self._rank))
 
-    def _open_queues_between_hosts(self) -> None:
-        start, watch = self._start, self._board.check
-        self._calls = self._closing.enter_context(
+    def _open_queues(self) -> None:
+        """Attach the driver's queues; where the driver is on another host, connect to it."""
+        start, open_ = self._start, self._closing.enter_context
+        handles, watch = start.handles, self._board.check
+        if handles.replies is not None:
+            self._calls = open_(MessageQueue.attach(handles.calls, self._board))
+            self._replies = open_(
+                MessageQueue.attach(handles.replies, self._board, zero_copy=start.zero_copy)
+            )
+            return
+        self._calls = open_(
             MessageQueue.create_from_handle(
-                start.handles.calls, start.rank, secret=start.secret, watch=watch
+                handles.calls, start.rank, secret=start.secret, watch=watch
             )
         )
-        self._replies = self._closing.enter_context(
+        self._replies = open_(
             MessageQueue(
                 *(1, 0),
                 connect_ip=start.address,
@@ -308,6 +287,46 @@ class _Serving:
                 watch=watch,
             )
         )
+
+    def _join_groups(
+        self, store: Store, device: torch.device, deadline: Deadline
+    ) -> coordinator.ParallelGroups:
+        start = self._start
+        n_workers = start.tp * start.pp * start.dp
+        groups = coordinator.init(
+            tp=start.tp,
+            pp=start.pp,
+            dp=start.dp,
+            rank=start.rank,
+            world_size=n_workers,
+            local_rank=start.rank if device.index is None else device.index,
+            store=store,
+            board=self._board,
+            node_of=(0,) * n_workers if start.store is None else None,
+            secret=start.secret,
+            backend="gloo" if device.type == "cpu" else None,
+            timeout=None if start.timeout is None else deadline.remaining(),
+        )
+        self._closing.callback(groups.close)
+        return groups
+
+    def _show_place(self, groups: coordinator.ParallelGroups) -> None:
+        """Have lists of processes show this worker's rank, and its place in the grid."""
+        start = self._start
+        at = "".join(
+            f" {axis}{getattr(groups, axis).rank_in_group}"
+            for axis, size in (("dp", start.dp), ("pp", start.pp), ("tp", start.tp))
+            if size > 1
+        )
+        of = start.name and f" of {start.name}"
+        retitle(f"group-coordinator worker {start.rank}{at}{of}")
+
+    def _report_progress(self, done: int, total: int, what: str) -> None:
+        if not (isinstance(done, int) and isinstance(total, int) and isinstance(what, str)):
+            raise TypeError(
+                f"report_progress takes two ints and a text; got {done!r}, {total!r}, {what!r}"
+            )
+        self._channel.send(WorkProgress(done, total, what))
 
     def serve(self) -> None:
         """Answer calls until the driver closes the queue.
