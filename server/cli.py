@@ -2,8 +2,8 @@
 
 A command is three functions: ``add_arguments(parser)``; ``prepare(args)``, which checks everything
 that can be checked before a process starts, and returns what `run` needs; ``run(plan)``, which
-returns the exit status. The first stands in a module of its own where that of the others loads
-torch, so that help comes at once.
+returns the exit status. If the command's module loads torch, the first is in a module of its own,
+so that ``--help`` is quick.
 
 An error in `prepare` ends with status 2, one in `run` with status 1, an interrupt with 130. An
 error is one line on stderr.

@@ -1,6 +1,7 @@
-"""What pools, models and services take where nobody says otherwise, and what they choose from.
+"""Default values of pools, models and services, and the names that users choose from.
 
-They stand apart from what uses them, so that a help text can name them without loading torch.
+They are separate from the code that uses them, so that help texts can name them without loading
+torch.
 """
 
 from __future__ import annotations

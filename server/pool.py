@@ -21,12 +21,13 @@ Guarantees
   otherwise it breaks with that failure.
 - When a worker's process ends, the pool breaks within a second, with an error that names it.
 - A broken pool fails all its calls with the first failure, and ends its processes by itself.
-- A pool that is told to (``restart=``) replaces what broke instead: the calls that the workers had
-  fail, or are made again if they may be (``retry=True``); all others wait, and go on.
-- When the driver ends, however it ends, the workers and all that they have started end too.
+- With ``restart=``, a pool replaces what broke instead: the calls that the workers had fail, or are
+  made again if they may be (``retry=True``); all other calls wait, and then go on.
+- When the driver ends, for whatever reason, the workers and all that they have started end too.
 - A signal handler may raise at any moment of a call, ask for the status, or shut the pool down. If
-  it raises, the call goes on without its caller, and no later call gets its answer; an answer to
-  another thread that was just being taken may be lost, and that call fails. It must not call.
+  it raises, the call goes on without its caller, and no later call gets its answer; a reply for
+  another thread that was just being received may be lost, and that call then fails. A handler must
+  not make calls itself.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class WorkerPool:
             device: ``"cpu"``, ``"cuda"`` (the GPUs in turn), one GPU for all, ``"cuda:0"``, or a
                 device for each rank.
             share_gpu: whether several ranks may share one GPU.
-            launcher: who has started the pool. ``"local"``: this process alone; all workers are
+            launcher: what has started the pool. ``"local"``: this process alone; all workers are
                 processes of this host. ``"hosts"``: one process on each of several hosts; this one
                 is the head, and the others call `hosts.host_supervisor.serve_host`. Each host runs
                 as many workers, in the order of the ranks. ``"torchrun"``: likewise, and torchrun
@@ -118,14 +119,14 @@ class WorkerPool:
             start_timeout: seconds for all workers to be ready; ``None``: for ever.
             on_progress: called with ``(rank, done, total, what)`` when a worker reports progress:
                 in this thread until the workers are ready, afterwards in the one that watches
-                them: while it lasts, nobody notices that one ends.
+                them, which notices no worker's end until it returns.
             restart: what happens when the pool breaks, because a worker's process ends, a call is
                 stuck, or a failure has left a group operation half done. ``"never"``: it takes no
                 more calls. ``"worker"``: workers that have ended, or do not leave what they do
                 within `PoolConfig.leave_seconds`, are replaced. The others stay: their
                 ``restore(context)`` is called with new groups, or, if they have no such method,
                 the class is made anew in the same process. ``"pool"``: all workers are replaced.
-            max_restarts: restarts within ``window``, or in vain one after the other, before the
+            max_restarts: restarts within ``window``, or consecutive failed ones, before the
                 pool ends with `RestartLimitError`. ``None``: 5. Only for a pool that is restarted.
             window: seconds; ``None``: 60. Likewise.
             stuck_after: seconds after which the pool breaks if its oldest call is not answered; at
@@ -215,8 +216,7 @@ class WorkerPool:
                 stacks. The workers go on with the call, and the pool stays usable.
             PoolClosedError: the pool was shut down.
             ValueError: there is no rank ``unique_reply_rank``, or ``method`` begins with "_".
-            TypeError: an argument of this method is none such, or one of ``method`` cannot be
-                pickled.
+            TypeError: an argument has the wrong type, or one of ``method`` cannot be pickled.
         """
         if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
             raise TypeError(f"args must be a sequence of arguments; got {args!r}")
@@ -395,7 +395,7 @@ class WorkerPool:
                 `PoolConfig.kill_seconds` more. ``None``: for ever.
 
         Raises:
-            ValueError, TypeError: ``timeout`` is no time. Nothing has happened.
+            ValueError, TypeError: ``timeout`` is not a duration. Nothing has happened.
             RuntimeError: the pool's supervisor, sender or collector calls, as in most futures'
                 callbacks: it would wait for itself. Nothing has happened.
         """

@@ -1,12 +1,12 @@
-"""Replicas: several pools with the same model, which fail apart, behind one face.
+"""Replicas: several pools with the same model, which fail independently, behind one interface.
 
     with Replicas(Embedder, dp=2, tp=2, restart="worker") as replicas:
         replicas.call("embed", tokens, retry=True)
 
-Each call is computed by one replica: the one that has the fewest calls at that moment, among those
-whose workers work. All replicas belong to this process, so the counts are never out of date. When a
-replica breaks, the calls that its workers had not begun go to the others, and so do those that may
-be made again (``retry=True``). It gets calls again once it was restarted.
+Each call is computed by one replica: the one with the fewest calls at that moment, among those
+whose workers are running. All replicas belong to this process, so the counts are never out of date.
+When a replica breaks, the calls that its workers had not begun go to the others, and so do those
+that may be made again (``retry=True``). It gets calls again once it was restarted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class Replicas:
-    """Starts ``dp`` pools of ``tp`` x ``pp`` workers, and shares calls out. Any thread may call.
+    """Starts ``dp`` pools of ``tp`` x ``pp`` workers, and distributes calls. Any thread may call.
 
     Attributes:
         pools: the replicas.
@@ -238,7 +238,7 @@ class Replicas:
             timeout: seconds for all of them together; ``None``: for ever.
 
         Raises:
-            ValueError, TypeError: ``timeout`` is no time. Nothing has happened.
+            ValueError, TypeError: ``timeout`` is not a duration. Nothing has happened.
             RuntimeError: a thread of theirs calls, as in a future's callback. Nothing has happened.
         """
         deadline = Deadline.after(timeout)

@@ -1,10 +1,10 @@
-"""OpenTelemetry spans, where that is installed: of requests, of batches, of calls in each worker.
+"""OpenTelemetry spans, where it is installed: of requests, of batches, of calls in each worker.
 
 The caller's trace context travels with each call, in W3C's form, so a worker's span is a child of
-the span in which the call was made. Nothing is recorded before somebody gives OpenTelemetry a
-provider, in each process: the caller's own, or that of `record`. Without the package nothing is
-carried, and nobody is asked for anything. A program that uses it has imported it; in others it is
-imported when a trace comes from elsewhere.
+the span in which the call was made. A process records nothing until OpenTelemetry has a provider
+there: the caller's own, or that of `record`. If the package is not installed, no context is
+carried. The package is imported only if the program already uses it, or a request brings a trace
+context.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The worker's side of a pool: makes the user's worker, then answers calls in order.
 
 After a failed call a worker takes no other call until the driver tells it to go on. The other ranks
-may still be in the failed call and wait for this rank: its group operations of the next call would
-be matched with theirs of the failed one.
+may still be in the failed call, waiting for this rank: they would match its group operations of the
+next call with theirs of the failed one.
 
 When the pool breaks, a worker that survives leaves its groups and queues, and waits until the
 driver tells it to join new ones: the next generation.
@@ -61,13 +61,13 @@ if TYPE_CHECKING:
     from coordinator.begun_in_call import BegunInGroup
 
 _ENDS = (GroupAbortedError, GroupClosedError, PeerLostError, ChannelClosedError)
-"""Errors at which a worker ends without a report: the driver knows why, or is gone."""
+"""Errors after which a worker ends without a report: the driver knows why, or has ended."""
 
 _ENDS_WITHIN = 0.5
 """Seconds after which a worker that was told to end says why it has not."""
 
 _LOOK_SECONDS = 0.005
-"""How often to look for the driver's word to go on; it comes over a socket, which rings nothing."""
+"""How often to check for the driver's `Resume`, which comes over a socket and so wakes no wait."""
 
 
 @dataclass(frozen=True, slots=True)

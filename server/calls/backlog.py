@@ -1,6 +1,6 @@
 """The calls of a pool in order: first those that the workers have ("under way"), then the queued.
 
-Plain bookkeeping: no locks, and nothing about what an answer means.
+Plain bookkeeping: no locks, and no knowledge of what an answer means.
 """
 
 from __future__ import annotations

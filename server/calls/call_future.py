@@ -80,7 +80,7 @@ class CallFuture(Future[Any]):
         Raises:
             CallTimeoutError: there is none within ``timeout`` seconds; the call goes on.
             CancelledError: the call was cancelled.
-            ValueError, TypeError: ``timeout`` is no time.
+            ValueError, TypeError: ``timeout`` is not a duration.
             What the call raises.
         """
         Deadline.within(timeout)

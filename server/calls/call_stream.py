@@ -1,8 +1,8 @@
 """The driver's end of a stream: what a worker's generator yields, one call for each item.
 
-Every rank runs the generator. Each item is a call of its own, so all ranks go on, and stop, at the
-same item; calls and other streams come in between; and no worker is further ahead of the consumer
-than by the one item that it computes while the consumer has the last one.
+Every rank runs the generator. Each item is a separate call, so all ranks continue, or stop, at the
+same item, and other calls and streams can run in between. A worker is at most one item ahead of the
+consumer: it computes the next item while the consumer has the last one.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
 """Sends a pool's calls to the workers and takes their replies; the ledger decides what to do.
 
-Each generation of workers has a dispatcher of its own. A call that outlives it, because it is
-queued or is made again, is waited for by its future.
+Each generation of workers has its own dispatcher. A call that outlives it, because it is queued or
+is made again, is waited for through its future.
 
-One thread at a time listens for replies, and takes the replies to everybody's calls. A caller that
-waits for its own call listens itself if nobody does: a switch to another thread would cost it more
-than the reply takes. When it stops, and calls are still under way, the collector thread goes on.
+One thread at a time listens for replies, and takes the replies to all calls. A caller that waits
+for its own call listens itself if no other thread does: switching to another thread would cost more
+than the reply takes. When it stops while calls are still under way, the collector thread takes
+over.
 
 A caller whose call can be sent at once sends it itself; queued calls are sent by the sender thread.
-Whoever sends has the turn to send, and whoever listens the one to listen: a signal handler that
-raises in such a thread leaves neither taken.
+There is one turn to send and one to listen. A thread holds the turn only within a block, so a
+signal handler that raises there releases it.
 
-A thread that listens never sends. Sending waits while the queue to the workers is full; it empties
-only when a worker takes its next call, and a worker whose reply queue is full does not, before
-somebody has taken its replies. If the listening thread waited to send, nobody would take them.
+A thread that listens never sends. Sending waits while the queue to the workers is full. The queue
+empties only when workers take their next calls, and a worker whose reply queue is full does not
+before its replies are taken. If the listening thread waited to send, nobody would take them.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ A worker that sleeps takes 0.2 ms to wake up and answer. If this process sleeps 
 wake-up takes another 0.1 ms.
 """
 _TURN_SECONDS = 0.1
-"""How long a thread of the pool waits for its turn before it looks whether the generation is over.
+"""How long a thread of the pool waits for its turn before it checks whether the generation is over.
 
-A signal handler that shuts the pool down, and so waits for these threads, may have interrupted the
+A signal handler that shuts the pool down waits for these threads, and may have interrupted the
 thread that has the turn.
 """
 _REASON_SECONDS = 2.0

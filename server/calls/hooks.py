@@ -1,6 +1,6 @@
-"""What a ledger asks its owner to do, and how it is done: in order, and all of it.
+"""What a ledger asks its owner to do, as actions that are run in order, and all of them.
 
-What is to be done is collected under the ledger's lock, as actions, and done after it was released.
+Actions are collected under the ledger's lock, and run after it was released.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LedgerHooks:
 
 
 def run_all(actions: Actions) -> None:
-    """Do what is to be done.
+    """Run the actions in order.
 
     Raises:
         BaseException: in the main thread, what a signal handler, or an action, raises; the rest is

@@ -1,6 +1,6 @@
-"""Decides when a call is late: after its own timeout, or when no call is answered any more.
+"""Decides when a call is late: after its own timeout, or when no call has been answered for long.
 
-Without a timeout of its own, a call that waits behind others is not late while these are answered.
+A call without its own timeout is not late while the calls before it are being answered.
 """
 
 from __future__ import annotations

@@ -7,16 +7,17 @@ Guarantees
 - Calls are sent in the order in which they were accepted, by one thread at a time.
 - No two calls have the same number, so no reply is taken for another call's.
 - At most ``in_flight`` calls are under way; a call is under way until every rank has answered it.
-- A signal handler may raise in the main thread: then nobody knows whether its call was sent, or
-  which replies it has taken. A void call follows, and what was not answered before that is lost;
-  for calls that all ranks had answered, what is due is done then. No other thread is interrupted,
-  so the main thread only notes why the pool breaks, and the one that calls `tick` breaks it.
+- A signal handler may raise in the main thread: then it is unknown whether its call was sent, or
+  which replies were taken. A void call follows, and calls that are not answered before it are lost;
+  for calls that all ranks had answered, pending actions are run then. No other thread is
+  interrupted, so the main thread only notes why the pool breaks; the thread that calls `tick`
+  breaks it.
 - A result is handed out only when all ranks have answered that call and every earlier one, and did
   the same in each: they began the same collectives, and all messages were received. If they did
   not, an operation is left half done that the next call would meet, so the pool breaks.
-- A rank that has failed a call is told to go on when every rank has answered that call, on the same
-  condition. The pool breaks if that takes longer than ``settle_seconds``, counted from when all
-  earlier calls were answered.
+- A rank that has failed a call is told to go on when every rank has answered that call, under the
+  same condition. The pool breaks if that takes longer than ``settle_seconds``, counted from when
+  all earlier calls were answered.
 - The first failure that breaks the pool fails all its calls, and is raised from every later one.
   If the pool is restarted, it fails only those calls that the workers had; the others, and those
   that may be made again, wait for the next generation of workers.

@@ -1,8 +1,8 @@
 """Whether a pool takes calls: which generation of workers it has, what broke it, what ended it.
 
-Plain bookkeeping, which the ledger's lock guards; it may be read without. A failure is noted by
-assignments with no call between them. Python runs signal handlers after calls, so one that raises
-leaves it noted, or not, and one that ends the pool meanwhile counts.
+Plain bookkeeping, guarded by the ledger's lock; reading needs no lock. A failure is noted by
+assignments with no call between them. Python runs signal handlers only after calls, so when one
+raises, the failure is noted completely or not at all, and one that ends the pool takes effect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BROKEN = "The pool broke with this failure and takes no more calls."
 
 
 class PoolState:
-    """What a pool is at. Not thread-safe.
+    """The state of a pool. Not thread-safe.
 
     Attributes:
         generation: the number of the generation that works, or worked last; 0 before the first.

@@ -1,6 +1,6 @@
 """OpenAI's API of completions and chats: reading a request, and writing its answer.
 
-What would change the answer and is not supported is refused, by name; all other fields are ignored.
+Unsupported fields that would change the answer are refused by name; all others are ignored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which calls nobody waits for any more: a word of shared memory for each call under way.
 
-The driver marks a call; a worker may look while it runs the call, at the price of reading a word.
-Calls are numbered in order, and about as many of them are under way as there are words: if two of
-those share one, the mark of the earlier may be lost.
+The driver marks a call; a worker may check the mark while it runs the call, which only reads a
+word. Calls are numbered in order, and there are about as many words as calls under way: if two
+calls share a word, the mark of the earlier one may be lost.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The control channel: framed JSON messages over a Unix socket pair.
 
-A frame is a length (u32, big-endian) and so many bytes. Several threads may send, one at a time
-receives. When the other end's process has ended, `Channel.receive` raises `ChannelClosedError`.
+A frame is a length (u32, big-endian) and that many bytes. Several threads may send, but only one at
+a time may receive. When the other end's process has ended, `Channel.receive` raises
+`ChannelClosedError`.
 """
 
 from __future__ import annotations

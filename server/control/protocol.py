@@ -1,8 +1,8 @@
 """The messages between the driver and its workers.
 
 Calls and replies go through the shared-memory queues, pickled, as tuples of their fields: they
-carry the user's objects, and a plain tuple is the quickest to pickle. Everything else (start,
-progress, failures) goes over each worker's control channel, as JSON: it must arrive also when the
+carry the user's objects, and a plain tuple is the fastest to pickle. Everything else (start,
+progress, failures) goes over each worker's control channel, as JSON: it must arrive even when the
 queues cannot be used, because the board is aborted or does not exist yet.
 """
 
@@ -17,15 +17,15 @@ from coordinator.stores.store_address import StoreAddress  # noqa: TC001
 from shm_broadcast import BoardHandle, QueueHandle, SegmentHandle  # noqa: TC001
 
 VOID: Final = "_"
-"""The method of a call of nothing, which is answered at once. No user can call such a method."""
+"""The method of an empty call, answered at once. Users cannot call a method of this name."""
 
 
 class Call(msgspec.Struct, frozen=True, gc=False):
     """Driver to all workers: call this method.
 
     Attributes:
-        number: 1, 2, ... in the order of sending. Where one is left out, as its call was not sent,
-            a `VOID` call is next.
+        number: 1, 2, ... in the order of sending. If a number is left out, because its call was not
+            sent, a `VOID` call is next.
         method: the name of the worker's method.
         args: its positional arguments.
         kwargs: its keyword arguments.

@@ -2,7 +2,7 @@
 
 A class that is defined in the driver's main module works too: the worker runs that module again,
 under another name, as multiprocessing does. Code under ``if __name__ == "__main__":`` is not run. A
-pool that is made outside of it would start workers without end; the worker refuses it.
+pool made outside such a block would start workers without end, so the worker refuses it.
 """
 
 from __future__ import annotations

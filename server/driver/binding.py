@@ -1,6 +1,6 @@
 """Which cores each worker of this host is bound to: `PoolConfig.bind`.
 
-What is given is one of
+The setting is one of
 
     none             the kernel puts the workers where it likes
     auto             every worker gets cores of its own, an equal share of those that may be used
@@ -8,8 +8,8 @@ What is given is one of
     0-3|4-7          cores of each worker, as Linux numbers them
     node0|node1      a node of each worker
 
-Workers are counted through by rank, so those of a tensor-parallel group lie beside each other. The
-rest is arithmetic over the machine's cores; every host does it for its own workers.
+Cores are assigned in the order of the ranks, so the workers of a tensor-parallel group are
+neighbours. Every host does this for its own workers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Assigns a device to each worker, before any worker starts.
 
-The driver only counts the GPUs: it creates no CUDA context, so it takes none of their memory. Where
-only the CPU is asked for, it does not even load torch.
+The driver only counts the GPUs: it creates no CUDA context, so it takes none of their memory. If
+all workers use the CPU, it does not even load torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the driver shares with its workers for one generation: the board and the queues.
 
-Each generation has a board, queues and groups of its own, so nothing that is left over from an
-earlier one, be it a message or a process that hangs in an operation, can reach it.
+Each generation has its own board, queues and groups, so nothing left over from an earlier one, such
+as a message or a process that hangs in an operation, can reach it.
 
 Workers are members 0 to n-1 of the board, by rank; the driver is the last member.
 """

@@ -1,8 +1,8 @@
 """Watches a pool's workers: reads their control channels, and notices when a process ends.
 
-While the workers start, the thread that makes the pool calls `Supervisor.step`; from
-`Supervisor.start` on a thread of its own does. It polls a pidfd of each worker, so it notices the
-end of a process at once, whatever other threads wait for.
+While the workers start, the thread that makes the pool calls `Supervisor.step`; after
+`Supervisor.start` a separate thread does. It polls a pidfd of each worker, so it notices the end of
+a process at once, whatever other threads wait for.
 """
 
 from __future__ import annotations

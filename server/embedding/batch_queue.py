@@ -1,12 +1,12 @@
-"""Decides which items of the requests that wait go into the next batch.
+"""Decides which items of the waiting requests go into the next batch.
 
 Pure logic: no waiting, no tasks. The requests take turns, in the order of arrival. In its turn a
 request may fill a share of a batch's tokens; the rest of its items wait for its next turn, behind
 the other requests (deficit round robin). So a small request waits for one share of each request
 that came before it, however large these are, and a large one that is alone fills whole batches.
 
-A signal handler that raises comes after a call, never between two assignments: what waits stays
-counted right.
+A signal handler may raise after any call, but never between two assignments, so the count of
+waiting items stays correct.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Dynamic batching: requests that wait together are computed together.
 
-Nothing is delayed to fill a batch: as soon as a batch may start, it takes what waits, up to its
-size; `batch_queue` says of whom. The number of items that wait is bounded: a request that would
-exceed it is refused at once.
+Nothing is delayed to fill a batch: as soon as a batch may start, it takes the waiting items, up to
+its size, as `batch_queue` chooses them. The number of waiting items is bounded: a request that
+would exceed it is refused at once.
 """
 
 from __future__ import annotations

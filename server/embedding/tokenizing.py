@@ -1,8 +1,8 @@
 """Tokenises requests in a thread beside the event loop, in pieces that take turns.
 
 The next piece of a request is queued when the one before it is done, behind the pieces of other
-requests: so a small request waits for one piece of each large one. A single short text is tokenised
-in the event loop itself: to wake the thread would take longer.
+requests, so a small request waits for one piece of each large one. A single short text is tokenised
+in the event loop itself, because waking the thread would take longer.
 """
 
 from __future__ import annotations

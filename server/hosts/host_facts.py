@@ -1,4 +1,4 @@
-"""What has to be the same on all hosts of a pool; where it is not, they would hang, or worse."""
+"""What must be the same on all hosts of a pool; otherwise they would hang, or worse."""
 
 from __future__ import annotations
 

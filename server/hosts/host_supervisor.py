@@ -1,7 +1,7 @@
-"""What runs on every host of a pool but the head: starts the workers there, and watches them.
+"""Runs on every host of a pool except the head: starts the workers there, and watches them.
 
-The main thread has the workers, and does what the head says. The link's thread speaks with the
-head also while workers are being started, which takes seconds.
+The main thread owns the workers, and does what the head says. The link's thread talks to the head
+even while workers are being started, which takes seconds.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _log = logging.getLogger(__name__)
 
 
 class _HeadLost(NamedTuple):
-    """The last that a host hears: why nothing comes any more."""
+    """The last message in the inbox: why nothing more will come."""
 
     why: str
 

@@ -1,4 +1,4 @@
-"""What Prometheus is told of this moment: read from the service and its workers when it asks."""
+"""Prometheus gauges: read from the service and its workers when Prometheus asks."""
 
 from __future__ import annotations
 

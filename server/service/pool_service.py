@@ -1,8 +1,8 @@
 """A pool as a service: it is started beside the server, watched, and ended in order.
 
-Life: *starting* while the workers load; *ready* once a probe call was answered; *restarting* while
-lost workers are replaced; *stalled* while calls are not answered in time; *failed* for good when
-the workers did not start, or the pool broke; *stopping* from `PoolService.stop` on. While it
+States: *starting* while the workers load; *ready* once a probe call was answered; *restarting*
+while lost workers are replaced; *stalled* while calls are not answered in time; *failed* for good
+when the workers did not start, or the pool broke; *stopping* from `PoolService.stop` on. While it
 is restarting, requests are refused; those that were accepted before are computed again.
 """
 

@@ -1,7 +1,8 @@
 """Decides whether a pool answers its calls. Pure logic: the time is an argument.
 
-It counts as stalled while the workers have a call for longer than the limit, and while they have
-one that has timed out. Nobody hears of its answer: they have it until a later one is answered.
+It counts as stalled while the workers have had a call for longer than the limit, and while they
+have one that has timed out. The answer to the latter is not reported, so they count as having it
+until a later call is answered.
 """
 
 from __future__ import annotations

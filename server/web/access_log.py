@@ -1,6 +1,6 @@
-"""Logs a line for each request, with an id that also stands in the answer and in error logs.
+"""Logs a line for each request, with an id that is also in the answer and in error logs.
 
-The id is the client's own (``X-Request-ID``) where it is short and printable; else a new one.
+The id is the client's own (``X-Request-ID``) if it is short and printable, otherwise a new one.
 """
 
 from __future__ import annotations

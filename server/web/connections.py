@@ -5,14 +5,13 @@ The server waits for the head of a request for `ConnectionLimits.head_seconds`, 
 longer is told so (408), unless an answer was begun, and disconnected. (Connections without a
 request are closed by uvicorn itself.)
 
-Where there are too many connections, the one that has kept the server waiting longest is closed for
-a new one. So clients that hold connections and send no request cannot keep others out. Where all
-wait for the server, some more are accepted: there it tells how it is, and takes no work.
+If there are too many connections, the one that has kept the server waiting longest is closed for a
+new one, so clients that hold connections and send no request cannot keep others out. If all of them
+wait for the server, some more are accepted: on these it reports its state, but takes no work.
 
-A client that has shut down its sending side still gets its answer. The server sees the same of one
-that has left; but the host of one that has left answers any byte with a reset. So the first byte of
-the answer, which is always the same, is sent at once, and the server looks for a reset until the
-answer is complete.
+A client that has shut down its sending side still gets its answer. One that has left looks the same
+to the server, but its host answers any byte with a reset. So the first byte of the answer, which is
+always the same, is sent at once, and the server watches for a reset until the answer is complete.
 """
 
 from __future__ import annotations

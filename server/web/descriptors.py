@@ -1,4 +1,4 @@
-"""How many files and sockets this process may have open, and how many of them clients may take."""
+"""How many files and sockets this process may have open, and how many of them clients may use."""
 
 from __future__ import annotations
 

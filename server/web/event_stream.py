@@ -1,7 +1,7 @@
 """Server-sent events as the answer to a request.
 
-That a client has left shows when something is sent to it. So in silence comments are sent, which
-clients skip; they also keep proxies from closing a connection on which nothing happens.
+The server notices that a client has left only when it sends something. So while there is no event
+it sends comments, which clients skip; these also keep proxies from closing an idle connection.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The service's log on stderr, in which no line is repeated without limit, and its access log.
+"""The service's log on stderr, which limits repeated lines, and its access log.
 
-The access log is written to stdout, a line for each request, if that is wanted.
+The access log, if switched on, is written to stdout, a line for each request.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""By which names a service that asks for no key may be called.
+"""The names by which clients may call a service that has no API key.
 
-A page of another site may let its own name lead to this machine (DNS rebinding); the browser then
-takes the service for that site, and lets the page read its answers. Such a request names that site
-in its ``Host``. Who calls the service by an address, or by a name of this machine's, is no page of
-another site.
+A page of another site may make its own name resolve to this machine (DNS rebinding); the browser
+then takes the service for that site, and lets the page read its answers. Such a request has that
+site in its ``Host``. A request to an address, or to a name of this machine, is not from such a
+page.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """uvicorn, with an orderly end at the first signal and a quick one at the second.
 
-The first SIGTERM, SIGINT or SIGHUP: refuse new connections, finish what was accepted. A second one,
-whichever of them, or the end of the time to drain: give up what is unfinished. uvicorn alone hears
-a second SIGINT only, drops connections without an answer, dies of SIGHUP, and raises the signals
-once more when it has ended in order.
+At the first SIGTERM, SIGINT or SIGHUP it refuses new connections and finishes accepted requests. At
+a second one, or after the drain timeout, it abandons unfinished requests. Plain uvicorn reacts only
+to a second SIGINT, drops connections without an answer, is killed by SIGHUP, and raises the signals
+again after an orderly end.
 """
 
 from __future__ import annotations

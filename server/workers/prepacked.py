@@ -1,12 +1,12 @@
-"""Products on a CPU whose weight was laid out once, as oneDNN's kernels read it.
+"""Matrix products on a CPU whose weight is packed once, in the layout of oneDNN's kernels.
 
-torch's own float32 product lays the weight out anew in every call: for the few rows of one text
-that takes longer than the product itself.
+torch's own float32 product repacks the weight in every call: for the few rows of one text that
+takes longer than the product itself.
 
 oneDNN keeps kernels, 0.6 MiB of them, for each number of rows that it has met. So rows are computed
-a block at a time, and the last block is filled up to one of few sizes. The same goes for functions
-of its own, gelu among them. Their kernels are small, but lie in the heap between the tensors of
-batches: 600 batches of as many sizes left 0.5 GiB that no later batch found room in.
+in blocks, and the last block is padded to one of a few sizes. The same goes for oneDNN's own
+functions, such as gelu. Their kernels are small, but fragment the heap between the tensors of
+batches: 600 batches of different sizes left 0.5 GiB that later batches could not use.
 """
 
 from __future__ import annotations

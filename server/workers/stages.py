@@ -1,4 +1,4 @@
-"""What the stages of every model share: reading their weights, computing, handing on results."""
+"""What the stages of every model share: reading weights, torch's settings, sending results on."""
 
 from __future__ import annotations
 

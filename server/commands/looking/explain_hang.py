@@ -1,7 +1,7 @@
-"""Say in sentences who waits for whom in a program, who holds it up, and in which line of Python.
+"""Say which processes of a program wait for which, which one holds it up, and at which line.
 
-Each process writes the stack of its main thread itself, when it gets a signal that this library has
-it catch. No debugger is needed, and nothing is stopped.
+Each process writes the stack of its main thread itself, on a signal that this library has it
+catch. No debugger is needed, and nothing is stopped.
 """
 
 from __future__ import annotations

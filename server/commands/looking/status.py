@@ -1,6 +1,6 @@
-"""Show what every process of this user's pools and groups on this host does.
+"""Show what every process of this user's pools and groups on this host is doing.
 
-Nothing is stopped or waited for, so it works also when everything is stuck.
+Nothing is stopped or waited for, so it works even when everything is stuck.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write down what every process of a pool or group did last: about 2,000 operations each.
 
-Each has its group, number, bytes, begin and end, on one clock, and how it ended. They are kept in
-shared memory all along: nothing has to be switched on, and what a killed process did is there as
+Each has its group, number, bytes, begin and end, on one clock, and how it ended. Shared memory
+always keeps them: nothing has to be switched on, and the operations of a killed process stay as
 long as its program runs.
 """
 

@@ -1,7 +1,7 @@
 """The page at ``/``: one file, which asks only this service for what it shows.
 
-It holds no data, so everybody may have it. Its policy lets a browser run the script and the style
-that stand in the file, and nothing else, whatever the service shows there.
+It contains no data, so everybody may load it. Its policy lets a browser run only the script and the
+style in the file, whatever the service shows there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Server-sent events: what the service looks like, once a second, for all who look at its page.
+"""Server-sent events: a snapshot of the service once a second, for everybody who has its page open.
 
 One snapshot is taken for all listeners, and only while there are any. Nobody waits for a listener:
-one that is slow misses snapshots, and one that does not read at all is cut off as any client is.
+one that is slow misses snapshots, and one that does not read at all is disconnected, as any client.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the folder of a Llama-type model says about it, checked once, as plain data.
 
 The folder is as transformers writes it: config.json, safetensors, tokenizer.json and, for chats, a
-template. Whatever would change the answer and is not supported is refused here, by name.
+template. Unsupported settings that would change the answer are refused by name.
 """
 
 from __future__ import annotations

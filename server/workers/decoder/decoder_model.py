@@ -1,8 +1,8 @@
 """One pipeline stage of a Llama-type decoder: words on the first, some layers on each, the
 vocabulary's logits on the last.
 
-The tokens of all sequences of a step stand end to end, ``[tokens, hidden]``; they meet the other
-tokens of their sequence in attention only.
+The tokens of all sequences of a step are concatenated, ``[tokens, hidden]``; only attention
+combines tokens, and only those of the same sequence.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Each step is one call of the pool, with the next tokens of each sequence: one of
 a prompt. Sequences come and go between steps. There are as many *lanes* as stages in the pipeline;
 each has slots of its own and one step under way, so that no stage is idle while another computes.
 
-The workers hold nothing but keys and values. If they are lost, and the pool is restarted, each
-sequence begins anew with all tokens that it has so far, and goes on where it was: readers see a
-pause. The random numbers are the driver's, so what was drawn is not drawn again.
+The workers' only state is keys and values. If they are lost and the pool is restarted, each
+sequence starts again with all the tokens it has so far, and continues where it was: readers see a
+pause. The driver draws the random numbers, so no token is drawn twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One answer under way: what it is made from, how far it is, and the tokens that nobody has taken.
+"""One answer under way: its prompt, its progress, and the tokens that have not been read yet.
 
 A lane of the engine writes it, and whoever asked for it reads it, from any thread or event loop.
 """

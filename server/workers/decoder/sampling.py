@@ -1,4 +1,4 @@
-"""How the next token is drawn. A draw holds its random number, so it can be made again alike."""
+"""How the next token is drawn. A draw holds its random number, so it can be repeated exactly."""
 
 from __future__ import annotations
 

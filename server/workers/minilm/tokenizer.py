@@ -1,4 +1,4 @@
-"""Texts to token ids, as the model's own tokenizer.json says: in the driver, once for all ranks."""
+"""Turns texts into token ids by the model's tokenizer.json: in the driver, once for all ranks."""
 
 from __future__ import annotations
 
