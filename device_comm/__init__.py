@@ -1,6 +1,6 @@
 """Moving tensors between the ranks of a group.
 
-Names are imported when they are used: the driver of a pool compares what ranks did, without torch.
+Names are imported when they are used, so a pool's driver can compare ranks without loading torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Counts the operations that a rank begins in a pool's call, so that the driver can compare ranks.
 
 In a correct call all ranks of a group begin the same collectives, and every message is both sent
-and received. The counts show a difference also where the transport carries no call numbers
+and received. The counts show a difference even where the transport carries no call numbers
 (`device_comm.call_number`).
 """
 

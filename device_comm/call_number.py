@@ -2,8 +2,8 @@
 
 If one rank leaves an operation out of a call, its operation of the next call would be matched with
 the others' of this call, and they would use each other's data of different requests. To prevent
-that, a worker sets the number of the call that it is in. The number goes with every operation
-through shared memory and with every message. A rank that finds another number than its own raises
+that, a worker sets the number of its current call. The number goes with every operation through
+shared memory and with every message. A rank that finds a number other than its own raises
 `DivergenceError` instead of using the data.
 
 The number belongs to a thread; other threads have 0. A call that hands operations to another thread

@@ -1,6 +1,6 @@
-"""Checks of what users give: each returns it as plain Python has it, or names the wrong argument.
+"""Checks arguments: each check returns the value as a plain Python type, or names the argument.
 
-A whole number is what counts as one, of numpy for example, but no boolean: ``tp=True`` is a slip.
+Any integer type counts as a whole number, numpy's too, but not booleans: ``tp=True`` is a mistake.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ about twice as fast. Nothing that comes from a client is ever unpickled.
 
 Contiguous memory of `OUT_OF_BAND_BYTES` and more is not copied into the main part: it travels as a
 buffer of its own (pickle protocol 5, PEP 574). numpy's arrays support that; torch's tensors do not,
-so `tensor_pickling` has a reducer for them. It loads torch, and is itself loaded by the first
-tensor: a process that sends and gets none does without.
+so `tensor_pickling` has a reducer for them. It loads torch, and is itself loaded with the first
+tensor: a process that sends and receives none does not load torch.
 """
 
 from __future__ import annotations

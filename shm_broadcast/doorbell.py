@@ -4,10 +4,10 @@ A doorbell is two 32-bit words: a counter to sleep on (a futex) and the number o
 sleepers. It is correct only by the order of its steps; see the ordering rule in
 `shm_broadcast.layout`.
 
-Guarantees: `Doorbell.ring` wakes every waiter whose condition became true before the call. If a
-wake-up were lost all the same, the waiter would look again after its slice of sleep.
+Guarantees: `Doorbell.ring` wakes every waiter whose condition became true before the call. Even if
+a wake-up were lost, the waiter would check again after its slice of sleep.
 
-Assumes: whoever rings has stored its change before.
+Assumes: the caller of `Doorbell.ring` has stored its change before.
 """
 
 from __future__ import annotations
@@ -26,59 +26,58 @@ if TYPE_CHECKING:
     from shm_broadcast.atomics import WordsLike
 
 SLICE_SECONDS: Final = 0.04
-"""How long a waiter sleeps at most before it looks again: its condition, abort, lost peers."""
+"""How long a waiter sleeps at most before it checks again: its condition, abort, lost peers."""
 
 LONG_SLICE_SECONDS: Final = 0.16
-"""The same for a waiter that has slept for `SHORT_SLICES` of them already. A look takes 100 µs of a
-core that had gone on to other work, which an idle reader would pay for 25 times a second."""
+"""The same for a waiter that has slept for `SHORT_SLICES` slices. A check takes 100 µs of a core
+that was doing other work, which an idle reader would pay for 25 times a second."""
 
 SHORT_SLICES: Final = 25
 
 DEFAULT_SPIN_SECONDS: Final = 200e-6
 """How long a waiter spins before it sleeps.
 
-A sleep and a wake cost 35 µs, in a virtual machine up to 100. Two peers that both sleep pay for
-both at every message, so each waits so long that it sleeps again. Spinning for about twice that
-time ends this.
+Sleeping and waking cost 35 µs, in a virtual machine up to 100. If two peers both sleep, each
+message pays for both, so each waits long enough to sleep again. Spinning for about twice that time
+breaks this cycle.
 """
 
 
 LEAST_SPIN_SECONDS: Final = 20e-6
-"""How long to spin even if it is of no use to the waiter: who spins gives its core up in between.
+"""How long to spin even if that does not help the waiter: it yields its core in between.
 
-A process that was woken may run on the core of the one that woke it, which waits for its answer. To
-go to sleep takes 100 µs if the code is not in the caches; until then the answer would wait, too.
+A process that was woken may run on the core of the one that woke it, which waits for its answer.
+Going to sleep takes 100 µs if the code is not in the caches; until then the answer would wait, too.
 """
 
 _LONGEST_SPIN: Final = 1e9
 """Seconds whose nanoseconds fit 64 bits."""
 
 LOOKOUT_SHARE: Final = 0.05
-"""Who waits regularly spins before the expected moment for this share of the wait, and after it.
-
-That is also the share of a core that it costs."""
+"""Where waits are regular, the waiter spins around the expected moment: for this share of the wait
+before it, and for the same after it. That costs about the same share of a core."""
 
 _ENOUGH_ALIKE: Final = 3
-"""So many waits must have been alike."""
+"""How many similar waits make a rhythm."""
 
 _SHORTEST_RHYTHM: Final = 0.001
 _LONGEST_RHYTHM: Final = 0.1
-"""Shorter and longer waits, in seconds, are not looked out for: a timer is not precise enough, and
-what happens seldom need not happen fast."""
+"""Shorter and longer waits, in seconds, are not anticipated: a timer is too coarse for shorter ones,
+and what happens rarely need not be fast."""
 
 
 _LOOK_SECONDS: Final = 0.001
-"""How long a look may last before all else that is waited for is looked at again."""
+"""How long a look may last before the other conditions of the wait are checked again."""
 
 
 class Lookout(NamedTuple):
-    """When to be awake, because what is waited for is expected then.
+    """When to be awake, because the awaited event is expected then.
 
     Attributes:
         at: from when on, in seconds of ``time.monotonic()``.
         seconds: for how long.
-        look: spins for so many seconds, without Python's lock, until that has come; whether it has.
-            After one that does not wait so long, others have Python's lock for a moment.
+        look: spins for the given seconds, without the GIL, until the event has come; returns
+            whether it has. If it returns earlier without it, the GIL is released for a moment.
     """
 
     at: float

@@ -1,7 +1,8 @@
 """Loads a package's C extension, or warns what its absence costs and how to build it.
 
-Where nothing can work, importing fails and says why: off Linux, and without the extension on
-machines that reorder stores, for what stands in for it is right on x86-64 only (see `atomics`).
+Importing fails with the reason where the package cannot work: on systems other than Linux, and
+without the extension on machines other than x86-64, where its Python replacement would be incorrect
+because they reorder stores (see `atomics`).
 """
 
 from __future__ import annotations

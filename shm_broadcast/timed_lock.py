@@ -1,13 +1,13 @@
-"""The lock by which threads share what only one may use at a time; none waits beyond its deadline.
+"""A lock for things that one thread at a time may use; no thread waits beyond its deadline.
 
-A use of it is one block, which takes the turn at once or waits for it::
+Each use is one block, which takes the turn at once or waits for it::
 
     with lock.turn as mine:
         if not mine:
             lock.take(deadline, operation, check)
         ...
 
-The block gives back whatever its thread has by then. A thread that has the turn already gets
+At its end the block releases the turn if its thread has it. A thread that already has the turn gets
 RuntimeError: a signal handler, or code that runs while a message is encoded, would wait for itself.
 """
 

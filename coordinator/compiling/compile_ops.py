@@ -1,9 +1,9 @@
 # ruff: noqa: ARG001 - an op and its fake implementation take the same arguments
 """Collectives that `torch.compile` keeps in its graph: functional custom ops without gradients.
 
-An op cannot hold a group, so it is given a group's name, and looks it up in the registry below: the
-one mutable state of this package. torch forbids an op to return its input, which is what a group of
-one does; so that calls no op.
+An op cannot hold a group, so it is given a group's name, and looks it up in the registry below, the
+only mutable state of this package. torch forbids an op to return its input, which is what a group
+of one does; such a group calls no op.
 """
 
 from __future__ import annotations

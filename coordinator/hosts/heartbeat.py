@@ -8,7 +8,7 @@ beat is written by whichever of its processes finds it too old, so a process tha
 does not silence its host. The thread has its own connection to the store: a request that the store
 does not answer blocks all later ones on the same connection.
 
-What is read goes into `RemoteBoards`, except failures: these abort this host's board.
+The beats are passed to `RemoteBoards`, except failures, which abort this host's board.
 """
 
 from __future__ import annotations

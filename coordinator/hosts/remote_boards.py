@@ -8,7 +8,7 @@ A member on another host counts as gone
     - when its host's beat says that it has died or left;
     - when the store answers, but has had no new beat of its host for `SILENCE_SECONDS`, or for
       `SUSPECT_SECONDS` after a connection with that host broke. Only time in which the store
-      answered is counted: a process that was stopped itself then takes nobody for silent;
+      answered is counted, so a process that was itself stopped does not consider others silent;
     - when it hosts the store, and the store's connection has closed, or the store has not answered
       for `SILENCE_SECONDS`.
 """

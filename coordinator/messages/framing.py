@@ -8,10 +8,9 @@ The receiver does not know the length. Every message begins with a frame of one 
     └────────┴──────┴──────┴───────────────────────────────┘ └─────────────────────┘
       little-endian
 
-so what is short, small tensors included, takes one transfer. Who asks for another kind than
-what was sent next, or in another call (`device_comm.call_number`), is told so, and is not given
-one for the other. A sender that finds that it cannot send what it was given says so in its place,
-so that no receiver waits for it.
+so a short message, with small tensors, takes one transfer. A receiver that asks for another kind
+than the next message has, or in another call (`device_comm.call_number`), gets an error instead of
+the message. A sender that cannot send its value sends a notice instead, so that no receiver waits.
 """
 
 from __future__ import annotations

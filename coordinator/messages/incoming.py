@@ -1,8 +1,8 @@
-"""A message on its way in: which tensors come next, and what they are when all are there.
+"""A message that is being received: which tensors come next, and the result when all are there.
 
-Nothing here communicates. Whoever receives the message asks `following` for tensors, fills them
-with what its sender sends, in that order, and asks again, until there are none; a blocking call
-does so by itself, in the background the transport does, on a thread of its own.
+Nothing here communicates. The receiver asks `following` for tensors, fills them with the sender's
+data, in that order, and asks again until there are none. A blocking call does so itself; in the
+background the transport does, on a separate thread.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Guarantees
     - What one member sends to another arrives in the order sent; receives from one peer
-      take effect in the order they were asked for, also those whose handles were dropped.
-    - A handle owns all that its message needs, and may be dropped. What was begun goes on
-      while the caller is busy, or waits for something else.
+      take effect in the order they were asked for, even if their handles were dropped.
+    - A handle owns everything that its message needs, and may be dropped. A message that was begun
+      proceeds while the caller is busy, or waits for something else.
     - Blocking sends do not wait for their receives, so members that send to each other
       first both go on. They wait once `OUTSTANDING_BYTES` to that peer are under way, besides
       what shared memory takes. `coordinator.messages.outgoing` says when a handle is done.

@@ -1,4 +1,4 @@
-"""Plain data as bytes and back: what may come from anybody, for reading it runs no code.
+"""Plain data as bytes and back: safe to read from anybody, because decoding it runs no code.
 
 None, bools, ints, floats, text, bytes, dtypes, `torch.Size`, and lists, tuples and dicts of them,
 each exactly of its type: an instance of a subclass is not plain, nor is text with a lone surrogate,

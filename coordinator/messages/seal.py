@@ -1,16 +1,17 @@
-"""Seals: proof of who sent a message, to whom, as which of his messages, and that it is unchanged.
+"""Seals: proof of a message's sender, receiver and number, and that it is unchanged.
 
     ┌────────┬──────────────┬─────────┐
     │ number │ HMAC-SHA256  │ payload │      8 bytes, little-endian; 32 bytes
     └────────┴──────────────┴─────────┘
 
-The HMAC is over kind, sender, receiver, number and payload. Its key is of one group, made of what
-only the members know (the launcher's secret, or random bytes in the memory of their host) and of
-random bytes of each member, so that what was sealed for an earlier group is not taken in a later
-one. Messages from one member to another are numbered; one that is not the next is refused, so none
-is repeated, left out, or put before another.
+The HMAC is over kind, sender, receiver, number and payload. Its key belongs to one group, and is
+made of something that only the members know (the launcher's secret, or random bytes in the memory
+of their host) and of random bytes of each member, so a later group does not accept messages sealed
+for an earlier one. Messages from one member to another are numbered; one that is not the next is
+refused, so none is repeated, left out, or put before another.
 
-Assumes: the members trust each other. A seal hides nothing: whoever listens can read the payload.
+Assumes: the members trust each other. A seal hides nothing: anybody who listens can read the
+payload.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Messages of any kind from one member of a group to another, or to all.
 
-What is to be sent is made by whoever sends it; if that fails, the receivers are told so in its
+The sender encodes the message; if that fails, the receivers get a notice in its
 place. `coordinator.messages.outgoing` and `coordinator.messages.incoming` are the two ends.
 """
 

@@ -1,8 +1,8 @@
-"""Receives in a group with a device of its own, each in its turn.
+"""Receives, one after the other, in a group with its own device.
 
-What a message brings on the device is asked for by the device's communicator, on the caller's
-thread, in the caller's order. So a receive begins once the one before has asked for all its
-tensors; that is found out when one of them is waited for, or looked at.
+A message's tensors on the device are received by the device's communicator, on the caller's thread,
+in the caller's order. So a receive begins once the one before has asked for all its tensors; this
+is checked when one of them is waited for, or inspected.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a group's messages look like on their way, and what is believed of them.
+"""How a group's messages are encoded for each transport, and how far they are trusted.
 
     way                                        values            seal
     shared memory of one host                  pickled           none: it reaches members only
     sockets, where members share a key         pickled           yes
     other sockets                              plain data only   none
 
-Sockets of torch's ask nobody who he is, also on loopback. Nothing is ever unpickled that came
-over one without a seal, whatever it says of itself: that is decided where the group is built.
+Torch's sockets authenticate nobody, not even on loopback. Nothing that came over one without a seal
+is ever unpickled, whatever the message says: this is decided when the group is built.
 """
 
 from __future__ import annotations

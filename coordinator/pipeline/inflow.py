@@ -2,7 +2,7 @@
 
 In a ring of two stages the next stage is the previous one: activations and gradients come from
 the same peer, in the order in which it sent them, which need not be the order in which they are
-asked for. A message therefore says which way it goes, and is kept for who asks for that.
+asked for. A message therefore says which way it goes, and is kept until that way is asked for.
 
     want(NEXT) ──┐   ┌── coming: receives that were begun, not there or not looked at yet
     want(PREV) ──┤   ├── arrived[way]: there, and nobody asked for it yet

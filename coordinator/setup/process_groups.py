@@ -1,7 +1,7 @@
 """The torch process groups of a group, made when they are first needed.
 
-A group on one host needs none, and torch's sockets accept connections from anybody: the fewer the
-better.
+A group on one host needs none, and torch's sockets accept connections from anybody, so the fewer
+the better.
 """
 
 from __future__ import annotations

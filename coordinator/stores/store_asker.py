@@ -1,8 +1,8 @@
-"""Asks a store that may not answer, from a thread apart.
+"""Asks a store that may not answer, from a separate thread.
 
-None of its members blocks inside the store, which cannot be interrupted: while the process that
-hosts the store stands still, even a question whether a key is there gets no answer. So a thread
-apart asks, one question after the other, and whoever wants the answer waits for that thread.
+A call that blocks inside the store cannot be interrupted: while the process that hosts the store is
+stopped, even asking whether a key exists gets no answer. So a separate thread asks, one question
+after the other, and callers wait for that thread.
 """
 
 from __future__ import annotations

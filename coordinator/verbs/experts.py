@@ -1,13 +1,13 @@
-"""Mixture of experts: rows go to where experts are, and what these make of them comes back.
+"""Mixture of experts: rows are sent to the experts, and the experts' results come back.
 
     dispatch    every member gets the rows of all: all_gatherv
     combine     the experts' results are summed, each member gets its own rows: reduce_scatterv
 
-The rows that members hold may differ in number. ``sizes`` says how many each has; without it
-the members tell each other, which costs one small exchange per `dispatch`, and `combine`
-takes the sizes of the `dispatch` that had as many rows in all. Two of as many rows in all, of other
-sizes, may be under way at once: their `combine` has to be told the sizes. What is not combined
-while `UNDER_WAY` others are dispatched is taken for given up.
+The rows that members hold may differ in number. ``sizes`` says how many each has; without it the
+members tell each other, which costs one small exchange per `dispatch`, and `combine` takes the
+sizes of the `dispatch` with the same total number of rows. If two with the same total but different
+sizes are under way at once, their `combine` has to be told the sizes. A `dispatch` that is not
+combined while `UNDER_WAY` others are dispatched counts as abandoned.
 
 Members of one data-parallel replica hold the same rows, unless they split them
 (sequence-parallel). The rows are therefore exchanged within `token_group`, if the group has

@@ -1,4 +1,4 @@
-"""What a member of a group knows of it: who is who, who is alive, and when it is over."""
+"""What a member knows of its group: who its members are, who is alive, and when it has ended."""
 
 from __future__ import annotations
 

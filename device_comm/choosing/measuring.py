@@ -1,8 +1,8 @@
-"""Measures the candidates on the ranks that will use them, in the way in which they will be used.
+"""Measures the candidates on the ranks that will use them, in the way they will be used.
 
-What can be captured into a CUDA graph is timed there, in bfloat16; the rest, and messages, which go
-beside the current stream, as eager calls. Every rank makes the same calls in the same order; rank
-0's times count.
+Operations that can be captured are timed in a CUDA graph, in bfloat16; the rest, and messages,
+which use other streams than the current one, as eager calls. Every rank makes the same calls in the
+same order; rank 0's times count.
 """
 
 from __future__ import annotations

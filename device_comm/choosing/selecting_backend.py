@@ -3,7 +3,7 @@
 The choice depends only on the verb and the bytes of the whole tensor, which are the same on all
 ranks, so all ranks choose the same; see `device_comm.choosing.selection`. For an all-to-all, where
 the ranks' sizes may differ, one backend is chosen for all sizes. In the capture of a CUDA graph the
-choice is among those that can be captured: what one rank captures, the others have to capture, too.
+choice is among the backends that can be captured: all ranks have to capture the same operations.
 """
 
 from __future__ import annotations

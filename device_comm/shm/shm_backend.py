@@ -2,9 +2,9 @@
 
 Every group has one segment, with two slots and a ring for each rank, through which all collectives
 go in steps: `device_comm.shm.layout` draws it and states the protocol. Reductions are in rank
-order, so all ranks hold the same bits. Messages between two ranks go through a pipe of their own,
-and what nobody has received yet through memory of its own (`device_comm.shm.pipes.transfers`).
-Nothing goes through a socket.
+order, so all ranks get bit-identical results. Messages between two ranks go through a separate
+pipe, and messages that are not received yet through additional memory
+(`device_comm.shm.pipes.transfers`). No sockets are used.
 
 Memory: a ring of 2 MiB and two pages for each of n ranks, and ``64 n (n + 1)`` bytes; rings are
 shorter where n is more than 8, and have 16 MiB together. Each ordered pair of ranks that exchanges

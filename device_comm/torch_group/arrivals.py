@@ -1,7 +1,7 @@
-"""Which members have come to a collective, where the transport itself does not tell.
+"""Which members have reached a collective, for transports that do not report this.
 
-Each member says on its board which collective of its group it has begun (`Arrivals.begin`). So
-whoever waits in vain can tell who is behind.
+Each member notes on its board which collective of its group it has begun (`Arrivals.begin`). So a
+member that waits in vain can name those that are behind.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Compares what the members have called, a little later, and without a message.
+"""Compares the members' collectives a little later, without sending messages.
 
-Torch's process groups and NCCL compare nothing: where members call different collectives they hang,
-or return wrong data. `LateBackend` wraps a backend over these. Each member keeps a checksum of all
-that it has called in the group (`device_comm.wrappers.chain`), and says count and checksum on the
-board; those of members on other hosts come with what is heard of them, four times a second. Each
-compares its own with the others' in its next collective once `LOOK_SECONDS` have passed, and while
-it waits for anything on the board. So members that differ learn it within about a second, but may
-have used wrong data until then; `device_comm.wrappers.checked` compares before.
+Torch's process groups and NCCL compare nothing: if members call different collectives, they hang or
+return wrong data. `LateBackend` wraps a backend over these. Each member keeps a checksum of all its
+calls in the group (`device_comm.wrappers.chain`), and writes count and checksum to the board; those
+of members on other hosts come with their beats, four times a second. Each compares its own with the
+others' in its next collective once `LOOK_SECONDS` have passed, and while it waits for anything on
+the board. So members that differ are told within about a second, but may have used wrong data until
+then; `device_comm.wrappers.checked` compares before.
 
-Messages between two members are not compared, nor what is captured into a CUDA graph or replayed.
+Messages between two members, and operations captured into a CUDA graph or replayed, are not
+compared.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The last operations of each member of a board: what they were, when they began, how they ended.
 
-They lie on the board, so they can be read there by its other members and by whoever looks on from
-outside, also when the member has been killed. How they lie stands in `shm_broadcast.layout`; they
-are written by `Board.stamp` and `Board.ended`, and by the C extensions.
+They are stored on the board, so its other members and outside observers can read them, even after
+the member has been killed. `shm_broadcast.layout` has their layout; `Board.stamp` and
+`Board.ended`, and the C extensions, write them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The members of a board: which process has each slot, and what it does.
 
-Guarantees: a slot is taken by one process; a second one, also at the same moment, is refused until
+Guarantees: a slot is taken by one process; a second one, even at the same moment, is refused until
 that process has ended or left.
 """
 

@@ -1,8 +1,7 @@
-"""What a member says on its board to whoever looks on from outside: its place, waits and stacks.
+"""What a member tells outside observers on its board: its place, its waits, and where its stack is.
 
-No member reads it, so it costs what is waited for nothing: a wait is said once it has lasted for a
-while, by a thread that would sleep otherwise. How it lies in memory stands in
-`shm_broadcast.layout`.
+No member reads it, and it does not slow the awaited operation: a wait is published only once it has
+lasted for a while, by a thread that would otherwise sleep. `shm_broadcast.layout` has its layout.
 """
 
 from __future__ import annotations

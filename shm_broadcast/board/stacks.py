@@ -1,9 +1,9 @@
-"""Reads the Python stack of another process, also of one that is stuck or has crashed.
+"""Reads the Python stack of another process, even of one that is stuck or has crashed.
 
 The process has a memory file (memfd). Python's faulthandler writes its stack into it, from C and
 without the GIL, when somebody sends `STACK_SIGNAL`. Every member of a board has such a file, and
-says on the board which descriptor it is. A pool's driver makes those of its workers; there they are
-written into when the process crashes, too.
+its descriptor's number is on the board. A pool's driver makes the files of its workers; these also
+get the stack when a worker crashes.
 """
 
 from __future__ import annotations

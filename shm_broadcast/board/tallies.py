@@ -1,12 +1,11 @@
-"""What each member's collectives in a group have come to, in two words, for the others to compare.
+"""The count and checksum of each member's collectives in a group, for the others to compare.
 
-A group takes an entry for its tally while it is open, where its transport compares nothing itself:
-see `device_comm.wrappers.late`. How an entry lies in memory stands in `shm_broadcast.layout`; where
-no histories are kept there are none. Those of members on other hosts come with what is heard of
-them (`Elsewhere`).
+While a group is open, and if its transport compares nothing itself, it has an entry for its tally:
+see `device_comm.wrappers.late`. `shm_broadcast.layout` has an entry's layout; boards without
+histories have no tallies. Those of members on other hosts come with their beats (`Elsewhere`).
 
-Guarantees: count and digest belong together, and to that group: they are one word, which is read
-between two looks at whose it is. `Tally.last` may be torn: whoever uses it has to prove it.
+Guarantees: count and digest belong together, and to that group: they are one word, and the entry's
+owner is checked before and after reading it. `Tally.last` may be torn: its user has to verify it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What all operations of a member came to, by group and verb; see `shm_broadcast.layout`.
+"""Totals of all operations of a member, by group and verb; see `shm_broadcast.layout`.
 
-A history forgets its oldest entries, totals do not: whoever reads them now and then misses nothing.
+A history forgets its oldest entries, totals do not: a reader that looks now and then misses
+nothing.
 """
 
 from __future__ import annotations

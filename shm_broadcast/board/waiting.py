@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from shm_broadcast.segment import Segment
 
 LIVENESS_SECONDS: Final = 0.1
-"""Seconds between two looks of a sleeping member whether those it waits for still live. It wakes
-more often than that, but this look costs more than all else that it then does."""
+"""Seconds between two checks by a sleeping member whether those it waits for are still alive. It
+wakes more often, but this check costs more than everything else that it then does."""
 
 
 class Waiter(Slots):
-    """One who waits: the slots, their doorbells, and all that ends a wait."""
+    """The waiting side of a board: its slots, their doorbells, and everything that ends a wait."""
 
     def __init__(
         self, segment: Segment, ranks: tuple[int, ...], name: str, member: int | None

@@ -1,4 +1,4 @@
-"""Which cores there are, and which lie beside each other, as Linux tells it in sysfs.
+"""Which cores there are, and which are close to each other, from Linux's sysfs.
 
 A core may run several threads at once ("SMT"); Linux numbers these, and calls each a CPU. Cores
 that are equally near to a part of the memory form a node ("NUMA").

@@ -1,8 +1,8 @@
 """What a process has joined does not belong to the children that it forks.
 
-A child that `os.fork` makes holds copies of its parent's ends: cursors, counters and numbers of
-messages, without the threads that carry them on. Were both to use them, one would take what is
-meant for the other. So in a child they refuse, and closing them there touches nothing shared.
+A child made by `os.fork` holds copies of its parent's ends: cursors, counters and message numbers,
+but not the threads that advance them. If both used them, one would take messages meant for the
+other. So in a child they refuse to work, and closing them there touches nothing shared.
 """
 
 from __future__ import annotations

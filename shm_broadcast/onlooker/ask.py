@@ -1,4 +1,4 @@
-"""Asks processes that are looked at for their stacks: by a signal that they catch, no debugger."""
+"""Asks observed processes for their stacks, by a signal that they catch; no debugger is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for whom, and who holds everybody up: conclusions from what boards say.
+"""Which process waits for which, and which holds the others up: conclusions from the boards.
 
 A process waits if one of its threads does, on any board. Those that are waited for and wait for
 nobody hold the others up. Where there are none, those that wait for each other do. Who waits for

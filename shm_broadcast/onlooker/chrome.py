@@ -1,7 +1,8 @@
 """Histories as a trace in the JSON format of Chrome, which ui.perfetto.dev shows.
 
-A process is a track group, in it each of its groups is a track, on the clock that all processes of
-the host share. Operations of a group that overlap get tracks of their own: one cannot show them.
+Each process is a track group, with a track for each of its groups, on the clock that all
+processes of the host share. Overlapping operations of a group get separate tracks, since one track
+cannot show them.
 """
 
 from __future__ import annotations

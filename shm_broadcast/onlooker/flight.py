@@ -1,7 +1,7 @@
 """Histories as the dumps that ``torch.distributed.flight_recorder.fr_trace`` analyses.
 
 torch's analyser takes one pickle for each rank, and matches the operations of each process group by
-their number. A transfer between two ranks is of a group of these two there, as it is in torch. The
+their number. There a transfer between two ranks belongs to a group of these two, as in torch. The
 names of operations begin with ``gloo:``, one of the few libraries that it knows.
 """
 

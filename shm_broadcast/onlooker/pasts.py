@@ -1,6 +1,6 @@
-"""The histories of a program's members: what each did last, also if its process has been killed.
+"""The histories of a program's members: what each did last, even if its process has been killed.
 
-A history lies on a board, so it is there as long as any process of the program holds the board.
+A history is on a board, so it exists as long as any process of the program holds the board.
 """
 
 from __future__ import annotations

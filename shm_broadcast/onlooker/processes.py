@@ -1,9 +1,9 @@
-"""This user's processes on this host, and the segments that they hold open: what /proc says.
+"""This user's processes on this host, and the segments that they hold open, from /proc.
 
-Segments have no name, but whoever holds one open shows it under ``/proc/PID/fd``, to processes of
-the same user only. They are read by pread(2), which maps nothing and waits for nobody.
+Segments have no name, but those that a process holds open appear under ``/proc/PID/fd``, visible
+only to processes of the same user. They are read by pread(2), which maps nothing and never waits.
 
-Processes end while they are looked at: what is gone is left out.
+Processes that end meanwhile are left out.
 """
 
 from __future__ import annotations

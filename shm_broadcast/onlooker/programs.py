@@ -1,8 +1,8 @@
 """The programs of this user that use this library: what their processes do, and their queues.
 
 Boards that share a process belong to one program: a pool, the ranks that torchrun has started, the
-engine and the workers of vLLM. Whatever is stuck, it can be looked at: a copy of the board is read,
-and nothing is waited for. What is just being made or torn down is left out.
+engine and the workers of vLLM. Even a stuck program can be inspected: a copy of the board is read,
+without waiting for anything. Boards that are just being made or torn down are left out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The methods of one end of a message queue: enqueue, dequeue, shutdown and the like.
 
-How queues are made and joined stands in `shm_broadcast.queue.message_queue`.
+`shm_broadcast.queue.message_queue` makes and joins queues.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The message queue: one writer, many readers, any object, any size.
 
 Guarantees
-- Every reader gets every message, once, in order; nothing is dropped for a slow one: the writer
-  waits for it. Large buffers that a ``zero_copy`` writer has put where they lie go with its
-  process: a reader that comes too late gets `PeerLostError`, and nothing that is behind them.
+- Every reader gets every message, once, in order; nothing is dropped for a slow reader: the writer
+  waits for it. Large buffers of a ``zero_copy`` writer disappear with its process: a reader that
+  comes too late gets `PeerLostError`, and no later messages.
 - The caller may change whatever it enqueued once `MessageQueue.enqueue` returns.
 - A `MessageQueue.dequeue` that timed out has consumed nothing; the next one returns that message.
 - A message that cannot be decoded raises at its reader and is consumed; nobody else notices.
-- A dead peer is named within a second, as a rule within 0.15, a slow one at the deadline.
+- A dead peer is named within a second, usually within 0.15 s; a slow one at the deadline.
 
 A message larger than an eighth of the ring streams through it while the readers drain it, so its
 ``enqueue`` returns only when they have nearly all of it.

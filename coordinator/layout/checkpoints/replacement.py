@@ -1,7 +1,7 @@
-"""A file that takes another one's place when it is complete: readers see the old or the new one.
+"""A file that replaces another one when it is complete: readers see the old or the new one.
 
-Until then it has no name, so that a writer that is killed leaves nothing. Where the file system
-wants a name (NFS does) it is called ``.RANDOM.unfinished``, beside the file to be.
+Until then it has no name, so a writer that is killed leaves nothing. If the file system requires a
+name (as NFS does), it is called ``.RANDOM.unfinished``, in the same folder.
 """
 
 from __future__ import annotations

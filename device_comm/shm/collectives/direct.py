@@ -1,12 +1,12 @@
 """The short way to the collectives of plain tensors, through the C extension.
 
-What `device_comm.communicator` checks and arranges in Python for every call costs ten times as much
-as moving a kilobyte. So the extension is asked first: it takes the calls that need none of that,
-and leaves the others, wrong ones among them, to the long way. It answers with the result, with
-NotImplemented, or with Ellipsis: begun, and blocked. Where but the strides of an input are in its
-way, it is asked once more with a contiguous copy, which the long way would make as well.
+The checks and preparations that `device_comm.communicator` does in Python for every call cost ten
+times as much as moving a kilobyte. So the extension is tried first: it handles calls that need none
+of that, and leaves the others, wrong ones included, to the Python path. It returns the result,
+NotImplemented, or Ellipsis: begun, and blocked. If only the strides of an input prevent it, it is
+tried again with a contiguous copy, which the Python path would make as well.
 
-While a profiler records, all calls go the long way, which has a range for each.
+While a profiler records, all calls take the Python path, which makes a range for each.
 """
 
 from __future__ import annotations

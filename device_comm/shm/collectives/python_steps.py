@@ -1,9 +1,9 @@
 """Steps over the memory of a group in Python, for machines without the C extension.
 
-The smallest program that keeps the protocol of `device_comm.shm.layout`, whose rules are quoted by
-number: one chunk after the other, put, awaited and taken. It is slow, and the oracle of what
-`device_comm/native/steps.c` does. All-reduces are not shared out here: a rank without the extension
-sees to it that those of its group are not (`device_comm.shm.layout.WHOLE_ALWAYS`).
+The smallest program that follows the protocol of `device_comm.shm.layout`, whose rules are quoted
+by number: one chunk after the other is put, awaited and taken. It is slow, and serves as the
+reference for `device_comm/native/steps.c`. All-reduces are not shared out here: a rank without the
+extension sees to it that those of its group are not (`device_comm.shm.layout.WHOLE_ALWAYS`).
 """
 
 from __future__ import annotations

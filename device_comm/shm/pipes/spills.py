@@ -6,9 +6,9 @@ not touch it before the receiver has copied it out and freed the mark::
     64   | taken u32 |
     128  | data ...  |
 
-The pages of spills that are used again are mapped already, in both processes, which is worth four
-times the copy. So a few spills are kept. Where these are all taken, a transfer takes spills that
-are not kept, of twice the size each time, so that a few hold it.
+Reused spills have their pages mapped already, in both processes, which saves four times the cost of
+the copy. So a few spills are kept. If all of these are taken, a transfer uses spills that are not
+kept, each twice as large as the one before, so that a few suffice.
 """
 
 from __future__ import annotations

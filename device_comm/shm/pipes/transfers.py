@@ -1,8 +1,8 @@
 """Tensors between two ranks, as tasks: sending one, and receiving one or a series.
 
-They travel through the pipe between the two. A sender needs no receiver: where the pipe is full,
-and the receiver does not empty it, the rest of a tensor goes into spills, as long as the pipe has
-room for chunks about them, and spills of no more than `AHEAD_BYTES` wait to be received.
+They travel through the pipe between the two. A sender does not depend on its receiver: if the pipe
+is full, and the receiver does not empty it, the rest of a tensor goes into spills, as long as the
+pipe has room for chunks about them, and at most `AHEAD_BYTES` of spills wait to be received.
 """
 
 from __future__ import annotations
