@@ -20,7 +20,7 @@ from shm_broadcast import DivergenceError, GroupAbortedError, layout
 from tests.coordinator.hosts import beside, groups_over, note, since
 from tests.device_comm.soak import draw, run
 from tests.netns import two_hosts, unavailable
-from tests.patience import failure_of, quickest
+from tests.patience import all_here, failure_of, quickest
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -168,8 +168,9 @@ def test_it_is_said_between_which_collectives_else(place: str, tmp_path: Path) -
 
 def one_waits(rank: int, n: int, folder: str, hosts: Any) -> CoordinatorError:
     """Each broadcasts from itself: some wait there, some in the next collective of all."""
+    store = beside(folder, n)
     with groups_at(rank, n, folder, hosts) as groups:
-        groups.world.barrier()
+        all_here(store, n)
         tp = groups.tp
         error, _ = failure_of(
             lambda: [tp.broadcast(torch.ones(1000), rank, timeout=60), groups.world.barrier()]
