@@ -10,7 +10,7 @@ from ..control.worker_failure import rebuild
 from ..errors import WorkerStartError
 from ..launchers.worker_handle import worker_stacks
 from .held_up_by import held_up_by
-from .supervisor import Watcher
+from .supervisor import REASON_SECONDS, Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,6 +33,8 @@ class RollCall(Watcher):
         on_progress: called with ``(rank, done, total, what)``; what it raises ends the start.
         patience: seconds to wait for the real cause when a worker reports only that another one
             has failed (hearsay); also for a late worker to show its stack.
+        may_say_why: whether a worker may still tell the real cause; it is waited for up to
+            `REASON_SECONDS` then.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class RollCall(Watcher):
         workers: Mapping[int, WorkerHandle],
         on_progress: Callable[[int, int, int, str], None],
         patience: float,
+        may_say_why: Callable[[], bool],
     ) -> None:
         self._workers = workers
         self._on_progress = on_progress
@@ -47,8 +50,10 @@ class RollCall(Watcher):
         self.replies: dict[int, QueueHandle] = {}
         self._absent = set(workers)
         self._failure: WorkerStartError | None = None
+        self._may_say_why = may_say_why
         self._hearsay: WorkerStartError | None = None
-        self._hearsay_until = 0.0
+        self._heard_at = 0.0
+        self._have_told: set[int] = set()
 
     def wait(self, supervisor: Supervisor, deadline: Deadline, tick: Callable[[], float]) -> None:
         """Wait until every worker is ready.
@@ -85,10 +90,11 @@ class RollCall(Watcher):
 
     def on_death(self, rank: int, how: str, stack: str) -> None:
         """Note that a worker's process has ended, unless it has reported hearsay before."""
-        if self._hearsay is None or self._hearsay.rank != rank:
+        if rank not in self._have_told:
             self._failure = self._failure or WorkerStartError(rank, how, stack)
 
     def _failed(self, rank: int, failed: Failed) -> None:
+        self._have_told.add(rank)
         cause = rebuild(failed, rank, "__init__")
         error = WorkerStartError(rank, f"{failed.kind}: {failed.message}", failed.traceback)
         error.__cause__ = cause.__cause__
@@ -96,12 +102,15 @@ class RollCall(Watcher):
             self._failure = self._failure or error
         elif self._hearsay is None:
             self._hearsay = error
-            self._hearsay_until = time.monotonic() + self._patience
+            self._heard_at = time.monotonic()
 
     def _hearsay_remaining(self) -> float:
         if self._hearsay is None:
             return float("inf")
-        return max(self._hearsay_until - time.monotonic(), 0.0)
+        since = time.monotonic() - self._heard_at
+        if since >= self._patience and self._may_say_why():
+            return max(REASON_SECONDS - since, 0.0)
+        return max(self._patience - since, 0.0)
 
     def _late(self, deadline: Deadline) -> WorkerStartError:
         why, culprits = held_up_by(self._workers)

@@ -18,6 +18,8 @@ from .supervisor import Supervisor, Watcher
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from shm_broadcast import Failure
+
     from ..hosts.distant_hosts import DistantHosts
     from ..launchers.fork_servers import Tick
     from ..launchers.worker_handle import WorkerHandle
@@ -102,9 +104,26 @@ class Staff:
                 worker.start(links.start_of(worker.rank, first_call), deadline)
             except GroupTimeoutError as error:
                 raise WorkerStartError(worker.rank, f"it took nothing in: {error}") from error
-        roll_call = RollCall(self.workers, plan.on_progress, plan.config.stack_seconds)
+        roll_call = RollCall(
+            self.workers,
+            plan.on_progress,
+            plan.config.stack_seconds,
+            lambda: self.may_say_why(links.board.aborted),
+        )
         roll_call.wait(self.supervisor, deadline, tick)
         links.join(roll_call.replies, deadline)
+
+    def may_say_why(self, failure: Failure | None) -> bool:
+        """Whether more may be heard of why the groups were aborted, or a queue has ended.
+
+        From whoever reported ``failure``, or failed, until it has left or its end was passed on,
+        and from workers that have ended unheard. Any thread may call.
+        """
+        first = () if failure is None else (failure.rank, failure.culprit)
+        return any(
+            self.supervisor.hears(each) and (each.ended() or (each.rank in first and not each.away))
+            for each in tuple(self.workers.values())
+        )
 
     def dismiss(self, pause: float, tick: Tick, *, keep: bool) -> None:
         """After the board was aborted: keep the workers that leave, and kill the others.

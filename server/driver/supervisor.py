@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import select
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ..launchers.worker_handle import WorkerHandle
 
 
+REASON_SECONDS: Final = 5.0
+"""How long a worker that knows why the groups were aborted may take to say so, if need be."""
 _log = logging.getLogger(__name__)
 
 
@@ -76,6 +78,10 @@ class Supervisor:
         self._workers.remove(worker)
         self._ignore(worker.channel.fileno())
         self._ignore(worker.pidfd)
+
+    def hears(self, worker: WorkerHandle) -> bool:
+        """Whether more may be heard of a worker: its end was not passed on yet."""
+        return worker.pidfd in self._watched
 
     def step(self, watcher: Watcher, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for events, and pass them to ``watcher``."""

@@ -17,7 +17,7 @@ from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import CoordinatorError
 from tests.patience import NAMED_WITHIN, PATIENCE_SECONDS, STALL_SECONDS, quickest, until
-from tests.server.workers import BadInputError, Failing, Gate, Worker
+from tests.server.workers import BadInputError, Failing, FailingLast, Gate, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -390,6 +390,17 @@ def test_a_worker_that_cannot_start_says_why_though_others_still_load(how: str, 
         assert "in __init__" in raised.value.traceback
         assert isinstance(raised.value.__cause__, BadInputError)
     assert 1 in heard
+    assert workers_left() == []
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("seconds", [0.0, PATIENCE_SECONDS])
+def test_who_cannot_start_says_why_though_others_have_ended_before(
+    rank: int, seconds: float
+) -> None:
+    config = PoolConfig(stack_seconds=seconds)
+    with pytest.raises(WorkerStartError, match=f"rank {rank} did not start: .*no such model"):
+        WorkerPool(FailingLast, tp=3, worker_kwargs={"rank": rank}, config=config)
     assert workers_left() == []
 
 

@@ -27,7 +27,9 @@ from tests.patience import until
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from coordinator import GroupCoordinator
     from server.worker import WorkerContext
+    from shm_broadcast import MemberStatus
 
 
 class BadInputError(ValueError):
@@ -76,6 +78,11 @@ MADE: dict[str, Callable[[], Any]] = {
     "asynchronous generator": promised,
 }
 """What a worker's method may return that cannot be sent, or not be restored."""
+
+
+def others_of(group: GroupCoordinator) -> list[MemberStatus]:
+    """What the other members of a group were last seen doing."""
+    return [each for each in group.status() if each.pid != os.getpid()]
 
 
 @dataclass(frozen=True)
@@ -200,6 +207,16 @@ class Worker:
             self.groups.world.abort(error)
             raise error
         return self.total(1.0) if wait else 0.0
+
+    def tell_last(self, rank: int, error: Exception) -> float:
+        """One rank aborts the group in which the others wait, and says why when they have ended."""
+        world = self.groups.world
+        if self.rank == rank:
+            until(lambda: all("all_reduce" in each.operation for each in others_of(world)))
+            world.abort(error)
+            until(lambda: all(each.state == "lost" for each in others_of(world)))
+            raise error
+        return self.total(1.0)
 
     def abort_and_note(self, rank: int, folder: Path) -> None:
         """One of two ranks aborts the group in which the other one waits; both note the moment."""
@@ -371,6 +388,14 @@ class Failing(Worker):
         if how == "exit":
             os._exit(7)
         time.sleep(600)
+
+
+class FailingLast(Worker):
+    """Does not start: one rank says why, when the others have ended because of it."""
+
+    def __init__(self, context: WorkerContext, rank: int) -> None:
+        super().__init__(context)
+        self.tell_last(rank, BadInputError("no such model"))
 
 
 class Restored(Worker):
