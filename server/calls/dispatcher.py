@@ -276,5 +276,6 @@ class Dispatcher:
         The queues only know that the group was aborted or a process is gone. The supervisor hears
         why, by the worker's exit status or its report, and its error is the better one.
         """
-        if not self._ledger.wait_until_over(self._generation, _REASON_SECONDS):
-            self._ledger.break_off(error, self._generation)
+        while not self._ledger.wait_until_over(self._generation, _REASON_SECONDS):
+            if not self._ledger.reason_due():
+                self._ledger.break_off(error, self._generation)

@@ -66,6 +66,8 @@ class Ledger:
         move: called when the pool breaks, and by `move_on`, with the calls that wait: those that it
             does not return are another ledger's from then on. ``None``: all stay.
         opened: called when the pool has been restarted.
+        reason_due: whether a worker may still say why the board was aborted: until then, reports
+            that only tell that it was do not break the pool. Called under the lock.
 
     Args:
         in_flight: how many calls may be under way at once.
@@ -91,6 +93,7 @@ class Ledger:
         self.state = PoolState(name, restartable)
         self.move: Callable[[list[PendingCall]], list[PendingCall]] | None = None
         self.opened: Callable[[], None] = ignore
+        self.reason_due: Callable[[], object] = ignore
         self._hooks = hooks
         self._name = name
         self._lock = threading.RLock()  # a signal handler may ask for the status of its pool
@@ -370,7 +373,7 @@ class Ledger:
                     if not call.settled:
                         self._calls.fail(call)
                         self._to_send.notify_all()
-                elif call.settled or not failed.consequence:
+                elif not failed.consequence or (call.settled and not self.reason_due()):
                     actions += self._break_with(call)
             actions.append(self._hooks.wake)
         run_all(actions)
@@ -384,7 +387,9 @@ class Ledger:
         """
         actions: Actions = []
         with self._lock:
-            unsettled = self._settling.passed()
+            settling = self._settling.call
+            waits = settling is not None and settling.hearsay and self.reason_due()
+            unsettled = None if waits else self._settling.passed()
             if unsettled is not None:
                 actions += self._break_with(unsettled)
             actions += self._break()
@@ -397,7 +402,8 @@ class Ledger:
             self._stuck.watch(self._calls.oldest)
             stuck = self._stuck.passed()
             late, next_look = self._lateness.look()
-            left = min(self._settling.left(), self._stuck.left(), next_look, self._look_seconds)
+            settles = math.inf if waits else self._settling.left()
+            left = min(settles, self._stuck.left(), next_look, self._look_seconds)
         if stuck is not None:
             actions.append(partial(self._hooks.stuck, stuck))
         if late:
@@ -446,7 +452,7 @@ class Ledger:
         """
         self._hooks = LedgerHooks(*(ignore,) * 6)
         self.move = None
-        self.opened = ignore
+        self.opened = self.reason_due = ignore
 
     def _spoil_before(self, rank: int, number: int) -> Actions:
         """Count replies of ``rank`` to calls before ``number`` as lost.

@@ -48,6 +48,7 @@ class PendingCall:
         error: what the caller gets instead of a result; ``None`` if nothing is wrong yet.
         failure: the first failure that a rank reported. One that is only the consequence of another
             rank's failure counts until a real cause is reported.
+        hearsay: whether ``failure`` is such a consequence.
         done: whether the result is known.
         timeout: seconds that it may take, from ``since``; ``None``: `PoolConfig.call_seconds`.
         since: when it was made, in seconds of ``time.monotonic()``.
@@ -59,8 +60,8 @@ class PendingCall:
 
     __slots__ = (
         "_begun", "_ending", "_future", "_n_ranks", "_tries", "_values", "args", "begins", "done",
-        "error", "failed", "failure", "kwargs", "method", "number", "reply_rank", "retry", "since",
-        "stream", "timeout", "trace", "waiting",
+        "error", "failed", "failure", "hearsay", "kwargs", "method", "number", "reply_rank",
+        "retry", "since", "stream", "timeout", "trace", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -100,6 +101,7 @@ class PendingCall:
         self.failed: list[int] = []
         self.error: BaseException | None = None
         self.failure: WorkerError | StreamLostError | None = None
+        self.hearsay = False
         self._values: list[Any] = [None] * self._n_ranks
         self._begun: dict[int, tuple[BegunInGroup, ...]] = {}
 
@@ -139,6 +141,7 @@ class PendingCall:
         """Note that ``rank`` has failed: its report, and the error that was made of it."""
         self._begun[rank] = told.begun
         self.failed.append(rank)
+        self.hearsay = told.consequence and (self.hearsay or self.failure is None)
         if not told.consequence:
             self.error = self.error or error
             reported = isinstance(self.error, (WorkerError, StreamLostError))

@@ -47,7 +47,7 @@ from .links import Links
 from .open_files import enough_files
 from .restart_budget import RestartBudget
 from .staff import Staff
-from .supervisor import Watcher
+from .supervisor import REASON_SECONDS, Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -98,7 +98,8 @@ class Crew(Watcher):
         self._budget = RestartBudget(plan.max_restarts, plan.window)
         self._leave_links = ExitStack()
         self._broken: CoordinatorError | None = None
-        self._reason_by = math.inf
+        self._aborted_at = math.inf
+        self._reason_seconds = max(plan.config.settle_seconds, REASON_SECONDS)
         self._end_at = math.inf
         self.ledger = Ledger(
             plan.in_flight,
@@ -111,6 +112,7 @@ class Crew(Watcher):
             stuck_seconds=math.inf if plan.stuck_after is None else plan.stuck_after,
             restartable=plan.restart != "never",
         )
+        self.ledger.reason_due = self._reason_due
         with self._enough_files(), ExitStack() as undo:
             undo.callback(self._leave_links.close)
             self._staff = Staff(plan)
@@ -129,6 +131,8 @@ class Crew(Watcher):
             case Failed():
                 final = self._links.board.aborted is not None
                 self.ledger.failed(rank, message, final)
+                if final and message.consequence:
+                    self._await_reason()
             case WorkProgress(done, total, what):
                 try:
                     self._plan.on_progress(rank, done, total, what)
@@ -146,10 +150,20 @@ class Crew(Watcher):
             told = "rank %d (pid %d) of %s was lost: %s"
             _log.info(told, rank, pid, self._name, how, extra=where)
             self.ledger.break_off(WorkerLostError(rank, pid, how, stack))
-        elif self._reason_by == math.inf:
-            # The worker that aborted the board reports why over its control channel. Give it time,
-            # but not for ever: it may be the one that has just ended.
-            self._reason_by = time.monotonic() + self._plan.config.settle_seconds
+        else:
+            self._await_reason()
+
+    def _await_reason(self) -> None:
+        """Give the worker that has aborted the board time to report why over its control channel,
+        but not for ever: it may be the one that has just ended.
+        """
+        self._aborted_at = min(self._aborted_at, time.monotonic())
+
+    def _reason_due(self) -> bool:
+        """Whether a worker may still report it. Any thread may call."""
+        self._await_reason()
+        in_time = time.monotonic() < self._aborted_at + self._reason_seconds
+        return in_time and self._staff.may_say_why(self._links.board.aborted)
 
     def _unwatched(self, error: BaseException) -> None:
         """End the pool, and its workers: nobody would notice any more that they end or hang."""
@@ -439,14 +453,19 @@ class Crew(Watcher):
 
     def _tick(self) -> float:
         if self._broken is not None and self.ledger.state.ended is None:
-            self._reason_by = math.inf
             self._restart(self._broken)
+            self._aborted_at = math.inf
+        left = self.ledger.tick()  # first: what a worker has reported says more than the board
         now = time.monotonic()
-        failure = self._links.board.aborted
-        if self._reason_by <= now and failure is not None:
-            self._reason_by = math.inf
-            self.ledger.break_off(GroupAbortedError("pool", failure))
+        reason_by = self._aborted_at + self._plan.config.settle_seconds
+        if reason_by <= now and self._reason_due():
+            reason_by = self._aborted_at + self._reason_seconds
+        elif reason_by <= now:
+            self._aborted_at = reason_by = math.inf
+            failure = self._links.board.aborted
+            if failure is not None:
+                self.ledger.break_off(GroupAbortedError("pool", failure))
         if self._end_at <= now:
             self._end_at = math.inf
             end(list(self._staff.workers.values()), 0.0, self._plan.config.kill_seconds)
-        return min(self.ledger.tick(), max(min(self._end_at, self._reason_by) - now, 0.0))
+        return min(left, max(min(self._end_at, reason_by) - now, 0.0))

@@ -242,6 +242,36 @@ def test_a_failure_that_aborted_the_board_breaks_the_pool_at_once() -> None:
         book.ledger.state.check()
 
 
+def test_hearsay_does_not_break_the_pool_while_the_reason_is_due() -> None:
+    book = Book(settle_seconds=0.0)
+    due = [True]
+    book.ledger.reason_due = lambda: due[0]
+    early, late = book.send(), book.send()
+    for rank in (0, 1):
+        book.fail(rank, 1, "GroupAbortedError", hearsay=True, final=True)
+    assert book.ledger.tick() == math.inf
+    assert not early.done
+    book.fail(1, 2, "DivergenceError", final=True)
+    assert book.asked == [("broke", WorkerError)]
+    with pytest.raises(WorkerError, match="rank 1 failed in embed: DivergenceError"):
+        late.result()
+
+
+def test_hearsay_breaks_the_pool_once_no_reason_is_due() -> None:
+    book = Book(settle_seconds=0.0)
+    due = [True]
+    book.ledger.reason_due = lambda: due[0]
+    book.send()
+    for rank in (0, 1):
+        book.fail(rank, 1, "GroupAbortedError", hearsay=True, final=True)
+    assert book.ledger.tick() == math.inf
+    due[0] = False
+    book.ledger.tick()
+    assert book.asked == [("broke", WorkerError)]
+    with pytest.raises(WorkerError, match="rank 0 failed in embed: GroupAbortedError"):
+        book.ledger.state.check()
+
+
 def test_an_aborted_board_breaks_the_pool_though_all_have_answered() -> None:
     book = Book()
     book.send()

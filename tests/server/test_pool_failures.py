@@ -182,6 +182,22 @@ def test_a_rank_that_aborts_its_group_is_the_first_failure(
     assert_gone(pids)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_who_aborts_its_group_is_the_first_failure_though_it_tells_last(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine may keep it from telling, for longer than failed calls may take."""
+    monkeypatch.setattr("server.calls.dispatcher._REASON_SECONDS", 0.01)
+    with WorkerPool(Worker, tp=3, config=PoolConfig(settle_seconds=0.0)) as pool:
+        pids = pids_of(pool)
+        failing = BadInputError("not me")
+        with pytest.raises(WorkerError, match=f"rank {rank} failed in tell_last: .*: not me"):
+            pool.call("tell_last", rank, failing)
+        with pytest.raises(WorkerError, match=f"rank {rank} failed in tell_last: .*: not me"):
+            pool.call("echo", timeout=10)
+        assert_gone(pids)
+
+
 def test_a_call_that_the_first_stage_refuses_fails_alone() -> None:
     """Also while later stages are busy, for longer than failed calls may take, with others."""
     with WorkerPool(Worker, pp=3, config=PoolConfig(settle_seconds=2.5)) as pool:
