@@ -324,7 +324,12 @@ class ForkServers:
 
 
 def _told(code: int) -> str:
-    return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"exit status {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:  # most real-time signals have no name
+        return f"killed by signal {-code}"
 
 
 def _output(number: int, undo: ExitStack) -> int:

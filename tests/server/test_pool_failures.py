@@ -147,6 +147,14 @@ def test_a_worker_killed_between_calls_fails_the_next_one(pool: WorkerPool) -> N
     assert_gone(pids)
 
 
+def test_a_signal_without_a_name_is_said_by_its_number() -> None:
+    with WorkerPool(Worker, tp=2, restart="worker") as pool:
+        os.kill(pids_of(pool)[1], signal.SIGRTMIN + 3)
+        with pytest.raises(WorkerLostError, match=f"killed by signal {signal.SIGRTMIN + 3}"):
+            pool.call("sleep", 60.0)
+        assert pool.call("total", 1.0, timeout=60) == 2.0
+
+
 def test_a_workers_traceback_arrives_while_its_peers_wait_for_it() -> None:
     def attempt() -> float:
         with WorkerPool(Worker, tp=2) as pool:
