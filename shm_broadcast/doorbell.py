@@ -62,8 +62,8 @@ _ENOUGH_ALIKE: Final = 3
 
 _SHORTEST_RHYTHM: Final = 0.001
 _LONGEST_RHYTHM: Final = 0.1
-"""Shorter and longer waits, in seconds, are not anticipated: a timer is too coarse for shorter ones,
-and what happens rarely need not be fast."""
+"""Shorter and longer waits, in seconds, are not anticipated: a timer is too coarse for
+shorter ones, and what happens rarely need not be fast."""
 
 
 _LOOK_SECONDS: Final = 0.001
