@@ -100,11 +100,12 @@ class StoreHost(RemoteEnd):
 
     def _serve(self) -> None:
         try:
-            while self._present and time.monotonic() < self._stay_until:
+            while (left := self._stay_until - time.monotonic()) > 0:
                 while (received := self._receive()) is not None:
                     self._reply(*received)
-                left = min(self._stay_until - time.monotonic(), _LOOK_SECONDS)
-                self._poller.poll(math.ceil(max(left, 0.0) * 1000))
+                if not self._present:
+                    return
+                self._poller.poll(math.ceil(min(left, _LOOK_SECONDS) * 1000))
                 self._wake.clear()
         finally:
             self._tear_down()

@@ -17,6 +17,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 import coordinator
 from coordinator.setup.exchange import Exchange
+from coordinator.stores import curve_store
 from coordinator.stores.authenticated import authenticated
 from coordinator.stores.curve_store import StoreGuest, StoreHost
 from coordinator.stores.key_values import Add, CompareSet
@@ -66,6 +67,18 @@ def test_the_host_stays_until_all_members_have_left() -> None:
     second.close()
     until(lambda: hosts() == before)
     host.close()
+
+
+def test_the_host_ends_at_once_when_the_last_member_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curve_store, "_LOOK_SECONDS", 1000.0)
+    before = hosts()
+    host = StoreHost([0], "127.0.0.1", SECRET)
+    guest = StoreGuest(host.at, 0, SECRET)
+    ask(guest, 1)
+    host.close(stay=1000.0)
+    ask(guest, 2)  # by then the host sleeps again
+    guest.close()
+    until(lambda: hosts() == before)
 
 
 def test_a_guest_that_was_answered_says_that_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
