@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from shm_broadcast import Deadline
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from ..errors import CallTimeoutError
 
     Late: TypeAlias = Callable[[float | None], CallTimeoutError]
+
+T = TypeVar("T")
 
 
 class _Condition(threading.Condition):
@@ -83,34 +85,27 @@ class CallFuture(Future[Any]):
             ValueError, TypeError: ``timeout`` is not a duration.
             What the call raises.
         """
+        return self._within(timeout, super().result)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the call to end; its error, or ``None``. Raises as `result` on a time-out."""
+        return self._within(timeout, super().exception)
+
+    def _within(self, timeout: float | None, outcome: Callable[[float | None], T]) -> T:
+        """Wait for the call's ``outcome``; a time-out error names late workers."""
         Deadline.within(timeout)
         try:
-            return super().result(timeout)
+            return outcome(timeout)
         except TimeoutError:
             late = self._late
             # Done all the same: the call's own error is a TimeoutError, or it ended just now.
             if self.done():
-                return super().result()
-            raise _why(late, timeout) from None
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the call to end; its error, or ``None``. Raises as `result` on a time-out."""
-        Deadline.within(timeout)
-        try:
-            return super().exception(timeout)
-        except TimeoutError:
-            late = self._late
-            if self.done():
-                return super().exception()
-            raise _why(late, timeout) from None
+                return outcome(None)
+            raise (TimeoutError() if late is None else late(timeout)) from None
 
     def _forget(self) -> None:
         """Let go of the call, which holds this future: no garbage collection has to find them."""
         self._late = self._cancelled = None
-
-
-def _why(late: Late | None, timeout: float | None) -> TimeoutError:
-    return TimeoutError() if late is None else late(timeout)
 
 
 async def awaited(future: Future[Any]) -> Any:

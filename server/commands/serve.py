@@ -83,12 +83,7 @@ def prepare(args: argparse.Namespace) -> ServePlan | HeadlessPlan:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ImportError(f"install the extras 'server' and 'demo': no {', '.join(missing)}")
-    for name in ("stuck_after", *(f"{what}_timeout" for what in _TIMEOUTS)):
-        seconds = getattr(args, name)
-        if seconds is not None and not 0 < seconds < math.inf:
-            raise ValueError(
-                f"{_option(name)} must be a finite number of seconds, more than 0; got {seconds}"
-            )
+    _check_times(args)
     hosts = read_hosts(args)
     if isinstance(hosts, Hosts) and not hosts.is_head:
         return HeadlessPlan(hosts, args.start_timeout)
@@ -96,10 +91,7 @@ def prepare(args: argparse.Namespace) -> ServePlan | HeadlessPlan:
     api_key = _api_key(args.api_key)
     if not listener.is_loopback(host) and api_key is None:
         raise ValueError(f"--http {args.http} is beyond loopback: give --api-key as well")
-    for name in _COUNTS:
-        count = getattr(args, name)
-        if count is not None and count < 1:
-            raise ValueError(f"{_option(name)} must be at least 1; got {count}")
+    _check_counts(args)
     if args.max_restarts is not None and args.restart == "never":
         raise ValueError("--max-restarts is for a service that restarts workers: give --restart")
     if args.spans is not None:
@@ -130,6 +122,22 @@ def prepare(args: argparse.Namespace) -> ServePlan | HeadlessPlan:
         spans=args.spans,
         drain_timeout=args.drain_timeout,
     )
+
+
+def _check_times(args: argparse.Namespace) -> None:
+    for name in ("stuck_after", *(f"{what}_timeout" for what in _TIMEOUTS)):
+        seconds = getattr(args, name)
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise ValueError(
+                f"{_option(name)} must be a finite number of seconds, more than 0; got {seconds}"
+            )
+
+
+def _check_counts(args: argparse.Namespace) -> None:
+    for name in _COUNTS:
+        count = getattr(args, name)
+        if count is not None and count < 1:
+            raise ValueError(f"{_option(name)} must be at least 1; got {count}")
 
 
 def run(plan: ServePlan | HeadlessPlan) -> int:
