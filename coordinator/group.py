@@ -49,7 +49,7 @@ def own_group(
 
     Raises:
         ValueError: none contains it, or a rank is in two groups, in one twice, or not in the world;
-            the same on all ranks, but for one that is in no group.
+            the same on all ranks, except on one that is in no group.
         TypeError: these are not groups of ranks.
     """
     if isinstance(group_ranks, int) or any(isinstance(each, int) for each in group_ranks):
@@ -68,11 +68,11 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
 
     Ranks in arguments are ranks in the group; the attributes `rank`, `ranks`, `first_rank`,
     `last_rank`, `next_rank` and `prev_rank` are global. One thread at a time may use it. Errors are
-    those of `shm_broadcast.errors`: no call waits longer than its timeout, or goes on waiting after
+    those of `shm_broadcast.errors`: no call waits longer than its timeout, or keeps waiting after
     a member has died or aborted. `coordinator.verbs.member.Member` lists the attributes.
 
-    In a group of one every operation returns its input itself, not a copy, so to change the result
-    in place is to change the input. With ``out=`` the input is copied there.
+    In a group of one every operation returns its input itself, not a copy, so changing the result
+    in place changes the input. With ``out=`` the input is copied there.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
     @overload
     def barrier(self, **how: Unpack[Maybe]) -> Work[None] | None: ...
     def barrier(self, *, async_op: bool = False, timeout: Timeout = None) -> Work[None] | None:
-        """Return once every member has come here, on the CPU. Collective: yes, every member."""
+        """Return once every member has called it, on the CPU. Collective: yes, every member."""
         return self._link.cpu.barrier(async_op=async_op, timeout=timeout)
 
     @overload

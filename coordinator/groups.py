@@ -193,12 +193,12 @@ def init(
     Args:
         tp: the number of ranks that share each layer.
         pp: the number of pipeline stages.
-        dp: the number of replicas; None: as many as the ranks suffice for.
+        dp: the number of replicas; None: as many as there are ranks for.
         pcp: the number of ranks that share a prompt.
         dcp: the number of ranks that share contexts; divides tp x pcp. If ``pcp`` is 1, these are
             neighbours within ``tp``.
-        axes: axes of your own with their sizes; they are the outermost axes of the grid. They have
-            other names than the groups that are there anyway.
+        axes: your own axes with their sizes; they are the outermost axes of the grid. Their names
+            must differ from those of the built-in groups.
         rank: this process's global rank.
         world_size: the number of processes; None: the product of the sizes.
         local_rank: this process's number on its node; chooses its GPU. None: that of torchrun's
@@ -217,21 +217,21 @@ def init(
         torch_only: whether to move tensors only by torch's process groups.
         checked: debug mode: whether to compare the members' operations before each collective over
             torch's process groups and on devices, not just within about a second. Over shared
-            memory that is always done. It is on where ``TORCH_DISTRIBUTED_DEBUG`` is ``DETAIL``, as
-            torch's own checks are.
+            memory this is always done. It is also on if ``TORCH_DISTRIBUTED_DEBUG`` is ``DETAIL``,
+            like torch's own checks.
         secret: the launcher's secret, 16 bytes or more, which all ranks have and nobody else. None:
             the contents of the file that ``GROUP_COORDINATOR_SECRET_FILE`` names, if it is set.
 
     Returns:
-        The groups; close them, or use them as a context manager: who leaves it with an error tells
-        the others why, unless a launcher does.
+        The groups; close them, or use them as a context manager: a rank that leaves it with an
+        error tells the others why, unless a launcher does.
 
     Collective: yes, every rank.
 
     Raises:
         ValueError: the product of the sizes is not the number of ranks, the environment is
             incomplete, an address is given without ``rank``, or ranks were given different sizes
-            or settings: all are told which.
+            or settings: every rank's error says which.
         SecretError: the secret is too short, other users may read its file, or only some ranks
             have one.
         GroupTimeoutError: some ranks did not come in time; names them.

@@ -70,13 +70,13 @@ class WorkerError(CoordinatorError):
 class CallRefusedError(CoordinatorError):
     """A worker's method raises it to refuse a call while no other rank waits for this rank.
 
-    The method must have told the ranks that would wait. A pipeline stage, say, sends word of it to
-    the next stage instead of its result; that stage sends it on, and raises this error too. The
-    caller gets the exception that it was raised from (``raise CallRefusedError from error``). The
-    pool goes on, as after every failure that leaves no group operation half done.
+    The method must first tell the ranks that would wait. A pipeline stage, for example, sends a
+    notice to the next stage instead of its result; that stage forwards it, and raises this error
+    too. The caller gets the exception that it was raised from (``raise CallRefusedError from
+    error``). The pool goes on, as after every failure that leaves no group operation half done.
 
     Attributes:
-        rank: the global rank that refused, if this rank only passes its word on; else ``None``.
+        rank: the global rank that refused, if this rank only forwards its notice; else ``None``.
     """
 
     def __init__(self, rank: int | None = None) -> None:
@@ -140,7 +140,7 @@ class WorkerStartError(CoordinatorError):
     """A worker did not start, so the pool was not made; all its processes have ended.
 
     Attributes:
-        rank: the first worker that failed, or of those that were late one that others wait for.
+        rank: the first worker that failed; if workers were late, one that others wait for.
         reason: what happened to it.
         traceback: its traceback or stack; ``""`` where there is none.
     """
@@ -221,7 +221,7 @@ class DescriptorLimitError(CoordinatorError, OSError):
 
     Attributes:
         limit: how many it may have: RLIMIT_NOFILE, ``ulimit -n``.
-        needed: about how many it needs, those of others in this process included.
+        needed: about how many it needs, including those that the process uses otherwise.
     """
 
     def __init__(self, limit: int, needed: int) -> None:
@@ -238,7 +238,8 @@ class RestartLimitError(CoordinatorError):
     """A pool has broken, and was restarted as often as it may be. ``__cause__`` broke it last.
 
     Attributes:
-        restarts: how many restarts there were within ``window``, or in vain one after the other.
+        restarts: how many restarts there were within ``window``, or in a row without an answered
+            call.
         window: seconds.
         failure: the text of what broke it last.
     """
@@ -294,9 +295,9 @@ def again(error: BaseException, note: str = "") -> BaseException:
 
 
 def located(error: E, pool: str) -> E:
-    """``error``, whose text names the pool that it comes from, in front; ``""``: as it is.
+    """``error``, whose text begins with the name of its pool; ``""``: unchanged.
 
-    What is no `CoordinatorError` stays as it is, too.
+    An error that is not a `CoordinatorError` is returned unchanged.
     """
     where = f"{pool}: "
     if pool and isinstance(error, CoordinatorError) and where not in str(error):

@@ -4,22 +4,22 @@
     ├── GroupTimeoutError (TimeoutError)      a deadline passed; names who is behind
     ├── PeerLostError (ConnectionError)       a member's process is gone; names it
     ├── PeerProtocolError                     a member on another host sent nonsense, or refused us
-    ├── TransportError (ConnectionError)      a connection broke; nobody is known to have died
+    ├── TransportError (ConnectionError)      a connection broke; no death is known
     ├── GroupAbortedError                     someone aborted; carries the first failure
     ├── GroupClosedError                      used after it was closed, here or by its owner
     ├── DivergenceError                       members issued different operations
     ├── SharedMemoryError                     not enough memory, or a handle that is not valid
-    │   └── ForeignMemoryError                a handle that leads to somebody outside the group
+    │   └── ForeignMemoryError                a handle that leads outside the group
     └── MessageError
         ├── MessageDecodeError                a message arrived that is not of its type
-        ├── MessageSealError                  a message is not from whom it says, or not the next
-        ├── MessageRefusedError (TypeError)   what was to be sent cannot be; raises on both ends
+        ├── MessageSealError                  a message's seal is wrong, or it is not the next
+        ├── MessageRefusedError (TypeError)   an object cannot be sent; raised at both ends
         └── MessageTooLargeError              beyond a limit that was set
 
 Wrong arguments raise `ValueError` or `TypeError`, before anything moves.
 
-Which rank: errors name global ranks. Only of wrong arguments, and within what a member has called
-("broadcast from rank 1"), ranks are those in the group, as ``src`` and ``dst`` are.
+Ranks: errors name global ranks. Only errors about wrong arguments, and descriptions of a call
+("broadcast from rank 1"), use ranks in the group, as ``src`` and ``dst`` do.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class DivergenceError(CoordinatorError):
         self._name(rank)
 
     def name_globally(self, global_ranks: Sequence[int]) -> None:
-        """Have it name the member by its global rank; for whoever knows the group.
+        """Make it name the member by its global rank; called where the group is known.
 
         Args:
             global_ranks: of each rank in the group. Later calls do nothing.

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Summoner(Protocol):
-    """Starts the processes of the other hosts, where no launcher has."""
+    """Starts the processes of the other hosts, if no launcher has."""
 
     def start(self, hosts: Hosts, address: str, port: int) -> None:
-        """Start the process of one host, in the place of an earlier one; does not wait.
+        """Start the process of one host, replacing an earlier one; does not wait.
 
         Args:
             hosts: as that host is to see them.
@@ -52,14 +52,14 @@ class Hosts:
     Attributes:
         nnodes: how many hosts there are.
         node_rank: this host's number. 0 is the head: the pool's driver runs there.
-        master_addr: the head's address, or name, as this host reaches it; on the head one of its
-            own, which the others reach.
+        master_addr: the address or name at which this host reaches the head; on the head, one of
+            its own addresses that the others can reach.
         master_port: the head's port. 0: the head tells it to the others through torchrun's store.
         secret: the launcher's secret, 16 bytes or more, the same on all hosts. ``None``: what is in
             the file that ``GROUP_COORDINATOR_SECRET_FILE`` names.
-        silence_seconds: a host counts as lost when nothing was heard of it for so long.
-        facts: what has to be the same on all hosts where several of them state it, by name;
-            versions are compared anyway.
+        silence_seconds: a host counts as lost when nothing was heard from it for this long.
+        facts: values by name that must be the same on all hosts that state them; versions are
+            always compared.
         told_by: where these values come from, for messages.
         head_works: whether the head runs workers, too.
         summoner: starts the other hosts' processes; ``None``: a launcher has.

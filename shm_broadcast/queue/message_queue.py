@@ -72,29 +72,29 @@ class MessageQueue(QueueEnd):
         zero_copy: bool = False,
         watch: Callable[[str], None] | None = None,
     ) -> None:
-        """A new queue with a board of its own; this process writes.
+        """A new queue with its own board; this process writes.
 
         Collective: no. Readers join with `create_from_handle`. See `on_board` for a queue between
-        processes that have a board already.
+        processes that already have a board.
 
         Args:
-            n_reader: how many readers there are, 4096 at most; a queue without any takes messages
-                in and drops them, as that of a group of one.
+            n_reader: how many readers there are, at most 4096; a queue without readers, like that
+                of a group of one, accepts messages and drops them.
             n_local_reader: how many of them run on this host.
             local_reader_ranks: what the caller calls them; 0, 1, ... if not given.
             max_chunk_bytes: with ``max_chunks``, asks for a ring of their product, of which at most
                 `DEFAULT_CAPACITY` bytes are taken. It limits no message's size.
             max_chunks: see ``max_chunk_bytes``.
-            connect_ip: the address of this host that readers on other hosts reach; needed for them.
+            connect_ip: the address at which readers on other hosts reach this one; needed for them.
             remote_reader_ranks: what the caller calls the readers on other hosts; the ranks that
                 follow the local ones if not given.
-            writer_rank: what messages call the writer, where it has a rank.
+            writer_rank: what error messages call the writer, if it has a rank.
             secret: the launcher's secret, 16 bytes or more; needed for readers on other hosts.
             type: a type that msgspec can validate; ``None`` carries any picklable object.
-            zero_copy: let readers use buffers of 1 MiB and more where they lie: see `dequeue`.
-            watch: called with the operation's name when a call begins to wait and then every
-                40 ms, after a second every 160 ms; what it raises ends the call, as `Board.check`
-                of another board does.
+            zero_copy: let readers use buffers of 1 MiB and more in place: see `dequeue`.
+            watch: called with the operation's name when a call begins to wait, then every 40 ms,
+                and after a second every 160 ms. An exception that it raises ends the call. An
+                example is `Board.check` of another board.
 
         Raises:
             ValueError: the numbers do not fit together or are too large, or an address or a secret
@@ -149,15 +149,15 @@ class MessageQueue(QueueEnd):
             capacity: bytes, rounded up to a multiple of 64 KiB.
             type: a type that msgspec can validate; ``None`` carries any picklable object.
             spin_seconds: the longest time to look for a message without sleeping.
-            zero_copy: at the writer, let readers use buffers of 1 MiB and more where they lie: see
+            zero_copy: at the writer, let readers use buffers of 1 MiB and more in place: see
                 `dequeue`.
             connect_ip: see the constructor.
             remote_reader_ranks: see the constructor.
             secret: see the constructor.
 
         Raises:
-            ValueError: the members are not distinct members of the board, or an address or a secret
-                is missing, or ``spin_seconds`` is no such time.
+            ValueError: the members are not distinct members of the board, an address or a secret is
+                missing, or ``spin_seconds`` is not a valid time.
             SharedMemoryError: too little memory is free.
         """
         if not readers and not remote_reader_ranks:
@@ -189,19 +189,19 @@ class MessageQueue(QueueEnd):
         """Join the queue that ``handle`` names; ``board.member`` decides whether to write or read.
 
         Collective: no. A reader that attaches late gets every message from the first on; one that
-        replaces a dead reader goes on where that one stopped.
+        replaces a dead reader continues where that one stopped.
 
         Args:
             handle: from `export_handle`.
             board: this process's view of the board that ``handle`` names; it stays the caller's.
             type: the same as the creator's.
             spin_seconds: the longest time to look for a message without sleeping.
-            zero_copy: at the writer, let readers use buffers of 1 MiB and more where they lie: see
+            zero_copy: at the writer, let readers use buffers of 1 MiB and more in place: see
                 `dequeue`.
 
         Raises:
-            ValueError: ``board.member`` takes no part in the queue, or ``spin_seconds`` is no such
-                time.
+            ValueError: ``board.member`` takes no part in the queue, or ``spin_seconds`` is not a
+                valid time.
             SharedMemoryError: the queue is on another host, or its owner has ended.
         """
         codec, spin = codec_for(type), AdaptiveSpin(spin_seconds)
@@ -228,9 +228,9 @@ class MessageQueue(QueueEnd):
         connects, for which it needs the launcher's ``secret``. ``watch``: see the constructor.
 
         Raises:
-            TypeError: ``handle`` is no handle, or ``rank`` no whole number.
-            ValueError: ``rank`` is no reader of the queue or has joined already, a secret is
-                missing, or ``spin_seconds`` is no such time.
+            TypeError: ``handle`` is not a handle, or ``rank`` not a whole number.
+            ValueError: ``rank`` is not a reader of the queue or has already joined, a secret is
+                missing, or ``spin_seconds`` is not a valid time.
             SharedMemoryError: the writer's process has ended.
         """
         _check_handle(handle)
