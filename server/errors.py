@@ -249,8 +249,8 @@ class RestartLimitError(CoordinatorError):
         self.window = window
         self.failure = failure
         super().__init__(
-            f"the pool has broken again after {restarts} restarts within {window:g} s, or in vain, "
-            f"the most that max_restarts allows: {failure}"
+            f"the pool has broken again after {restarts} restarts within {window:g} s, or in a row "
+            f"without an answered call, the most that max_restarts allows: {failure}"
         )
 
 
