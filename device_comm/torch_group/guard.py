@@ -1,8 +1,8 @@
 """Watching over a call that blocks outside of our reach, from a thread beside it.
 
 The call runs where it is made, without a detour through another thread. The guard looks at
-the group now and then; should it fail, the guard ends what the call waits for, and the call
-raises.
+the group now and then; should it fail, or the deadline pass, the guard ends what the call waits
+for, and the call raises.
 
 Neither the thread nor an error holds anything of a guard that is closed: what belongs to the
 group goes with the group.
@@ -14,13 +14,11 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from shm_broadcast.deadline import Deadline
-from shm_broadcast.errors import GroupTimeoutError
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from device_comm.torch_group.pending import Boundary
+    from shm_broadcast.deadline import Deadline
 
 _TICK = 0.02
 """Seconds between two looks at the group."""
@@ -35,22 +33,24 @@ _LEAVE_SECONDS = 0.4
 class _Shift:
     """One call that is watched over; ``error`` is what was seen of the group meanwhile."""
 
-    def __init__(self, operation: str, peers: Sequence[int]) -> None:
+    def __init__(self, operation: str, peers: Sequence[int], deadline: Deadline) -> None:
         self.operation = operation
         self.peers = peers
+        self.deadline = deadline
         self.error: Exception | None = None
 
 
 class Guard:
     """Watches over one call at a time."""
 
-    def __init__(self, name: str, boundary: Boundary, end: Callable[[], None]) -> None:
+    def __init__(self, name: str, boundary: Boundary, end: Callable[[Exception], None]) -> None:
         """Start no thread yet.
 
         Args:
             name: what the thread is called.
             boundary: looks at the group.
-            end: makes the call raise.
+            end: makes the call raise, because of an error that the group is told first: peers may
+                notice that the call has ended, and must find why.
         """
         self._name = name
         self._boundary = boundary
@@ -60,14 +60,21 @@ class Guard:
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
 
-    def call(self, block: Callable[[], object], operation: str, peers: Sequence[int]) -> None:
-        """Run ``block``, which needs ``peers``.
+    def call(
+        self,
+        block: Callable[[], object],
+        operation: str,
+        peers: Sequence[int],
+        deadline: Deadline,
+    ) -> None:
+        """Run ``block``, which needs ``peers``, until ``deadline``.
 
         Raises:
+            GroupTimeoutError: it took too long.
             Exception: the group failed meanwhile, or could not be looked at.
             RuntimeError: what ``block`` raises else.
         """
-        shift = _Shift(operation, peers)
+        shift = _Shift(operation, peers, deadline)
         with self._lock:
             self._shift = shift
             if self._thread is None:
@@ -112,15 +119,14 @@ class Guard:
         try:
             self._boundary.wait(
                 lambda: self._shift is not shift,
-                Deadline.after(_TICK),
+                shift.deadline,
                 shift.operation,
                 shift.peers,
+                poll=_TICK,
                 spin=0,
             )
-        except GroupTimeoutError:
-            return
         except Exception as error:  # noqa: BLE001 - a call that is not watched over may hang
             shift.error = error.with_traceback(None)  # whose frames hold the shift
-            self._end()
+            self._end(shift.error)
             while self._shift is shift:
                 time.sleep(_TICK)

@@ -46,8 +46,8 @@ _FIRST_LOOK = 0.05
 _POLL = 0.002
 """Seconds between two looks at a collective that has taken longer."""
 
-_LONG = 1e7
-"""Seconds that stand for no deadline, where torch needs one."""
+_LONG = timedelta(seconds=1e7)
+"""Stands for no deadline, where torch needs one."""
 
 _NEVER_SENT = 1
 """A tag that nobody sends with."""
@@ -219,14 +219,13 @@ class TransferPending:
             raise self._boundary.translate(error, self._operation, self._peers, deadline) from error
 
 
-def wait_to_the_end(work: dist.Work, deadline: Deadline) -> None:
-    """Wait for a send or a receive; at the deadline, break the connections of its group.
+def wait_to_the_end(work: dist.Work) -> None:
+    """Wait for a send or a receive, for longer than torch would.
 
     Raises:
-        RuntimeError: the transfer failed, or the deadline passed.
+        RuntimeError: the transfer failed.
     """
-    seconds = max(deadline.remaining(at_most=_LONG), 0.001)  # to torch, 0 means for ever
-    work.wait(timedelta(seconds=seconds))
+    work.wait(_LONG)
 
 
 class Connections:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from device_comm.backend import Backend, Capabilities, Identity
+from device_comm.backend import Backend, Capabilities, Identity, end_group
 from device_comm.operation import NO_TENSOR, Operation
 from device_comm.torch_group.arrivals import Arrivals
 from device_comm.torch_group.carried_types import as_bytes, as_cargo, reduction_wire
@@ -97,7 +97,8 @@ class TorchBackend(Backend):
         self._arrivals = Arrivals(self.watch, name, self.members, self.rank)
         self._connections = Connections(process_group)
         self._helpers = HelperThreads(f"{name}-transfer")
-        self._guard = Guard(f"{name}-guard", self._boundary, self._connections.break_off)
+        end = partial(_end, self.identity, self._connections)
+        self._guard = Guard(f"{name}-guard", self._boundary, end)
         self._series: dict[int, Job] = {}
         for each in (self._series.clear, self._helpers.close, self._guard.close):
             self._closing.callback(each)
@@ -261,7 +262,7 @@ class TorchBackend(Backend):
             return TransferPending(job, name, peers, self._boundary)
         deadline = operation.deadline
         try:
-            self._guard.call(lambda: wait_to_the_end(work, deadline), name, peers)
+            self._guard.call(lambda: wait_to_the_end(work), name, peers, deadline)
         except RuntimeError as error:
             raise self._boundary.translate(error, name, peers, deadline) from error
         return None
@@ -302,6 +303,12 @@ class TorchBackend(Backend):
             raise self._boundary.translate(
                 error, operation.name, peers, operation.deadline
             ) from error
+
+
+def _end(identity: Identity, connections: Connections, error: Exception) -> None:
+    """End a group, as `Backend.fail`; holds nothing of the backend, as the guard may outlast it."""
+    end_group(identity, error)
+    connections.break_off()
 
 
 def _bell(watch: Watch) -> Callable[[], None]:

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from device_comm import Communicator, ReduceOp, TorchBackend
 from device_comm.torch_group import under_way
+from device_comm.torch_group.guard import Guard
 from device_comm.torch_group.pending import Boundary
 from shm_broadcast import (
     Board,
@@ -38,6 +39,8 @@ from tests.ranks import NEW_BOARD, init_gloo, run_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from device_comm.watch import Watch
 
 Verb = str
 
@@ -185,6 +188,41 @@ def test_a_deadline_names_the_late_and_ends_the_group(verb: Verb, store_path: st
         assert isinstance(ended, GroupAbortedError)
         assert ended.failure.rank == 0
         assert f"tp {verb}: timed out after 0.3 s" in ended.failure.message
+
+
+def held_up_once_ended(watch: Watch) -> None:
+    """Hold this rank up when it is freed from what it waits in, until the group is aborted."""
+    call = Guard.call
+
+    def held_up(*arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except BaseException:
+            until(lambda: watch.aborted)
+            raise
+
+    Guard.call = held_up
+
+
+def one_gives_up(rank: int, n: int, path: str, board: BoardHandle) -> CoordinatorError:
+    """Each receives from the other, the first for a moment only."""
+    comm = make(rank, n, path, board)
+    if rank == 0:
+        held_up_once_ended(comm.backend.watch)
+    error, _ = failure_of(
+        lambda: comm.recv((5,), torch.float32, 1 - rank, timeout=20 if rank else 0.3)
+    )
+    meet(rank, n, f"{path}.over")
+    return error
+
+
+def test_peers_hear_of_a_deadline_before_the_connections_break(store_path: str) -> None:
+    error, told = run_ranks(2, one_gives_up, store_path, NEW_BOARD)
+    assert isinstance(error, GroupTimeoutError), error
+    assert error.timeout == 0.3
+    assert [member.rank for member in error.waiting_for] == [1]
+    assert isinstance(told, GroupAbortedError), told
+    assert (told.failure.rank, told.failure.kind) == (0, "GroupTimeoutError")
 
 
 def test_a_deadline_without_a_board_breaks_the_connections(store_path: str) -> None:
