@@ -186,6 +186,6 @@ def test_an_interrupt_anywhere_mixes_no_messages(
     secret: bytes | None,
 ) -> None:
     path = str(tmp_path / "store")
-    ends = run_ranks(n, pass_messages, path, pair, interrupted, handler, secret, timeout=180)
+    ends = run_ranks(n, pass_messages, path, pair, interrupted, handler, secret, timeout=240)
     assert ends == ends[:1] * n
     assert set(ends[0]) == {True, False}
