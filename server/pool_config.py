@@ -58,7 +58,8 @@ class PoolConfig:
         call_seconds: calls without a ``timeout`` fail when no call was answered for so many
             seconds; ``math.inf``: never.
         settle_seconds: how long the other ranks have to answer a call that one rank has failed,
-            before the pool breaks.
+            before the pool breaks. Where all that is known is that a rank has aborted a group, it
+            has 5 seconds at least to say why, as long as it lives.
         leave_seconds: how long workers have to leave what they do when the pool is restarted,
             before they are killed and replaced as well.
         stack_seconds: how long to wait for the stacks of late workers.

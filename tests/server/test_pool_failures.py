@@ -206,6 +206,17 @@ def test_who_aborts_its_group_is_the_first_failure_though_it_tells_last(
         assert_gone(pids)
 
 
+def test_who_aborts_its_group_and_never_says_why_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("server.driver.crew.REASON_SECONDS", 0.1)
+    with WorkerPool(Worker, tp=3, config=PoolConfig(settle_seconds=0.0)) as pool:
+        pids = pids_of(pool)
+        with pytest.raises(CoordinatorError, match="rank 1 reported: .*nobody says why"):
+            pool.call("abort_and_stay", 1, timeout=PATIENCE_SECONDS)
+        assert_gone(pids)
+
+
 def test_a_call_that_the_first_stage_refuses_fails_alone() -> None:
     """Also while later stages are busy, for longer than failed calls may take, with others."""
     with WorkerPool(Worker, pp=3, config=PoolConfig(settle_seconds=2.5)) as pool:

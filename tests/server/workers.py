@@ -218,6 +218,13 @@ class Worker:
             raise error
         return self.total(1.0)
 
+    def abort_and_stay(self, rank: int) -> float:
+        """One rank aborts the group in which the others wait, and never says why."""
+        if self.rank == rank:
+            self.groups.world.abort("nobody says why")
+            time.sleep(600)
+        return self.total(1.0)
+
     def abort_and_note(self, rank: int, folder: Path) -> None:
         """One of two ranks aborts the group in which the other one waits; both note the moment."""
         world, aborted = self.groups.world, folder / f"aborted-{self.rank}"
