@@ -170,8 +170,8 @@ def _run(channel: Channel, seat: int) -> bool:
         except BaseException as error:  # noqa: BLE001 - all that ends the start goes to the caller
             if os.getpid() != process:
                 _end_child(error)
-            if not (start.survives and is_consequence(error)):
-                channel.send(describe(error))
+            if not (start.survives and is_consequence(error, start.rank)):
+                channel.send(describe(error, rank=start.rank))
                 return False
         else:
             channel.send(serving.ready())
@@ -401,7 +401,7 @@ class _Serving:
     def _fail(self, error: BaseException, begun: tuple[BegunInGroup, ...] | None = None) -> None:
         """Report a failed call to the driver, then wait until it says to go on."""
         begun = take_begun() if begun is None else begun
-        self._channel.send(describe(error, self._last, begun))
+        self._channel.send(describe(error, self._last, begun, self._rank))
         driver = self._board.n_members - 1
         self._board.wait(
             self._may_go_on, NEVER, "failed call", lambda: (driver,), poll=_LOOK_SECONDS

@@ -389,7 +389,10 @@ class Ledger:
         with self._lock:
             settling = self._settling.call
             waits = settling is not None and settling.hearsay and self.reason_due()
-            unsettled = None if waits else self._settling.passed()
+            unsettled = None
+            if not waits:  # one that all have answered only waited for the reason
+                answered = settling is not None and settling.settled
+                unsettled = settling if answered else self._settling.passed()
             if unsettled is not None:
                 actions += self._break_with(unsettled)
             actions += self._break()

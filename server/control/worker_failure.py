@@ -27,13 +27,19 @@ _INSTEAD = {
 """What to do where a method does not return its result, by what it returns."""
 
 
-def describe(error: BaseException, number: int = 0, begun: tuple[BegunInGroup, ...] = ()) -> Failed:
+def describe(
+    error: BaseException,
+    number: int = 0,
+    begun: tuple[BegunInGroup, ...] = (),
+    rank: int | None = None,
+) -> Failed:
     """In a worker: the message about an exception.
 
     Args:
         error: the exception as it was caught.
         number: the call's number; 0 during the start.
         begun: the group operations that this rank began in the call.
+        rank: as for `is_consequence`.
     """
     refused = isinstance(error, CallRefusedError)
     shown = (error.__cause__ or error) if refused else error
@@ -46,7 +52,7 @@ def describe(error: BaseException, number: int = 0, begun: tuple[BegunInGroup, .
         kind,
         _text(shown),
         _sendable("".join(traceback.format_exception(error))),
-        consequence=is_consequence(error),
+        consequence=is_consequence(error, rank),
         diverged=isinstance(error, DivergenceError),
         exception=_pickled(shown),
     )
@@ -90,13 +96,21 @@ def rebuild(
     return error
 
 
-def is_consequence(error: BaseException | None) -> bool:
-    """Whether ``error`` was raised, directly or not, because another rank failed."""
+def is_consequence(error: BaseException | None, rank: int | None) -> bool:
+    """Whether ``error`` was raised, directly or not, because another rank failed.
+
+    Args:
+        error: the exception.
+        rank: the rank that it was raised on. If that itself has aborted the group, maybe in
+            another thread, because of itself, this is its own failure.
+    """
     if isinstance(error, CallRefusedError):
         return error.rank is not None
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
-        if isinstance(error, (GroupAbortedError, PeerLostError)):
+        if isinstance(error, GroupAbortedError):
+            return not error.failure.rank == error.failure.culprit == rank
+        if isinstance(error, PeerLostError):
             return True
         seen.add(id(error))  # an error may be its own cause
         error = error.__cause__ or error.__context__

@@ -258,7 +258,7 @@ def test_hearsay_does_not_break_the_pool_while_the_reason_is_due() -> None:
 
 
 def test_hearsay_breaks_the_pool_once_no_reason_is_due() -> None:
-    book = Book(settle_seconds=0.0)
+    book = Book()
     due = [True]
     book.ledger.reason_due = lambda: due[0]
     book.send()

@@ -139,6 +139,9 @@ def test_an_error_wrapped_around_anothers_failure_is_a_consequence() -> None:
     ("error", "consequence"),
     [
         (GroupAbortedError("all_reduce", Failure(1, "E", "text", 1)), True),
+        (GroupAbortedError("all_reduce", Failure(0, "PeerLostError", "text", 1)), True),
+        (GroupAbortedError("all_reduce", Failure(1, "E", "text", 0)), True),
+        (GroupAbortedError("all_reduce", Failure(0, "E", "its own thread's", 0)), False),
         (GroupTimeoutError("all_reduce", 1.0), False),
         (ConnectionError("reset"), False),
         (CallRefusedError(), False),
@@ -146,7 +149,7 @@ def test_an_error_wrapped_around_anothers_failure_is_a_consequence() -> None:
     ],
 )
 def test_only_what_another_rank_caused_is_a_consequence(error: Any, consequence: bool) -> None:
-    assert describe(_raised(error), 1, 0).consequence is consequence
+    assert describe(_raised(error), 1, rank=0).consequence is consequence
 
 
 def test_a_refusal_travels_as_what_it_was_raised_from() -> None:

@@ -206,13 +206,23 @@ def test_who_aborts_its_group_is_the_first_failure_though_it_tells_last(
         assert_gone(pids)
 
 
+def test_whose_own_thread_has_aborted_its_group_is_the_first_failure() -> None:
+    """Though all that it raises itself is that the group was aborted."""
+    with WorkerPool(Worker, tp=3, config=PoolConfig(settle_seconds=30.0)) as pool:
+        pids = pids_of(pool)
+        told = r"rank 1 failed in tell_last: .*GroupAbortedError: .*rank 1 reported: .*not me"
+        with pytest.raises(WorkerError, match=told):
+            pool.call("tell_last", 1, BadInputError("not me"), apart=True)
+        assert_gone(pids)
+
+
 def test_who_aborts_its_group_and_never_says_why_is_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("server.driver.crew.REASON_SECONDS", 0.1)
     with WorkerPool(Worker, tp=3, config=PoolConfig(settle_seconds=0.0)) as pool:
         pids = pids_of(pool)
-        with pytest.raises(CoordinatorError, match="rank 1 reported: .*nobody says why"):
+        with pytest.raises(CoordinatorError, match=r"rank 1 reported: .*nobody says why"):
             pool.call("abort_and_stay", 1, timeout=PATIENCE_SECONDS)
         assert_gone(pids)
 

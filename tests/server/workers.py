@@ -208,14 +208,18 @@ class Worker:
             raise error
         return self.total(1.0) if wait else 0.0
 
-    def tell_last(self, rank: int, error: Exception) -> float:
-        """One rank aborts the group in which the others wait, and says why when they have ended."""
+    def tell_last(self, rank: int, error: Exception, *, apart: bool = False) -> float:
+        """One rank aborts the group in which the others wait, and says why when they have ended.
+
+        If it does so ``apart``, it only meets the abort itself then, as any other rank does.
+        """
         world = self.groups.world
         if self.rank == rank:
             until(lambda: all("all_reduce" in each.operation for each in others_of(world)))
             world.abort(error)
             until(lambda: all(each.state == "lost" for each in others_of(world)))
-            raise error
+            if not apart:
+                raise error
         return self.total(1.0)
 
     def abort_and_stay(self, rank: int) -> float:
