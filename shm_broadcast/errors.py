@@ -240,7 +240,21 @@ class GroupAbortedError(CoordinatorError):
 
 
 class GroupClosedError(CoordinatorError):
-    """The object was closed: in this process, or by its owner in another one."""
+    """The object was closed: in this process, or by its owner or a member in another one.
+
+    Attributes:
+        rank: the other member of a group that has closed it, its global rank; None: it was closed
+            here, or is no group.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        self.rank = rank
+        super().__init__(message)
+
+
+def has_closed(operation: str, rank: int) -> GroupClosedError:
+    """The error of an operation of a group that the member with this global rank has closed."""
+    return GroupClosedError(f"{operation}: {name_of(rank)} has closed the group", rank)
 
 
 class DivergenceError(CoordinatorError):

@@ -88,7 +88,8 @@ Board: abort word, member slots, failure slots, outward slots, histories, tallie
      24  | bytes u64                       |
 
     Tally, of a member's collectives in a group, where its members compare them
-     0   | group u64                       |   names the group; 0: the entry is free
+     0   | group u64                       |   names the group, in 63 bits; 0: the entry is free;
+         |                                 |   with `TALLY_CLOSED` likewise, and that was its group
      8   | digest u32     | count u32      |   one word: they belong together
      16  | last, 48 bytes                  |   what the last collective was
 
@@ -249,6 +250,7 @@ HISTORY_STRIDE: Final = TOTALS_ROWS + TOTAL_GROUPS * TOTAL_VERBS * TOTAL_STRIDE
 TALLIES: Final = 32
 TALLY_STRIDE: Final = 64
 TALLY_GROUP: Final = 0
+TALLY_CLOSED: Final = 1 << 63
 TALLY_WORD: Final = 8
 TALLY_LAST: Final = 16
 TALLY_LAST_BYTES: Final = 48

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import HashStore
@@ -22,7 +23,7 @@ from coordinator.setup.torch_groups import SocketChoice
 from coordinator.stores.authenticated import authenticated
 from device_comm import Backend, Communicator, LoopbackBackend, ShmBackend, TorchBackend
 from device_comm.wrappers.checked import CheckedBackend
-from device_comm.wrappers.late import LateBackend
+from device_comm.wrappers.late import LateBackend, number_of
 from device_comm.wrappers.on_stream import CudaSideStream, OnStream
 from shm_broadcast import NEVER, Deadline
 
@@ -219,11 +220,13 @@ def connect(
         if build.may_use_shm():
             over = below = build.shm()
         else:
-            over = build.torch(groups.cpu(exchange.deadline), "cpu")
-            below = build.compared(over, over, wire.token + b"cpu")
+            token = wire.token + b"cpu"
+            over = build.torch(groups.cpu(exchange.deadline), "cpu", token)
+            below = build.compared(over, over, token)
         device = cpu = Communicator(below)
         if settings.device.type != "cpu":
-            on_device = build.compared(build.cuda(over), over, wire.token + b"device")
+            token = wire.token + b"device"
+            on_device = build.compared(build.cuda(over, token), over, token)
             device = Communicator(build.on_stream(on_device))
         undo.pop_all()
         return Link(
@@ -276,19 +279,27 @@ class _Builder:
             )
         )
 
-    def torch(self, group: ProcessGroup, device: torch.device | str) -> TorchBackend:
-        """A backend over a torch process group."""
-        board, members = self.nodes.board, self.nodes.members
+    def torch(self, group: ProcessGroup, device: torch.device | str, token: bytes) -> TorchBackend:
+        """A backend over a torch process group; ``token`` as for `LateBackend`."""
+        board = self.nodes.board
         return self._keep(
-            TorchBackend(group, device, board, members, self.exchange.name, self.settings.timeout)
+            TorchBackend(
+                group,
+                device,
+                board,
+                self.nodes.members,
+                self.exchange.name,
+                self.settings.timeout,
+                partial(board.tallies.closed, number_of(token)),
+            )
         )
 
-    def cuda(self, over: Backend) -> Backend:
+    def cuda(self, over: Backend, token: bytes) -> Backend:
         """The backend for CUDA devices: the best there are, or with ``torch_only`` torch's."""
         device, deadline = self.settings.device, self.exchange.deadline
         group = self.groups.device
         if self.settings.torch_only:
-            return self.torch(group(), device)
+            return self.torch(group(), device, token)
         from coordinator.setup.cuda_link import cuda_comm  # noqa: PLC0415 - few have a GPU
 
         return self._keep(
@@ -300,8 +311,8 @@ class _Builder:
         settings say ``checked``, else later, unless it compares by itself.
         """
         if self.settings.checked:
-            return self._keep(CheckedBackend(backend, over))
-        if backend.capabilities.detects_divergence:
+            backend = self._keep(CheckedBackend(backend, over))
+        elif backend.capabilities.detects_divergence:
             return backend
         return self._keep(LateBackend(backend, self.nodes.board, token))
 

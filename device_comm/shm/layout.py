@@ -7,7 +7,7 @@ Group segment (after the header that every segment has, see `shm_broadcast.layou
     64   | n_ranks u32    | -              | inside_bytes u64                |
     80   | whole_bytes u64                 | step_bytes u64                  |
     96   | ring_bytes u64                  | slots u64: where the slots begin|
-    112  | rings u64: where the rings begin| -                               |
+    112  | rings u64: where the rings begin| left u32       | -              |
     128  | rank 0: done u64 | present u32 | ...                              |   64 bytes a rank,
          | rank 1 ...                                                        |   written by it only
          | pipe from rank 0 to 0, 0 to 1, ..., N-1 to N-1                    |   64 bytes each
@@ -15,7 +15,10 @@ Group segment (after the header that every segment has, see `shm_broadcast.layou
          | buffer 1: slot of rank 0, of rank 1, ...                          |
     rings| ring_bytes of rank 0 | ring_bytes of rank 1 | ...                 |
 
-    Slot, written by its rank only
+``present`` is 0 until the rank has come, 1 while it is there, and 2 once it has closed the group:
+it stores nothing here after that. ``left`` is 1 once any rank has.
+
+Slot, written by its rank only
      0   | arrived u64 | signature, 56 bytes |   one cache line
      64  | inside_bytes bytes of payload     |
 
@@ -81,6 +84,7 @@ GROUP_STEP_BYTES: Final = 88
 GROUP_RING_BYTES: Final = 96
 GROUP_SLOTS: Final = 104
 GROUP_RINGS: Final = 112
+GROUP_LEFT: Final = 120
 
 RANK_LINES: Final = 128
 RANK_STRIDE: Final = 64

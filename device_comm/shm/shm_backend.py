@@ -201,7 +201,7 @@ class ShmBackend(Backend):
                 task = ReceiveTask(self._pipes, peer, name, tensors, operation.following)
                 return execution.perform(execution.message_lane("recv", peer), task, operation)
         plans = self._plans.of(operation)
-        task = Collective(self._steps, self.members, name, plans, operation)
+        task = Collective(self._steps, self._pipes.attendance, name, plans, operation)
         return execution.perform(execution.collectives, task, operation)
 
     def explain(self) -> Explanation:
@@ -258,20 +258,12 @@ class ShmBackend(Backend):
 
     def _join(self) -> None:
         """Say that this rank is there, and wait for the others."""
-        words, present = self._segment.words, layout.RANK_PRESENT
+        words, attendance = self._segment.words, self._pipes.attendance
         if self._native is None:
             words.store64(layout.GROUP_WHOLE_BYTES, layout.WHOLE_ALWAYS)
-        words.store32(self._layout.rank_line(self.rank) + present, 1)
-        self._ring_others()
-
-        def absent() -> list[int]:
-            return [
-                member
-                for rank, member in enumerate(self.members)
-                if not words.load32(self._layout.rank_line(rank) + present)
-            ]
-
-        deadline = Deadline.after(self.timeout)
+        attendance.join()
+        self._closing.callback(attendance.leave)
+        deadline, absent = Deadline.after(self.timeout), attendance.absent
         self.board.wait(lambda: not absent(), deadline, f"{self.name} create", absent)
         self._segment.touch()
         whole_bytes = GroupLayout.read(words).whole_bytes

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from device_comm.torch_group.pending import Boundary
+    from device_comm.torch_group.pending import Boundary, Farewell
     from shm_broadcast.deadline import Deadline
 
 _TICK = 0.02
@@ -33,7 +33,14 @@ _LEAVE_SECONDS = 0.4
 class _Shift:
     """One call that is watched over; ``error`` is what was seen of the group meanwhile."""
 
-    def __init__(self, operation: str, peers: Sequence[int], deadline: Deadline) -> None:
+    def __init__(
+        self,
+        operation: str,
+        peers: Sequence[int],
+        deadline: Deadline,
+        farewell: Farewell | None,
+    ) -> None:
+        self.farewell = farewell
         self.operation = operation
         self.peers = peers
         self.deadline = deadline
@@ -66,15 +73,17 @@ class Guard:
         operation: str,
         peers: Sequence[int],
         deadline: Deadline,
+        farewell: Farewell | None = None,
     ) -> None:
-        """Run ``block``, which needs ``peers``, until ``deadline``.
+        """Run ``block``, which needs ``peers``, until ``deadline``; ``farewell`` is as for
+        `Boundary.wait`.
 
         Raises:
             GroupTimeoutError: it took too long.
             Exception: the group failed meanwhile, or could not be looked at.
             RuntimeError: what ``block`` raises else.
         """
-        shift = _Shift(operation, peers, deadline)
+        shift = _Shift(operation, peers, deadline, farewell)
         with self._lock:
             self._shift = shift
             if self._thread is None:
@@ -124,6 +133,7 @@ class Guard:
                 shift.peers,
                 poll=_TICK,
                 spin=0,
+                farewell=shift.farewell,
             )
         except Exception as error:  # noqa: BLE001 - a call that is not watched over may hang
             shift.error = error.with_traceback(None)  # whose frames hold the shift

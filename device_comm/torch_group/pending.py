@@ -15,6 +15,7 @@ Facts about gloo that shape this file (torch 2.11 to 2.13):
 from __future__ import annotations
 
 import contextlib
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from shm_broadcast.errors import (
     GroupTimeoutError,
     PeerLostError,
     TransportError,
+    has_closed,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +64,10 @@ _ALL_SENT = 2.0
 """The same for a peer that has left in good order: a busy machine keeps threads waiting so long."""
 
 
+_LOOK_SECONDS = 0.1
+"""What counts of the time between two looks whether a peer has closed the group, at most."""
+
+
 class Boundary:
     """Where errors of torch become errors of this project. One per communicator."""
 
@@ -78,10 +84,19 @@ class Boundary:
         *,
         poll: float | None = None,
         spin: float = DEFAULT_SPIN_SECONDS,
+        farewell: Farewell | None = None,
     ) -> None:
-        """As the watch's. A peer that has gone may have done its part, which still arrives."""
+        """As the watch's. A peer that has gone may have done its part, which still arrives.
+
+        ``farewell`` is that of the only one of ``peers``, where it is waited for in a message.
+        """
+        done = ready if farewell is None else lambda: ready() or farewell.is_over()
         try:
-            self.watch.wait(ready, deadline, operation, lambda: peers, poll=poll, spin=spin)
+            self.watch.wait(done, deadline, operation, lambda: peers, poll=poll, spin=spin)
+            if farewell is not None and not ready():
+                error = has_closed(operation, self.watch.member_status(peers[0]).rank)
+                self.watch.abort(error, peers[0])
+                raise error
         except PeerLostError as lost:
             at_most = _ALL_SENT if lost.peer.state == "closed" else _ON_ITS_WAY
             arrives = Deadline.after(deadline.remaining(at_most=at_most))
@@ -116,6 +131,29 @@ class Boundary:
         except CoordinatorError as cause:
             return cause
         return TransportError(operation, said, peers[0] if len(peers) == 1 else None)
+
+
+class Farewell:
+    """Whether the other end of one message has closed the group, and what it sent before is here.
+
+    Counted is only time in which this process looked: one that was stopped has received nothing.
+    """
+
+    def __init__(self, has_closed: Callable[[int], bool], peer: int) -> None:
+        """Of member ``peer``; ``has_closed`` says whether a member has closed the group."""
+        self._has_closed = has_closed
+        self._peer = peer
+        self._looked_at = 0.0
+        self._seen = 0.0
+
+    def is_over(self) -> bool:
+        """Whether nothing will come any more."""
+        if not self._has_closed(self._peer):
+            return False
+        now = time.monotonic()
+        self._seen += min(now - self._looked_at, _LOOK_SECONDS) if self._looked_at else 0.0
+        self._looked_at = now
+        return self._seen > _ALL_SENT
 
 
 class CollectivePending:
@@ -197,8 +235,16 @@ class StreamPending:
 class TransferPending:
     """A send or a receive in the background, waited for on a helper thread."""
 
-    def __init__(self, job: Job, operation: str, peers: Sequence[int], boundary: Boundary) -> None:
+    def __init__(
+        self,
+        job: Job,
+        operation: str,
+        peers: Sequence[int],
+        boundary: Boundary,
+        farewell: Farewell | None = None,
+    ) -> None:
         """Follow ``job``, which concerns the one member in ``peers``."""
+        self._farewell = farewell
         self._job = job
         self._operation = operation
         self._peers = peers
@@ -211,7 +257,14 @@ class TransferPending:
     def wait(self, deadline: Deadline) -> None:
         """Wait for the helper, in a way that ends."""
         # no spinning: the helper needs the interpreter
-        self._boundary.wait(lambda: self._job.done, deadline, self._operation, self._peers, spin=0)
+        self._boundary.wait(
+            lambda: self._job.done,
+            deadline,
+            self._operation,
+            self._peers,
+            spin=0,
+            farewell=self._farewell,
+        )
         error = self._job.error
         if isinstance(error, CoordinatorError):
             raise error
@@ -245,7 +298,8 @@ class Connections:
         if group.name() != "gloo":
             group.abort()
             return
-        peer = (group.rank() + 1) % group.size()
-        with contextlib.suppress(RuntimeError):
-            never = group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT)
-            never.wait(timedelta(milliseconds=1))
+        # The first one that is not broken yet breaks them all.
+        for peer in set(range(group.size())) - {group.rank()}:
+            with contextlib.suppress(RuntimeError):
+                never = group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT)
+                never.wait(timedelta(milliseconds=1))

@@ -23,6 +23,7 @@ from device_comm.torch_group.pending import (
     Boundary,
     CollectivePending,
     Connections,
+    Farewell,
     StreamPending,
     TransferPending,
     wait_to_the_end,
@@ -62,6 +63,7 @@ class TorchBackend(Backend):
         members: Sequence[int] | None = None,
         name: str = "group",
         timeout: float | None = 60.0,
+        has_closed: Callable[[int], bool] | None = None,
     ) -> None:
         """Wrap ``process_group``. Collective: no.
 
@@ -73,6 +75,7 @@ class TorchBackend(Backend):
             name: the group's name, for errors and status.
             timeout: seconds that a call allows unless it says otherwise; None: for ever.
                 torch's own timeout of the group ends an operation too, if it is shorter.
+            has_closed: whether a member has closed the group; None: it is not known.
         """
         backend = process_group._get_backend(torch.device(device)).name()
         super().__init__(
@@ -93,6 +96,7 @@ class TorchBackend(Backend):
             ),
         )
         self._group = process_group
+        self._has_closed = has_closed
         self._boundary = Boundary(self.watch)
         self._arrivals = Arrivals(self.watch, name, self.members, self.rank)
         self._connections = Connections(process_group)
@@ -259,10 +263,11 @@ class TorchBackend(Backend):
             return StreamPending(work, None)
         if operation.background:
             job = self._helpers.start(work.wait, _bell(self.watch))
-            return TransferPending(job, name, peers, self._boundary)
+            return TransferPending(job, name, peers, self._boundary, self._farewell(peer))
         deadline = operation.deadline
         try:
-            self._guard.call(lambda: wait_to_the_end(work), name, peers, deadline)
+            farewell = self._farewell(peer)
+            self._guard.call(lambda: wait_to_the_end(work), name, peers, deadline, farewell)
         except RuntimeError as error:
             raise self._boundary.translate(error, name, peers, deadline) from error
         return None
@@ -288,11 +293,15 @@ class TorchBackend(Backend):
 
         job = self._series[peer] = self._helpers.start(receive_all, _bell(self.watch))
         peers = (self.members[peer],)
-        pending = TransferPending(job, operation.name, peers, self._boundary)
+        farewell = self._farewell(peer)
+        pending = TransferPending(job, operation.name, peers, self._boundary, farewell)
         if operation.background:
             return pending
         pending.wait(operation.deadline)
         return None
+
+    def _farewell(self, peer: int) -> Farewell | None:
+        return self._has_closed and Farewell(self._has_closed, self.members[peer])
 
     def _issue(
         self, operation: Operation, issue: Callable[[], dist.Work], peers: Sequence[int]

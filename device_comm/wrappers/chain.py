@@ -78,6 +78,15 @@ class Chain:
         self.count = count
         return digest
 
+    @property
+    def last(self) -> bytes:
+        """The signature of the last one; ``b""`` if there was none."""
+        return self._called[self.count & _WITHIN]
+
+    def is_ahead_of(self, count: int) -> bool:
+        """Whether there were more than ``count``, modulo 2**32, of another rank."""
+        return 0 < (self.count - count) & _U32 < 1 << 31
+
     def digest(self, number: int) -> int | None:
         """The digest of the first ``number`` collectives; None: of more, or too long ago."""
         found = self._digests[number & _WITHIN]

@@ -10,6 +10,9 @@ then; `device_comm.wrappers.checked` compares before.
 
 Messages between two members, and operations captured into a CUDA graph or replayed, are not
 compared.
+
+A member that closes the group says so on the board. A member in a collective that the other one had
+not begun by then would wait in vain; it raises `GroupClosedError`.
 """
 
 from __future__ import annotations
@@ -29,8 +32,13 @@ from device_comm.shm.signature import SIGNATURE, signature_of, signature_text
 from device_comm.wrappers.chain import Chain, first_difference
 from device_comm.wrappers.wrapper import Wrapper
 from shm_broadcast.board.fixed_text import text_of
-from shm_broadcast.errors import DivergenceError
-from shm_broadcast.layout import DTYPE_NAMES, ENTRY_GROUP_BYTES, TALLY_LAST_BYTES
+from shm_broadcast.errors import DivergenceError, has_closed
+from shm_broadcast.layout import (
+    DTYPE_NAMES,
+    ENTRY_GROUP_BYTES,
+    TALLY_CLOSED,
+    TALLY_LAST_BYTES,
+)
 
 if TYPE_CHECKING:
     from device_comm.backend import Backend
@@ -39,17 +47,30 @@ if TYPE_CHECKING:
     from device_comm.wrappers.chain import Slip
     from shm_broadcast.board.board import Board
     from shm_broadcast.board.history import PastOperation
+    from shm_broadcast.board.tallies import Tally
+    from shm_broadcast.errors import GroupClosedError
 
-LOOK_SECONDS: Final = 0.25
+LOOK_SECONDS: Final = 0.1
 """How often to compare."""
 
 _MEANING: Final = repr((VERBS, DTYPE_NAMES, [op.name for op in ReduceOp], SIGNATURE.format))
 """What signatures mean: members of versions that differ in it do not compare."""
 
 
+def number_of(token: bytes) -> int:
+    """By which the members of a group know it.
+
+    Args:
+        token: the same on all members, and on no other group's of any member.
+    """
+    name = blake2b(token + _MEANING.encode(), digest_size=8).digest()
+    return int.from_bytes(name, "little") & ~TALLY_CLOSED or 1
+
+
 class LateBackend(Wrapper):
     """Raises `DivergenceError`, or aborts the group with it, when members have called different
-    collectives.
+    collectives, which is left to a backend that detects it itself; and `GroupClosedError` when one
+    has closed the group before a collective.
     """
 
     def __init__(self, inner: Backend, board: Board, token: bytes) -> None:
@@ -62,8 +83,8 @@ class LateBackend(Wrapper):
         """
         has = replace(inner.capabilities, detects_divergence=True)
         super().__init__(inner, capabilities=has)
-        name = blake2b(token + _MEANING.encode(), digest_size=8).digest()
-        self._group = int.from_bytes(name, "little")
+        self._group = number_of(token)
+        self._compares = not inner.capabilities.detects_divergence
         self._board = board
         self._chain = Chain(self.world_size)
         self._tell, self._entry = board.tallies.tell, board.tallies.take(self._group)
@@ -78,6 +99,7 @@ class LateBackend(Wrapper):
 
         Raises:
             DivergenceError: names the first member that has called something else before.
+            GroupClosedError: names the first that has closed the group before this; it is aborted.
         """
         if operation.verb not in ("send", "recv") and not (self._on_device and _is_captured()):
             signature, chain = signature_of(operation), self._chain
@@ -91,25 +113,37 @@ class LateBackend(Wrapper):
         return None if operation.moves_nothing else self._inner.start(operation)
 
     def look(self) -> None:
-        """Compare if it is time to; abort the group if members have called different collectives.
+        """Compare if it is time to; abort the group if members have called different collectives,
+        or one has closed it before one.
 
         Any thread may call. Collective: no.
         """
         if time.monotonic() >= self._compare_at and (error := self._compare()) is not None:
             self.fail(error)
 
-    def _compare(self) -> DivergenceError | None:
+    def _compare(self) -> DivergenceError | GroupClosedError | None:
         self._compare_at = time.monotonic() + LOOK_SECONDS
         for rank, member in enumerate(self.members):
             tallies = () if rank == self.rank else self._board.tallies.of(member)
             for told in tallies:
-                slip = self._chain.compare(rank, told) if told.group == self._group else None
-                if slip is not None:
+                error = self._judge(rank, told) if told.group == self._group else None
+                if error is not None:
                     self._compare_at = math.inf  # once is enough
-                    return self._error(rank, slip)
+                    return error
         return None
 
-    def _error(self, rank: int, slip: Slip) -> DivergenceError:
+    def _judge(self, rank: int, told: Tally) -> DivergenceError | GroupClosedError | None:
+        slip = self._chain.compare(rank, told) if self._compares else None
+        if slip is not None:
+            return self._divergence(rank, slip)
+        if not (told.closed and self._chain.is_ahead_of(told.count)):
+            return None
+        member, verb = self.members[rank], signature_text(self._chain.last).partition(" ")[0]
+        error = has_closed(self.identity.operation(verb), self._board.ranks[member])
+        self._board.abort(error, member)
+        return error
+
+    def _divergence(self, rank: int, slip: Slip) -> DivergenceError:
         ours, theirs = signature_text(slip.ours), "another collective"
         where = f"collective {slip.last} of {self.name}"
         if slip.theirs:
@@ -133,7 +167,9 @@ class LateBackend(Wrapper):
     def _leave(self) -> None:
         self._board.tallies.comparing.remove(self.look)
         if self._entry and not self._board.closed:
-            self._board.tallies.drop(self._entry)
+            self._board.tallies.close(self._entry)
+            for member in self.peers:
+                self._board.ring(member)
 
 
 def _is_captured() -> bool:

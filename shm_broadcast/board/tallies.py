@@ -1,8 +1,10 @@
 """The count and checksum of each member's collectives in a group, for the others to compare.
 
-While a group is open, and if its transport compares nothing itself, it has an entry for its tally:
-see `device_comm.wrappers.late`. `shm_broadcast.layout` has an entry's layout; boards without
-histories have no tallies. Those of members on other hosts come with their beats (`Elsewhere`).
+While a group is open, it has an entry for its tally: see `device_comm.wrappers.late`. When it is
+closed, the entry says so, and keeps count and checksum until another group takes it; the entry that
+has been free for longest is taken first. `shm_broadcast.layout` has an entry's layout; boards
+without histories have no tallies. Those of members on other hosts come with their beats
+(`Elsewhere`).
 
 Guarantees: count and digest belong together, and to that group: they are one word, and the entry's
 owner is checked before and after reading it. `Tally.last` may be torn: its user has to verify it.
@@ -31,12 +33,14 @@ class Tally(msgspec.Struct, array_like=True, frozen=True):
         count: how many there were, modulo 2**32.
         digest: a checksum of all of them, 32 bits.
         last: what the last one was, without zeros at its end; maybe of another one, or torn.
+        closed: whether the member has closed the group: there will be no more.
     """
 
     group: int
     count: int
     digest: int
     last: bytes
+    closed: bool = False
 
 
 class Tallies:
@@ -75,7 +79,7 @@ class Tallies:
             self._words.write(entry, bytes(layout.TALLY_STRIDE))
 
     def take(self, group: int) -> int:
-        """An entry for this member's tally of ``group``, until `drop`; 0 if all are in use."""
+        """An entry for this member's tally of ``group``, until `close`; 0 if all are in use."""
         try:
             entry = self._free.popleft()
         except IndexError:
@@ -96,10 +100,15 @@ class Tallies:
             self._words.write(entry + layout.TALLY_LAST, last)
         self._words.store64(entry + layout.TALLY_WORD, (count & 0xFFFFFFFF) << 32 | digest)
 
-    def drop(self, entry: int) -> None:
-        """Give back what `take` gave."""
-        self._words.store64(entry + layout.TALLY_GROUP, 0)
+    def close(self, entry: int) -> None:
+        """Say that this member has closed the group, and give back what `take` gave."""
+        group = self._words.load64(entry + layout.TALLY_GROUP)
+        self._words.store64(entry + layout.TALLY_GROUP, group | layout.TALLY_CLOSED)
         self._free.append(entry)
+
+    def closed(self, group: int, member: int) -> bool:
+        """Whether a member has closed ``group``, as far as it is known."""
+        return any(each.closed for each in self.of(member) if each.group == group)
 
     def of(self, member: int) -> Sequence[Tally]:
         """The tallies of a member, as last heard if it is on another host."""
@@ -114,14 +123,16 @@ class Tallies:
     def _here(self, member: int) -> list[Tally]:
         words, found = self._words, []
         for entry in self._entries(member):
-            group = words.load64(entry + layout.TALLY_GROUP)
-            if not group:
+            said = words.load64(entry + layout.TALLY_GROUP)
+            if not said:
                 continue
             word = words.load64(entry + layout.TALLY_WORD)
             begin = entry + layout.TALLY_LAST
             last = bytes(self._memory.memory[begin : begin + layout.TALLY_LAST_BYTES])
-            if word and words.load64(entry + layout.TALLY_GROUP) == group:
-                found.append(Tally(group, word >> 32, word & 0xFFFFFFFF, last.rstrip(b"\0")))
+            group, closed = said & ~layout.TALLY_CLOSED, said >= layout.TALLY_CLOSED
+            if (word or closed) and words.load64(entry + layout.TALLY_GROUP) == said:
+                count, digest = word >> 32, word & 0xFFFFFFFF
+                found.append(Tally(group, count, digest, last.rstrip(b"\0"), closed))
         return found
 
     def _entries(self, member: int) -> range:

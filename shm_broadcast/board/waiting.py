@@ -216,20 +216,26 @@ class Waiter(Slots):
             self._members.leave(self.member)
 
     def _check_for(self, operation: str, peers: Callable[[], Iterable[int]]) -> None:
-        """As `check`; whoever waits for the member whose loss is the reason is told just that."""
+        """As `check`; whoever waits for the member whose loss is the reason, or that has closed its
+        end, is told just that.
+        """
         try:
             self.check(operation)
         except GroupAbortedError as aborted:
-            lost = self._lost_to(aborted.failure, peers())
-            if lost is None:
-                raise
-            raise PeerLostError(aborted.operation, lost) from None
+            failure = aborted.failure
+            if self.ranks.index(failure.culprit) in peers():
+                if failure.kind == GroupClosedError.__name__:
+                    raise GroupClosedError(str(aborted), failure.culprit) from None
+                lost = self._lost_to(failure)
+                if lost is not None:
+                    raise PeerLostError(aborted.operation, lost) from None
+            raise
 
-    def _lost_to(self, failure: Failure, peers: Iterable[int]) -> MemberStatus | None:
-        """The status of the one of ``peers`` whose loss is what was reported."""
-        culprit = self.ranks.index(failure.culprit)
-        if failure.kind != PeerLostError.__name__ or culprit not in peers:
+    def _lost_to(self, failure: Failure) -> MemberStatus | None:
+        """The status of the member whose loss is what was reported, if that is it."""
+        if failure.kind != PeerLostError.__name__:
             return None
+        culprit = self.ranks.index(failure.culprit)
         self._members.elsewhere.blame(culprit)
         gone = self._members.first_gone([culprit])
         return None if gone is None else self.member_status(gone)

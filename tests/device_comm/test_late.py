@@ -12,7 +12,7 @@ import torch
 from device_comm import Backend, Capabilities, Communicator, Identity, Operation, ReduceOp
 from device_comm.wrappers import late
 from device_comm.wrappers.late import LateBackend
-from shm_broadcast import Board, Deadline, DivergenceError, GroupAbortedError
+from shm_broadcast import Board, Deadline, DivergenceError, GroupAbortedError, GroupClosedError
 from shm_broadcast.board.elsewhere import OneHost
 from tests.pages.blocks import block_of, without_numbers
 
@@ -141,19 +141,43 @@ def test_otherwise_it_is_said_between_which_it_was(group: Group) -> None:
     assert without_numbers(failure.message) in DOCUMENTED
 
 
-def test_comparing_is_due_four_times_a_second(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_comparing_is_due_ten_times_a_second(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(late, "time", SimpleNamespace(monotonic=lambda: now))
     group.all_reduce(times=2)
     group.comms[1].all_reduce(X.int())
     group.all_reduce(0)
-    now += 0.24
+    now += 0.09
     group.all_reduce(0)
     now += 0.02
     with pytest.raises(DivergenceError):
         group.all_reduce(0)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_who_has_closed_the_group_is_missed_in_the_next_collective_only(group: Group) -> None:
+    group.all_reduce(times=3)
+    group.comms[1].all_reduce(X)
+    group.comms[1].close()
+    group.all_reduce(0)
+    with pytest.raises(GroupClosedError) as caught:
+        group.all_reduce(0)
+    assert str(caught.value) == "tp all_reduce: rank 6 has closed the group"
+    assert caught.value.rank == 6
+    with pytest.raises(GroupAbortedError, match="rank 4 reported about rank 6: GroupClosedError"):
+        group.comms[2].barrier()
+
+
+@pytest.mark.usefixtures("when_told_to")
+def test_whoever_waits_for_who_has_closed_the_group_is_told(group: Group) -> None:
+    group.all_reduce(times=3)
+    group.comms[1].close()
+    have_look(group.comms[0])
+    assert group.boards[0].aborted is None
+    group.all_reduce(0)
+    have_look(group.comms[0])
+    with pytest.raises(GroupClosedError, match="rank 6 has closed the group"):
+        group.boards[0].wait(lambda: False, Deadline.after(30), "tp all_reduce", lambda: [1, 2])
 
 
 def test_whoever_waits_on_the_board_compares(group: Group) -> None:
@@ -181,16 +205,15 @@ def test_tensors_without_elements_count_and_messages_do_not(group: Group) -> Non
 
 
 @pytest.mark.usefixtures("at_once")
-def test_groups_are_not_compared_with_others_nor_with_those_that_are_closed() -> None:
+def test_groups_are_not_compared_with_others_and_closed_ones_do_not_compare() -> None:
     with ExitStack() as stack:
         group = Group(stack, (b"one", b"one", b"another"))
         group.comms[2].barrier()
         group.all_reduce(0, 1)
-        group.comms[1].barrier()
         group.comms[1].close()
-        group.all_reduce(0)
         assert not group.boards[1].tallies.comparing
-        assert [len(group.boards[0].tallies.of(member)) for member in range(3)] == [1, 0, 1]
+        told = [group.boards[0].tallies.of(member) for member in range(3)]
+        assert [[each.closed for each in of] for of in told] == [[False], [True], [False]]
 
 
 def test_a_group_outlives_its_board() -> None:

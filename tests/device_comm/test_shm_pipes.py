@@ -247,12 +247,44 @@ def test_a_sender_that_closes(pipes: list[PeerPipes]) -> None:
     receiving = receive(pipes, out, "tp recv")
     assert send(pipes, torch.ones(3)).advance(0)
     assert receiving.ready()
+    pipes[0].attendance.leave()
     pipes[0].close()
     assert receiving.advance(0), "what was sent can be received"
     again = receive(pipes, out, "tp recv")
     assert again.ready()
-    with pytest.raises(GroupClosedError, match="tp recv: rank 0 has closed"):
+    with pytest.raises(GroupClosedError, match="tp recv: rank 0 has closed the group") as caught:
         again.advance(0)
+    assert caught.value.rank == 0
+
+
+def test_a_sender_that_closes_before_it_has_sent(pipes: list[PeerPipes]) -> None:
+    receiving = receive(pipes, torch.zeros(3))
+    assert not receiving.advance(0)
+    pipes[0].attendance.leave()
+    assert receiving.ready()
+    with pytest.raises(GroupClosedError, match="recv: rank 0 has closed the group"):
+        receiving.advance(0)
+
+
+def test_a_sender_that_closes_before_its_pipe_is_found(pipes: list[PeerPipes]) -> None:
+    assert send(pipes, torch.ones(3)).advance(0)
+    pipes[0].attendance.leave()
+    pipes[0].close()
+    receiving = receive(pipes, torch.zeros(3))
+    assert receiving.ready()
+    with pytest.raises(GroupClosedError, match="recv: rank 0 has closed the group"):
+        receiving.advance(0)
+
+
+def test_a_receiver_that_closes(pipes: list[PeerPipes]) -> None:
+    while (sending := send(pipes, torch.ones(0))).advance(0):
+        pass
+    assert not sending.ready()
+    pipes[1].attendance.leave()
+    assert sending.ready()
+    with pytest.raises(GroupClosedError, match="send: rank 1 has closed the group"):
+        sending.advance(0)
+    assert not pipes[0].undelivered()
 
 
 def test_spills_are_used_again_and_bounded() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_comm import ReduceOp
+from device_comm.shm.attendance import Attendance
 from device_comm.shm.collectives.collective import Collective
 from device_comm.shm.collectives.planned import Plans
 from device_comm.shm.signature import sign
@@ -31,7 +32,12 @@ def run(native: tuple[bool, bool], plans: Callable[[Plans, int], Iterator[SlotPl
     """Carry out what each rank plans, one small step at a time."""
     ends = Ends(native)
     tasks = [
-        Collective(ends.steps[rank], range(N), "test", plans(Plans(rank, N, ends.whole), rank))
+        Collective(
+            ends.steps[rank],
+            Attendance(ends.board, range(N), rank, ends.segment, ends.group),
+            "test",
+            plans(Plans(rank, N, ends.whole), rank),
+        )
         for rank in range(N)
     ]
     done = [False] * N

@@ -19,16 +19,25 @@ def entries_of(board: Board, n: int) -> list[int]:
 def test_what_a_member_tells_the_others_read() -> None:
     with Board.create(3, 0) as board, Board.attach(board.handle(), 2) as other:
         assert [list(board.tallies.of(member)) for member in range(3)] == [[], [], []]
-        entry = other.tallies.take((1 << 64) - 1)
+        entry = other.tallies.take((1 << 63) - 1)
         assert list(board.tallies.of(2)) == []  # it has called nothing yet
         other.tallies.tell(entry, 5, 0xFFFFFFFF, LAST)
-        expected = Tally((1 << 64) - 1, 5, 0xFFFFFFFF, b"the last one")
+        expected = Tally((1 << 63) - 1, 5, 0xFFFFFFFF, b"the last one")
         assert list(board.tallies.of(2)) == list(other.tallies.of(2)) == [expected]
         other.tallies.tell(entry, (1 << 32) + 6, 0, None)
-        assert list(board.tallies.of(2)) == [Tally((1 << 64) - 1, 6, 0, b"the last one")]
+        assert list(board.tallies.of(2)) == [Tally((1 << 63) - 1, 6, 0, b"the last one")]
         assert list(board.tallies.of(1)) == []
-        other.tallies.drop(entry)
-        assert list(board.tallies.of(2)) == []
+        assert not board.tallies.closed((1 << 63) - 1, 2)
+        other.tallies.close(entry)
+        assert list(board.tallies.of(2)) == [Tally((1 << 63) - 1, 6, 0, b"the last one", True)]
+        assert board.tallies.closed((1 << 63) - 1, 2)
+        assert not board.tallies.closed(1, 2)
+
+
+def test_a_group_without_a_collective_is_closed_as_well() -> None:
+    with Board.create(1, 0) as board:
+        board.tallies.close(board.tallies.take(7))
+        assert list(board.tallies.of(0)) == [Tally(7, 0, 0, b"", True)]
 
 
 def test_there_is_room_for_so_many_and_what_is_given_back_is_used_again_last() -> None:
@@ -39,12 +48,11 @@ def test_there_is_room_for_so_many_and_what_is_given_back_is_used_again_last() -
         for entry in entries:
             board.tallies.tell(entry, 1, 1, LAST)
         for entry in entries[:2]:
-            board.tallies.drop(entry)
+            board.tallies.close(entry)
         assert board.tallies.take(98) == entries[0]
-        # Nothing is left of the group that had it.
-        assert sorted(each.group for each in board.tallies.of(0)) == list(
-            range(3, layout.TALLIES + 1)
-        )
+        # Nothing is left of the group that had it; that the other one was closed is known still.
+        told = sorted((each.group, each.closed) for each in board.tallies.of(0))
+        assert told == [(2, True), *((group, False) for group in range(3, layout.TALLIES + 1))]
 
 
 def test_who_takes_a_slot_over_finds_no_tally_in_it() -> None:

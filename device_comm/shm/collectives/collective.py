@@ -10,8 +10,9 @@ from device_comm.shm.signature import signature_text
 from shm_broadcast.errors import DivergenceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
+    from device_comm.shm.attendance import Attendance
     from device_comm.shm.collectives.slot_plan import SlotPlan
     from device_comm.shm.collectives.steps import Steps
 
@@ -22,7 +23,7 @@ class Collective:
     def __init__(
         self,
         steps: Steps,
-        members: Sequence[int],
+        attendance: Attendance,
         operation: str,
         plans: Iterator[SlotPlan],
         keep: object = None,
@@ -33,7 +34,7 @@ class Collective:
 
         Args:
             steps: nobody else uses them until this is done.
-            members: the board's member number of each rank.
+            attendance: says which ranks have closed the group.
             operation: what this is, for messages.
             plans: one or more.
             keep: the tensors whose memory is used.
@@ -41,7 +42,7 @@ class Collective:
         """
         self.operation = operation
         self._steps = steps
-        self._members = members
+        self._attendance = attendance
         self._plans = plans
         self._keep = keep
         self._begun = begun
@@ -52,6 +53,7 @@ class Collective:
 
         Raises:
             DivergenceError: another rank is in another operation.
+            GroupClosedError: a rank that is needed has closed the group, which is aborted.
         """
         while True:
             if not self._begun:
@@ -61,6 +63,8 @@ class Collective:
                 self._steps.begin(plan, self._call)
                 self._begun = True
             status = self._steps.advance(spin_ns)
+            if status == Status.BLOCKED and self._attendance.anyone_left:
+                status = self._advance_without_those_that_left()
             if status == Status.BLOCKED:
                 return False
             if status == Status.DIVERGED:
@@ -69,16 +73,31 @@ class Collective:
 
     def ready(self) -> bool:
         """Whether `advance` would get further."""
-        return not self._begun or self._steps.ready()
+        return not self._begun or self._steps.ready() or self._lacks_one()
 
     def missing(self) -> list[int]:
         """The members that have not arrived."""
-        return [self._members[rank] for rank in self._steps.missing()] if self._begun else []
+        members = self._attendance.members
+        return [members[rank] for rank in self._steps.missing()] if self._begun else []
 
     def check_divergence(self) -> None:
         """Raise `DivergenceError` if a rank has arrived in another operation."""
         if self._begun and self._steps.divergent() is not None:
             self._raise_divergence()
+
+    def _lacks_one(self) -> bool:
+        attendance = self._attendance
+        return attendance.anyone_left and any(map(attendance.has_left, self._steps.missing()))
+
+    def _advance_without_those_that_left(self) -> int:
+        """Look once more for what they did before they left."""
+        left = self._attendance.left()
+        status = self._steps.advance(0)
+        if status == Status.BLOCKED:
+            for rank in self._steps.missing():
+                if rank in left:
+                    raise self._attendance.end(self.operation, rank)
+        return status
 
     def _raise_divergence(self) -> None:
         found = self._steps.divergent()

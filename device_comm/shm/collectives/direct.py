@@ -119,8 +119,8 @@ class DirectCalls:
     def _finish(self, verb: str, timeout: float | Deadline | None) -> Any:
         """Wait for the call that is blocked in the extension, and return its result."""
         operation = self._operation(verb, timeout)
-        members = self._identity.members
-        task = Collective(self._native, members, operation.name, iter(()), begun=True)
+        attendance = self._pipes.attendance
+        task = Collective(self._native, attendance, operation.name, iter(()), begun=True)
         self._execution.perform(self._collectives, task, operation)
         return self._native.finish()
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Final
 
+from device_comm.shm.attendance import Attendance
 from device_comm.shm.layout import PIPE_HANDLE, PIPE_OPEN, GroupLayout
 from device_comm.shm.pipes.pipe import (
-    CLOSED,
     HEADER_BYTES,
     PIECE_BYTES,
     POSTED,
@@ -52,6 +52,7 @@ class PeerPipes:
         group: the segment of the group.
         layout: the layout of that segment.
         make_mover: makes what moves bytes through a pipe's segment, for the rank at its other end.
+        attendance: says which ranks have closed the group.
         spills: where this rank puts what does not fit into its pipes.
         outgoing: the ends of the pipes to ranks, as far as they were made.
         coming: the ends of the pipes from ranks, likewise.
@@ -72,6 +73,7 @@ class PeerPipes:
         self.group = group
         self.layout = layout
         self.make_mover = make_mover
+        self.attendance = Attendance(board, members, rank, group, layout)
         self.spills = SpillPool()
         self.outgoing: dict[int, SendingEnd] = {}
         self.coming: dict[int, ReceivingEnd] = {}
@@ -100,8 +102,9 @@ class PeerPipes:
         return size > SMALL_BYTES and spills and self.spills.allow(size)
 
     def undelivered(self) -> list[int]:
-        """The ranks that have not received all that was sent to them."""
-        return [rank for rank, end in self.outgoing.items() if not end.empty]
+        """The ranks that have not received all that was sent to them, and still may."""
+        has_left = self.attendance.has_left
+        return [rank for rank, end in self.outgoing.items() if not end.empty and not has_left(rank)]
 
     def close(self) -> None:
         """Close all pipes and spills."""
@@ -153,9 +156,7 @@ class SendingEnd:
         self._board.ring(self._member)
 
     def close(self) -> None:
-        """Tell the receiver that no more chunks will come, and close the pipe."""
-        self._words.store32(CLOSED, 1)
-        self._board.ring(self._member)
+        """Close the pipe."""
         self._segment.close()
 
 
@@ -171,6 +172,7 @@ class ReceivingEnd:
     def __init__(self, pipes: PeerPipes, peer: int) -> None:
         """Look for the pipe when asked. Collective: no."""
         self._group, self._board, self._member = pipes.group, pipes.board, pipes.members[peer]
+        self._attendance = pipes.attendance
         self._make_mover, self._peer = pipes.make_mover, peer
         self._place = pipes.layout.pipe(peer, pipes.rank)
         self._segment: Segment | None = None
@@ -185,8 +187,7 @@ class ReceivingEnd:
 
     def readable(self) -> bool:
         """Whether a chunk has come, or none will come any more."""
-        segment = self._find()
-        return segment is not None and (segment.words.load32(CLOSED) != 0 or has_chunk(segment))
+        return self._attendance.has_left(self._peer) or self._has_chunk()
 
     def peek(self) -> Chunk | None:
         """The next chunk, left in the pipe; None if there is none."""
@@ -196,8 +197,7 @@ class ReceivingEnd:
     @property
     def ended(self) -> bool:
         """Whether nothing will come any more."""
-        segment = self._segment
-        return segment is not None and segment.words.load32(CLOSED) != 0 and not has_chunk(segment)
+        return self._attendance.has_left(self._peer) and not self._has_chunk()
 
     def take(self, chunk: Chunk) -> None:
         """Give the room of the next chunk back, which is ``chunk``."""
@@ -216,6 +216,10 @@ class ReceivingEnd:
         if self._segment is not None:
             self._segment.close()
         self._spills.close()
+
+    def _has_chunk(self) -> bool:
+        segment = self._find()
+        return segment is not None and has_chunk(segment)
 
     def _find(self) -> Segment | None:
         group = self._group

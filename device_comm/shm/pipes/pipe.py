@@ -2,9 +2,9 @@
 
 A pipe is a segment of its own (`device_comm.shm.pipes.peer_pipes` makes and finds it)::
 
-    64   | posted u64: bytes of chunks written, by the sender | closed u32: no more will be |
-    128  | taken u64: bytes of chunks read, by the receiver                                 |
-    192  | ring of RING_BYTES: chunks in a row                                              |
+    64   | posted u64: bytes of chunks written, by the sender |
+    128  | taken u64: bytes of chunks read, by the receiver   |
+    192  | ring of RING_BYTES: chunks in a row                |
 
     Chunk, at a multiple of 64; where the ring ends, its data goes on at the beginning
      0   | kind u8 | dtype u8 | kept u8 | - | fd u32 | total u64 | offset u64 | used u64 |
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     """Makes what moves bytes through a pipe, from its segment and the rank at the other end."""
 
 POSTED: Final = 64
-CLOSED: Final = 72
 TAKEN: Final = 128
 RING: Final = 192
 RING_BYTES: Final = 1 << 20

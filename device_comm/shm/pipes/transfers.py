@@ -13,7 +13,7 @@ from device_comm.call_number import call_number, naming_call
 from device_comm.shm.memory import copy_bytes
 from device_comm.shm.pipes.pipe import HEADER_BYTES, INSIDE, SMALL_BYTES, SPILL, Chunk
 from device_comm.shm.signature import DTYPE_CODES
-from shm_broadcast.errors import DivergenceError, GroupClosedError, PeerLostError, SharedMemoryError
+from shm_broadcast.errors import DivergenceError, PeerLostError, SharedMemoryError
 from shm_broadcast.segment import may_pass
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class SendTask:
         """Send ``tensor``, contiguous, to rank ``peer``, from byte ``sent`` on."""
         self.operation = operation
         self._end = pipes.to(peer)
+        self._attendance = pipes.attendance
+        self._peer = peer
         self._spills = pipes.spills
         self._tensor = tensor
         self._address = tensor.data_ptr()
@@ -49,9 +51,13 @@ class SendTask:
         self._ahead = False
 
     def advance(self, spin_ns: int) -> bool:
-        """Send what there is room for; whether all is sent."""
+        """Send what there is room for; whether all is sent.
+
+        Raises:
+            GroupClosedError: there is no room, and the receiver has closed the group.
+        """
         if not self._total:
-            return self._send_empty()
+            return self._send_empty() or self._waits()
         patience, spare = PATIENCE_NS if self._left > SMALL_BYTES else spin_ns, 0
         while True:
             self._sent = self._end.mover.push(
@@ -65,11 +71,12 @@ class SendTask:
                 self._post(spill)
                 patience, spare = 0, 0 if spill.kept else 2 * spill.room
             elif not self._end.takes_inside(self._left):
-                return False
+                return self._waits()
 
     def ready(self) -> bool:
-        """Whether more of the tensor can be sent now."""
-        return self._end.takes_inside(self._left) or self._may_spill()
+        """Whether more of the tensor can be sent now, or it never can."""
+        room = self._end.takes_inside(self._left) or self._may_spill()
+        return room or self._attendance.has_left(self._peer)
 
     def missing(self) -> tuple[int, ...]:
         """The receiver's member number."""
@@ -78,6 +85,12 @@ class SendTask:
     @property
     def _left(self) -> int:
         return self._total - self._sent
+
+    def _waits(self) -> bool:
+        """False: it has to wait for room, which the receiver may still make."""
+        if self._attendance.has_left(self._peer):
+            raise self._attendance.error(self.operation, self._peer)
+        return False
 
     def _send_empty(self) -> bool:
         """Say that a tensor without elements comes, if there is room; whether it was said."""
@@ -127,6 +140,7 @@ class ReceiveTask:
         self.operation = operation
         self._board = pipes.board
         self._end = pipes.from_(peer)
+        self._attendance = pipes.attendance
         self._peer = peer
         self._member = pipes.members[peer]
         self._call = call_number()
@@ -143,7 +157,7 @@ class ReceiveTask:
 
         Raises:
             DivergenceError: the sender sent another dtype or size, or in another call.
-            GroupClosedError: the sender has closed its communicator.
+            GroupClosedError: the sender has closed the group.
             PeerLostError: the sender ended before what it has sent could be found.
             SharedMemoryError: this process has no descriptor left to map that.
         """
@@ -155,8 +169,7 @@ class ReceiveTask:
                 if chunk is None:
                     if not self._end.ended:
                         return False
-                    self._board.check(self.operation)  # why it has, if the group was aborted
-                    raise GroupClosedError(f"{self.operation}: rank {self._peer} has closed")
+                    raise self._attendance.error(self.operation, self._peer)
                 self._check(chunk)
                 if chunk.kind == SPILL:
                     self._take_from_spill(chunk)
@@ -166,6 +179,8 @@ class ReceiveTask:
         except SharedMemoryError as error:
             if may_pass(error):
                 raise
+            if self._attendance.has_left(self._peer):
+                raise self._attendance.error(self.operation, self._peer) from error
             raise PeerLostError(self.operation, self._board.member_status(self._member)) from error
         return True
 

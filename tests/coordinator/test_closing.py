@@ -1,0 +1,252 @@
+"""Who closes one group, and stays: those that need it there learn it at once, and nobody else."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from contextlib import contextmanager
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed import FileStore
+
+import coordinator
+from shm_broadcast import GroupAbortedError, GroupClosedError
+from tests.coordinator.hosts import beside, groups_over, note, since
+from tests.netns import two_hosts, unavailable
+from tests.patience import failure_of, quickest
+from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from coordinator import GroupCoordinator, ParallelGroups
+    from shm_broadcast import CoordinatorError
+    from tests.netns import Host
+
+_UNAVAILABLE = unavailable()
+PLACES = {
+    "shared memory": {},
+    "torch": {"torch_only": True},
+    "checked": {"torch_only": True, "checked": True},
+    "two hosts": {},
+}
+needs_hosts = pytest.mark.skipif(_UNAVAILABLE is not None, reason=str(_UNAVAILABLE))
+EVERYWHERE = pytest.mark.parametrize(
+    "place", [pytest.param(each, marks=needs_hosts if "hosts" in each else ()) for each in PLACES]
+)
+WITHIN = {"shared memory": 0.3, "torch": 0.6, "checked": 0.6, "two hosts": 1.2}
+"""Seconds in which a collective ends."""
+
+MESSAGE_WITHIN = 3.0
+"""The same of a message over torch's groups, which may be on its way."""
+
+GONE = 1
+X = torch.ones(4)
+LARGE = torch.ones(8 << 20)
+
+COLLECTIVES: dict[str, Callable[[GroupCoordinator], object]] = {
+    "barrier": lambda tp: tp.barrier(),
+    "all_reduce": lambda tp: tp.all_reduce(X),
+    "later": lambda tp: tp.all_reduce(X, async_op=True).wait(),
+    "large": lambda tp: tp.all_reduce(LARGE),
+    "broadcast": lambda tp: tp.broadcast(X.clone(), src=GONE),
+    "object": lambda tp: tp.broadcast_object(None, src=GONE),
+}
+MESSAGES: dict[str, Callable[[GroupCoordinator], object]] = {
+    "recv": lambda tp: tp.recv(X.shape, X.dtype, src=GONE),
+    "irecv": lambda tp: tp.irecv(X.shape, X.dtype, src=GONE).wait(),
+    "recv_object": lambda tp: tp.recv_object(GONE),
+    "recv_tensor_dict": lambda tp: tp.recv_tensor_dict(GONE),
+    "send": lambda tp: [tp.send(LARGE, dst=GONE) for _ in range(9)],
+}
+
+
+@contextmanager
+def groups_at(
+    rank: int, n: int, folder: str, hosts: tuple[Host, Host] | None, options: dict[str, Any]
+) -> Iterator[ParallelGroups]:
+    if hosts is not None:
+        with groups_over(rank, n, folder, hosts, **options) as groups:
+            yield groups
+        return
+    store = FileStore(f"{folder}/meet", n)
+    with coordinator.init(tp=n, rank=rank, store=store, **options) as groups:
+        yield groups
+
+
+def one_closes(
+    rank: int, n: int, folder: str, hosts: Any, options: dict[str, Any], call: str, before: bool
+) -> tuple[CoordinatorError, float] | None:
+    store = beside(folder, n)
+    with groups_at(rank, n, folder, hosts, options) as groups:
+        tp = groups.tp
+        tp.barrier()
+        if rank == GONE:
+            time.sleep(0.0 if before else 0.3)
+            tp.close()
+            tp.close()
+            note(store, "closed")
+            store.wait([f"told {each}" for each in range(n) if each != rank])
+            return None
+        if before:
+            store.wait(["closed"])
+        error, raised = failure_of(lambda: (COLLECTIVES | MESSAGES)[call](tp))
+        store.set(f"told {rank}", "")
+        return error, since(store, "closed", raised)
+
+
+def told(place: str, folder: str, call: str, before: bool) -> list[tuple[CoordinatorError, float]]:
+    if place == "two hosts":
+        with two_hosts("IPv4") as hosts:
+            found = run_ranks(4, one_closes, folder, hosts, PLACES[place], call, before)
+    else:
+        found = run_ranks(3, one_closes, folder, None, PLACES[place], call, before)
+    return [each for each in found if each is not None]
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("before", [True, False], ids=["before", "meanwhile"])
+@pytest.mark.parametrize("call", ["barrier", "recv_object"])
+def test_whoever_needs_it_is_told(call: str, before: bool, place: str, tmp_path: Path) -> None:
+    assert_told(call, before, place, tmp_path)
+
+
+@pytest.mark.parametrize("place", ["shared memory", "torch"])
+@pytest.mark.parametrize("call", (COLLECTIVES | MESSAGES).keys() - {"barrier", "recv_object"})
+def test_whatever_needs_it_ends(call: str, place: str, tmp_path: Path) -> None:
+    assert_told(call, False, place, tmp_path)
+
+
+def assert_told(call: str, before: bool, place: str, tmp_path: Path) -> None:
+    limit = WITHIN[place]
+    if place != "shared memory" and call in MESSAGES:
+        limit = MESSAGE_WITHIN
+    if call == "send":
+        limit += 5.0  # for what it sends before
+
+    def attempt() -> float:
+        found = told(place, mkdtemp(dir=tmp_path), call, before)
+        for error, _ in found:
+            assert isinstance(error, (GroupClosedError, GroupAbortedError)), error
+            assert f"rank {GONE} has closed the group" in str(error)
+            assert " tp " in f" {error}"
+            if isinstance(error, GroupClosedError):
+                assert error.rank == GONE
+        assert any(isinstance(error, GroupClosedError) for error, _ in found)
+        return max(seconds for _, seconds in found)
+
+    assert quickest(attempt, limit) < limit
+
+
+# --- nobody is told who needs nothing more --------------------------------------------------
+
+
+def programs(rank: int, n: int, folder: str, options: dict[str, Any], seed: int) -> int:
+    """Programs at random, at whose ends all close as soon as they may, some long before others."""
+    plan, own = random.Random(seed), random.Random(seed * n + rank)
+    ended = 0
+    for turn in range(12):
+        store = FileStore(f"{folder}/{turn}", n)
+        with coordinator.init(tp=n, rank=rank, store=store, **options) as groups:
+            tp, x = groups.tp, torch.full((plan.choice([1, 1000, 300_000]),), float(rank))
+            for _ in range(plan.randrange(1, 6)):
+                step, root = plan.randrange(8), plan.randrange(n)
+                dst = (root + 1 + plan.randrange(n - 1)) % n
+                if own.random() < 0.2:
+                    time.sleep(own.choice([0.0, 0.001, 0.05]))
+                if step == 0:
+                    assert tp.all_reduce(x)[0] == sum(range(n))
+                elif step == 1:
+                    assert tp.broadcast(x.clone(), src=root)[0] == root
+                elif step == 2:
+                    tp.gather(x, dst=root)
+                elif step == 3:
+                    tp.barrier()
+                elif step == 4:
+                    assert tp.broadcast_object(rank if rank == root else None, src=root) == root
+                elif step == 5:
+                    assert tp.all_reduce(x, async_op=True).wait()[0] == sum(range(n))
+                elif rank == root and step == 6:
+                    tp.send_object({"from": rank}, dst)
+                elif rank == dst and step == 6:
+                    assert tp.recv_object(root) == {"from": root}
+                elif rank == root:
+                    tp.send(x, dst=dst)
+                elif rank == dst:
+                    assert tp.recv(x.shape, x.dtype, src=root)[0] == root
+            tp.close()
+            time.sleep(own.choice([0.0, 0.0, 0.05]))
+            groups.world.barrier()
+        ended += 1
+    return ended
+
+
+@pytest.mark.parametrize("place", ["shared memory", "torch", "checked"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_whoever_has_done_all_may_close(n: int, place: str, tmp_path: Path) -> None:
+    for seed in range(3):
+        folder = mkdtemp(dir=tmp_path)
+        assert run_ranks(n, programs, folder, PLACES[place], seed) == [12] * n
+
+
+def root_goes(rank: int, n: int, folder: str) -> float:
+    """The root of a broadcast has gone before others come."""
+    store = beside(folder, n)
+    with coordinator.init(tp=n, rank=rank, store=FileStore(f"{folder}/meet", n)) as all_:
+        tp, x = all_.tp, torch.full((1000,), float(rank))
+        tp.barrier()
+        if rank != 0 and rank != n - 1:
+            store.wait(["closed"])
+            time.sleep(0.3)
+        result = tp.broadcast(x, src=0)
+        if rank == 0:
+            tp.close()
+            store.set("closed", "")
+        all_.world.barrier()
+        return result[0].item()
+
+
+def test_who_has_done_its_part_of_a_collective_is_not_missed_in_it(tmp_path: Path) -> None:
+    assert run_ranks(4, root_goes, str(tmp_path)) == [0.0] * 4
+
+
+def parent_forks(rank: int, n: int, folder: str, options: dict[str, Any]) -> float:
+    with coordinator.init(tp=n, rank=rank, store=FileStore(f"{folder}/meet", n), **options) as all_:
+        all_.tp.barrier()
+        pid = os.fork()
+        if pid == 0:
+            all_.tp.close()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        return all_.tp.all_reduce(torch.ones(1)).item()
+
+
+@pytest.mark.parametrize("place", ["shared memory", "torch"])
+def test_a_forked_child_closes_nothing(place: str, tmp_path: Path) -> None:
+    assert run_ranks(2, parent_forks, str(tmp_path), PLACES[place]) == [2.0] * 2
+
+
+def closes_in_a_handler(rank: int, n: int, folder: str, options: dict[str, Any]) -> str:
+    with coordinator.init(tp=n, rank=rank, store=FileStore(f"{folder}/meet", n), **options) as all_:
+        tp = all_.tp
+        tp.barrier()
+        if rank == GONE:
+            signal.signal(signal.SIGALRM, lambda *_: tp.close())
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            error, _ = failure_of(lambda: tp.recv(X.shape, X.dtype, src=0))
+        else:
+            error, _ = failure_of(tp.barrier)
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_signal_handler_may_close(tmp_path: Path) -> None:
+    here, there = run_ranks(2, closes_in_a_handler, str(tmp_path), PLACES["shared memory"])
+    assert here.startswith(("GroupClosedError", "GroupAbortedError"))
+    assert f"rank {GONE}" in here
+    assert "GroupClosedError" in there
