@@ -19,6 +19,8 @@ What they raise beyond that
       back, so the group is aborted with this error: all calls of all members raise
       `GroupAbortedError` from then on. Exception: the deadline of `Work.wait`, after which
       one can wait again.
+    - `GroupClosedError` with a ``rank``: that member has closed the group, and is needed. The group
+      is aborted with it likewise, except by ``send`` and ``recv`` over shared memory.
     - `GroupAbortedError`, `GroupClosedError`: the group was over before.
     - `NotImplementedError`: a verb that ``capabilities.verbs`` does not name.
 """

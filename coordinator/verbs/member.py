@@ -204,7 +204,8 @@ class Member:
     def close(self, linger: float = LINGER) -> None:
         """Give everything back; the second time does nothing. Collective: no.
 
-        Other members may go on among themselves only with what does not need this one.
+        Other members may go on among themselves only with what does not need this one: those that
+        do get GroupClosedError. What this one has done before is there for them still.
 
         Args:
             linger: seconds that messages under way have to arrive, unless the group is over.

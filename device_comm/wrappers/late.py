@@ -110,7 +110,9 @@ class LateBackend(Wrapper):
                 self._last = signature
             if time.monotonic() >= self._compare_at and (error := self._compare()) is not None:
                 raise error
-        return None if operation.moves_nothing else self._inner.start(operation)
+        if operation.moves_nothing and self._compares:
+            return None
+        return self._inner.start(operation)
 
     def look(self) -> None:
         """Compare if it is time to; abort the group if members have called different collectives,

@@ -7,7 +7,7 @@ import traceback
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING
 
-from shm_broadcast import DivergenceError, GroupAbortedError, PeerLostError
+from shm_broadcast import DivergenceError, GroupAbortedError, GroupClosedError, PeerLostError
 
 from ..errors import CallRefusedError, StreamLostError, WorkerError
 from .protocol import Failed
@@ -111,6 +111,8 @@ def is_consequence(error: BaseException | None, rank: int | None) -> bool:
         if isinstance(error, GroupAbortedError):
             return not error.failure.rank == error.failure.culprit == rank
         if isinstance(error, PeerLostError):
+            return True
+        if isinstance(error, GroupClosedError) and error.rank is not None:
             return True
         seen.add(id(error))  # an error may be its own cause
         error = error.__cause__ or error.__context__

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from device_comm.shm.collectives.direct import DirectCalls
-from shm_broadcast.errors import DivergenceError, GroupAbortedError, PeerLostError
+from shm_broadcast.errors import DivergenceError, GroupAbortedError, GroupClosedError
 from shm_broadcast.ring.recycling import RECYCLED_BYTES
 from tests.device_comm.meeting import wait_for_abort
 from tests.device_comm.oracle import same
@@ -327,8 +327,8 @@ def pipe_never_found(rank: int, n: int, path: str, board: BoardHandle) -> None:
             return
         while not closed.exists():
             time.sleep(0.001)
-        for error in (PeerLostError, GroupAbortedError):
-            with pytest.raises(error):
+        for error in (GroupClosedError, GroupAbortedError):
+            with pytest.raises(error, match="rank 1 has closed the group"):
                 comm.recv((1,), torch.float32)
 
 

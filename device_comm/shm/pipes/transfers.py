@@ -180,7 +180,7 @@ class ReceiveTask:
             if may_pass(error):
                 raise
             if self._attendance.has_left(self._peer):
-                raise self._attendance.error(self.operation, self._peer) from error
+                raise self._attendance.end(self.operation, self._peer) from error
             raise PeerLostError(self.operation, self._board.member_status(self._member)) from error
         return True
 
