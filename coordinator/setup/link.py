@@ -23,7 +23,7 @@ from coordinator.setup.torch_groups import SocketChoice
 from coordinator.stores.authenticated import authenticated
 from device_comm import Backend, Communicator, LoopbackBackend, ShmBackend, TorchBackend
 from device_comm.wrappers.checked import CheckedBackend
-from device_comm.wrappers.late import LateBackend, number_of
+from device_comm.wrappers.late import LateBackend, group_number
 from device_comm.wrappers.on_stream import CudaSideStream, OnStream
 from shm_broadcast import NEVER, Deadline
 
@@ -290,7 +290,7 @@ class _Builder:
                 self.nodes.members,
                 self.exchange.name,
                 self.settings.timeout,
-                partial(board.tallies.closed, number_of(token)),
+                partial(board.tallies.closed, group_number(token)),
             )
         )
 

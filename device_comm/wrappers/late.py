@@ -57,7 +57,7 @@ _MEANING: Final = repr((VERBS, DTYPE_NAMES, [op.name for op in ReduceOp], SIGNAT
 """What signatures mean: members of versions that differ in it do not compare."""
 
 
-def number_of(token: bytes) -> int:
+def group_number(token: bytes) -> int:
     """By which the members of a group know it.
 
     Args:
@@ -83,7 +83,7 @@ class LateBackend(Wrapper):
         """
         has = replace(inner.capabilities, detects_divergence=True)
         super().__init__(inner, capabilities=has)
-        self._group = number_of(token)
+        self._group = group_number(token)
         self._compares = not inner.capabilities.detects_divergence
         self._board = board
         self._chain = Chain(self.world_size)
