@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import sys
 from datetime import UTC, datetime
 from typing import Any, TextIO
@@ -24,6 +25,7 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _log = logging.getLogger(__name__)
 _KIND_LIMIT = 10
 _KIND_SECONDS = 60.0
+_READER_SECONDS = 0.5
 
 
 def utc(seconds: float) -> str:
@@ -91,8 +93,36 @@ class _LogAsJson(logging.Formatter):
         return json.dumps(line)
 
 
-class _AccessHandler(logging.StreamHandler[TextIO]):
-    """Writes lines until nobody reads them; then it says so, once, and writes nowhere."""
+class _UnblockedHandler(logging.StreamHandler[TextIO]):
+    """Leaves lines out while who should read them does not; the service goes on.
+
+    A pipe that is full is waited for once. When there is room again, what was left out is counted.
+
+    Args:
+        stream: has a file descriptor.
+        told_as: what the lines are called.
+    """
+
+    def __init__(self, stream: TextIO, told_as: str) -> None:
+        super().__init__(stream)
+        self._told_as = told_as
+        self._left_out = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record, or leave it out."""
+        room = select.poll()
+        room.register(self.stream, select.POLLOUT)
+        if not room.poll(0 if self._left_out else 1000 * _READER_SECONDS):
+            self._left_out += 1
+            return
+        left_out, self._left_out = self._left_out, 0
+        super().emit(record)
+        if left_out:
+            _log.warning("%s was not read: %d lines are left out", self._told_as, left_out)
+
+
+class _AccessHandler(_UnblockedHandler):
+    """Writes lines until its reader has gone; then it says so, once, and writes nowhere."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         if not isinstance(error := sys.exception(), OSError):
@@ -118,7 +148,7 @@ def configure(access: str, *, as_json: bool = False) -> None:
         as_json: as an object a line, with what is known of `FIELDS`; those of our packages also at
             level INFO.
     """
-    handler = logging.StreamHandler()
+    handler: logging.Handler = _UnblockedHandler(sys.stderr, "the log")
     handler.setFormatter(_LogAsJson() if as_json else UtcFormatter(FORMAT))
     handler.addFilter(Sparing())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -128,6 +158,6 @@ def configure(access: str, *, as_json: bool = False) -> None:
     requests.setLevel(logging.INFO)
     requests.propagate = False
     requests.disabled = access == "off"
-    handler = _AccessHandler(sys.stdout)
+    handler = _AccessHandler(sys.stdout, "the access log")
     handler.setFormatter(_AccessAsJson() if access == "json" else _AccessAsText())
     requests.handlers = [handler]

@@ -6,13 +6,18 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 import pytest
 
 from server.web import logs
 from tests.server.fake_service import run, site
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
@@ -34,7 +39,7 @@ def ask(mode: str) -> None:
     run(test)
 
 
-def test_the_log_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_as_json(capfd: pytest.CaptureFixture[str]) -> None:
     logs.configure("off", as_json=True)
     log = logging.getLogger("shm_broadcast.board.board")
     where = {"rank": 1, "group": "tp", "generation": 2}
@@ -44,7 +49,7 @@ def test_the_log_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         raise ValueError("oh")
     except ValueError:
         logging.getLogger("another").exception("a failure\nin two lines")
-    ours, other = map(json.loads, capsys.readouterr().err.splitlines())
+    ours, other = map(json.loads, capfd.readouterr().err.splitlines())
     assert re.fullmatch(TIME, ours.pop("time"))
     assert ours == {
         "level": "INFO",
@@ -56,9 +61,9 @@ def test_the_log_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert other["traceback"].endswith("ValueError: oh")
 
 
-def test_a_line_for_each_request(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_for_each_request(capfd: pytest.CaptureFixture[str]) -> None:
     ask("on")
-    embedded, missing, *_ = capsys.readouterr().out.splitlines()
+    embedded, missing, *_ = capfd.readouterr().out.splitlines()
     assert re.fullmatch(
         rf'{TIME} 127.0.0.1:123 POST "/v1/embeddings" status=200 ms=[\d.]+ bytes=\d+ '
         r"id=[0-9a-f]{32} inputs=2 tokens=4",
@@ -68,16 +73,16 @@ def test_a_line_for_each_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert "secret" not in missing
 
 
-def test_a_json_object_for_each_request(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_json_object_for_each_request(capfd: pytest.CaptureFixture[str]) -> None:
     ask("json")
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert len(lines) == 6
     assert re.fullmatch(TIME, lines[0]["time"])
     assert (lines[0]["method"], lines[0]["status"], lines[0]["tokens"]) == ("POST", 200, 4)
     assert lines[1]["path"] == "/no%22where"
 
 
-async def test_a_long_path_is_cut_in_answer_and_line(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_long_path_is_cut_in_answer_and_line(capfd: pytest.CaptureFixture[str]) -> None:
     async with site() as here:
         logs.configure("json")
         for path in ("/" + "x" * 60_000, "/v1/models/" + "x" * 60_000):
@@ -85,13 +90,13 @@ async def test_a_long_path_is_cut_in_answer_and_line(capsys: pytest.CaptureFixtu
             assert answer.status_code == 404
             message = answer.json()["error"]["message"]
             assert re.search(r"x{3000} \.\.\. and 56\d{3} characters more$", message)
-    lines = map(json.loads, capsys.readouterr().out.splitlines())
+    lines = map(json.loads, capfd.readouterr().out.splitlines())
     assert [3000 < len(line["path"]) < 5000 for line in lines] == [True, True]
 
 
 @pytest.mark.parametrize("n_warnings", [1, 3])
 def test_an_access_log_that_cannot_be_written_says_so_without_a_traceback(
-    n_warnings: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    n_warnings: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Once where its reader has gone, each time where a disk is full, which may change."""
     reader, broken = os.pipe()
@@ -103,26 +108,69 @@ def test_an_access_log_that_cannot_be_written_says_so_without_a_traceback(
         facts = {"client": "", "method": "GET", "path": "/"}
         for _ in range(3):
             logging.getLogger(logs.ACCESS).info("request", extra={"facts": facts})
-        told = capsys.readouterr().err.splitlines()
+        told = capfd.readouterr().err.splitlines()
         assert len(told) == n_warnings
         assert "the access log cannot be written: " in told[0]
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), full)  # what is left can be written
 
 
-def test_no_line_unless_it_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def unread() -> Iterator[tuple[int, TextIO]]:
+    """Both ends of a pipe; whoever waits in a write to it gets an error after 30 s."""
+    reader, writer = os.pipe()
+    signal.signal(signal.SIGALRM, lambda *_: os.close(reader))
+    signal.alarm(30)
+    with os.fdopen(writer, "w") as pipe:
+        yield reader, pipe
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    os.close(reader)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_reader_that_stops_is_not_waited_for(
+    shared: bool,
+    unread: tuple[int, TextIO],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Also where both logs go to one pipe, as by ``2>&1``."""
+    reader, pipe = unread
+    monkeypatch.setattr(sys, "stdout", pipe)
+    if shared:
+        monkeypatch.setattr(sys, "stderr", pipe)
+    logs.configure("on")
+    line = {"extra": {"facts": {"client": "", "method": "GET", "path": "/"}}}
+    n_lines = 3000
+    for _ in range(n_lines):
+        logging.getLogger(logs.ACCESS).info("request", **line)
+    logging.getLogger("another").warning("this")
+    n_written = os.read(reader, 1 << 20).count(b"\n")
+    assert 0 < n_written < n_lines
+    logging.getLogger(logs.ACCESS).info("request", **line)
+    logging.getLogger("another").warning("that")
+    later = os.read(reader, 1 << 20).decode() + capfd.readouterr().err
+    assert later.count('GET "/"') == 1
+    assert f"the access log was not read: {n_lines - n_written} lines are left out" in later
+    assert ("WARNING another: this" in later) != shared
+    assert "WARNING another: that" in later
+    assert ("the log was not read: 1 lines are left out" in later) == shared
+
+
+def test_no_line_unless_it_is_wanted(capfd: pytest.CaptureFixture[str]) -> None:
     ask("off")
-    assert capsys.readouterr() == ("", "")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_flood_of_one_kind_is_cut_short_and_hides_no_other(
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     logs.configure("off")
     for number in range(1000):
         logging.getLogger("uvicorn.error").warning("Invalid request %d", number)
     logging.getLogger("server.service.pool_service").error("the cause")
-    *flood, last = capsys.readouterr().err.splitlines()
+    *flood, last = capfd.readouterr().err.splitlines()
     assert len(flood) == 10
     assert re.fullmatch(rf"{TIME} WARNING uvicorn.error: Invalid request 0", flood[0])
     assert flood[-1].endswith("(more of these are left out for 60 s)")
