@@ -171,7 +171,7 @@ class Dispatcher:
         try:
             self._calls.enqueue(astuple(message), deadline)
         except _ENDS as error:
-            self._end_with_reason(error)
+            self._end_with_reason(error, deadline)
         except GroupTimeoutError:
             self._ledger.unsent(call)
             raise
@@ -249,7 +249,7 @@ class Dispatcher:
                     if queue.readable():
                         self._take_reply(each, queue, deadline)
             except _ENDS as error:
-                self._end_with_reason(error)
+                self._end_with_reason(error, deadline)
                 return
         self._observe_wait(number, since)
 
@@ -270,12 +270,18 @@ class Dispatcher:
         else:
             self._ledger.replied(rank, reply)
 
-    def _end_with_reason(self, error: CoordinatorError) -> None:
+    def _end_with_reason(self, error: CoordinatorError, deadline: Deadline) -> None:
         """Break the pool because the queues raised ``error``, unless the supervisor does it first.
 
         The queues only know that the group was aborted or a process is gone. The supervisor hears
         why, by the worker's exit status or its report, and its error is the better one.
+
+        Raises:
+            GroupTimeoutError: the deadline passed; the collector waits instead.
         """
-        while not self._ledger.wait_until_over(self._generation, _REASON_SECONDS):
+        while not self._ledger.wait_until_over(
+            self._generation, deadline.remaining(at_most=_REASON_SECONDS)
+        ):
+            deadline.check("call")
             if not self._ledger.reason_due():
                 self._ledger.break_off(error, self._generation)

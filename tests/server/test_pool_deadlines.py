@@ -71,6 +71,15 @@ def test_a_time_of_its_own_ends_a_submitted_call(pool: WorkerPool, gate: Gate) -
     assert time.monotonic() - began < SECONDS + STALL_SECONDS
 
 
+def test_a_time_of_its_own_ends_a_call_also_while_it_is_unknown_why_the_groups_were_aborted(
+    gate: Gate,
+) -> None:
+    with WorkerPool(Worker, tp=2, config=PoolConfig(settle_seconds=30.0)) as pool:
+        with pytest.raises(CallTimeoutError, match="timed out after 1 s, waiting for rank "):
+            pool.call("abort_and_hold", gate, timeout=1.0)
+        gate.open()
+
+
 def test_who_waits_for_a_future_in_vain_is_told_why_and_may_go_on(
     pool: WorkerPool, gate: Gate
 ) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 from server.errors import CallRefusedError
-from shm_broadcast import DivergenceError, GroupAbortedError
+from shm_broadcast import DivergenceError, GroupAbortedError, GroupTimeoutError
 from tests.patience import until
 
 if TYPE_CHECKING:
@@ -277,6 +278,15 @@ class Worker:
     def hold_before_group(self, gate: Gate, rank: int) -> float:
         """Every rank but one waits in an all_reduce for that one, which waits at a gate."""
         self.hold(gate, [rank])
+        return self.total(1.0)
+
+    def abort_and_hold(self, gate: Gate) -> float:
+        """Rank 1 aborts the groups, does not say why, and waits at a gate; the others notice."""
+        if self.rank == 1:
+            with suppress(GroupTimeoutError):
+                self.groups.world.barrier(timeout=0.0)
+            gate.pass_through(1)
+        until(lambda: gate.reached(1))
         return self.total(1.0)
 
     def hang_in_group(self, but: int, seconds: float = 600.0) -> float:
