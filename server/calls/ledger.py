@@ -362,6 +362,7 @@ class Ledger:
                 actions = []
                 detail = self._calls.told() if failed.diverged else ""
                 error = rebuild(failed, rank, call.method, detail)
+                call.cut_off |= final
                 call.fail(rank, error, failed)
                 # The caller gets the error at once. One that only says that another rank has failed
                 # is kept back: that rank's own report is the better one.
@@ -391,7 +392,7 @@ class Ledger:
             waits = settling is not None and settling.hearsay and self.reason_due()
             unsettled = None
             if not waits:  # one that all have answered only waited for the reason
-                answered = settling is not None and settling.settled
+                answered = settling is not None and settling.settled and settling.cut_off
                 unsettled = settling if answered else self._settling.passed()
             if unsettled is not None:
                 actions += self._break_with(unsettled)
@@ -482,8 +483,10 @@ class Ledger:
         return [*actions, *self._clock()]
 
     def _settle(self, call: PendingCall) -> Actions:
-        """If every rank has answered ``call``: compare the ranks, then hand out or break."""
-        if not call.settled or not self.state.works:
+        """If every rank has answered ``call``: compare the ranks, then hand out or break. One that
+        is cut off waits for the reason.
+        """
+        if not call.settled or call.cut_off or not self.state.works:
             return []
         diverged = call.compare()
         if diverged is not None:

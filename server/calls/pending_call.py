@@ -49,6 +49,8 @@ class PendingCall:
         failure: the first failure that a rank reported. One that is only the consequence of another
             rank's failure counts until a real cause is reported.
         hearsay: whether ``failure`` is such a consequence.
+        cut_off: whether the board was aborted when a rank reported: the pool breaks, whoever else
+            answers.
         done: whether the result is known.
         timeout: seconds that it may take, from ``since``; ``None``: `PoolConfig.call_seconds`.
         since: when it was made, in seconds of ``time.monotonic()``.
@@ -59,9 +61,9 @@ class PendingCall:
     """
 
     __slots__ = (
-        "_begun", "_ending", "_future", "_n_ranks", "_tries", "_values", "args", "begins", "done",
-        "error", "failed", "failure", "hearsay", "kwargs", "method", "number", "reply_rank",
-        "retry", "since", "stream", "timeout", "trace", "waiting",
+        "_begun", "_ending", "_future", "_n_ranks", "_tries", "_values", "args", "begins",
+        "cut_off", "done", "error", "failed", "failure", "hearsay", "kwargs", "method", "number",
+        "reply_rank", "retry", "since", "stream", "timeout", "trace", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -102,6 +104,7 @@ class PendingCall:
         self.error: BaseException | None = None
         self.failure: WorkerError | StreamLostError | None = None
         self.hearsay = False
+        self.cut_off = False
         self._values: list[Any] = [None] * self._n_ranks
         self._begun: dict[int, tuple[BegunInGroup, ...]] = {}
 

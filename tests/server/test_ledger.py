@@ -272,6 +272,34 @@ def test_hearsay_breaks_the_pool_once_no_reason_is_due() -> None:
         book.ledger.state.check()
 
 
+def test_hearsay_is_not_handed_out_when_another_call_is_abandoned_while_the_reason_is_due() -> None:
+    book = Book()
+    book.ledger.reason_due = lambda: True
+    early, late = book.send(), book.send()
+    for rank in (0, 1):
+        book.fail(rank, 1, "GroupAbortedError", hearsay=True, final=True)
+    book.ledger.abandon(late)
+    assert not early.done
+    book.ledger.break_off(WorkerLostError(1, 4242, "killed by SIGKILL"))
+    with pytest.raises(WorkerLostError):
+        early.result()
+    assert book.asked == [("broke", WorkerLostError)]
+
+
+def test_hearsay_is_not_handed_out_when_the_rank_that_aborted_has_answered_before() -> None:
+    """It aborts the board in the next call, and reports that."""
+    book = Book()
+    book.ledger.reason_due = lambda: True
+    early, late = book.send(), book.send()
+    book.fail(0, 1, "GroupAbortedError", hearsay=True, final=True)
+    book.reply(1, 1)
+    assert not early.done
+    book.fail(1, 2, "ValueError", final=True)
+    for call in (early, late):
+        with pytest.raises(WorkerError, match="rank 1 failed in embed: ValueError"):
+            call.result()
+
+
 def test_an_aborted_board_breaks_the_pool_though_all_have_answered() -> None:
     book = Book()
     book.send()

@@ -87,6 +87,33 @@ def test_an_interrupt_anywhere_in_the_taking_of_a_reply_leaves_nothing_half_done
     assert fails or taken > 10
 
 
+@pytest.mark.parametrize("kind", ["ValueError", "PeerLostError"])
+def test_a_tick_after_such_an_interrupt_does_not_break_the_pool(kind: str) -> None:
+    """A call that one rank has failed is answered by the last; the ticking thread comes first."""
+
+    def prepared() -> tuple[Book, PendingCall, PendingCall]:
+        book = Book(ticks=False)
+        other, own = book.send(), book.send()
+        other.future()
+        book.fail(0, 1, kind, hearsay=kind == "PeerLostError")
+        return book, other, own
+
+    def answer_last() -> None:
+        book.reply(1, 1, "one")
+
+    book, other, own = prepared()
+    for place in interruptions(answer_last, server.calls):
+        book.ledger.tick()
+        book.ledger.state.check()
+        book.ledger.abandon(own)
+        if not other.settled:
+            book.reply(1, 1, "one")
+        with pytest.raises(WorkerError, match="rank 0 failed"):
+            other.future().result(0)
+        assert set(book.asked) == {("resume", 0, 1)}, place
+        book, other, own = prepared()
+
+
 def diverge(book: Book) -> None:
     book.reply(1, 1, operations=1)
 
