@@ -110,7 +110,9 @@ class DistantWorker:
 
     def ended(self, timeout: float = 0.0) -> bool:
         """Wait until the process has ended or is lost; False after ``timeout`` seconds."""
-        return self._over.wait(min(timeout, threading.TIMEOUT_MAX))
+        if timeout > 0:
+            return self._over.wait(min(timeout, threading.TIMEOUT_MAX))
+        return self._over.is_set()  # takes no lock, which a signal handler could leave taken
 
     def signal(self, number: int) -> None:
         """Send SIGTERM, SIGKILL or `STACK_SIGNAL` to the worker, unless it has ended."""
