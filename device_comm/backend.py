@@ -220,10 +220,12 @@ class Backend(ABC):
         """Start an operation. The module's docstring has the contract."""
 
     def flush(self, deadline: Deadline) -> None:  # noqa: B027 - most have nothing under way
-        """Wait until the receivers have taken all tensors that were sent ahead.
+        """Wait until the receivers have taken all tensors that were sent ahead, and for collectives
+        that others could not end without this rank, if it closed now.
 
         Raises:
             GroupTimeoutError: some are still under way at the deadline.
+            CoordinatorError: one of the collectives failed.
         """
 
     def check(self) -> None:

@@ -93,13 +93,15 @@ class Communicator(
         return self.backend.closed
 
     def flush(self, timeout: float | Deadline | None = None) -> None:
-        """Return once all that was sent ahead of its receivers has arrived. Collective: no.
+        """Return once this rank may close: all that was sent ahead of its receivers has arrived,
+        and the others need it no more for collectives begun with ``async_op``. Collective: no.
 
         Args:
             timeout: seconds; None: the communicator's.
 
         Raises:
             GroupTimeoutError: something has not arrived yet, and is still on its way.
+            CoordinatorError: one of the collectives failed.
         """
         self.backend.flush(Deadline.after(self.timeout if timeout is None else timeout))
 

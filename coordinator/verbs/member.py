@@ -208,7 +208,7 @@ class Member:
         do get GroupClosedError. What this one has done before is there for them still.
 
         Args:
-            linger: seconds that messages under way have to arrive, unless the group is over.
+            linger: seconds that messages and collectives under way have, unless the group is over.
         """
         self._end(linger, None)
 

@@ -213,7 +213,9 @@ class ShmBackend(Backend):
         return replace(told, refused=(*told.refused, ("the C extension", why)))
 
     def flush(self, deadline: Deadline) -> None:
-        """Return once all that was sent ahead of its receivers has arrived."""
+        """Return once its collectives are done, and all that it sent ahead has arrived."""
+        for ticket in tuple(self._execution.collectives.tickets):
+            ticket.wait(deadline)
         self.board.wait(
             lambda: not self._pipes.undelivered(),
             deadline,

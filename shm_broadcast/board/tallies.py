@@ -84,6 +84,7 @@ class Tallies:
             entry = self._free.popleft()
         except IndexError:
             return 0
+        self._words.store64(entry + layout.TALLY_GROUP, 0)  # so that no group is seen to have 0
         self._words.store64(entry + layout.TALLY_WORD, 0)
         self._words.store64(entry + layout.TALLY_GROUP, group)
         return entry

@@ -216,6 +216,33 @@ def test_who_has_done_its_part_of_a_collective_is_not_missed_in_it(tmp_path: Pat
     assert run_ranks(4, root_goes, str(tmp_path)) == [0.0] * 4
 
 
+def work_is_dropped(rank: int, n: int, folder: str, options: dict[str, Any]) -> list[float]:
+    """All but one close while collectives that they have begun wait for that one."""
+    store = beside(folder, n)
+    with coordinator.init(tp=n, rank=rank, store=FileStore(f"{folder}/meet", n), **options) as all_:
+        tp, sizes, found = all_.tp, (1, 1000, 1 << 20), []
+        tp.barrier()
+        if rank == 0:
+            store.wait(["begun"])
+            time.sleep(0.3)
+            found = [tp.all_reduce(torch.ones(size))[-1].item() for size in sizes]
+        else:
+            for size in sizes:
+                tp.all_reduce(torch.ones(size), async_op=True)
+            store.set("begun", "")
+        tp.close()
+        all_.world.barrier()
+        return found
+
+
+@pytest.mark.parametrize("place", ["shared memory", "torch"])
+def test_a_work_that_was_dropped_takes_place_though_its_group_is_closed(
+    place: str, tmp_path: Path
+) -> None:
+    found = run_ranks(3, work_is_dropped, str(tmp_path), PLACES[place])
+    assert found == [[3.0] * 3, [], []]
+
+
 def parent_forks(rank: int, n: int, folder: str, options: dict[str, Any]) -> float:
     with coordinator.init(tp=n, rank=rank, store=FileStore(f"{folder}/meet", n), **options) as all_:
         all_.tp.barrier()

@@ -55,6 +55,28 @@ def test_there_is_room_for_so_many_and_what_is_given_back_is_used_again_last() -
         assert told == [(2, True), *((group, False) for group in range(3, layout.TALLIES + 1))]
 
 
+def test_whoever_looks_meanwhile_finds_no_other_count_of_a_closed_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Board.create(1, 0) as board:
+        for entry in entries_of(board, layout.TALLIES):
+            board.tallies.tell(entry, 5, 1, LAST)
+            board.tallies.close(entry)
+        seen: list[Tally] = []
+        words = board.tallies._words
+
+        class Watched:
+            def store64(self, offset: int, value: int) -> None:
+                words.store64(offset, value)
+                monkeypatch.setattr(board.tallies, "_words", words)
+                seen.extend(board.tallies.of(0))
+                monkeypatch.setattr(board.tallies, "_words", self)
+
+        monkeypatch.setattr(board.tallies, "_words", Watched())
+        board.tallies.take(99)
+        assert {each.count for each in seen if each.closed} == {5}
+
+
 def test_who_takes_a_slot_over_finds_no_tally_in_it() -> None:
     with ExitStack() as stack:
         board = stack.enter_context(Board.create(2, 0))
