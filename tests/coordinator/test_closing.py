@@ -118,7 +118,9 @@ def test_whoever_needs_it_is_told(call: str, before: bool, place: str, tmp_path:
 
 
 @pytest.mark.parametrize("place", ["shared memory", "torch"])
-@pytest.mark.parametrize("call", (COLLECTIVES | MESSAGES).keys() - {"barrier", "recv_object"})
+@pytest.mark.parametrize(
+    "call", sorted((COLLECTIVES | MESSAGES).keys() - {"barrier", "recv_object"})
+)
 def test_whatever_needs_it_ends(call: str, place: str, tmp_path: Path) -> None:
     assert_told(call, False, place, tmp_path)
 
