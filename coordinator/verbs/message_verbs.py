@@ -141,7 +141,8 @@ class MessageVerbs(Member):
 
         Collective: yes, every member; ``src`` gets ``obj`` itself back, uncopied, as does a group
         of one. ``async_op`` is the same on all members, and goes round the queue: a `Work`, in
-        order with the messages of ``src``.
+        order with the messages of ``src``. Every member has to wait for it: a large object is sent
+        then.
         """
         queue = self.mq_broadcaster
         if queue is not None and src == 0 and not async_op:
