@@ -140,6 +140,8 @@ class LateBackend(Wrapper):
             return self._divergence(rank, slip)
         if not (told.closed and self._chain.is_ahead_of(told.count)):
             return None
+        if self._board.aborted is not None:  # so it has closed the group, and that says why
+            return None
         member, verb = self.members[rank], signature_text(self._chain.last).partition(" ")[0]
         error = has_closed(self.identity.operation(verb), self._board.ranks[member])
         self._board.abort(error, member)

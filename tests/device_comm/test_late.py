@@ -168,6 +168,22 @@ def test_who_has_closed_the_group_is_missed_in_the_next_collective_only(group: G
         group.comms[2].barrier()
 
 
+@pytest.mark.usefixtures("at_once")
+def test_who_has_closed_a_group_that_was_aborted_is_not_why(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_before_the_abort(operation: str) -> None:
+        del operation
+
+    group.all_reduce(times=3)
+    group.boards[2].abort("another reason")
+    group.comms[1].close()
+    monkeypatch.setattr(group.boards[0], "check", check_before_the_abort)
+    group.all_reduce(0)
+    assert group.boards[0].aborted is not None
+    assert group.boards[0].aborted.message == "another reason"
+
+
 @pytest.mark.usefixtures("when_told_to")
 def test_whoever_waits_for_who_has_closed_the_group_is_told(group: Group) -> None:
     group.all_reduce(times=3)
