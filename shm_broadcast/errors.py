@@ -6,7 +6,7 @@
     ├── PeerProtocolError                     a member on another host sent nonsense, or refused us
     ├── TransportError (ConnectionError)      a connection broke; no death is known
     ├── GroupAbortedError                     someone aborted; carries the first failure
-    ├── GroupClosedError                      used after it was closed, here or by its owner
+    ├── GroupClosedError                      it was closed: here, by its owner, or by a member
     ├── DivergenceError                       members issued different operations
     ├── SharedMemoryError                     not enough memory, or a handle that is not valid
     │   └── ForeignMemoryError                a handle that leads outside the group
@@ -252,7 +252,7 @@ class GroupClosedError(CoordinatorError):
         super().__init__(message)
 
 
-def has_closed(operation: str, rank: int) -> GroupClosedError:
+def closed_by(operation: str, rank: int) -> GroupClosedError:
     """The error of an operation of a group that the member with this global rank has closed."""
     return GroupClosedError(f"{operation}: {name_of(rank)} has closed the group", rank)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from device_comm.shm.layout import GROUP_LEFT, RANK_PRESENT
-from shm_broadcast.errors import GroupAbortedError, GroupClosedError, has_closed
+from shm_broadcast.errors import GroupAbortedError, GroupClosedError, closed_by
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +80,7 @@ class Attendance:
         except GroupAbortedError as aborted:
             if aborted.failure.kind != GroupClosedError.__name__:
                 raise
-        return has_closed(operation, self._board.ranks[self.members[rank]])
+        return closed_by(operation, self._board.ranks[self.members[rank]])
 
     def end(self, operation: str, rank: int) -> GroupClosedError:
         """As `error`, of an operation that cannot be taken back: aborts the group with it."""

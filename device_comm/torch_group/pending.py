@@ -30,7 +30,7 @@ from shm_broadcast.errors import (
     GroupTimeoutError,
     PeerLostError,
     TransportError,
-    has_closed,
+    closed_by,
 )
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Boundary:
         try:
             self.watch.wait(done, deadline, operation, lambda: peers, poll=poll, spin=spin)
             if farewell is not None and not ready():
-                error = has_closed(operation, self.watch.member_status(peers[0]).rank)
+                error = closed_by(operation, self.watch.member_status(peers[0]).rank)
                 self.watch.abort(error, peers[0])
                 raise error
         except PeerLostError as lost:

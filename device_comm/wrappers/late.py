@@ -32,7 +32,7 @@ from device_comm.shm.signature import SIGNATURE, signature_of, signature_text
 from device_comm.wrappers.chain import Chain, first_difference
 from device_comm.wrappers.wrapper import Wrapper
 from shm_broadcast.board.fixed_text import text_of
-from shm_broadcast.errors import DivergenceError, has_closed
+from shm_broadcast.errors import DivergenceError, closed_by
 from shm_broadcast.layout import (
     DTYPE_NAMES,
     ENTRY_GROUP_BYTES,
@@ -138,12 +138,11 @@ class LateBackend(Wrapper):
         slip = self._chain.compare(rank, told) if self._compares else None
         if slip is not None:
             return self._divergence(rank, slip)
-        if not (told.closed and self._chain.is_ahead_of(told.count)):
-            return None
-        if self._board.aborted is not None:  # so it has closed the group, and that says why
+        missed = told.closed and self._chain.is_ahead_of(told.count)
+        if not missed or self._board.aborted is not None:  # it may have closed because of the abort
             return None
         member, verb = self.members[rank], signature_text(self._chain.last).partition(" ")[0]
-        error = has_closed(self.identity.operation(verb), self._board.ranks[member])
+        error = closed_by(self.identity.operation(verb), self._board.ranks[member])
         self._board.abort(error, member)
         return error
 

@@ -160,7 +160,9 @@ class Crew(Watcher):
         self._aborted_at = min(self._aborted_at, time.monotonic())
 
     def _reason_due(self) -> bool:
-        """Whether a worker may still report it. Any thread may call."""
+        """Whether a worker may still report it; the first question begins its time. Any thread may
+        call.
+        """
         self._await_reason()
         in_time = time.monotonic() < self._aborted_at + self._reason_seconds
         return in_time and self._staff.may_say_why(self._links.board.aborted)
