@@ -26,6 +26,7 @@ from device_comm.backend import Backend, Capabilities, Identity, end_group
 from device_comm.begun import VERBS
 from device_comm.reduce_op import ReduceOp
 from device_comm.shm import layout
+from device_comm.shm.attendance import Attendance
 from device_comm.shm.collectives.collective import Collective
 from device_comm.shm.collectives.direct import DirectCalls
 from device_comm.shm.collectives.planned import Plans
@@ -107,8 +108,9 @@ class ShmBackend(Backend):
         self._results = Results()
         self._plans: Plans
         module = extension if use_native and size > 1 else None
+        self._attendance = Attendance(board, self.members, rank, segment, self._layout)
         movers = _movers(board, self.members, module)
-        self._pipes = PeerPipes(board, self.members, rank, segment, self._layout, movers)
+        self._pipes = PeerPipes(board, self._attendance, rank, segment, self._layout, movers)
         self._closing.callback(self._pipes.close)
         if progress is None:
             progress = Progress(board, f"{name} progress")
@@ -120,7 +122,12 @@ class ShmBackend(Backend):
         )
         if self._native is not None:
             self.shortcut = DirectCalls(
-                self._native, self._pipes, self._execution, self.identity, self.recorder
+                self._native,
+                self._attendance,
+                self._pipes,
+                self._execution,
+                self.identity,
+                self.recorder,
             )
 
     @classmethod
@@ -201,7 +208,7 @@ class ShmBackend(Backend):
                 task = ReceiveTask(self._pipes, peer, name, tensors, operation.following)
                 return execution.perform(execution.message_lane("recv", peer), task, operation)
         plans = self._plans.of(operation)
-        task = Collective(self._steps, self._pipes.attendance, name, plans, operation)
+        task = Collective(self._steps, self._attendance, name, plans, operation)
         return execution.perform(execution.collectives, task, operation)
 
     def explain(self) -> Explanation:
@@ -260,7 +267,7 @@ class ShmBackend(Backend):
 
     def _join(self) -> None:
         """Say that this rank is there, and wait for the others."""
-        words, attendance = self._segment.words, self._pipes.attendance
+        words, attendance = self._segment.words, self._attendance
         if self._native is None:
             words.store64(layout.GROUP_WHOLE_BYTES, layout.WHOLE_ALWAYS)
         attendance.join()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from device_comm import _native
+from device_comm.shm.attendance import Attendance
 from device_comm.shm.layout import GroupLayout
 from device_comm.shm.pipes.peer_pipes import PeerPipes
 from device_comm.shm.pipes.pipe import (
@@ -59,7 +60,14 @@ def pipes(request: pytest.FixtureRequest) -> Iterator[list[PeerPipes]]:
     group = GroupLayout.for_ranks(N)
     with Board.create(N, 0) as board, Segment.create(group.size, "test") as segment:
         both = [
-            PeerPipes(board, range(N), rank, segment, group, mover(board, request.param[rank]))
+            PeerPipes(
+                board,
+                Attendance(board, range(N), rank, segment, group),
+                rank,
+                segment,
+                group,
+                mover(board, request.param[rank]),
+            )
             for rank in range(N)
         ]
         yield both

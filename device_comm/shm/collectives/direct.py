@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from device_comm._native import Comm
     from device_comm.backend import Identity
     from device_comm.recorder import Recorder
+    from device_comm.shm.attendance import Attendance
     from device_comm.shm.execution import Execution
     from device_comm.shm.pipes.peer_pipes import PeerPipes
     from shm_broadcast.progress import Task
@@ -57,6 +58,7 @@ class DirectCalls:
     def __init__(
         self,
         native: Comm,
+        attendance: Attendance,
         pipes: PeerPipes,
         execution: Execution,
         identity: Identity,
@@ -65,6 +67,7 @@ class DirectCalls:
         """Ask ``native`` first; messages go through ``pipes``."""
         self._native = native
         self._calls = {verb: getattr(native, verb) for verb in DIRECT_VERBS}
+        self._attendance = attendance
         self._pipes = pipes
         self._execution = execution
         self._collectives = execution.collectives
@@ -119,8 +122,7 @@ class DirectCalls:
     def _finish(self, verb: str, timeout: float | Deadline | None) -> Any:
         """Wait for the call that is blocked in the extension, and return its result."""
         operation = self._operation(verb, timeout)
-        attendance = self._pipes.attendance
-        task = Collective(self._native, attendance, operation.name, iter(()), begun=True)
+        task = Collective(self._native, self._attendance, operation.name, iter(()), begun=True)
         self._execution.perform(self._collectives, task, operation)
         return self._native.finish()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Final
 
-from device_comm.shm.attendance import Attendance
 from device_comm.shm.layout import PIPE_HANDLE, PIPE_OPEN, GroupLayout
 from device_comm.shm.pipes.pipe import (
     HEADER_BYTES,
@@ -30,8 +29,7 @@ from device_comm.shm.pipes.spills import ReceivedSpills, SpillPool
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from device_comm.shm.attendance import Attendance
     from device_comm.shm.pipes.pipe import MakeMover, Mover
     from device_comm.shm.pipes.spills import Spill
     from shm_broadcast.board.board import Board
@@ -47,12 +45,11 @@ class PeerPipes:
 
     Attributes:
         board: this node's board.
-        members: the board's member number of each rank.
+        attendance: who the members are, and which ranks have closed the group.
         rank: this process's rank.
         group: the segment of the group.
         layout: the layout of that segment.
         make_mover: makes what moves bytes through a pipe's segment, for the rank at its other end.
-        attendance: says which ranks have closed the group.
         spills: where this rank puts what does not fit into its pipes.
         outgoing: the ends of the pipes to ranks, as far as they were made.
         coming: the ends of the pipes from ranks, likewise.
@@ -61,19 +58,18 @@ class PeerPipes:
     def __init__(
         self,
         board: Board,
-        members: Sequence[int],
+        attendance: Attendance,
         rank: int,
         group: Segment,
         layout: GroupLayout,
         make_mover: MakeMover,
     ) -> None:
         self.board = board
-        self.members = members
+        self.attendance = attendance
         self.rank = rank
         self.group = group
         self.layout = layout
         self.make_mover = make_mover
-        self.attendance = Attendance(board, members, rank, group, layout)
         self.spills = SpillPool()
         self.outgoing: dict[int, SendingEnd] = {}
         self.coming: dict[int, ReceivingEnd] = {}
@@ -126,7 +122,7 @@ class SendingEnd:
         """Make the pipe and tell where it is. Collective: no."""
         self._segment = Segment.create(RING + RING_BYTES, "group-pipe")
         self._words = self._segment.words
-        self._board, self._member = pipes.board, pipes.members[peer]
+        self._board, self._member = pipes.board, pipes.attendance.members[peer]
         self.mover = pipes.make_mover(self._segment, peer)
         handle, place = self._segment.handle(), pipes.layout.pipe(pipes.rank, peer)
         pipes.group.words.write(
@@ -171,9 +167,9 @@ class ReceivingEnd:
 
     def __init__(self, pipes: PeerPipes, peer: int) -> None:
         """Look for the pipe when asked. Collective: no."""
-        self._group, self._board, self._member = pipes.group, pipes.board, pipes.members[peer]
-        self._attendance = pipes.attendance
+        self._group, self._board, self._attendance = pipes.group, pipes.board, pipes.attendance
         self._make_mover, self._peer = pipes.make_mover, peer
+        self._member = pipes.attendance.members[peer]
         self._place = pipes.layout.pipe(peer, pipes.rank)
         self._segment: Segment | None = None
         self.mover: Mover | None = None

@@ -45,7 +45,7 @@ class SendTask:
         self._address = tensor.data_ptr()
         self._total = tensor.nbytes
         self._dtype = DTYPE_CODES.get(tensor.dtype, 0)
-        self._member = pipes.members[peer]
+        self._member = pipes.attendance.members[peer]
         self._sent = sent
         self._call = call_number()
         self._ahead = False
@@ -142,7 +142,7 @@ class ReceiveTask:
         self._end = pipes.from_(peer)
         self._attendance = pipes.attendance
         self._peer = peer
-        self._member = pipes.members[peer]
+        self._member = pipes.attendance.members[peer]
         self._call = call_number()
         self._following = following
         self._tensors: Iterator[Tensor] = iter(tensors)
