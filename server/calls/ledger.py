@@ -388,14 +388,9 @@ class Ledger:
         """
         actions: Actions = []
         with self._lock:
-            settling = self._settling.call
-            waits = settling is not None and settling.hearsay and self.reason_due()
-            unsettled = None
-            if not waits:  # one that all have answered only waited for the reason
-                answered = settling is not None and settling.settled and settling.cut_off
-                unsettled = settling if answered else self._settling.passed()
-            if unsettled is not None:
-                actions += self._break_with(unsettled)
+            awaits_reason = self._awaits_reason()
+            if not awaits_reason:
+                actions += self._break_if_unsettled()
             actions += self._break()
             if self._moves_on:
                 self._moves_on = False
@@ -406,8 +401,8 @@ class Ledger:
             self._stuck.watch(self._calls.oldest)
             stuck = self._stuck.passed()
             late, next_look = self._lateness.look()
-            settles = math.inf if waits else self._settling.left()
-            left = min(settles, self._stuck.left(), next_look, self._look_seconds)
+            settling_left = math.inf if awaits_reason else self._settling.left()
+            left = min(settling_left, self._stuck.left(), next_look, self._look_seconds)
         if stuck is not None:
             actions.append(partial(self._hooks.stuck, stuck))
         if late:
@@ -515,6 +510,20 @@ class Ledger:
         oldest = self._calls.oldest
         failed = oldest if oldest is not None and oldest.failed else None
         return [self._hooks.clock] if self._settling.watch(failed) else []
+
+    def _awaits_reason(self) -> bool:
+        """Whether all that is known of the failed call is hearsay, and the reason may follow."""
+        failed = self._settling.call
+        return failed is not None and failed.hearsay and bool(self.reason_due())
+
+    def _break_if_unsettled(self) -> Actions:
+        """Break the pool with the failed call if its time has passed. One that is cut off, and that
+        all ranks have answered, has only waited for the reason: it breaks the pool at once.
+        """
+        failed = self._settling.call
+        if failed is None or not (failed.settled and failed.cut_off):
+            failed = self._settling.passed()
+        return [] if failed is None else self._break_with(failed)
 
     def _break_with(self, call: PendingCall) -> Actions:
         return [] if call.failure is None else self._break_off(call.failure)
