@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -72,9 +73,12 @@ class PoolPlan:
         cls,
         worker: type | str,
         worker_kwargs: Mapping[str, Any] | None,
+        *,
         grid: tuple[int, int, int],
         device: str | Sequence[str],
         share_gpu: bool,
+        launcher: str,
+        hosts: Hosts | RayCluster | None,
         start_timeout: float | None,
         on_progress: Callable[[int, int, int, str], None] | None,
         restart: str,
@@ -82,8 +86,6 @@ class PoolPlan:
         window: float | None,
         stuck_after: float | None,
         config: PoolConfig,
-        launcher: str,
-        hosts: Hosts | RayCluster | None,
     ) -> PoolPlan:
         """Check the arguments of `pool.WorkerPool`; ``grid`` is tp, pp, dp.
 
@@ -91,27 +93,17 @@ class PoolPlan:
             ValueError, TypeError: an argument is out of range, cannot be imported by another
                 process, or cannot be pickled.
         """
-        tp, pp, dp = map(whole, ("tp", "pp", "dp"), grid)
-        grid = tp, pp, dp
-        if math.prod(grid) > _MOST_WORKERS:
-            raise ValueError(
-                f"tp={tp} x pp={pp} x dp={dp} are {math.prod(grid)} workers; a pool has "
-                f"{_MOST_WORKERS} at most"
-            )
+        tp, pp, dp = grid = _checked_grid(grid)
         start_timeout = optional(some_seconds)("start_timeout", start_timeout)
         on_progress = optional(function)("on_progress", on_progress)
-        if restart not in RESTARTS:
-            raise ValueError(f"restart must be one of {', '.join(RESTARTS)}; got {restart!r}")
-        max_restarts = optional(whole)("max_restarts", max_restarts)
-        window = optional(some_seconds)("window", window)
-        for what, given in (("max_restarts", max_restarts), ("window", window)):
-            if restart == "never" and given is not None:
-                raise ValueError(f"{what} is for pools that are restarted; got restart='never'")
+        most, within = _restart_limits(restart, max_restarts, window)
         stuck_after = optional(some_seconds)("stuck_after", stuck_after)
         device = checked_device(device)
         name, arguments = worker_name(worker), _pickled(worker_kwargs)
         found = _hosts(launcher, hosts, grid, device, start_timeout)
-        try:
+        with ExitStack() as undo:
+            if found is not None and found.summoner is not None:
+                undo.callback(found.summoner.close)
             if found is not None and len(arguments) > _BYTES_OVER_HOSTS:
                 raise ValueError(
                     f"worker_kwargs may have {_BYTES_OVER_HOSTS} bytes over hosts, pickled; got "
@@ -119,25 +111,24 @@ class PoolPlan:
                 )
             devices = _devices(device, math.prod(grid), share_gpu, found)
             bound = bound_here(config.bind, len(_ranks_of(0, math.prod(grid), found)))
-        except BaseException:
-            if found is not None and found.summoner is not None:
-                found.summoner.close()
-            raise
+            undo.pop_all()
         return cls(
-            name,
-            main_of(name),
-            arguments,
-            *grid,
-            devices,
-            start_timeout,
-            on_progress or ignore,
-            restart,
-            max_restarts or MAX_RESTARTS,
-            window or RESTART_WINDOW,
-            stuck_after,
-            config,
-            bound,
-            found,
+            worker=name,
+            main=main_of(name),
+            worker_kwargs=arguments,
+            tp=tp,
+            pp=pp,
+            dp=dp,
+            devices=devices,
+            start_timeout=start_timeout,
+            on_progress=on_progress or ignore,
+            restart=restart,
+            max_restarts=most,
+            window=within,
+            stuck_after=stuck_after,
+            config=config,
+            bound=bound,
+            hosts=found,
         )
 
     @property
@@ -170,6 +161,30 @@ class PoolPlan:
         By default one for each pipeline stage, so that all stages are busy, and one that waits.
         """
         return self.config.in_flight or self.pp + 1
+
+
+def _checked_grid(grid: tuple[int, int, int]) -> tuple[int, int, int]:
+    tp, pp, dp = map(whole, ("tp", "pp", "dp"), grid)
+    if tp * pp * dp > _MOST_WORKERS:
+        raise ValueError(
+            f"tp={tp} x pp={pp} x dp={dp} are {tp * pp * dp} workers; a pool has "
+            f"{_MOST_WORKERS} at most"
+        )
+    return tp, pp, dp
+
+
+def _restart_limits(
+    restart: str, max_restarts: int | None, window: float | None
+) -> tuple[int, float]:
+    """How often a pool may be restarted, and within how many seconds."""
+    if restart not in RESTARTS:
+        raise ValueError(f"restart must be one of {', '.join(RESTARTS)}; got {restart!r}")
+    max_restarts = optional(whole)("max_restarts", max_restarts)
+    window = optional(some_seconds)("window", window)
+    for what, given in (("max_restarts", max_restarts), ("window", window)):
+        if restart == "never" and given is not None:
+            raise ValueError(f"{what} is for pools that are restarted; got restart='never'")
+    return max_restarts or MAX_RESTARTS, window or RESTART_WINDOW
 
 
 def _ranks_of(node: int, n_workers: int, hosts: Hosts | None) -> range:
