@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -50,10 +50,12 @@ if TYPE_CHECKING:
 
     from coordinator.hosts.nodes import Nodes
     from device_comm import Backend, Communicator
+    from device_comm.cuda.agree import Swap
     from device_comm.cuda.device.driver import Driver
     from device_comm.cuda.nccl.nccl_memory import NcclMemory
     from shm_broadcast import Deadline
 
+T = TypeVar("T")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MEASURING = 1 / 3
 """The part of what is left for the set-up that measuring may take."""
@@ -85,103 +87,139 @@ def cuda_comm(
     swap = swap_over(over, deadline)
     identities = [each.decode() for each in swap(_identity(device).encode())]
     n, devices = over.world_size, len(set(identities))
-    name, timeout, board = over.name, over.timeout, nodes.board
-
-    def find_driver() -> Driver:
-        # CuPy is optional, and takes long to import
-        from device_comm.cuda.device.cupy_driver import CupyDriver  # noqa: PLC0415
-
-        if len(nodes.all()) > 1:
-            raise DeviceError("ipc", "the members are on several hosts")
-        if n > MAX_RANKS:
-            raise DeviceError("ipc", f"{n} members; {MAX_RANKS} are possible")
-        driver = CupyDriver(device)
-        closing.callback(driver.close)
-        return driver
-
-    def find_nccl() -> NcclLibrary:
-        if devices < n:
-            raise NcclUnavailableError(f"{n} members share {_several(devices, 'device')}")
-        return NcclLibrary.of_torch()
-
-    def find_window() -> tuple[NcclBackend, NcclMemory]:
-        if not isinstance(nccl.backend, NcclBackend):
-            raise NcclUnavailableError("there is no NCCL between the members")
-        return nccl.backend, NcclWindow.allocate(nccl.backend)
-
-    def find_switch() -> Tensor:
-        if len(nodes.all()) > 1 or devices < n:
-            raise DeviceError("multimem", "the members are not on devices of their own on one host")
-        return SymmetricBackend.allocate(device)
-
-    ipc = try_together(
-        "ipc",
-        find_driver,
-        lambda driver: IpcBackend.create(
-            driver,
-            over.rank,
-            n,
-            swap_over(over),
-            name=name,
-            timeout=timeout,
-            watch=board,
-            members=nodes.members,
-        ),
-        swap,
-        closing,
-    )
-    nccl = try_together(
-        "nccl",
-        find_nccl,
-        lambda library: NcclBackend.create(
-            over.rank,
-            n,
-            lambda payload: swap(payload or b"")[0],
-            device=device,
-            name=name,
-            timeout=timeout,
-            watch=board,
-            members=nodes.members,
-            set_up=deadline,
-            library=library,
-        ),
-        swap,
-        closing,
-    )
-    window = try_together(
-        "nccl window",
-        find_window,
-        lambda found: NcclWindow(*found, deadline),
-        swap,
-        closing,
-    )
-    multimem = try_together(
-        "multimem",
-        find_switch,
-        lambda shared: SymmetricBackend(
-            group(), shared, name=name, timeout=timeout, watch=board, members=nodes.members
-        ),
-        swap,
-        closing,
-    )
-    candidates = [ipc, nccl, window, multimem]
-    if isinstance(ipc.backend, IpcBackend):
-        candidates[1:1] = ways(ipc.backend)
-    candidates[-2:] = [
-        replace(each, up_to=each.backend.limit)
-        if isinstance(each.backend, (NcclWindow, SymmetricBackend))
-        else each
-        for each in (window, multimem)
-    ]
+    build = _CandidateBuilder(device, devices, nodes, over, group, deadline, swap, closing)
+    ipc, nccl = build.ipc(), build.nccl()
+    by_protocol = ways(ipc.backend) if isinstance(ipc.backend, IpcBackend) else []
+    candidates = [ipc, *by_protocol, nccl, build.window(nccl), build.multimem()]
     if devices < n:
         candidates.append(Candidate("host", HostStaging(over.backend, device)))
     elif ipc.backend is None and nccl.backend is None:
-        backend = TorchBackend(group(), device, board, nodes.members, name, timeout)
-        candidates.append(Candidate("torch", backend))
+        candidates.append(Candidate("torch", build.torch()))
     able = [each.name for each in candidates if each.backend is not None]
     cache = TableCache(cache_folder(os.environ))
     key = _key(device, n, devices, nodes, able)
     return select(candidates, key, cache, swap, limit=deadline.remaining() * _MEASURING)
+
+
+@dataclass(frozen=True, slots=True)
+class _CandidateBuilder:
+    """Builds candidates: each on all members, or on none.
+
+    Attributes:
+        devices: how many devices the members have in all.
+        swap: gives this member's bytes to all members, and returns everyone's, by rank.
+        device, and all others: as for `cuda_comm`.
+    """
+
+    device: torch.device
+    devices: int
+    nodes: Nodes
+    over: Communicator
+    group: Callable[[], ProcessGroup]
+    deadline: Deadline
+    swap: Swap
+    closing: ExitStack
+
+    def ipc(self) -> Candidate:
+        """Kernels of this project."""
+
+        def find_driver() -> Driver:
+            # CuPy is optional, and takes long to import
+            from device_comm.cuda.device.cupy_driver import CupyDriver  # noqa: PLC0415
+
+            if len(self.nodes.all()) > 1:
+                raise DeviceError("ipc", "the members are on several hosts")
+            if self.over.world_size > MAX_RANKS:
+                members = f"{self.over.world_size} members"
+                raise DeviceError("ipc", f"{members}; {MAX_RANKS} are possible")
+            driver = CupyDriver(self.device)
+            self.closing.callback(driver.close)
+            return driver
+
+        def create(driver: Driver) -> IpcBackend:
+            swap = swap_over(self.over)
+            return IpcBackend.create(
+                driver, self.over.rank, self.over.world_size, swap, **self._about
+            )
+
+        return self._try("ipc", find_driver, create)
+
+    def nccl(self) -> Candidate:
+        """NCCL, for members with devices of their own."""
+
+        def find_library() -> NcclLibrary:
+            if self.devices < self.over.world_size:
+                shared = _several(self.devices, "device")
+                raise NcclUnavailableError(f"{self.over.world_size} members share {shared}")
+            return NcclLibrary.of_torch()
+
+        def create(library: NcclLibrary) -> NcclBackend:
+            return NcclBackend.create(
+                self.over.rank,
+                self.over.world_size,
+                lambda payload: self.swap(payload or b"")[0],
+                device=self.device,
+                set_up=self.deadline,
+                library=library,
+                **self._about,
+            )
+
+        return self._try("nccl", find_library, create)
+
+    def window(self, nccl: Candidate) -> Candidate:
+        """Windows of the communicator of ``nccl``."""
+
+        def find_memory() -> tuple[NcclBackend, NcclMemory]:
+            if not isinstance(nccl.backend, NcclBackend):
+                raise NcclUnavailableError("there is no NCCL between the members")
+            return nccl.backend, NcclWindow.allocate(nccl.backend)
+
+        def create(found: tuple[NcclBackend, NcclMemory]) -> NcclWindow:
+            return NcclWindow(*found, self.deadline)
+
+        return _limited(self._try("nccl window", find_memory, create))
+
+    def multimem(self) -> Candidate:
+        """torch's symmetric memory, for members with devices of their own on one host."""
+
+        def find_memory() -> Tensor:
+            if len(self.nodes.all()) > 1 or self.devices < self.over.world_size:
+                why = "the members are not on devices of their own on one host"
+                raise DeviceError("multimem", why)
+            return SymmetricBackend.allocate(self.device)
+
+        def create(shared: Tensor) -> SymmetricBackend:
+            return SymmetricBackend(self.group(), shared, **self._about)
+
+        return _limited(self._try("multimem", find_memory, create))
+
+    def torch(self) -> TorchBackend:
+        """The device's torch process group."""
+        nodes, over = self.nodes, self.over
+        return TorchBackend(
+            self.group(), self.device, nodes.board, nodes.members, over.name, over.timeout
+        )
+
+    def _try(self, name: str, prepare: Callable[[], T], build: Callable[[T], Backend]) -> Candidate:
+        return try_together(name, prepare, build, self.swap, self.closing)
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        """What every backend is told about the group."""
+        return {
+            "name": self.over.name,
+            "timeout": self.over.timeout,
+            "watch": self.nodes.board,
+            "members": self.nodes.members,
+        }
+
+
+def _limited(candidate: Candidate) -> Candidate:
+    """The candidate, for tensors up to the limit of its backend."""
+    backend = candidate.backend
+    if isinstance(backend, (NcclWindow, SymmetricBackend)):
+        return replace(candidate, up_to=backend.limit)
+    return candidate
 
 
 def _identity(device: torch.device) -> str:
