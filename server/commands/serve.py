@@ -4,12 +4,9 @@ pipeline-parallel pools of workers."""
 from __future__ import annotations
 
 import math
-import os
-import signal
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import spans
 from ..defaults import PACKAGED_NAME
@@ -17,14 +14,14 @@ from ..hosts.place import Hosts
 from ..service.service_limits import ServiceLimits
 from ..web import descriptors, listener, logs
 from .read_hosts import read_hosts, run_headless
-from .read_model import DecoderModel, Model, decoder_path, read_decoder, read_model
+from .read_model import decoder_path, read_decoder, read_model
+from .serve_plan import HeadlessPlan, ServePlan
 
 if TYPE_CHECKING:
     import argparse
 
-    from ..completion.completion_face import CompletionFace
-    from ..embedding.embedding_face import EmbeddingFace
     from ..launchers.ray_actors import RayCluster
+    from .read_model import DecoderModel, Model
 
 PACKAGES = ("prometheus_client", "safetensors", "starlette", "tokenizers", "uvicorn")
 _COUNTS = (
@@ -34,43 +31,6 @@ _COUNTS = (
 _TIMEOUTS = ("start", "request", "stall", "drain", "silence")
 _LONGEST_KEY = 4096
 """Characters of a key; a file may have no end."""
-_KEEP_ALIVE_SECONDS = 75
-"""Longer than clients keep idle connections: so they, not the server, close them. A request that is
-sent while the server closes its connection would fail."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServePlan:
-    """The checked options of a server; see `options.serve_options`.
-
-    Attributes:
-        model: what it serves.
-        pool: what the pool is to be made with, or each replica.
-        limits: what the service takes.
-        name, host, port, api_key, and all others: as the options.
-    """
-
-    model: Model | DecoderModel
-    pool: dict[str, Any]
-    limits: ServiceLimits
-    name: str
-    host: str
-    port: int
-    api_key: str | None
-    max_connections: int
-    truncate: bool
-    access_log: str
-    log_json: bool
-    spans: str | None
-    drain_timeout: float
-
-
-@dataclass(frozen=True, slots=True)
-class HeadlessPlan:
-    """The checked options of a host that runs workers for the one that serves."""
-
-    hosts: Hosts
-    start_timeout: float
 
 
 def prepare(args: argparse.Namespace) -> ServePlan | HeadlessPlan:
@@ -155,64 +115,9 @@ def run(plan: ServePlan | HeadlessPlan) -> int:
         logs.configure("off")
         descriptors.raise_limit()
         return run_headless(plan.hosts, plan.start_timeout)
-    return _serve(plan)
+    from .served import serve  # noqa: PLC0415 - its imports need the extra 'server'
 
-
-def _serve(plan: ServePlan) -> int:
-    import uvicorn  # noqa: PLC0415
-    from starlette.middleware import Middleware  # noqa: PLC0415
-
-    from ..web.connections import ConnectionLimits, TimedConnection  # noqa: PLC0415
-    from ..web.own_names import OwnNames, names_of  # noqa: PLC0415
-    from ..web.web_server import WebServer  # noqa: PLC0415
-    from .served import serve_completions, serve_embeddings  # noqa: PLC0415
-
-    logs.configure(plan.access_log, as_json=plan.log_json)
-    if plan.spans is not None:
-        spans.record(plan.spans)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores are the workers'
-    workers = plan.model.workers
-    shares = descriptors.connection_shares(
-        descriptors.raise_limit(), plan.max_connections, workers.dp * workers.tp * workers.pp
-    )
-
-    def end() -> None:
-        server.should_exit = True
-
-    model, limits, pool = plan.model, plan.limits, plan.pool
-    about: dict[str, Any] = {"name": plan.name, "api_key": plan.api_key, "on_failure": end}
-    face: CompletionFace | EmbeddingFace
-    if isinstance(model, DecoderModel):
-        face = serve_completions(model, limits, pool, **about)
-    else:
-        face = serve_embeddings(model, limits, pool, truncate=plan.truncate, **about)
-    service = face.service
-    keyless = plan.api_key is None  # then it listens at loopback
-    names, failed = names_of(plan.host), service.metrics.fail
-    own_names = [Middleware(OwnNames, names=names, failed=failed)] if keyless else []
-    config = uvicorn.Config(
-        face.app(*own_names),
-        http=TimedConnection.within(
-            ConnectionLimits(shares.connections, refused=service.metrics.refuse)
-        ),
-        ws="none",
-        backlog=shares.accepts,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        lifespan="on",
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-    )
-    server = WebServer(config, service.give_up, face.live.close, plan.drain_timeout)
-    with server.hear_signals(), listener.listen(plan.host, plan.port) as listening:
-        print(f"serving {plan.name} at {listener.url(listening)}", flush=True)
-        server.run(sockets=[listening])
-    if service.failure is not None:
-        raise service.failure
-    if signal.SIGINT in server.heard:
-        raise KeyboardInterrupt
-    return 1 if server.gave_up else 0
+    return serve(plan)
 
 
 def _read_model(args: argparse.Namespace, nnodes: int) -> Model | DecoderModel:

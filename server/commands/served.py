@@ -1,73 +1,113 @@
-"""What `serve` serves: the HTTP face of a service, by the kind of model."""
+"""Serves a model over HTTP: its workers, the service that calls them, and the web server."""
 
 from __future__ import annotations
 
+import os
+import signal
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import uvicorn
+from starlette.middleware import Middleware
+
+from .. import spans
 from ..completion.completion_face import CompletionFace
 from ..completion.completion_service import CompletionService
 from ..embedding.embedding_face import EmbeddingFace
 from ..embedding.embedding_service import EmbeddingService
 from ..pool import WorkerPool
 from ..replicas import Replicas
+from ..web import descriptors, listener, logs
 from ..web.api import ServedModel
+from ..web.connections import ConnectionLimits, TimedConnection
+from ..web.own_names import OwnNames, names_of
+from ..web.web_server import WebServer
+from .read_model import DecoderModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-    from ..service.service_limits import ServiceLimits
-    from .read_model import DecoderModel, Model
+    from .read_model import Model
+    from .serve_plan import ServePlan
+
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep idle connections: so they, not the server, close them. A request that is
+sent while the server closes its connection would fail."""
 
 
-def serve_embeddings(
-    model: Model,
-    limits: ServiceLimits,
-    pool: Mapping[str, Any],
-    *,
-    name: str,
-    api_key: str | None,
-    truncate: bool,
-    on_failure: Callable[[], None],
-) -> EmbeddingFace:
-    """The face of a service of a model that embeds.
+def serve(plan: ServePlan) -> int:
+    """Serve until SIGTERM, then finish what was accepted; see `serve.run`."""
+    logs.configure(plan.access_log, as_json=plan.log_json)
+    if plan.spans is not None:
+        spans.record(plan.spans)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores are the workers'
+    workers = plan.model.workers
+    shares = descriptors.connection_shares(
+        descriptors.raise_limit(), plan.max_connections, workers.dp * workers.tp * workers.pp
+    )
 
-    Args:
-        model: the model.
-        limits: see `ServiceLimits`.
-        pool: what its pool is made with.
-        name: what requests call it.
-        api_key, truncate, on_failure: see `EmbeddingFace`.
-    """
+    def end() -> None:
+        server.should_exit = True
+
+    face = _face(plan, end)
+    service = face.service
+    config = _web_config(plan, face, shares)
+    server = WebServer(config, service.give_up, face.live.close, plan.drain_timeout)
+    with server.hear_signals(), listener.listen(plan.host, plan.port) as listening:
+        print(f"serving {plan.name} at {listener.url(listening)}", flush=True)
+        server.run(sockets=[listening])
+    if service.failure is not None:
+        raise service.failure
+    if signal.SIGINT in server.heard:
+        raise KeyboardInterrupt
+    return 1 if server.gave_up else 0
+
+
+def _face(plan: ServePlan, on_failure: Callable[[], None]) -> EmbeddingFace | CompletionFace:
+    if isinstance(plan.model, DecoderModel):
+        return _completion_face(plan, plan.model, on_failure)
+    return _embedding_face(plan, plan.model, on_failure)
+
+
+def _embedding_face(plan: ServePlan, model: Model, on_failure: Callable[[], None]) -> EmbeddingFace:
     dp, pp = model.workers.dp, model.workers.pp
     make = WorkerPool if dp == 1 else partial(Replicas, dp=dp)
     service = EmbeddingService(
-        model.tokenizer, partial(make, **pool), limits, in_flight=dp * (pp + 1)
+        model.tokenizer, partial(make, **plan.pool), plan.limits, in_flight=dp * (pp + 1)
     )
     folder = model.folder
-    served = ServedModel(name, folder.bert.hidden_size, folder.max_length, folder.bert.vocab_size)
-    return EmbeddingFace(service, served, api_key=api_key, truncate=truncate, on_failure=on_failure)
+    served = ServedModel(
+        plan.name, folder.bert.hidden_size, folder.max_length, folder.bert.vocab_size
+    )
+    return EmbeddingFace(
+        service, served, api_key=plan.api_key, truncate=plan.truncate, on_failure=on_failure
+    )
 
 
-def serve_completions(
-    model: DecoderModel,
-    limits: ServiceLimits,
-    pool: Mapping[str, Any],
-    *,
-    name: str,
-    api_key: str | None,
-    on_failure: Callable[[], None],
+def _completion_face(
+    plan: ServePlan, model: DecoderModel, on_failure: Callable[[], None]
 ) -> CompletionFace:
-    """The face of a service of a model that completes and chats.
-
-    Args:
-        model: the model.
-        limits: see `ServiceLimits`.
-        pool: what its pool is made with.
-        name: what requests call it.
-        api_key, on_failure: see `Face`.
-    """
-    service = CompletionService(model.text, partial(WorkerPool, **pool), limits)
+    service = CompletionService(model.text, partial(WorkerPool, **plan.pool), plan.limits)
     config = model.folder.config
-    served = ServedModel(name, config.hidden_size, model.context, config.vocab_size)
-    return CompletionFace(service, served, api_key=api_key, on_failure=on_failure)
+    served = ServedModel(plan.name, config.hidden_size, model.context, config.vocab_size)
+    return CompletionFace(service, served, api_key=plan.api_key, on_failure=on_failure)
+
+
+def _web_config(
+    plan: ServePlan, face: EmbeddingFace | CompletionFace, shares: descriptors.Shares
+) -> uvicorn.Config:
+    metrics = face.service.metrics
+    own_names = Middleware(OwnNames, names=names_of(plan.host), failed=metrics.fail)
+    keyless = plan.api_key is None  # then it listens at loopback
+    return uvicorn.Config(
+        face.app(own_names) if keyless else face.app(),
+        http=TimedConnection.within(ConnectionLimits(shares.connections, refused=metrics.refuse)),
+        ws="none",
+        backlog=shares.accepts,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        lifespan="on",
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+    )

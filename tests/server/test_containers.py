@@ -16,6 +16,7 @@ import yaml
 
 from server.commands import serve
 from server.commands.options import serve_options
+from server.commands.serve_plan import ServePlan
 from tests.server.fake_service import run, site
 from tests.unshared import run_unshared
 
@@ -78,7 +79,7 @@ def test_the_commands_are_accepted_once_their_key_is_there(
     key.write_text("secret\n")
     args.api_key = f"@{key}"
     plan = serve.prepare(args)
-    assert isinstance(plan, serve.ServePlan)
+    assert isinstance(plan, ServePlan)
     assert (plan.host, plan.port) == ("0.0.0.0", default_port())
     assert plan.api_key == "secret"
 
