@@ -19,7 +19,7 @@ _ALIGN: Final = 16
 
 
 class Staging:
-    """Where inputs are copied to and results come from. One after the other, on any stream.
+    """The memory that inputs are copied into, and results out of, one all-reduce after the other.
 
     Attributes:
         limit: the size in bytes of the largest tensor.
@@ -50,8 +50,8 @@ class Staging:
         Args:
             operation: the all-reduce.
             capabilities: of the backend that carries it out.
-            step: reduces what lies in its first argument into its second one, which are as long as
-                the operation's tensors, up to whole 16 bytes.
+            step: reduces its first argument into its second one. Both are as long as the
+                operation's tensors, rounded up to whole 16 bytes.
 
         Raises:
             NotImplementedError: the tensor is too large, or the backend does not reduce it so.
@@ -69,7 +69,7 @@ class Staging:
         output.view(-1).copy_(taken[: output.numel()])
 
     def _follow(self) -> None:
-        """Have the current stream wait for who used the memory last; of a capture the graph is."""
+        """Have the current stream wait for the last use of the memory; a graph orders its own."""
         if self._streams.capturing():
             return
         stream, last = self._streams.current(), self._last

@@ -1,7 +1,7 @@
 """All-reduce by torch's symmetric memory, inside the NVLink switch between the devices (multimem).
 
-The algorithm is NVLink SHARP's of two shots: each device has the switch add one part of all
-tensors, and send the sum to all.
+The algorithm is NVLink SHARP in two shots: each device has the switch add up one part of all
+tensors, and send the sum to all devices.
 
 A candidate for large sums on machines whose devices share an NVLink switch with multicast. It only
 does all_reduce, with SUM of float32 and bfloat16. Tensors are copied into memory that all devices

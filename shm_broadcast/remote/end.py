@@ -4,8 +4,8 @@ Guarantees
 - One thread at a time uses the socket; any thread may `RemoteEnd.close`, and a call that waits in
   another thread then raises `GroupClosedError` within `SLICE_SECONDS`.
 - After `close` no socket, thread or context of the end is left.
-- An exception that comes up in the middle of a message, as of a signal handler, closes the end:
-  what the peers got of it cannot be told.
+- An exception in the middle of a message, such as one from a signal handler, closes the end: nobody
+  can tell how much of that message the peers have.
 
 Assumes: libzmq was built with CURVE, as PyPI's pyzmq is.
 """
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from shm_broadcast.remote.keys import CurveKey
 
 LINGER_SECONDS: Final = 1.0
-"""How long `RemoteEnd.close` waits at most until messages that were sent have left this host. Not 0
-where messages have several frames: libzmq 4.3.5 ends the process (`clean_pipes`) if a socket that
-does not linger is closed in the middle of one and the connection ends just then."""
+"""The longest that `RemoteEnd.close` waits until messages that were sent have left this host. It
+must not be 0 for messages of several frames: libzmq 4.3.5 ends the process (in `clean_pipes`) if a
+socket without linger is closed in the middle of one just when the connection ends."""
 
 _HANDSHAKE_SECONDS: Final = 5.0
 _FRAME_SLACK: Final = 512
@@ -91,8 +91,8 @@ class RemoteEnd(ABC):
         A call that waits in another thread raises `GroupClosedError`.
         """
         self._closing = True
-        # The holder lets go within a slice, or tears down (see `_use`) when it can: it may be this
-        # thread, which a signal handler has interrupted.
+        # Whoever holds the turn gives it up within a slice, and then tears down (see `_use`). If a
+        # signal handler has interrupted this very thread, it does so when the handler returns.
         if self._lock.turn.is_owned():
             return
         with self._lock.turn as mine:
@@ -120,7 +120,7 @@ class RemoteEnd(ABC):
         Raises:
             GroupClosedError: the end is closed.
             GroupTimeoutError: another thread holds it past the deadline.
-            RuntimeError: this thread has it: a signal handler uses the end that it interrupted.
+            RuntimeError: this thread holds it: a signal handler uses the end that it interrupted.
         """
         with self._lock.turn as mine:
             if not mine:
@@ -137,7 +137,9 @@ class RemoteEnd(ABC):
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:
-        """Around what must not be left in the middle: the end is closed if it is."""
+        """Around steps that belong together: an exception in between, unless it is ours, closes the
+        end.
+        """
         before, self._torn = self._torn, True
         try:
             yield

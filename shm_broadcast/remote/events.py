@@ -96,7 +96,7 @@ class Connection:
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.fault = self._denied
         elif self.made:
-            self.lost = True  # for a forged frame, too, zmq reports a failed handshake
+            self.lost = True  # also by a failed handshake, which zmq reports for a forged frame
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._tries_again = True
             self._failed += value != errno.EAGAIN  # EAGAIN: it took longer than handshake_ivl

@@ -6,7 +6,7 @@ Guarantees
 - Messages arrive whole and in order, each once. A `RemoteReader.recv` that raises has consumed
   nothing; the next one returns the message.
 - A waiting call raises at once when the writer's process or host has closed the connection, and
-  after the handle's ``silence`` seconds when nothing is heard of the writer. Messages that had
+  after the handle's ``silence`` seconds when nothing is heard from the writer. Messages that had
   arrived are delivered first.
 
 Assumes: one reader per rank; a second one with the same rank is refused.

@@ -1,7 +1,7 @@
 """The writer's view of one reader on another host. Uses no socket, so tests need none.
 
 A reader is ``absent``, ``busy`` from its `ReaderHello` on, and at the end ``closed``, ``lost`` or
-``faulty``, for good. The writer waits no more for one that has closed. The first connection that
+``faulty``, for good. The writer no longer waits for one that has closed. The first connection that
 says hello with the reader's key is the reader's; frames over any other connection change nothing.
 """
 
@@ -56,7 +56,7 @@ class RemoteLink:
         return self._state == "closed"
 
     def can_take(self, amount: int) -> bool:
-        """Whether this reader does not keep the writer from sending ``amount`` bytes."""
+        """Whether the writer may send ``amount`` bytes: the reader has the credit, or has left."""
         return self.left or (self.joined and self.window.available >= amount)
 
     def take(
@@ -89,7 +89,7 @@ class RemoteLink:
             self._state = "lost"
 
     def remove(self) -> None:
-        """Treat a lost or faulty reader as one that has closed: the writer waits no more for it.
+        """Treat a lost or faulty reader as one that has closed: the writer stops waiting for it.
 
         Raises:
             ValueError: it is neither lost nor faulty.

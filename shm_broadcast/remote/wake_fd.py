@@ -27,7 +27,7 @@ class WakeFd:
 
     def ring(self) -> None:
         """Wake whoever polls, or will; does nothing after `close`."""
-        self._ringing.append(None)  # who closes it looks at this after what is looked at below
+        self._ringing.append(None)  # first: `close` sets `_closed` and looks at this afterwards
         try:
             if not self._closed:
                 os.eventfd_write(self._fd, 1)
@@ -36,7 +36,7 @@ class WakeFd:
             self._release_unused()
 
     def clear(self) -> None:
-        """Be readable no more; for the thread that polls."""
+        """Stop being readable; for the thread that polls."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._fd)
 

@@ -9,7 +9,7 @@ Guarantees
   gets it. A reader that has left gets none, and is not waited for.
 - The caller may change its buffers once `RemoteWriter.send` has returned.
 - A waiting call raises within `PROBE_SECONDS` plus one slice when a reader's process or host has
-  closed the connection, and after ``silence`` seconds when nothing is heard of a reader (a cut
+  closed the connection, and after ``silence`` seconds when nothing is heard from a reader (a cut
   cable, a stopped process). If no call waits, the next one raises.
 - Connections without the right key, and frames beyond 1 KiB, are dropped by libzmq's own thread.
 
@@ -246,7 +246,8 @@ class RemoteWriter(RemoteEnd):
 
     def _take_in(self) -> None:
         """Handle all frames that have arrived."""
-        # Lost only after all frames: a `Closed` that came says that it left in good order.
+        # A reader counts as lost only after all frames: its `Closed` may be among them, and then it
+        # has left in good order.
         gone: list[RemoteLink] = []
         with self._unbroken():
             while (received := self._receive()) is not None:
@@ -260,7 +261,7 @@ class RemoteWriter(RemoteEnd):
                 link.lose()
 
     def _send_fragment(self, frames: Sequence[bytes | memoryview]) -> None:
-        """Send a fragment to every reader; `_wait` has seen that all have the credit."""
+        """Send a fragment to every reader; `_wait` has made sure that all have the credit."""
         with self._unbroken():
             self._sequence += 1
             price = cost(frames)
@@ -276,7 +277,7 @@ class RemoteWriter(RemoteEnd):
             self._post([encode(Probe())])
 
     def _post(self, frames: Sequence[bytes | memoryview]) -> None:
-        """Send one zmq message to every connected reader; its bytes are copied once in all."""
+        """Send one zmq message to every connected reader; its bytes are copied once for all."""
         shared = [zmq.Frame(frame, copy=True) for frame in frames]
         with self._unbroken():
             gone = [
@@ -285,7 +286,7 @@ class RemoteWriter(RemoteEnd):
                 if link.joined and not self._send_to(link.identity, shared)
             ]
             if gone:
-                self._take_in()  # one that closed its end has sent `Closed` before
+                self._take_in()  # a reader that closed its end has sent `Closed` before
             for link in gone:
                 link.lose()
 

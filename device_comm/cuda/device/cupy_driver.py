@@ -286,8 +286,8 @@ class _PreparedLaunch:
 class _OnDevice:
     """Makes a device the current one; translates CuPy's errors to `DeviceError`.
 
-    A class, since a generator would cost a microsecond of each launch. May be entered again, after
-    it was left.
+    A class, because a generator would cost a microsecond of each launch. It may be entered again
+    after it was left.
     """
 
     __slots__ = ("_before", "_call", "_index")
@@ -308,6 +308,6 @@ class _OnDevice:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._before != self._index:
             cupy.cuda.runtime.setDevice(self._before)
-        # CuPy's errors derive from it; that of an invalid capture is plain.
+        # CuPy's errors are subclasses of it; that of an invalid capture is a plain one.
         if isinstance(error, RuntimeError):
             raise DeviceError(self._call, str(error)) from error

@@ -92,8 +92,8 @@ class Driver(Protocol):
         """Why no memory of torch's own allocator can be shared; ``""`` if it can."""
 
     def allocation(self, pointer: int) -> int:
-        """The number of the allocation around an address, which no other one in this process has
-        or had, also at the same address; 0 if there is none.
+        """The number of the allocation around an address; 0 if there is none. No other allocation
+        of this process ever has that number, even at the same address.
         """
 
     def export(self, pointer: int) -> Exported:

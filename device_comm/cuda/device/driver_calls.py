@@ -1,7 +1,7 @@
-"""Calls of CUDA's driver by the C extension, for what every eager operation needs of it.
+"""Calls CUDA's driver through the C extension, for what every eager operation needs.
 
 The functions' addresses are taken from the library that is loaded anyway; nothing is linked. Each
-call is made in one context, the device's, and the thread's own is put back after it.
+call is made in the device's context, and the thread's own context is put back after it.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ class CudaMark:
             return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def follow(self) -> None:
-        """Have the current stream wait for it; not if the device is there, for a stream that is
-        captured cannot wait for what is none of the graph.
+        """Have the current stream wait for it, if the device has not reached it yet: a stream that
+        is captured cannot wait for what is outside the graph.
         """
         if self.passed():
             return

@@ -230,7 +230,7 @@ class IpcBackend(Backend):
         return False
 
     def norms(self, x: Tensor, weight: Tensor) -> bool:
-        """As `Backend.norms`: little that goes in packets, in rows of whole cells."""
+        """As `Backend.norms`: for tensors that go in packets, with rows of whole cells."""
         fits = 0 < x.nbytes <= self.packet_bytes and weight.nbytes % ALIGN == 0
         return fits and x.dtype in self.capabilities.normed
 

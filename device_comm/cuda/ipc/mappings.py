@@ -105,7 +105,7 @@ class Mappings:
         )
 
     def gone(self) -> Gone:
-        """What was freed, since it was asked last, of the memory that this rank had shared."""
+        """Which of the memory that this rank had shared was freed since the last call."""
         allocations = [
             allocation
             for allocation, pointer in self._given.items()

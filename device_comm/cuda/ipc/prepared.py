@@ -1,7 +1,7 @@
-"""Keeps the launches of operations that come again, such as those of a model's layers.
+"""Keeps the launches of operations that are repeated, such as those of a model's layers.
 
-To plan and pack a launch costs more than to make it. An operation whose memory, sizes and reduction
-were seen before is launched with what was packed then.
+Planning and packing a launch costs more than making it. An operation whose memory, sizes and
+reduction were seen before is launched with what was packed then.
 """
 
 from __future__ import annotations

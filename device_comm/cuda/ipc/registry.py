@@ -11,9 +11,8 @@ buffers, as eager ones do; `Registry.reasons` says why. The same happens when ta
 ranks have captured different collectives, or a message without its other end, they raise
 `DivergenceError` at the end of the capture: their graphs must not be replayed.
 
-Before each capture the ranks tell each other what has been freed of the memory that they captured
-before, and unmap it: so graphs may be captured anew as often as one likes. Tables are not used
-again.
+Before each capture the ranks tell each other which of the memory that they captured before has been
+freed, and unmap it. So graphs may be captured anew any number of times. Tables are not used again.
 
 Assumes: captured memory lives as long as the graphs; tables live as long as the group.
 """
@@ -120,7 +119,7 @@ class Registry:
 
         Raises:
             ValueError: `finish` was not called since the last `begin`.
-            IpcUnavailableError: a rank cannot, as for want of memory.
+            IpcUnavailableError: a rank cannot, for example because it lacks memory.
         """
         if self._open:
             raise ValueError("captures of one group do not nest")

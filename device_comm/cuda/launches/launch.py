@@ -58,9 +58,9 @@ class Limits:
             that they wait for from running. ``all_to_all`` has up to `abi.MAX_LANES` of them.
         lanes: blocks that move one message at most, up to `abi.MAX_LANES`; a message has one for
             each slot that it fills. They come on top, for each message that is under way. Lanes
-            cost no memory, for they share a channel; but more of them have smaller slots, so that
-            they meet more often: in 16 lanes of the default channels, all threads of a block have
-            their part of a slot under way at once.
+            cost no memory, because they share a channel. But more lanes have smaller slots, and
+            must meet the peer's more often. With 16 lanes of the default channels, all threads of a
+            block still have their part of a slot under way at once.
         threads: threads of a block, `abi.MIN_THREADS` to `abi.MAX_THREADS`.
         packets_up_to: the largest all-reduce by packets, in bytes.
         one_shot_up_to: the largest one in one shot, in bytes; larger ones use two shots.
@@ -91,8 +91,8 @@ class Limits:
         """Defaults; ``ranks_on_device`` is the largest number of ranks that share a device.
 
         If each rank of a device sends to all others and receives from all of them at once, that
-        takes fewer than 256 blocks. If more than half of them have begun, two have met and get on;
-        so 64 multiprocessors are enough, each of which holds two.
+        takes fewer than 256 blocks. Once more than half of them run, two of them have met, and make
+        progress. So 64 multiprocessors are enough, each of which holds two blocks.
         """
         one_shot = {2: 8 << 20, 3: 512 << 10, 4: 512 << 10}.get(world_size, 256 << 10)
         blocks = max(36 // ranks_on_device, 8)

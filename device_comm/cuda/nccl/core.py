@@ -308,7 +308,7 @@ class NcclCore(Backend):
             if not captured:
                 issued.mark = stream.mark()
         except NcclError as error:
-            if self._failure is not None:  # it returned since the guard has ended it
+            if self._failure is not None:  # the call returned because the guard has ended it
                 raise self._failure from error
             raise _translate(error, self._boundary, operation, peers, deadline) from error
         except GroupClosedError:

@@ -2,11 +2,11 @@
 
 The names, argument orders and enumeration values are those of NCCL's C interface, the same from
 2.18 to 2.30. Communicators are made in the background: `async_result` tells when that has ended. A
-blocking communicator, which `begin_split` makes, has taken a call over when that returns; until
-then NCCL may wait for peers, and only `abort` makes it return.
+call on a blocking communicator, which `begin_split` makes, returns when NCCL has taken it over.
+Until then it may wait for peers, and only `abort` makes it return.
 
-Windows of memory, which all ranks of a communicator reach, came with 2.27; an older library lacks
-their functions, and is used without.
+Windows of memory, which all ranks of a communicator reach, came with 2.27. An older library lacks
+their functions, and is used without them.
 
 The configuration has the layout of NCCL 2.14, the first with one: later libraries look at its
 ``size`` and ``version`` and use defaults for newer fields.

@@ -3,8 +3,8 @@
 A candidate of selection where NCCL is 2.27 or newer. NCCL takes these kernels if input and result
 lie in windows, at the same places on all ranks, and the devices reach each other over NVLink; they
 take fewer blocks than its others and less time for small tensors. So tensors are copied into a
-window, and back. Input and result have a half each: there are reports of wrong results in place, of
-NCCL 2.28 in graphs.
+window, and back. Input and result have a half each: it is reported that NCCL 2.28, in graphs, gives
+wrong results in place.
 """
 
 from __future__ import annotations
