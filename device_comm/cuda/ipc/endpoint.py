@@ -29,9 +29,9 @@ from shm_broadcast.segment import SegmentHandle  # noqa: TC001 - msgspec looks a
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from device_comm.backend import Identity
     from device_comm.cuda.agree import Swap
     from device_comm.cuda.device.driver import Driver, HostBlock
-    from device_comm.watch import Watch
 
 ENDPOINT_LINGER = 2.0
 """How long to wait for peers to unmap this rank's region. If they do not, it is not freed before
@@ -80,27 +80,25 @@ class Endpoint:
 
 
 def meet_peers(
+    identity: Identity,
     driver: Driver,
-    rank: int,
-    world_size: int,
     swap: Swap,
-    watch: Watch,
-    members: Sequence[int],
     *,
-    name: str,
-    timeout: float | None,
     layout: abi.RegionLayout | None = None,
     limits: Limits | None = None,
     probe_seconds: float = ENDPOINT_PROBE_SECONDS,
 ) -> Endpoint:
-    """Set a group up; the arguments are those of `IpcBackend.create`.
+    """Set a group up. Collective: yes, every member.
 
-    Collective: yes, every member.
+    Args:
+        identity: this rank and its group.
+        driver, swap, and all others: as for `IpcBackend.create`.
 
     Raises:
         IpcUnavailableError: a step failed on a rank; all ranks raise it.
         CoordinatorError: ``swap`` failed.
     """
+    rank, world_size = identity.rank, identity.world_size
     with ExitStack() as undo:
         layout = layout or abi.RegionLayout(world_size)
         loan = _RegionLoan(driver, rank, undo)
@@ -118,7 +116,7 @@ def meet_peers(
             devices = [offer.region.device for offer in offers]
             crowd = max(devices.count(device) for device in devices)
             limits = Limits.for_ranks(world_size, ranks_on_device=crowd)
-        health = Health(control.view, watch, rank, members, name)
+        health = Health(control.view, identity)
         undo.callback(health.close)
         chosen = limits
         probe: MemoryProbe
@@ -135,7 +133,7 @@ def meet_peers(
             return b""
 
         agree(swap, take)
-        nanoseconds = 0 if timeout is None else int(timeout * 1e9)
+        nanoseconds = 0 if identity.timeout is None else int(identity.timeout * 1e9)
         group = abi.Group(loan.regions, control.pointer, rank, layout, nanoseconds)
         agree(swap, lambda: probe.run(group, chosen, health, probe_seconds))
         return Endpoint(driver, group, limits, loan.mappings, health, swap, undo.pop_all())

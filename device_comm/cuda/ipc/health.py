@@ -29,7 +29,7 @@ from shm_broadcast.errors import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from device_comm.watch import Watch
+    from device_comm.backend import Identity
 
 _PHASES = {
     Phase.START: "to come to a collective",
@@ -49,27 +49,22 @@ _JOIN = 1.0
 class Health:
     """One rank's control block, and the thread that stops its kernels."""
 
-    def __init__(
-        self, control: memoryview, watch: Watch, rank: int, members: Sequence[int], name: str
-    ) -> None:
+    def __init__(self, control: memoryview, identity: Identity) -> None:
         """Start the thread.
 
         Args:
             control: the control block, `abi.CONTROL_BYTES` that kernels can access.
-            watch: the group's board.
-            rank: this rank.
-            members: each rank's member number on the board.
-            name: the group's name.
+            identity: this rank and its group.
         """
         self._control = control
         self._code = control[abi.CONTROL_RECORD : abi.CONTROL_RECORD + 4].cast("I")
-        self._watch = watch
-        self._members = members
+        self._watch = identity.watch
+        self._members = identity.members
         self._over = False
         self._thread = threading.Thread(
             target=self._forward,
-            args=(f"{name} kernels", [*members[:rank], *members[rank + 1 :]]),
-            name=f"{name}-ipc-health",
+            args=(identity.operation("kernels"), identity.peers),
+            name=f"{identity.name}-ipc-health",
             daemon=True,
         )
         self._thread.start()

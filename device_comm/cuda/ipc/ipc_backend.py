@@ -70,31 +70,15 @@ class IpcBackend(Backend):
         reasons: why captured collectives had to be staged, if some were; for `explain`.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        *,
-        name: str,
-        timeout: float | None,
-        watch: Watch,
-        members: Sequence[int],
-    ) -> None:
+    def __init__(self, identity: Identity, endpoint: Endpoint) -> None:
         """Use `create`."""
         driver, group = endpoint.driver, endpoint.group
         super().__init__(
-            Identity.of(
-                group.rank,
-                len(group.regions),
-                driver.device,
-                name=name,
-                timeout=timeout,
-                watch=watch,
-                members=members,
-            ),
+            identity,
             Capabilities(
                 "ipc",
                 stream_ordered=True,
-                detects_loss=not isinstance(watch, LoneWatch),
+                detects_loss=not isinstance(identity.watch, LoneWatch),
                 sends_ahead=True,
                 normed=frozenset(NUMBERS),
             ),
@@ -103,7 +87,7 @@ class IpcBackend(Backend):
         self._endpoint = endpoint
         self._health = endpoint.health
         self._boundary = Boundary(self.watch)
-        self._order = StreamOrder(driver, name)
+        self._order = StreamOrder(driver, self.name)
         self._messages = SideStreams(driver)
         self._planner = Planner(group, endpoint.limits)
         self._prepared = PreparedLaunches(driver, self._planner, self.world_size)
@@ -148,22 +132,19 @@ class IpcBackend(Backend):
             ValueError: the sizes are out of range.
             CoordinatorError: ``swap`` failed.
         """
-        watch = LoneWatch(rank) if watch is None else watch
-        members = range(world_size) if members is None else members
-        endpoint = meet_peers(
-            driver,
+        identity = Identity.of(
             rank,
             world_size,
-            swap,
-            watch,
-            members,
+            driver.device,
             name=name,
             timeout=timeout,
-            layout=layout,
-            limits=limits,
-            probe_seconds=probe_seconds,
+            watch=watch,
+            members=members,
         )
-        return cls(endpoint, name=name, timeout=timeout, watch=watch, members=members)
+        endpoint = meet_peers(
+            identity, driver, swap, layout=layout, limits=limits, probe_seconds=probe_seconds
+        )
+        return cls(identity, endpoint)
 
     @property
     def packet_bytes(self) -> int:

@@ -122,13 +122,10 @@ class NcclCore(Backend):
             GroupTimeoutError: some ranks did not come in time; says what each was last doing.
         """
         library = library or NcclLibrary.of_torch()
-        device = torch.device(device)
-        if str(device) == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-        streams = streams or CudaStreams(device)
         identity = Identity.of(
             rank, world_size, device, name=name, timeout=timeout, watch=watch, members=members
         )
+        streams = streams or CudaStreams(identity.device)
         unique_id = share(library.unique_id() if rank == 0 else None)
         deadline = Deadline.after(timeout if set_up is None else set_up)
         with streams.device():

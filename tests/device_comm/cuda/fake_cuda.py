@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from device_comm import Communicator
+from device_comm import Communicator, Identity
 from device_comm.cuda.device import cupy_driver, driver_calls
 from device_comm.cuda.device.cupy_driver import CupyDriver
 from device_comm.cuda.ipc.endpoint import Endpoint
@@ -131,12 +131,12 @@ def stubbed(
 @contextmanager
 def rank_0_of_2(driver: CupyDriver, board: Board) -> Iterator[Communicator]:
     """A group whose kernels nobody runs."""
-    health = Health(memoryview(bytearray(abi.CONTROL_BYTES)), board, 0, (0, 1), "tp")
+    identity = Identity.of(0, 2, driver.device, name="tp", watch=board)
+    health = Health(memoryview(bytearray(abi.CONTROL_BYTES)), identity)
     group = abi.Group((4096, 8192), 12288, 0, abi.RegionLayout(2), 10**9)
     closing = ExitStack()
     closing.callback(health.close)
     limits, mappings = Limits.for_ranks(2), Mappings(driver)
     endpoint = Endpoint(driver, group, limits, mappings, health, lambda mine: [mine, mine], closing)
-    backend = IpcBackend(endpoint, name="tp", timeout=60.0, watch=board, members=(0, 1))
-    with Communicator(backend) as comm:
+    with Communicator(IpcBackend(identity, endpoint)) as comm:
         yield comm

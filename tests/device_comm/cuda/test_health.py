@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+from device_comm import Identity
 from device_comm.cuda.ipc.health import Health
 from device_comm.cuda.launches import abi
 from shm_broadcast import Board
@@ -19,7 +20,7 @@ def test_the_end_of_a_rank_is_noticed_after_another_has_closed() -> None:
 
     with Board.create(4, member=0) as board:
         first, second, third = (Board.attach(board.handle(), member) for member in (1, 2, 3))
-        health = Health(control, board, 0, (0, 1, 2, 3), "tp")
+        health = Health(control, Identity.of(0, 4, name="tp", watch=board))
         for closing in (first, second):
             closing.close()
             board.ring(0)
