@@ -242,33 +242,21 @@ def init(
     outer = RankGrid.of(axes or {})
     if taken := [name for name in outer.names if name in _OWN_GROUPS]:
         raise ValueError(f"groups named {taken} are there anyway: name your axes otherwise")
-    model = inner.size * outer.size
-    if rank is None:
-        if master_addr is not None or master_port is not None:
-            raise ValueError(
-                "master_addr and master_port need rank=: without it the environment says where "
-                "the ranks meet"
-            )
-        launch = Launch.from_environment()
-        if secret is not None:
-            launch = replace(launch, secret=secret)
-        if local_rank is not None:
-            launch = replace(launch, local_rank=local_rank)
-    else:
-        size = model * (dp or 1) if world_size is None else world_size
+    if rank is not None:
+        size = inner.size * outer.size * (dp or 1) if world_size is None else world_size
         local = rank if local_rank is None else local_rank
         address, port = master_addr or "127.0.0.1", master_port or 0
         launch = Launch(rank, size, local, address, port, secret=launcher_secret(secret))
+    elif master_addr is None and master_port is None:
+        launch = _launch_by_environment(local_rank=local_rank, secret=secret)
+    else:
+        raise ValueError(
+            "master_addr and master_port need rank=: without it the environment says where the "
+            "ranks meet"
+        )
     if world_size not in (None, launch.world_size):
         raise ValueError(f"world_size={world_size}, but {launch.world_size} ranks run")
-    replicas = max(launch.world_size // model, 1) if dp is None else dp
-    grid = RankGrid((*outer.axes, *RankGrid.of({"dp": replicas}).axes, *inner.axes))
-    if grid.size != launch.world_size:
-        advice = "start them by torchrun, or give rank= and world_size="
-        raise ValueError(
-            f"{_needs(grid)}, not {launch.world_size}"
-            + (f"; {advice}" if launch.world_size == 1 else "")
-        )
+    grid = _whole_grid(inner, outer, dp, launch.world_size)
     deadline = Deadline.after(timeout)
     with Closing() as undo:
         topology = Topology.meet(
@@ -294,6 +282,24 @@ def init(
             groups = ParallelGroups.build(topology, grid, undo, dcp=dcp, timeout=deadline)
         groups._closing.enter_context(telling_why)
         return groups
+
+
+def _launch_by_environment(**given: Any) -> Launch:
+    """What the launcher's environment says, but for what is given and not None."""
+    known = {name: value for name, value in given.items() if value is not None}
+    return replace(Launch.from_environment(), **known)
+
+
+def _whole_grid(inner: RankGrid, outer: RankGrid, dp: int | None, world_size: int) -> RankGrid:
+    """All ranks: the axes of the caller, then the replicas, then the axes of a replica."""
+    replicas = max(world_size // (inner.size * outer.size), 1) if dp is None else dp
+    grid = RankGrid((*outer.axes, *RankGrid.of({"dp": replicas}).axes, *inner.axes))
+    if grid.size != world_size:
+        advice = "start them by torchrun, or give rank= and world_size="
+        raise ValueError(
+            f"{_needs(grid)}, not {world_size}" + (f"; {advice}" if world_size == 1 else "")
+        )
+    return grid
 
 
 def _needs(grid: RankGrid) -> str:
