@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from device_comm.cuda.device.streams import StreamMark
+
 PreparedLaunch: TypeAlias = Callable[[int], None]
 """Launches a kernel on a stream; in a capture, adds it to the graph. Any number of times."""
 
@@ -48,16 +50,6 @@ class HostBlock:
 
     view: memoryview
     pointer: int
-
-
-class Mark(Protocol):
-    """A point in a stream's work: an event."""
-
-    def passed(self) -> bool:
-        """Whether the device has reached it. Never blocks, and ends no capture of other threads."""
-
-    def follow(self) -> None:
-        """Have the current stream wait for it."""
 
 
 class Driver(Protocol):
@@ -154,5 +146,5 @@ class Driver(Protocol):
     def order(self, before: int, after: int) -> None:
         """Have later work on stream ``after`` wait for all work that is on ``before`` now."""
 
-    def mark(self, stream: int) -> Mark:
+    def mark(self, stream: int) -> StreamMark:
         """The end of the work that is on the stream now. Must not be called in a capture."""

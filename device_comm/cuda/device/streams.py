@@ -1,8 +1,11 @@
-"""The interface to CUDA streams that stream-ordered backends use, and torch's streams."""
+"""The interface to CUDA streams that stream-ordered backends use, torch's streams, and waiting for
+points in them.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import time
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
@@ -10,20 +13,23 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from device_comm.cuda.errors import DeviceError
+from shm_broadcast.deadline import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED in cuda.h."""
+
+_POLL_SECONDS = 0.001
 
 
 class StreamMark(Protocol):
     """A point in a stream: an event."""
 
     def passed(self) -> bool:
-        """Whether the device has reached it. Never blocks."""
+        """Whether the device has reached it. Never blocks, and ends no capture of other threads."""
 
     def follow(self) -> None:
         """Have the current stream wait for it."""
@@ -109,6 +115,32 @@ class CudaMark:
             return
         with device_errors("cudaStreamWaitEvent"):
             torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class Passage:
+    """Operations on a stream; a `device_comm.work.Pending`."""
+
+    def __init__(self, mark: StreamMark) -> None:
+        """For those before ``mark``."""
+        self._mark = mark
+
+    def ready(self) -> bool:
+        """Whether the device has done them."""
+        return self._mark.passed()
+
+    def wait(self, deadline: Deadline) -> None:  # noqa: ARG002 - the host does not wait
+        """Have the current stream wait for them, and for nothing that follows on theirs."""
+        self._mark.follow()
+
+
+def pass_within(seconds: float, marks: Sequence[StreamMark]) -> bool:
+    """Wait until the device has reached all ``marks``; False after ``seconds``."""
+    deadline = Deadline.after(seconds)
+    while not all(mark.passed() for mark in marks):
+        if deadline.expired:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 @contextmanager

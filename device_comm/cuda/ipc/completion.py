@@ -11,10 +11,10 @@ from shm_broadcast.errors import GroupTimeoutError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from device_comm.cuda.device.driver import Mark
+    from device_comm.cuda.device.streams import StreamMark
     from device_comm.torch_group.pending import Boundary
 
-IPC_POLL_SECONDS = 0.0005
+_POLL_SECONDS = 0.0005
 """Seconds between two looks at the device's progress."""
 
 _GIVES_UP = 0.5
@@ -29,7 +29,7 @@ class StreamCompletion:
 
     def __init__(
         self,
-        mark: Mark,
+        mark: StreamMark,
         operation: str,
         peers: Sequence[int],
         boundary: Boundary,
@@ -67,5 +67,5 @@ class StreamCompletion:
 
     def _look(self, deadline: Deadline) -> None:
         self._boundary.wait(
-            self._mark.passed, deadline, self._operation, self._peers, poll=IPC_POLL_SECONDS
+            self._mark.passed, deadline, self._operation, self._peers, poll=_POLL_SECONDS
         )

@@ -11,13 +11,13 @@ graphs are captured.
 
 from __future__ import annotations
 
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from device_comm.backend import Backend, Capabilities, Identity
-from device_comm.cuda.ipc.completion import IPC_POLL_SECONDS, StreamCompletion
+from device_comm.cuda.device.streams import pass_within
+from device_comm.cuda.ipc.completion import StreamCompletion
 from device_comm.cuda.ipc.endpoint import ENDPOINT_PROBE_SECONDS, meet_peers
 from device_comm.cuda.ipc.order import SideStreams, StreamOrder
 from device_comm.cuda.ipc.prepared import PreparedLaunches
@@ -31,7 +31,6 @@ from device_comm.torch_group.pending import Boundary
 from device_comm.torch_group.reduce_here import reduce_here
 from device_comm.watch import LoneWatch
 from device_comm.work import Followed
-from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import DivergenceError
 
 if TYPE_CHECKING:
@@ -41,13 +40,15 @@ if TYPE_CHECKING:
 
     from device_comm.choice import Explanation
     from device_comm.cuda.agree import Swap
-    from device_comm.cuda.device.driver import Driver, Mark, PreparedLaunch
+    from device_comm.cuda.device.driver import Driver, PreparedLaunch
+    from device_comm.cuda.device.streams import StreamMark
     from device_comm.cuda.ipc.endpoint import Endpoint
     from device_comm.cuda.launches.abi import RegionLayout
     from device_comm.cuda.launches.launch import Limits, Protocol
     from device_comm.operation import Operation
     from device_comm.watch import Watch
     from device_comm.work import Pending
+    from shm_broadcast.deadline import Deadline
 
 _FINISH = 5.0
 """How long `close` waits for the device to finish this rank's operations."""
@@ -278,7 +279,7 @@ class IpcBackend(Backend):
         mark = self._driver.mark(place.stream)
         return self._wait_for(mark, operation.name, operation.deadline.timeout)
 
-    def _wait_for(self, mark: Mark, operation: str, timeout: float | None) -> Pending:
+    def _wait_for(self, mark: StreamMark, operation: str, timeout: float | None) -> Pending:
         def check() -> None:
             self._health.check(operation, timeout)
 
@@ -308,9 +309,9 @@ class IpcBackend(Backend):
 
     def _give_back(self) -> None:
         marks = [*self._messages.marks(), *self._order.marks()]
-        if not _pass(marks):
+        if not pass_within(_FINISH, marks):
             self._health.abort()
-            if not _pass(marks):
+            if not pass_within(_FINISH, marks):
                 return  # the device still uses the memory: never free it
         self._messages.close()
         self._registry.close()
@@ -320,13 +321,3 @@ class IpcBackend(Backend):
 def _nanoseconds(deadline: Deadline) -> int:
     """The remaining time for a kernel, to which 0 means for ever."""
     return 0 if deadline.timeout is None else max(int(deadline.remaining() * 1e9), 1)
-
-
-def _pass(marks: Sequence[Mark]) -> bool:
-    """Wait up to `_FINISH` until the device has reached all ``marks``; whether it has."""
-    deadline = Deadline.after(_FINISH)
-    while not all(mark.passed() for mark in marks):
-        if deadline.expired:
-            return False
-        time.sleep(IPC_POLL_SECONDS)
-    return True

@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
+from device_comm.cuda.device.streams import Passage
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from device_comm.cuda.device.driver import Driver, Mark, PreparedLaunch
-    from shm_broadcast.deadline import Deadline
+    from device_comm.cuda.device.driver import Driver, PreparedLaunch
+    from device_comm.cuda.device.streams import StreamMark
 
 
 class StreamPlace(NamedTuple):
@@ -66,7 +68,7 @@ class StreamOrder:
         stream = self._driver.current_stream()
         return StreamPlace(stream, self._driver.is_capturing(stream))
 
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[StreamMark]:
         """The ends of all work on the last stream used and on the current one, replays included."""
         streams = {self._driver.current_stream()}
         if self._eager is not None:
@@ -88,7 +90,7 @@ class SideStreams:
         """Make no stream yet."""
         self._driver = driver
         self._streams: dict[tuple[str, int], int] = {}
-        self._under_way: deque[tuple[Mark, object]] = deque()
+        self._under_way: deque[tuple[StreamMark, object]] = deque()
 
     def run(
         self, way: tuple[str, int], launches: Sequence[PreparedLaunch], stream: int, keep: object
@@ -113,7 +115,7 @@ class SideStreams:
         self._under_way.append((mark, keep))
         return Passage(mark)
 
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[StreamMark]:
         """The ends of all unfinished messages."""
         return [mark for mark, _ in self._under_way]
 
@@ -127,19 +129,3 @@ class SideStreams:
         """Drop finished messages; those of different ways may end in any order."""
         still = [entry for entry in self._under_way if not entry[0].passed()]
         self._under_way = deque(still)
-
-
-class Passage:
-    """Operations on a side stream; a `device_comm.work.Pending`."""
-
-    def __init__(self, mark: Mark) -> None:
-        """For those before ``mark``."""
-        self._mark = mark
-
-    def ready(self) -> bool:
-        """Whether the device has done it."""
-        return self._mark.passed()
-
-    def wait(self, deadline: Deadline) -> None:  # noqa: ARG002 - the host does not wait
-        """Have the current stream wait for it, and not for what follows it on the side stream."""
-        self._mark.follow()

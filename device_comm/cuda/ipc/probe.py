@@ -6,17 +6,16 @@ kernels run once, in all their ways of moving data, with a deadline, and the res
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from device_comm.cuda.device.streams import pass_within
 from device_comm.cuda.errors import DeviceError
 from device_comm.cuda.launches.launch import Protocol
 from device_comm.cuda.launches.planner import Planner
 from device_comm.reduce_op import ReduceOp
-from shm_broadcast.deadline import Deadline
 
 if TYPE_CHECKING:
     from device_comm.cuda.device.driver import Driver
@@ -28,14 +27,12 @@ _NUMBERS = 512
 _MARGIN = 5.0
 """Seconds that the host waits longer than the kernels do."""
 
-_NAP = 0.0005
-
 
 class MemoryProbe:
-    """One rank's part in the test, with what it takes of the device.
+    """One rank's part in the test, with the memory and the stream that it needs.
 
-    All of that is made here, for once a kernel of a peer waits, memory of a device that the ranks
-    share may be allocated and written only when that kernel has ended.
+    Both are made here, before any kernel runs: while a peer's kernel waits on a device that the
+    ranks share, allocating and writing its memory may have to wait for that kernel.
     """
 
     def __init__(self, driver: Driver, layout: abi.RegionLayout, rank: int) -> None:
@@ -79,7 +76,9 @@ class MemoryProbe:
             )
         for launch in launches:
             driver.prepare(*launch)(self._stream)
-        _wait(driver, self._stream, health, seconds + _MARGIN)
+        if not pass_within(seconds + _MARGIN, [driver.mark(self._stream)]):
+            health.abort()
+            raise DeviceError("probe", f"the device was not done in {seconds + _MARGIN} s")
         results = np.frombuffer(driver.read(reduced[0], size * (len(Protocol) + n)), np.float32)
         self.close()
         health.check("probe", seconds)
@@ -88,13 +87,3 @@ class MemoryProbe:
         ):
             raise DeviceError("probe", "what ranks wrote into each other's memory is not there")
         return b""
-
-
-def _wait(driver: Driver, stream: int, health: Health, seconds: float) -> None:
-    mark = driver.mark(stream)
-    deadline = Deadline.after(seconds)
-    while not mark.passed():
-        if deadline.expired:
-            health.abort()
-            raise DeviceError("probe", f"the device was not done in {deadline.timeout} s")
-        time.sleep(_NAP)

@@ -14,12 +14,12 @@ import torch
 
 from device_comm.backend import Backend, Capabilities, Identity
 from device_comm.cuda.device.stream_guard import Issued, StreamGuard
-from device_comm.cuda.device.streams import CudaStreams
+from device_comm.cuda.device.streams import CudaStreams, Passage, pass_within
 from device_comm.cuda.nccl.batch import HOLD_SECONDS, MessageBatch
 from device_comm.cuda.nccl.forming import NcclForming
 from device_comm.cuda.nccl.library import NcclError, NcclLibrary, NcclResult, NcclUnavailableError
 from device_comm.cuda.nccl.nccl_memory import NcclMemory
-from device_comm.cuda.nccl.pending import NCCL_POLL_SECONDS, NcclArrival, NcclPassage, Underway
+from device_comm.cuda.nccl.pending import NCCL_POLL_SECONDS, NcclArrival, Underway
 from device_comm.torch_group.helper_threads import HelperThreads
 from device_comm.torch_group.pending import Boundary
 from shm_broadcast.deadline import Deadline
@@ -212,16 +212,11 @@ class NcclCore(Backend):
 
     def _passed(self) -> bool:
         """Wait up to `_FINISH` for what is on the last stream and the current one."""
-        streams, deadline = (self._last, self.streams.current()), Deadline.after(_FINISH)
-        marks = [stream.mark() for stream in streams if stream is not None]
-        while not all(mark.passed() for mark in marks):
-            if deadline.expired:
-                return False
-            time.sleep(NCCL_POLL_SECONDS)
-        return True
+        streams = (self._last, self.streams.current())
+        return pass_within(_FINISH, [each.mark() for each in streams if each is not None])
 
     def graph_capture(self) -> AbstractContextManager[None]:
-        """As `Backend.graph_capture`: what is held back until then is none of the graph."""
+        """As `Backend.graph_capture`; messages that are held back stay out of the graph."""
         self._release()
         return super().graph_capture()
 
@@ -323,7 +318,7 @@ class NcclCore(Backend):
         """The `Pending` of an operation on the current stream; None if the caller needs none."""
         if not operation.background or self.streams.capturing():
             return None
-        return NcclPassage(self.streams.current().mark())
+        return Passage(self.streams.current().mark())
 
     def _arrival(self, operation: Operation) -> Pending | None:
         """A `Pending` that blocks the host until the device has done the operation."""

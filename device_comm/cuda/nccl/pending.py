@@ -18,21 +18,6 @@ NCCL_POLL_SECONDS: Final = 0.001
 """Seconds between two looks at NCCL's or the device's progress."""
 
 
-class NcclPassage:
-    """An operation on a stream; `wait` orders the caller's current stream after it."""
-
-    def __init__(self, mark: StreamMark) -> None:
-        self._mark = mark
-
-    def ready(self) -> bool:
-        """Whether the device is done."""
-        return self._mark.passed()
-
-    def wait(self, deadline: Deadline) -> None:  # noqa: ARG002 - the host does not wait
-        """Have the current stream wait for it."""
-        self._mark.follow()
-
-
 class NcclArrival:
     """An operation whose `wait` blocks the host, such as a barrier."""
 
