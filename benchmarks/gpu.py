@@ -1,6 +1,6 @@
 """Collectives on CUDA devices: ``python -m benchmarks.gpu [--quick]``.
 
-Ours by each protocol, beside NCCL (ours and torch's, and in windows) and torch's symmetric memory
+Ours by each algorithm, beside NCCL (ours and torch's, and in windows) and torch's symmetric memory
 where each rank has a device of its own; eager and captured, 1 KiB to 64 MiB. Ranks are threads on a
 stream each (``streams``), and processes under MPS if that can be started (``processes``; the report
 says).

@@ -33,7 +33,7 @@ from device_comm.choice import Explanation
 from device_comm.choosing.selecting_backend import SelectingBackend
 from device_comm.choosing.selection import Candidate, Selection
 from device_comm.cuda.ipc.ipc_way import IpcWay
-from device_comm.cuda.launches.launch import Protocol
+from device_comm.cuda.launches.launch import Algorithm
 from device_comm.cuda.nccl.nccl_window import NcclWindow
 from device_comm.wrappers import checked
 from device_comm.wrappers.checked import CheckedBackend
@@ -168,7 +168,7 @@ def in_a_window(inner: Any) -> Backend:
 WRAPPERS: dict[type[Backend], Callable[[Any], Backend]] = {
     CheckedBackend: lambda inner: CheckedBackend(inner, Echo()),
     HostStaging: lambda inner: HostStaging(inner, "cpu"),
-    IpcWay: lambda inner: IpcWay(inner, Protocol.ONE_SHOT),
+    IpcWay: lambda inner: IpcWay(inner, Algorithm.ONE_SHOT),
     LateBackend: lambda inner: LateBackend(inner, Board.create(2, 0), b"token"),
     NcclWindow: in_a_window,
     OnStream: lambda inner: OnStream(inner, NoStream()),

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from device_comm.cuda.device.streams import StreamMark
     from device_comm.cuda.ipc.endpoint import Endpoint
     from device_comm.cuda.launches.abi import RegionLayout
-    from device_comm.cuda.launches.launch import Limits, Protocol
+    from device_comm.cuda.launches.launch import Algorithm, Limits
     from device_comm.operation import Operation
     from device_comm.watch import Watch
     from device_comm.work import Pending
@@ -149,7 +149,7 @@ class IpcBackend(Backend):
 
     @property
     def packet_bytes(self) -> int:
-        """The largest all-reduce, in bytes, that the packet protocol can do."""
+        """The largest all-reduce, in bytes, that the packet algorithm can do."""
         return self._endpoint.group.layout.packet_bytes
 
     @property
@@ -220,26 +220,26 @@ class IpcBackend(Backend):
         """Stop all waiting kernels of this rank."""
         self._health.abort()
 
-    def start(self, operation: Operation, protocol: Protocol | None = None) -> Pending | None:
+    def start(self, operation: Operation, algorithm: Algorithm | None = None) -> Pending | None:
         """Launch the kernels of an operation. Reductions without a kernel are computed by torch.
 
         Args:
             operation: as for `Backend.start`.
-            protocol: the protocol of an all-reduce; None: chosen by its size.
+            algorithm: the algorithm of an all-reduce; None: chosen by its size.
         """
-        if protocol is None:
-            protocol = self._planner.protocol(operation.source.nbytes)
+        if algorithm is None:
+            algorithm = self._planner.algorithm(operation.source.nbytes)
         pending: Pending | None = None
         if operation.verb in ("send", "recv"):
-            pending = self._transfer(operation, protocol)
+            pending = self._transfer(operation, algorithm)
         elif operation.verb in REDUCTIONS and not kernels_reduce(
             operation.op, operation.source.dtype
         ):
             moving, reduce = reduce_here(operation, self.rank, self.world_size)
-            self._issue(moving, protocol)
+            self._issue(moving, algorithm)
             reduce()
         else:
-            self._issue(operation, protocol)
+            self._issue(operation, algorithm)
             if operation.verb == "barrier":
                 pending = self._arrival(operation)
         self._check(operation)
@@ -247,16 +247,16 @@ class IpcBackend(Backend):
 
     # --- issuing -------------------------------------------------------------------------
 
-    def _issue(self, operation: Operation, protocol: Protocol) -> None:
+    def _issue(self, operation: Operation, algorithm: Algorithm) -> None:
         """Launch on the current stream."""
         place = self._order.place()
-        for launch in self._launches(operation, protocol, captured=place.captured):
+        for launch in self._launches(operation, algorithm, captured=place.captured):
             launch(place.stream)
 
-    def _transfer(self, operation: Operation, protocol: Protocol) -> Pending | None:
+    def _transfer(self, operation: Operation, algorithm: Algorithm) -> Pending | None:
         """Launch a message beside the current stream."""
         place = self._order.look()
-        launches = self._launches(operation, protocol, captured=place.captured)
+        launches = self._launches(operation, algorithm, captured=place.captured)
         if place.captured:
             message = operation.source if operation.verb == "send" else operation.output
             self._registry.note_message(operation.verb, operation.peer, message.nbytes)
@@ -286,13 +286,13 @@ class IpcBackend(Backend):
         return StreamCompletion(mark, operation, self.peers, self._boundary, check)
 
     def _launches(
-        self, operation: Operation, protocol: Protocol, *, captured: bool
+        self, operation: Operation, algorithm: Algorithm, *, captured: bool
     ) -> Sequence[PreparedLaunch]:
         """The launches of an operation; its kernels have its time limit."""
         usual = operation.timeout == self.timeout
         if usual and not captured:
-            return self._prepared.launches(operation, protocol)
-        launches, direct = recipe(operation, self.world_size, protocol, captured=captured)
+            return self._prepared.launches(operation, algorithm)
+        launches, direct = recipe(operation, self.world_size, algorithm, captured=captured)
         table = 0
         if captured and direct is not None:
             what = f"{operation.verb} of {direct.nbytes} bytes of {direct.dtype}"

@@ -1,6 +1,6 @@
-"""Each protocol of the IPC all-reduce as a candidate, so that measured times decide among them.
+"""Each algorithm of the IPC all-reduce as a candidate, so that measured times decide among them.
 
-Which protocol is fastest for a size depends on the machine: on how long a synchronisation of the
+Which algorithm is fastest for a size depends on the machine: on how long a synchronisation of the
 ranks takes, and on how fast they read each other's memory.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from device_comm.choosing.selection import Candidate
-from device_comm.cuda.launches.launch import NUMBERS, Protocol, kernels_reduce
+from device_comm.cuda.launches.launch import NUMBERS, Algorithm, kernels_reduce
 from device_comm.reduce_op import ReduceOp
 from device_comm.wrappers.wrapper import Wrapper
 
@@ -25,27 +25,27 @@ _REDUCTIONS: Final = frozenset(
 
 
 def ways(ipc: IpcBackend) -> list[Candidate]:
-    """A candidate for each protocol of ``ipc``; they do not close ``ipc``."""
-    limits = {Protocol.PACKETS: ipc.packet_bytes}
+    """A candidate for each algorithm of ``ipc``; they do not close ``ipc``."""
+    limits = {Algorithm.PACKETS: ipc.packet_bytes}
     return [
         Candidate(f"ipc {each.value}", IpcWay(ipc, each), up_to=limits.get(each))
-        for each in Protocol
+        for each in Algorithm
     ]
 
 
 class IpcWay(Wrapper):
-    """The all-reduce of an `IpcBackend` by one fixed protocol."""
+    """The all-reduce of an `IpcBackend` by one fixed algorithm."""
 
-    def __init__(self, ipc: IpcBackend, protocol: Protocol) -> None:
+    def __init__(self, ipc: IpcBackend, algorithm: Algorithm) -> None:
         """Use ``ipc``, which its maker closes. Collective: no."""
         has = replace(ipc.capabilities, verbs=frozenset({"all_reduce"}), reductions=_REDUCTIONS)
         super().__init__(ipc, capabilities=has, closes=False)
         self._ipc = ipc
-        self._protocol = protocol
+        self._algorithm = algorithm
 
     def start(self, operation: Operation) -> Pending | None:
-        """Reduce by the protocol."""
+        """Reduce by the algorithm."""
         op, dtype = operation.op, operation.source.dtype
         if not self.capabilities.reduces(op, dtype):
             raise NotImplementedError(f"{operation.name}: no kernel for {op.name} of {dtype}")
-        return self._ipc.start(operation, self._protocol)
+        return self._ipc.start(operation, self._algorithm)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from device_comm.cuda.device.driver import Driver, PreparedLaunch
-    from device_comm.cuda.launches.launch import Protocol
+    from device_comm.cuda.launches.launch import Algorithm
     from device_comm.cuda.launches.planner import Planner
     from device_comm.operation import Norm, Operation
 
@@ -32,12 +32,12 @@ class PreparedLaunches:
         self._world_size = world_size
         self._kept: dict[object, Sequence[PreparedLaunch]] = {}
 
-    def launches(self, operation: Operation, protocol: Protocol) -> Sequence[PreparedLaunch]:
+    def launches(self, operation: Operation, algorithm: Algorithm) -> Sequence[PreparedLaunch]:
         """The launches of ``operation``, staged.
 
         Args:
             operation: as for `recipe`.
-            protocol: the protocol of an all-reduce.
+            algorithm: the algorithm of an all-reduce.
         """
         source, output = operation.source, operation.output
         key = (
@@ -50,14 +50,14 @@ class PreparedLaunches:
             output.dtype,
             operation.op,
             operation.peer,
-            protocol,
+            algorithm,
             _fixed(operation.source_sizes),
             _fixed(operation.output_sizes),
             None if operation.norm is None else _marks(operation.norm),
         )
         known = self._kept.get(key)
         if known is None:
-            planned = recipe(operation, self._world_size, protocol).launches(self._planner, 0)
+            planned = recipe(operation, self._world_size, algorithm).launches(self._planner, 0)
             known = [self._driver.prepare(*each) for each in planned]
             if len(self._kept) >= MOST:
                 self._kept.clear()

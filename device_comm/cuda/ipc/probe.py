@@ -13,7 +13,7 @@ import torch
 
 from device_comm.cuda.device.streams import pass_within
 from device_comm.cuda.errors import DeviceError
-from device_comm.cuda.launches.launch import Protocol
+from device_comm.cuda.launches.launch import Algorithm
 from device_comm.cuda.launches.planner import Planner
 from device_comm.reduce_op import ReduceOp
 
@@ -43,7 +43,7 @@ class MemoryProbe:
         self._gives = [numbers * (each + 1) for each in range(n)]
         self._sum = numbers * (n * (n + 1) // 2)
         self._size = numbers.nbytes
-        self._source = driver.allocate(self._size * (1 + len(Protocol) + n))
+        self._source = driver.allocate(self._size * (1 + len(Algorithm) + n))
         driver.write(self._source, self._gives[rank].tobytes())
         self._stream = driver.make_stream()
 
@@ -68,22 +68,22 @@ class MemoryProbe:
         """
         driver, source, size, n = self._driver, self._source, self._size, len(self._gives)
         planner = Planner(group.with_timeout(int(seconds * 1e9)), limits)
-        reduced = [source + size * (1 + index) for index in range(len(Protocol))]
+        reduced = [source + size * (1 + index) for index in range(len(Algorithm))]
         launches = planner.all_gather(reduced[-1] + size, source, [size] * n)
-        for output, protocol in zip(reduced, Protocol, strict=True):
+        for output, algorithm in zip(reduced, Algorithm, strict=True):
             launches += planner.all_reduce(
-                output, source, size, torch.float32, ReduceOp.SUM, protocol=protocol
+                output, source, size, torch.float32, ReduceOp.SUM, algorithm=algorithm
             )
         for launch in launches:
             driver.prepare(*launch)(self._stream)
         if not pass_within(seconds + _MARGIN, [driver.mark(self._stream)]):
             health.abort()
             raise DeviceError("probe", f"the device was not done in {seconds + _MARGIN} s")
-        results = np.frombuffer(driver.read(reduced[0], size * (len(Protocol) + n)), np.float32)
+        results = np.frombuffer(driver.read(reduced[0], size * (len(Algorithm) + n)), np.float32)
         self.close()
         health.check("probe", seconds)
         if not np.array_equal(
-            results, np.concatenate([*[self._sum] * len(Protocol), *self._gives])
+            results, np.concatenate([*[self._sum] * len(Algorithm), *self._gives])
         ):
             raise DeviceError("probe", "what ranks wrote into each other's memory is not there")
         return b""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from device_comm.cuda.launches.abi import CAPTURED, MESSAGES
-from device_comm.cuda.launches.launch import Protocol
+from device_comm.cuda.launches.launch import Algorithm
 from device_comm.span import Span
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ class Recipe(NamedTuple):
 
 
 def recipe(
-    operation: Operation, world_size: int, protocol: Protocol, *, captured: bool = False
+    operation: Operation, world_size: int, algorithm: Algorithm, *, captured: bool = False
 ) -> Recipe:
     """How to carry out an operation.
 
     Args:
         operation: the operation; if it reduces, there must be a kernel for its dtype.
         world_size: the number of ranks.
-        protocol: the protocol of an all-reduce.
+        algorithm: the algorithm of an all-reduce.
         captured: whether it is part of a graph.
     """
     source, output = operation.source, operation.output
@@ -53,12 +53,12 @@ def recipe(
                 lambda plan, _: plan.all_reduce_norm(given_rows, made_rows, dtype, norm.epsilon)
             )
         case "all_reduce":
-            from_table = protocol is Protocol.TWO_SHOT or (
-                protocol is Protocol.ONE_SHOT and given != taken
+            from_table = algorithm is Algorithm.TWO_SHOT or (
+                algorithm is Algorithm.ONE_SHOT and given != taken
             )
             return Recipe(
                 lambda plan, table: plan.all_reduce(
-                    taken, given, size, dtype, op, protocol=protocol, table=table
+                    taken, given, size, dtype, op, algorithm=algorithm, table=table
                 ),
                 source if from_table else None,
             )

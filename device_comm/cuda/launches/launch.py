@@ -36,7 +36,7 @@ def kernels_reduce(op: ReduceOp, dtype: torch.dtype) -> bool:
     return dtype in NUMBERS and op in _OPERATIONS
 
 
-class Protocol(Enum):
+class Algorithm(Enum):
     """The algorithm of an all-reduce."""
 
     PACKETS = "packets"
@@ -50,7 +50,7 @@ class Protocol(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The sizes of launches, and of the protocols' ranges. The same on all ranks of a group.
+    """The sizes of launches, and of the algorithms' ranges. The same on all ranks of a group.
 
     Attributes:
         max_blocks: blocks of a grid at most, up to `abi.MAX_BLOCKS`. The blocks of all ranks that

@@ -25,9 +25,9 @@ from device_comm.cuda.launches.launch import (
     MOVE_KERNEL,
     NUMBERS,
     TRANSFER,
+    Algorithm,
     KernelLaunch,
     Limits,
-    Protocol,
 )
 from device_comm.reduce_op import ReduceOp
 from device_comm.span import NOTHING, Span
@@ -63,11 +63,11 @@ class Planner:
 
     # --- all-reduce ----------------------------------------------------------------------
 
-    def protocol(self, size: int) -> Protocol:
-        """The default protocol of an all-reduce of ``size`` bytes."""
+    def algorithm(self, size: int) -> Algorithm:
+        """The default algorithm of an all-reduce of ``size`` bytes."""
         if size <= min(self._limits.packets_up_to, self._layout.packet_bytes):
-            return Protocol.PACKETS
-        return Protocol.ONE_SHOT if size <= self._limits.one_shot_up_to else Protocol.TWO_SHOT
+            return Algorithm.PACKETS
+        return Algorithm.ONE_SHOT if size <= self._limits.one_shot_up_to else Algorithm.TWO_SHOT
 
     def all_reduce(
         self,
@@ -77,7 +77,7 @@ class Planner:
         dtype: torch.dtype,
         op: ReduceOp,
         *,
-        protocol: Protocol | None = None,
+        algorithm: Algorithm | None = None,
         table: int = 0,
     ) -> list[KernelLaunch]:
         """Reduce ``source`` of all ranks into ``output``, which may be ``source``.
@@ -88,17 +88,17 @@ class Planner:
             size: bytes of the input, and of the result.
             dtype: a dtype that has kernels for ``op``; see `kernels_reduce`.
             op: the reduction.
-            protocol: None: chosen by the size. Packets take up to the layout's ``packet_bytes``.
+            algorithm: None: chosen by the size. Packets take up to the layout's ``packet_bytes``.
             table: the table of the sources (see `abi.KernelJob`); 0: they are staged. Packets do
                 not use it. In one shot with a table, the output must not be a source.
         """
-        protocol = protocol or self.protocol(size)
+        algorithm = algorithm or self.algorithm(size)
         number = NUMBERS[dtype]
-        if protocol is Protocol.PACKETS:
+        if algorithm is Algorithm.PACKETS:
             self._check_packets(size)
             job = KernelJob((Span(source, size),), (Span(output, size),), op=op)
             return [self._launch(f"ipc_packets_{number}", self._grid(size), job)]
-        if protocol is Protocol.ONE_SHOT:
+        if algorithm is Algorithm.ONE_SHOT:
             if table and output == source:
                 raise ValueError("one shot from a table cannot be in place")
             return self._reduce(output, source, size, number, op, table=table)

@@ -1,4 +1,4 @@
-"""Each protocol of an all-reduce by itself, and a table that chooses among them."""
+"""Each algorithm of an all-reduce by itself, and a table that chooses among them."""
 
 from __future__ import annotations
 

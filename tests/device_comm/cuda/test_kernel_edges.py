@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.launches.launch import Protocol
+from device_comm.cuda.launches.launch import Algorithm
 from tests.device_comm.cuda.emulated_world import (
     Rank,
     World,
@@ -64,10 +64,10 @@ def test_nothing_is_written_beside_a_result(emulation: Emulation, count: int, sh
             rank.run(launches)
             same_numbers(result.take(), expected)
 
-        for protocol in Protocol:
+        for algorithm in Algorithm:
             result = Result(count, shift)
             arguments = result.tensor.data_ptr(), given, size, dtype, ReduceOp.SUM
-            make(plan.all_reduce(*arguments, protocol=protocol), result, total)
+            make(plan.all_reduce(*arguments, algorithm=algorithm), result, total)
         result = Result(N * count, shift)
         to = result.tensor.data_ptr()
         make(plan.all_gather(to, given, (size, size)), result, torch.cat(parts))

@@ -12,7 +12,7 @@ import torch
 from device_comm import ReduceOp
 from device_comm.cuda.launches import abi
 from device_comm.cuda.launches.abi import ErrorCode, Phase
-from device_comm.cuda.launches.launch import Protocol
+from device_comm.cuda.launches.launch import Algorithm
 from device_comm.span import Span
 from tests.device_comm.cuda.emulated_world import (
     NEAR_WRAP,
@@ -37,9 +37,9 @@ IMPATIENT = 3
 """The one whose time is over first. It begins when the patient ones have come."""
 
 
-def all_reduce(rank: Rank, buffer: int, protocol: Protocol) -> list[KernelLaunch]:
+def all_reduce(rank: Rank, buffer: int, algorithm: Algorithm) -> list[KernelLaunch]:
     op = ReduceOp.SUM
-    return rank.plan.all_reduce(buffer, buffer, SIZE, torch.float32, op, protocol=protocol)
+    return rank.plan.all_reduce(buffer, buffer, SIZE, torch.float32, op, algorithm=algorithm)
 
 
 def norm(rank: Rank, buffer: int) -> list[KernelLaunch]:
@@ -50,9 +50,9 @@ def norm(rank: Rank, buffer: int) -> list[KernelLaunch]:
 KINDS: dict[str, tuple[Phase, Callable[[Rank, int], list[KernelLaunch]]]] = {
     "barrier": (Phase.START, lambda rank, _: rank.plan.barrier()),
     "broadcast": (Phase.START, lambda rank, buffer: rank.plan.broadcast(buffer, SIZE, 0)),
-    "one-shot": (Phase.START, lambda rank, buffer: all_reduce(rank, buffer, Protocol.ONE_SHOT)),
-    "two-shot": (Phase.START, lambda rank, buffer: all_reduce(rank, buffer, Protocol.TWO_SHOT)),
-    "packets": (Phase.PACKET, lambda rank, buffer: all_reduce(rank, buffer, Protocol.PACKETS)),
+    "one-shot": (Phase.START, lambda rank, buffer: all_reduce(rank, buffer, Algorithm.ONE_SHOT)),
+    "two-shot": (Phase.START, lambda rank, buffer: all_reduce(rank, buffer, Algorithm.TWO_SHOT)),
+    "packets": (Phase.PACKET, lambda rank, buffer: all_reduce(rank, buffer, Algorithm.PACKETS)),
     "norm": (Phase.PACKET, norm),
     "send": (Phase.PUT, lambda rank, buffer: rank.plan.send(buffer, SIZE, MISSING)),
     "recv": (Phase.TAKE, lambda rank, buffer: rank.plan.recv(buffer, SIZE, MISSING)),

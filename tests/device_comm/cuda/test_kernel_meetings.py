@@ -11,7 +11,7 @@ import torch
 from device_comm import ReduceOp
 from device_comm.cuda.launches import abi
 from device_comm.cuda.launches.abi import Phase
-from device_comm.cuda.launches.launch import Protocol
+from device_comm.cuda.launches.launch import Algorithm
 from tests.device_comm.cuda.emulated_world import NEAR_WRAP, Rank, World, small_layout
 from tests.patience import until
 
@@ -56,7 +56,7 @@ def test_who_is_ahead_has_come(emulation: Emulation) -> None:
     for block in range(2):
         come(world, FIRST, block=block, phase=Phase.END)
     arguments = numbers.data_ptr(), numbers.data_ptr(), numbers.nbytes, torch.float32, ReduceOp.SUM
-    launches = rank.plan.all_reduce(*arguments, protocol=Protocol.TWO_SHOT)
+    launches = rank.plan.all_reduce(*arguments, algorithm=Algorithm.TWO_SHOT)
     assert [launch.grid for launch in launches] == [1]
     rank.run(launches)
     assert world.epoch(0) == FIRST

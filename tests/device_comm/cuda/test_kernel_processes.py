@@ -14,7 +14,7 @@ import torch
 
 from device_comm import ReduceOp
 from device_comm.cuda.launches.abi import ErrorCode, RegionLayout
-from device_comm.cuda.launches.launch import Protocol
+from device_comm.cuda.launches.launch import Algorithm
 from tests.device_comm.cuda.emulated_world import Rank, World, moved, small_layout
 from tests.device_comm.cuda.emulator import Emulation
 from tests.device_comm.oracle import reduced, values
@@ -37,16 +37,16 @@ def enter(rank: int, n: int, path: str, library: str, timeout: float) -> Rank:
 def collectives(me: Rank, turns: int) -> None:
     order, late = random.Random(me.n), random.Random(me.rank)
     for turn in range(turns):
-        kind = order.choice((*Protocol, "all_gather", "broadcast"))
+        kind = order.choice((*Algorithm, "all_gather", "broadcast"))
         count, root = order.randrange(1, 120), order.randrange(me.n)
         if late.random() < 0.2:
             time.sleep(late.random() / 500)
         parts = [values(r, (count,), torch.float32, turn) for r in range(me.n)]
         mine = parts[me.rank].clone()
         pointer, size = mine.data_ptr(), mine.nbytes
-        if isinstance(kind, Protocol):
+        if isinstance(kind, Algorithm):
             arguments = pointer, pointer, size, torch.float32, ReduceOp.SUM
-            me.run(me.plan.all_reduce(*arguments, protocol=kind))
+            me.run(me.plan.all_reduce(*arguments, algorithm=kind))
             assert torch.equal(mine, reduced(parts, ReduceOp.SUM)), (turn, kind)
         elif kind == "broadcast":
             me.run(me.plan.broadcast(pointer, size, root))

@@ -12,7 +12,7 @@ import torch
 
 from device_comm import ReduceOp
 from device_comm.cuda.launches import abi
-from device_comm.cuda.launches.launch import Limits, Protocol
+from device_comm.cuda.launches.launch import Algorithm, Limits
 from tests.device_comm.cuda.emulated_world import (
     NEAR_WRAP,
     Rank,
@@ -130,10 +130,10 @@ def test_sources_read_where_they_are(emulation: Emulation, n: int) -> None:
         size = mine.nbytes
         for _ in range(3):
             whole = torch.zeros_like(mine)
-            for protocol in (Protocol.ONE_SHOT, Protocol.TWO_SHOT):
+            for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT):
                 whole.zero_()
                 arguments = whole.data_ptr(), mine.data_ptr(), size, dtype, ReduceOp.SUM
-                rank.run(rank.plan.all_reduce(*arguments, protocol=protocol, table=where))
+                rank.run(rank.plan.all_reduce(*arguments, algorithm=algorithm, table=where))
                 same_numbers(whole, expected)
             row = torch.zeros(n * count)
             sizes = (size,) * n
@@ -149,7 +149,7 @@ def test_sources_read_where_they_are(emulation: Emulation, n: int) -> None:
             rank.run(rank.plan.barrier())
             mine.copy_(parts[rank.rank])
         arguments = mine.data_ptr(), mine.data_ptr(), size, dtype, ReduceOp.SUM
-        rank.run(rank.plan.all_reduce(*arguments, protocol=Protocol.TWO_SHOT, table=where))
+        rank.run(rank.plan.all_reduce(*arguments, algorithm=Algorithm.TWO_SHOT, table=where))
         same_numbers(mine, expected)
 
     run_threads(World(small_layout(n)), emulation, body)
@@ -182,16 +182,16 @@ def test_ranks_that_are_late_or_ahead(emulation: Emulation) -> None:
         order, late = random.Random(1), random.Random(rank.rank)
         for turn in range(150):
             count, root = order.randrange(1, 400), order.randrange(rank.n)
-            kind = order.choice(("broadcast", *Protocol))
+            kind = order.choice(("broadcast", *Algorithm))
             if late.random() < 0.1:
                 time.sleep(late.random() / 200)
             parts = [values(r, (count,), torch.float32, turn) for r in range(rank.n)]
             mine = at(parts[rank.rank])
             pointer = mine.data_ptr()
-            if isinstance(kind, Protocol):
+            if isinstance(kind, Algorithm):
                 size = min(mine.nbytes, 512)
                 arguments = pointer, pointer, size, torch.float32, ReduceOp.SUM
-                rank.run(rank.plan.all_reduce(*arguments, protocol=kind))
+                rank.run(rank.plan.all_reduce(*arguments, algorithm=kind))
                 expected = reduced(parts, ReduceOp.SUM)
                 assert torch.equal(mine[: size // 4], expected[: size // 4])
             else:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.launches.launch import Protocol
+from device_comm.cuda.launches.launch import Algorithm
 from device_comm.span import Span
 from tests.device_comm.cuda.emulated_world import moved, small_layout
 from tests.device_comm.cuda.emulator import KERNELS, build, why_not
@@ -59,11 +59,11 @@ def record_collectives(
 ) -> None:
     plan, n, size = recording.plans[rank], recording.n, parts[0].nbytes
     root, total = turn % n, reduced(parts, ReduceOp.SUM)
-    for protocol in Protocol:
-        for where in (0, table) if protocol is not Protocol.PACKETS else (0,):
+    for algorithm in Algorithm:
+        for where in (0, table) if algorithm is not Algorithm.PACKETS else (0,):
             output = recording.put(torch.zeros(COUNT))
             arguments = output, sources[rank], size, torch.float32, ReduceOp.SUM
-            launches = plan.all_reduce(*arguments, protocol=protocol, table=where)
+            launches = plan.all_reduce(*arguments, algorithm=algorithm, table=where)
             recording.launch(rank, launches)
             recording.expect(output, total)
     ones, kept = recording.put(torch.ones(64)), recording.put(torch.zeros(64))

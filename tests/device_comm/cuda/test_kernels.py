@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.launches.launch import Protocol
+from device_comm.cuda.launches.launch import Algorithm
 from tests.device_comm.cuda.emulated_world import (
     Rank,
     World,
@@ -34,9 +34,9 @@ whole cells are reduced in another way."""
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
-@pytest.mark.parametrize("protocol", Protocol)
+@pytest.mark.parametrize("algorithm", Algorithm)
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
-def test_all_reduce(emulation: Emulation, n: int, protocol: Protocol, dtype: torch.dtype) -> None:
+def test_all_reduce(emulation: Emulation, n: int, algorithm: Algorithm, dtype: torch.dtype) -> None:
     def body(rank: Rank) -> list[bytes]:
         bits = []
         for turn, (count, shift) in enumerate(SIZES.items()):
@@ -44,11 +44,11 @@ def test_all_reduce(emulation: Emulation, n: int, protocol: Protocol, dtype: tor
             parts = [wild(r, count, dtype) for r in range(n)]
             mine = at(parts[rank.rank], shift * dtype.itemsize)
             size = mine.nbytes
-            if protocol is Protocol.PACKETS and size > rank.world.layout.packet_bytes:
+            if algorithm is Algorithm.PACKETS and size > rank.world.layout.packet_bytes:
                 continue
             output = mine if turn % 2 else at(torch.zeros_like(mine), shift * mine.itemsize)
             pointers = output.data_ptr(), mine.data_ptr()
-            rank.run(rank.plan.all_reduce(*pointers, size, dtype, op, protocol=protocol))
+            rank.run(rank.plan.all_reduce(*pointers, size, dtype, op, algorithm=algorithm))
             same_numbers(output, in_rank_order(parts, op))
             bits.append(output.view(torch.uint8).numpy().tobytes())
         return bits

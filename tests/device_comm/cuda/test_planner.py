@@ -12,9 +12,9 @@ from device_comm import ReduceOp
 from device_comm.cuda.launches import abi
 from device_comm.cuda.launches.launch import (
     KERNELS,
+    Algorithm,
     KernelLaunch,
     Limits,
-    Protocol,
     kernels_reduce,
     warm_up,
 )
@@ -68,14 +68,14 @@ def test_the_size_decides_how_an_all_reduce_is_done(size: int, kernel: str) -> N
 
 def test_an_all_reduce_in_packets_is_no_larger_than_their_area() -> None:
     plan = planner(limits=Limits(packets_up_to=64 * KIB))
-    assert plan.protocol(8 * KIB + 4) is Protocol.ONE_SHOT
+    assert plan.algorithm(8 * KIB + 4) is Algorithm.ONE_SHOT
     with pytest.raises(ValueError, match="8196 bytes do not go in packets; 8192 do"):
-        plan.all_reduce(TO, FROM, 8196, torch.float32, SUM, protocol=Protocol.PACKETS)
+        plan.all_reduce(TO, FROM, 8196, torch.float32, SUM, algorithm=Algorithm.PACKETS)
 
 
 def test_one_shot_goes_in_chunks_of_a_staging() -> None:
     launches = planner().all_reduce(
-        TO, FROM, 150 * KIB, torch.float32, SUM, protocol=Protocol.ONE_SHOT
+        TO, FROM, 150 * KIB, torch.float32, SUM, algorithm=Algorithm.ONE_SHOT
     )
     sizes = [64 * KIB, 64 * KIB, 22 * KIB]
     begins = [0, 64 * KIB, 128 * KIB]
@@ -90,7 +90,7 @@ def test_one_shot_goes_in_chunks_of_a_staging() -> None:
 
 def test_one_shot_from_a_table_is_one_launch_and_not_in_place() -> None:
     arguments = (150 * KIB, torch.float32, SUM)
-    how = {"protocol": Protocol.ONE_SHOT, "table": TABLE}
+    how = {"algorithm": Algorithm.ONE_SHOT, "table": TABLE}
     (launch,) = planner().all_reduce(TO, FROM, *arguments, **how)
     assert (fields(launch)[0], puts(launch), takes(launch)) == (TABLE, [], [(TO, 150 * KIB)])
     with pytest.raises(ValueError, match="cannot be in place"):
@@ -100,7 +100,7 @@ def test_one_shot_from_a_table_is_one_launch_and_not_in_place() -> None:
 @pytest.mark.parametrize("table", [0, TABLE])
 def test_two_shot_gives_each_rank_a_part_of_each_chunk(table: int) -> None:
     launches = planner(rank=3).all_reduce(
-        TO, FROM, 64 * KIB + 36, torch.float32, SUM, protocol=Protocol.TWO_SHOT, table=table
+        TO, FROM, 64 * KIB + 36, torch.float32, SUM, algorithm=Algorithm.TWO_SHOT, table=table
     )
     first, last = launches
     parts = [(r * 16 * KIB, 16 * KIB) for r in range(4)]

@@ -11,7 +11,7 @@ from device_comm import Operation, ReduceOp
 from device_comm.cuda.ipc import prepared
 from device_comm.cuda.ipc.prepared import PreparedLaunches
 from device_comm.cuda.launches import abi
-from device_comm.cuda.launches.launch import Limits, Protocol
+from device_comm.cuda.launches.launch import Algorithm, Limits
 from device_comm.cuda.launches.planner import Planner
 from device_comm.operation import Norm
 from tests.device_comm.cuda.host_driver import HostDriver
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from device_comm.cuda.device.driver import PreparedLaunch
 
 X, Y, Z = torch.zeros(64), torch.zeros(64), torch.zeros(64)
-PACKETS = Protocol.PACKETS
+PACKETS = Algorithm.PACKETS
 
 
 class Counting(HostDriver):
@@ -55,14 +55,14 @@ def test_what_comes_again_is_planned_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "protocol"),
+    ("other", "algorithm"),
     [
         (reduction(Y, X), PACKETS),
         (reduction(X, X), PACKETS),
         (reduction(X[:32], Y[:32]), PACKETS),
         (reduction(X.view(torch.float16), Y.view(torch.float16)), PACKETS),
         (reduction(op=ReduceOp.MAX), PACKETS),
-        (reduction(), Protocol.ONE_SHOT),
+        (reduction(), Algorithm.ONE_SHOT),
         (Operation("send", X, peer=1), PACKETS),
         (Operation("recv", output=X, peer=1), PACKETS),
         (Operation("broadcast", X, peer=0), PACKETS),
@@ -70,11 +70,11 @@ def test_what_comes_again_is_planned_once() -> None:
     ],
     ids=lambda each: str(each),
 )
-def test_what_differs_is_planned_anew(other: Operation, protocol: Protocol) -> None:
+def test_what_differs_is_planned_anew(other: Operation, algorithm: Algorithm) -> None:
     driver = Counting()
     kept = make(driver)
     before = kept.launches(reduction(), PACKETS)
-    assert kept.launches(other, protocol) is not before
+    assert kept.launches(other, algorithm) is not before
     jobs = driver.prepared
     assert len(jobs) == 2
     assert jobs[0] != jobs[1]
