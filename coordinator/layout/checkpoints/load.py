@@ -78,7 +78,7 @@ def load_sharded(
                 raise ValueError(f"{name}: a checkpoint holds whole values, not terms as {whole}")
             parts[name] = whole.extents(found, axes)
         sizes = {
-            name: math.prod(part.stop - part.start for part in extents)
+            name: math.prod(extent.size for extent in extents)
             * checkpoint.dtype(names[name]).itemsize
             for name, extents in parts.items()
         }
@@ -106,6 +106,6 @@ def _read(
     )
     if any(extent.padding for extent in extents):
         local.zero_()
-    held = tuple(slice(extent.stop - extent.start) for extent in extents)
+    held = tuple(slice(extent.size) for extent in extents)
     local[held].copy_(part)
     return local

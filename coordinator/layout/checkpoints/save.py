@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping
 
+    import torch
     from torch import Tensor
 
     from coordinator.group import GroupCoordinator
@@ -85,11 +86,25 @@ def save_sharded(
     encode_header(announced)
     file = Path(path)
     _compare([f"{names[name]!r}: {part}" for name, part in parts.items()], axes)
+    _write_together(file, announced, metadata, list(parts.values()), axes)
+
+
+def _write_together(
+    file: Path,
+    announced: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None,
+    parts: Sequence[_Part],
+    axes: Sequence[GroupCoordinator],
+) -> None:
+    """Collect one tensor after the other; the rank that is first on every axis writes them.
+
+    Collective: yes, every member of every group.
+    """
     torn = False
 
     def collected() -> Iterator[Tensor | None]:
         nonlocal torn
-        for part in parts.values():
+        for part in parts:
             torn = True
             whole = part.collect()
             torn = False
