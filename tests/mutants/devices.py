@@ -44,7 +44,7 @@ WINDOWS = (
         "D windows: what NCCL refuses is no reason to wait for others",
         "device_comm/cuda/nccl/library.py",
         'NcclUnavailableError("NCCL makes no window of these devices\' memory")',
-        'NcclError("ncclCommWindowRegister", Result.SUCCESS, "no window")',
+        'NcclError("ncclCommWindowRegister", NcclResult.SUCCESS, "no window")',
         (f"{_WINDOWS}::test_it_is_offered_on_all_ranks_or_on_none",),
     ),
     Mutant(
