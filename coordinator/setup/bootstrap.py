@@ -85,10 +85,8 @@ def meet(
     if store is None:
         store = open_store(launch, deadline)
     host = f"{store.host}:{store.port}" if isinstance(store, TCPStore) else ""
-    place = f"world/{launch.attempt}"
-    exchange = Exchange.visit(
-        store, place, launch.rank, launch.world_size, "world", deadline, host, keeper
-    )
+    members = Exchange(store, launch.rank, launch.world_size, "world", deadline, host, keeper)
+    exchange = members.visit(f"world/{launch.attempt}")
     agree_on_terms(exchange, "rendezvous", terms)
     return Meeting(launch, exchange, _address_towards(store))
 

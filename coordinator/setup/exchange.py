@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from coordinator.apart import Apart
     from shm_broadcast.deadline import Deadline
 
 T = TypeVar("T")
@@ -48,24 +47,12 @@ class Exchange(StoreAsker):
 
     around: Store | None = None
 
-    @classmethod
-    def visit(
-        cls,
-        store: Store,
-        place: str,
-        rank: int,
-        size: int,
-        name: str,
-        deadline: Deadline,
-        host: str = "",
-        keeper: int | None = None,
-        called: Sequence[int] = (),
-        asking: Apart | None = None,
-    ) -> Exchange:
-        """An exchange under a key prefix, ``place``, that may have been used before.
+    def visit(self, place: str) -> Exchange:
+        """An exchange of the same members under a key prefix, ``place``, that may have been used
+        before.
 
         The store counts each member's visits to the place, which is another one for other members
-        ``called`` so. The n-th visit uses keys of its own, so it meets the other members' n-th
+        `called` so. The n-th visit uses keys of its own, so it meets the other members' n-th
         visits, and never an earlier one's values. A visit in which a member has waited in vain is
         left out by those that come later: they meet that member's next one. Those that are there
         already wait until their own time is over.
@@ -76,17 +63,14 @@ class Exchange(StoreAsker):
             GroupTimeoutError: the store does not answer.
             TransportError: it has gone.
         """
-        place = f"group-coordinator/{place}{_digest(called)}"
-        around = store if called else None
-        outside = cls(store, rank, size, name, deadline, host, keeper, tuple(called), around=around)
-        if asking is not None:
-            outside = replace(outside, asking=asking)
+        store, around = self.store, self.store if self.called else None
+        place = f"group-coordinator/{place}{_digest(self.called)}"
 
         def come() -> Store:
             if around is not None:
-                around.set(_last_group_of(called[rank]), outside._group)
+                around.set(_last_group_of(self.called[self.rank]), self._group)
             while True:
-                count = store.add(f"{place}/visits/{rank}", 1)
+                count = store.add(f"{place}/visits/{self.rank}", 1)
                 inside = PrefixStore(f"{place}/{count}", store)
                 if not inside.check([GIVEN_UP]):
                     come_to.append(inside)
@@ -98,12 +82,12 @@ class Exchange(StoreAsker):
 
         come_to: list[Store] = []
         try:
-            inside = outside.ask(name, come)
+            inside = self.ask(self.name, come)
         except GroupTimeoutError:
             # Once the store answers, it has taken this for a visit: behind that, it has ended.
-            outside.asking.begin(leave)
+            self.asking.begin(leave)
             raise
-        return replace(outside, store=inside, marks=inside)
+        return replace(self, store=inside, marks=inside, around=around)
 
     def all_gather(self, what: str, payload: bytes = b"") -> list[bytes]:
         """Put ``payload``, wait for everyone's, and return them by rank.
@@ -167,18 +151,18 @@ class Exchange(StoreAsker):
 
         Collective: no.
         """
-        return Exchange.visit(
+        members = Exchange(
             self.store,
-            name,
             ranks.index(self.rank),
             len(ranks),
             name,
             deadline or self.deadline,
             self.host,
             ranks.index(self.keeper) if self.keeper in ranks else None,
-            [self.global_rank(rank) for rank in ranks],
-            self.asking,
+            tuple(self.global_rank(rank) for rank in ranks),
+            asking=self.asking,
         )
+        return members.visit(name)
 
     def decoded(self, decoder: msgspec.msgpack.Decoder[T], payload: bytes, rank: int) -> T:
         """What a member has put, decoded. Collective: no.

@@ -134,8 +134,9 @@ def meet_in(
     """
     if len(ranks) == 1:
         return alone(name, rank, settings, given=given)
-    at, n = ranks.index(rank), len(ranks)
-    exchange = Exchange.visit(store(), place, at, n, name, Deadline.after(timeout), called=ranks)
+    at, n, called = ranks.index(rank), len(ranks), tuple(ranks)
+    members = Exchange(store(), at, n, name, Deadline.after(timeout), called=called)
+    exchange = members.visit(place)
     agree_on_terms(exchange, "terms", settings.terms())
     return connect(exchange, ranks, settings, given=given)
 

@@ -56,12 +56,6 @@ def _visit(hosts: Hosts, deadline: Deadline) -> Exchange:
 
     launch = Launch.from_environment()
     store = connect_store(launch.master_addr, launch.master_port, deadline)
-    return Exchange.visit(
-        store,
-        f"hosts/{launch.attempt}",
-        hosts.node_rank,
-        hosts.nnodes,
-        "hosts",
-        deadline,
-        f"{launch.master_addr}:{launch.master_port}",
-    )
+    where = f"{launch.master_addr}:{launch.master_port}"
+    members = Exchange(store, hosts.node_rank, hosts.nnodes, "hosts", deadline, where)
+    return members.visit(f"hosts/{launch.attempt}")

@@ -199,7 +199,7 @@ def test_torch_meets_in_it(values: KeyValues) -> None:
     def meet(rank: int) -> ProcessGroup:
         store = PrefixStore("p", AskedStore(lambda question, _: values.answer(question), 10.0))
         gc.collect()
-        exchange = Exchange.visit(store, "here", rank, 2, "pair", Deadline.after(10))
+        exchange = Exchange(store, rank, 2, "pair", Deadline.after(10)).visit("here")
         assert exchange.all_gather("ranks", b"%d" % rank) == [b"0", b"1"]
         loopback = SocketChoice(address="127.0.0.1")
         return connect_process_group(exchange.store, "pair", [0, 1], rank, "gloo", loopback, None)

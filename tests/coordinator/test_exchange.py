@@ -151,7 +151,7 @@ def test_groups_of_other_members_meet_elsewhere_under_the_same_name() -> None:
     store = HashStore()
 
     def meet(ranks: tuple[int, ...], rank: int) -> list[bytes]:
-        at = Exchange.visit(store, "tp", rank, 2, "tp", Deadline.after(30), called=ranks)
+        at = Exchange(store, rank, 2, "tp", Deadline.after(30), called=ranks).visit("tp")
         return at.all_gather("ranks", b"%d" % ranks[rank])
 
     with ThreadPoolExecutor(4) as threads:
@@ -206,15 +206,15 @@ def test_the_log_says_for_whom_a_set_up_waits_long_before_its_time_is_over(
 
 def test_a_member_that_is_late_is_not_said_to_be_elsewhere() -> None:
     store = HashStore()
-    there = Exchange.visit(store, "tp", 0, 2, "tp", Deadline.after(0.2), called=(4, 6))
-    Exchange.visit(store, "tp", 1, 2, "tp", Deadline.after(0.2), called=(4, 6))
+    there = Exchange(store, 0, 2, "tp", Deadline.after(0.2), called=(4, 6)).visit("tp")
+    Exchange(store, 1, 2, "tp", Deadline.after(0.2), called=(4, 6)).visit("tp")
     with pytest.raises(GroupTimeoutError, match=r"rank 6 \(never joined\)$"):
         there.all_gather("hosts")
 
 
 def visit(store: Store, rank: int, seconds: float) -> list[bytes]:
     """One member's set-up, of two."""
-    exchange = Exchange.visit(store, "world", rank, 2, "world", Deadline.after(seconds))
+    exchange = Exchange(store, rank, 2, "world", Deadline.after(seconds)).visit("world")
     return exchange.all_gather("hosts", b"%d" % rank)
 
 
@@ -258,7 +258,7 @@ def test_a_visit_is_given_up_where_a_member_is_seen_to_have_ended(seen: Exceptio
         raise seen
 
     store = HashStore()
-    exchange = Exchange.visit(store, "world", 0, 2, "world", Deadline.after(30))
+    exchange = Exchange(store, 0, 2, "world", Deadline.after(30)).visit("world")
     with pytest.raises(type(seen)):
         replace(exchange, watch=see).all_gather("hosts")
     all_meet(store, visit)
@@ -271,7 +271,7 @@ def authenticate(store: Store, rank: int, seconds: float, n: int = 2) -> list[by
     """One member's set-up, of ``n`` that have a secret."""
     deadline = Deadline.after(seconds)
     with ExitStack() as closing:
-        exchange = Exchange.visit(store, "world", rank, n, "world", deadline)
+        exchange = Exchange(store, rank, n, "world", deadline).visit("world")
         return authenticated(exchange, SECRET, closing).all_gather("hosts", b"%d" % rank)
 
 
@@ -288,7 +288,7 @@ def test_an_address_at_which_nobody_answers_is_given_up() -> None:
     store = HashStore()
     host = StoreHost(range(3), "127.0.0.1", SECRET)
     host.close(0.0)
-    killed = Exchange.visit(store, "world", 0, 3, "world", Deadline.after(30))
+    killed = Exchange(store, 0, 3, "world", Deadline.after(30)).visit("world")
     killed.broadcast("address of the authenticated store", msgspec.msgpack.encode(host.at))
     with pytest.raises(GroupTimeoutError):
         authenticate(store, 1, 0.3, 3)

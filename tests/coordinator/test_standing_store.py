@@ -73,7 +73,7 @@ def in_time(seconds: float = SECONDS) -> Iterator[None]:
 def visit(standing: StandingStore, seconds: float, size: int = 2) -> Exchange:
     store = connect_store("127.0.0.1", standing.port)
     where = f"127.0.0.1:{standing.port}"
-    return Exchange.visit(store, "world", 1, size, "world", Deadline.after(seconds), where, 0)
+    return Exchange(store, 1, size, "world", Deadline.after(seconds), where, 0).visit("world")
 
 
 def silent(standing: StandingStore) -> str:
@@ -117,7 +117,7 @@ def outcome_of(standing: StandingStore, rank: int, payload: bytes) -> list[bytes
     """What ``rank`` gathers in a new visit."""
     store = connect_store("127.0.0.1", standing.port)
     where = Deadline.after(LIMIT)
-    return Exchange.visit(store, "world", rank, 2, "world", where).all_gather("hosts", payload)
+    return Exchange(store, rank, 2, "world", where).visit("world").all_gather("hosts", payload)
 
 
 @pytest.mark.parametrize("stalled", ["gather", "visit"])
