@@ -161,18 +161,18 @@ def alone(
         cpu = Communicator(LoopbackBackend("cpu", name=name, watch=watch, member=member))
         closing.callback(cpu.close)
     return Link(
-        name,
-        (rank,),
-        0,
-        settings,
-        groups.cpu,
-        groups.device,
-        cpu,
-        device,
-        Wire(),
-        nodes,
-        exchange,
-        closing,
+        name=name,
+        ranks=(rank,),
+        rank_in_group=0,
+        settings=settings,
+        cpu_group=groups.cpu,
+        device_group=groups.device,
+        cpu=cpu,
+        device=device,
+        wire=Wire(),
+        nodes=nodes,
+        exchange=exchange,
+        closing=closing,
     )
 
 
@@ -231,19 +231,19 @@ def connect(
             device = Communicator(build.on_stream(on_device))
         undo.pop_all()
         return Link(
-            exchange.name,
-            tuple(ranks),
-            exchange.rank,
-            settings,
-            groups.cpu,
-            groups.device,
-            cpu,
-            device,
-            wire,
-            nodes,
-            exchange,
-            closing,
-            tell_why,
+            name=exchange.name,
+            ranks=tuple(ranks),
+            rank_in_group=exchange.rank,
+            settings=settings,
+            cpu_group=groups.cpu,
+            device_group=groups.device,
+            cpu=cpu,
+            device=device,
+            wire=wire,
+            nodes=nodes,
+            exchange=exchange,
+            closing=closing,
+            tell_why=tell_why,
         )
 
 
