@@ -39,6 +39,14 @@ def gate(tmp_path: Path) -> Gate:
     return Gate(tmp_path)
 
 
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small decoder with random weights, which no test changes."""
+    from tests.server.tiny_llama import make_llama  # not every test has its packages
+
+    return make_llama(tmp_path_factory.mktemp("llama") / "model")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that is a coroutine."""

@@ -23,7 +23,7 @@ from tests.netns import two_hosts, unavailable
 from tests.patience import PATIENCE_SECONDS
 from tests.ranks import run_ranks
 from tests.server.over_hosts import over_hosts
-from tests.server.workers import Worker
+from tests.server.workers import Worker, pids_of
 
 if TYPE_CHECKING:
     from server.driver.binding import Bound
@@ -158,10 +158,6 @@ def affinities(pids: list[int]) -> list[set[int]]:
     return found
 
 
-def where(pool: WorkerPool) -> list[int]:
-    return [pid for _, pid in pool.collective_rpc("where")]
-
-
 def cores_shown(pool: WorkerPool) -> list[set[int]]:
     """Those that `status` has of the workers and of this process."""
     seen = scan()
@@ -178,7 +174,7 @@ def cores_shown(pool: WorkerPool) -> list[set[int]]:
 def test_workers_run_on_their_cores(bind: str, fork: bool) -> None:
     with WorkerPool(Worker, tp=2, config=PoolConfig(bind=bind, fork=fork)) as pool:
         shares = bound_here(bind, 2)
-        assert affinities(where(pool)) == [set(cpus) for cpus in shares]
+        assert affinities(pids_of(pool)) == [set(cpus) for cpus in shares]
         assert pool.call("environment")["threads"] == worker_threads(2, shares)
         assert os.sched_getaffinity(0) == set(USABLE)
         assert cores_shown(pool) == [*map(set, shares), set(USABLE)]
@@ -186,19 +182,19 @@ def test_workers_run_on_their_cores(bind: str, fork: bool) -> None:
 
 def test_workers_are_not_bound_unless_that_is_asked_for() -> None:
     with WorkerPool(Worker) as pool:
-        assert affinities(where(pool)) == [set(USABLE)]
+        assert affinities(pids_of(pool)) == [set(USABLE)]
 
 
 @FEW
 def test_who_replaces_a_worker_has_its_cores() -> None:
     settings = PoolConfig(bind=CROSSED, leave_seconds=PATIENCE_SECONDS)
     with WorkerPool(Worker, tp=2, restart="worker", config=settings) as pool:
-        before = where(pool)
+        before = pids_of(pool)
         os.kill(before[0], signal.SIGKILL)
         with pytest.raises(WorkerLostError):
             pool.call("total", 1.0, timeout=PATIENCE_SECONDS)
         assert pool.call("total", 1.0, timeout=PATIENCE_SECONDS) == 2.0
-        after = where(pool)
+        after = pids_of(pool)
         assert (after[0] != before[0], after[1] == before[1]) == (True, True)
         assert affinities(after) == [{USABLE[-1]}, {USABLE[0]}]
 
@@ -206,7 +202,7 @@ def test_who_replaces_a_worker_has_its_cores() -> None:
 @FEW
 def test_replicas_share_the_cores() -> None:
     with Replicas(Worker, dp=2, config=PoolConfig(bind="auto")) as replicas:
-        pids = [pid for pool in replicas.pools for pid in where(pool)]
+        pids = [pid for pool in replicas.pools for pid in pids_of(pool)]
         assert affinities(pids) == [set(cpus) for cpus in bound_here("auto", 2)]
 
 

@@ -30,11 +30,6 @@ if TYPE_CHECKING:
 CHAT: list[Any] = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("llama") / "model")
-
-
 class Site:
     """A service behind a socket, and OpenAI's client of it."""
 

@@ -43,11 +43,6 @@ if TYPE_CHECKING:
 COUNT = 20
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("llama") / "model")
-
-
 @pytest.fixture
 def pool(llama: Path) -> OneWorker:
     return OneWorker(llama)

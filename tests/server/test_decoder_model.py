@@ -26,11 +26,6 @@ GREEDY = Draw(Sampling(), 0.0)
 COUNT = 20
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("llama") / "model")
-
-
 def steps_of(answers: Sequence[Sequence[int]], chunk: int, every: int = 2) -> list[list[Row]]:
     """Steps in which each sequence of `PROMPTS` begins ``every`` steps after the one before, and
     is fed ``chunk`` tokens at a time until its prompt ends, then one of its answer at a time.

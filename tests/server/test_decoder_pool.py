@@ -24,7 +24,7 @@ from server.replicas import Replicas
 from server.workers.decoder import DecoderFolder, DecoderText, DecoderWorker, Engine, smollm2
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.served import ForkedServed
-from tests.server.tiny_llama import PROMPTS, greedy, make_llama
+from tests.server.tiny_llama import PROMPTS, greedy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,11 +33,6 @@ CHAT = Path(__file__).parents[2] / "examples" / "decoder" / "chat.py"
 PATIENT = PoolConfig(leave_seconds=PATIENCE_SECONDS)
 QUESTIONS = ["Hello! Who are you?", "What is the capital of France?", "Sing me a song of the sea."]
 COUNT = 16
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("llama") / "model")
 
 
 def pool_of(folder: Path, tp: int, pp: int, restart: str = "worker", **options: Any) -> WorkerPool:

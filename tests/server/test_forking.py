@@ -24,7 +24,7 @@ from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from tests.patience import until
 from tests.server.test_pool_ends import DRIVERS, Driver
-from tests.server.workers import Worker
+from tests.server.workers import Worker, pids_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -197,7 +197,7 @@ def test_a_server_that_is_killed_is_replaced_and_its_workers_go_on(server: psuti
             (replacement,) = servers()
             assert replacement != server
             assert not psutil.pid_exists(server.pid)
-        pids = [pid for _, pid in pool.collective_rpc("where")]
+        pids = pids_of(pool)
     assert not any(map(psutil.pid_exists, pids))
 
 
@@ -362,7 +362,7 @@ def test_what_is_preloaded_is_there_before_the_worker_is(tmp_path: Path) -> None
             assert one in [server.pid for server in servers()]
         with WorkerPool(Worker, tp=2) as pool:
             (one, other) = pool.collective_rpc("loaded_in", args=("loaded_once",))
-            assert {one, other} == {pid for _, pid in pool.collective_rpc("where")}
+            assert {one, other} == {*pids_of(pool)}
     finally:
         sys.path.remove(str(tmp_path))
 

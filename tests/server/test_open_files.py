@@ -22,7 +22,7 @@ from tests.commands import run_to_end
 from tests.patience import PATIENCE_SECONDS, until
 from tests.ranks import run_ranks
 from tests.server.over_hosts import PATIENT, PORT, SECRET
-from tests.server.workers import Worker
+from tests.server.workers import Worker, pids_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +69,7 @@ def test_a_pool_says_how_many_files_it_needs_and_works_with_these() -> None:
 
 def is_restarted_in_vain(_: int, __: int) -> str:
     with WorkerPool(Worker, tp=2, restart="worker", max_restarts=1) as pool:
-        pids = [pid for _, pid in pool.collective_rpc("where")]
+        pids = pids_of(pool)
         at_most(open_files() + 2)
         os.kill(pids[0], signal.SIGKILL)
         until(lambda: pool.failure is not None)
@@ -115,10 +115,10 @@ def restart_one_of_six(rank: int, _: int) -> bool:
     config = PoolConfig(leave_seconds=PATIENCE_SECONDS)
     options: dict[str, Any] = {"launcher": "hosts", "hosts": here, "restart": "worker"}
     with WorkerPool(Worker, tp=6, config=config, **options) as pool:
-        before = [pid for _, pid in pool.collective_rpc("where")]
+        before = pids_of(pool)
         os.kill(before[0], signal.SIGKILL)
         until(lambda: pool.generation > 1)
-        after = [pid for _, pid in pool.collective_rpc("where")]
+        after = pids_of(pool)
         return pool.generation == 2 and before[0] != after[0] and before[1:] == after[1:]
 
 

@@ -17,7 +17,7 @@ from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import CoordinatorError
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
-from tests.server.workers import Gate, Worker
+from tests.server.workers import Gate, Worker, pids_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -190,7 +190,7 @@ def test_a_supervisor_that_fails_ends_the_pool_and_says_so(
 
     config = PoolConfig(kill_seconds=1.0)
     with WorkerPool(Worker, tp=2, config=config) as pool:
-        pids = [pid for _, pid in pool.collective_rpc("where")]
+        pids = pids_of(pool)
         monkeypatch.setattr(Ledger, "tick", fail)
         with pytest.raises(CoordinatorError, match=r"supervisor has failed.*no such thing"):
             pool.submit("hold_python", [1]).result(PATIENCE_SECONDS)

@@ -44,7 +44,7 @@ from tests.server.over_hosts import (
     over_hosts,
     place,
 )
-from tests.server.workers import Restored, Unlucky, Worker
+from tests.server.workers import Restored, Unlucky, Worker, pids_of
 
 Hosts = tuple[Host, Host]
 
@@ -60,10 +60,6 @@ HEADLESS_END_WITHIN = 5.0
 
 SLOW = (0.02, 0.01)
 """A cable of 20 ms, which loses 1 % of the packets."""
-
-
-def pids_of(pool: WorkerPool) -> list[int]:
-    return [pid for _, pid in pool.collective_rpc("where")]
 
 
 # --- what works as on one host -----------------------------------------------------------

@@ -19,7 +19,7 @@ from server.pool_config import PoolConfig
 from server.workers.minilm import ModelFolder, packaged_model
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.test_serve import embed
-from tests.server.workers import Restored, Worker
+from tests.server.workers import Restored, Worker, pids_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +72,7 @@ def test_a_stage_runs_on_each_node_and_a_lost_node_is_a_lost_worker(cluster: Any
 def test_a_killed_worker_and_a_killed_actor_are_replaced(cluster: Any) -> None:
     del cluster
     with pool_of(Restored, restart="worker") as pool:
-        before = [pid for _, pid in pool.collective_rpc("where")]
+        before = pids_of(pool)
         os.kill(before[3], signal.SIGKILL)
         until(lambda: pool.generation == 2)
         assert pool.call("total", 1.0) == 4.0

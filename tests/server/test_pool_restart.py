@@ -37,7 +37,7 @@ from shm_broadcast import DivergenceError
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.server.lean_model import Lean
 from tests.server.tiny_bert import make_model
-from tests.server.workers import Gate, Restored, Unlucky, Unrestorable, Worker
+from tests.server.workers import Gate, Restored, Unlucky, Unrestorable, Worker, pids_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,10 +45,6 @@ if TYPE_CHECKING:
 
 PATIENT = PoolConfig(leave_seconds=PATIENCE_SECONDS)
 """Survivors have time to leave, so that none is replaced only because the machine stalls."""
-
-
-def pids_of(pool: WorkerPool) -> list[int]:
-    return [pid for _, pid in pool.collective_rpc("where")]
 
 
 def break_by_death(pool: WorkerPool, victim: int = 1) -> None:

@@ -30,7 +30,7 @@ from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from server.replicas import Replicas
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
-from tests.server.workers import Gate, OneIsLate, Unlucky, Worker
+from tests.server.workers import Gate, OneIsLate, Unlucky, Worker, pids_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,16 +38,12 @@ if TYPE_CHECKING:
 PATIENT = PoolConfig(leave_seconds=PATIENCE_SECONDS)
 
 
-def where(pool: WorkerPool) -> list[int]:
-    return [pid for _, pid in pool.collective_rpc("where")]
-
-
 def test_a_call_goes_to_the_replica_that_has_the_fewest(tmp_path: Path) -> None:
     gates = [Gate(tmp_path / str(number)) for number in range(2)]
     for gate in gates:
         gate.folder.mkdir()
     with Replicas(Worker, dp=3) as replicas:
-        pids = [where(pool)[0] for pool in replicas.pools]
+        pids = [pids_of(pool)[0] for pool in replicas.pools]
         held = [replicas.submit("hold", gate) for gate in gates]
         until(lambda: all(gate.reached(0) for gate in gates))
         (free,) = [pool for pool in replicas.pools if pool.load == 0]
@@ -75,7 +71,7 @@ def test_while_none_works_calls_wait_for_the_first_that_does(tmp_path: Path) -> 
         gate.folder.mkdir()
     late, early = gates
     with Replicas(OneIsLate, dp=2, worker_kwargs={"gates": gates}, restart="worker") as replicas:
-        for pid in [where(pool)[0] for pool in replicas.pools]:
+        for pid in [pids_of(pool)[0] for pool in replicas.pools]:
             os.kill(pid, signal.SIGKILL)
         until(lambda: all(gate.reached(0) for gate in gates))
         waiting = [replicas.submit("echo", number) for number in range(6)]
@@ -84,7 +80,7 @@ def test_while_none_works_calls_wait_for_the_first_that_does(tmp_path: Path) -> 
         assert [pool.restarting is None for pool in replicas.pools].count(False) == 1
         late.open()
         until(lambda: len(replicas._working()) == 2)
-        for pid in [where(pool)[0] for pool in replicas.pools]:
+        for pid in [pids_of(pool)[0] for pool in replicas.pools]:
             os.kill(pid, signal.SIGKILL)
         calls = [replicas.submit("echo", turn, retry=True) for turn in range(20)]
         assert [call.result(PATIENCE_SECONDS) for call in calls] == list(range(20))
@@ -150,7 +146,7 @@ def test_what_goes_wrong_names_the_replica(
     with Replicas(Worker, dp=2) as replicas:
         for number, pool in enumerate(replicas.pools):
             here = f"replica {number}"
-            (pid,) = where(pool)
+            (pid,) = pids_of(pool)
             title = f"group-coordinator worker 0 of replica {number}"
             assert psutil.Process(pid).cmdline()[0].rstrip("\0") == title
             pool.call("say", f"said in {number}")
@@ -193,7 +189,7 @@ def test_replicas_that_are_not_restarted_end_one_by_one() -> None:
 def test_replicas_of_which_one_was_lost_are_closed_when_they_are_shut_down(lost: int) -> None:
     """A service that was told to end has not failed."""
     with Replicas(Worker, dp=2, restart="never") as replicas:
-        (pid,) = where(replicas.pools[lost])
+        (pid,) = pids_of(replicas.pools[lost])
         os.kill(pid, signal.SIGKILL)
         until(lambda: replicas.pools[lost].failure is not None)
         assert replicas.failure is None

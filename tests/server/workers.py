@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from coordinator import GroupCoordinator
+    from server.pool import WorkerPool
     from server.worker import WorkerContext
     from shm_broadcast import MemberStatus
 
@@ -79,6 +80,11 @@ MADE: dict[str, Callable[[], Any]] = {
     "asynchronous generator": promised,
 }
 """What a worker's method may return that cannot be sent, or not be restored."""
+
+
+def pids_of(pool: WorkerPool) -> list[int]:
+    """The process id of each worker, by rank."""
+    return [pid for _, pid in pool.collective_rpc("where")]
 
 
 def others_of(group: GroupCoordinator) -> list[MemberStatus]:
