@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -101,9 +101,10 @@ def main(control: int, seat: int, stacks: int) -> None:
         stacks: the descriptor to which this process writes its stacks.
     """
     writes_stacks_to(stacks)
-    channel = Channel(socket.socket(fileno=control), receives=Start | Resume)
     try:
-        in_order = _run(channel, seat)
+        connection = socket.socket(fileno=control)
+        with closing(Channel(connection, receives=Start | Resume)) as channel:
+            in_order = _run(channel, seat)
     except _ENDS:
         in_order = False
     except BaseException:  # noqa: BLE001 - the interpreter would wait for threads of the user's
@@ -158,7 +159,12 @@ def _run(channel: Channel, seat: int) -> bool:
     start: Start = channel.receive()
     whose = start.name and f"{start.name}, "
     label_output(f"[{whose}rank {start.rank}] ")
-    store = take_seat(seat, start.timeout)
+    with take_seat(seat, start.timeout) as store:
+        return _serve_generations(channel, store, start)
+
+
+def _serve_generations(channel: Channel, store: Store, start: Start) -> bool:
+    """As `_run`, from the first start message on."""
     worker: Any = None
     while True:
         serving = _Serving(channel, start)

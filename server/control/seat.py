@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from coordinator.stores.asked_store import AskedStore
@@ -11,16 +12,19 @@ from coordinator.stores.key_values import Answer, Question
 from .channel import Channel
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.distributed import Store
 
     from shm_broadcast import Deadline
 
 
-def take_seat(seat: int, timeout: float | None) -> Store:
-    """The store that all workers of the pool share.
+@contextmanager
+def take_seat(seat: int, timeout: float | None) -> Iterator[Store]:
+    """The store that all workers of the pool share, until the end of the block.
 
     Args:
-        seat: the inherited descriptor.
+        seat: the inherited descriptor; closed at the end.
         timeout: seconds to wait for each answer; None: for ever.
     """
     connection = socket.socket(fileno=seat)
@@ -35,4 +39,5 @@ def take_seat(seat: int, timeout: float | None) -> Store:
             if answer.number == question.number:
                 return answer
 
-    return AskedStore(ask, timeout)
+    with closing(channel), closing(AskedStore(ask, timeout)) as store:
+        yield store

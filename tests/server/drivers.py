@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from server.errors import PoolClosedError
+from server.errors import PoolClosedError, WorkerError, WorkerStartError
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
-from tests.server.workers import Worker
+from tests.server.workers import Failing, Restored, Worker
 
 
 class Here(Worker):
@@ -57,6 +59,21 @@ def wait(pool: WorkerPool, what: str) -> None:
         pool.call("sleep", 600.0)
 
 
+def live(config: PoolConfig) -> None:
+    """What pools may live through: their workers end in every way that they can."""
+    logging.disable()  # what is lost, and that it was restarted
+    with WorkerPool(Restored, tp=2, restart="worker", config=config) as pool:
+        pool.call("total", 1.0)
+        with suppress(WorkerError):
+            pool.call("fail", [0, 1])
+        os.kill(pool.status()[0].pid, signal.SIGKILL)
+        pool.call("total", 1.0, retry=True)
+    with WorkerPool(Worker, tp=2, config=config) as pool, suppress(WorkerError):
+        pool.call("fail_in_group", [0])
+    with suppress(WorkerStartError):
+        WorkerPool(Failing, tp=2, worker_kwargs={"rank": 0, "how": "raise"}, config=config)
+
+
 def use(pool: WorkerPool) -> None:
     """Every door is shut in a forked child."""
     for door in (pool.status, lambda: pool.call("echo"), lambda: pool.submit("echo")):
@@ -76,6 +93,8 @@ def main(what: str, argument: str = "", start: str = "fork") -> None:
                 wait(pool, argument)
         except KeyboardInterrupt:
             sys.exit(130)
+    elif what == "live":
+        live(PoolConfig(fork=start == "fork"))
     elif what == "repeat":
         repeat()
     elif what == "start":

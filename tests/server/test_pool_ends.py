@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from benchmarks.http_served import runs
-from tests.patience import STALL_SECONDS
+from tests.patience import PATIENCE_SECONDS, STALL_SECONDS
 from tests.programs import Program
 from tests.server.drivers import main as drive
 
@@ -65,7 +65,7 @@ class Driver:
 
     def end(self) -> tuple[int, str]:
         """Its exit status, and all it and its workers said on stderr."""
-        _, errors = self.process.communicate(timeout=30)
+        _, errors = self.process.communicate(timeout=PATIENCE_SECONDS)
         return self.process.returncode or 0, errors
 
     def left(self, seconds: float) -> list[int]:
@@ -189,6 +189,18 @@ def test_a_worker_that_a_thread_keeps_says_so(drivers: list[Driver]) -> None:
     assert errors == (
         "[rank 0] this worker has no more calls, and ends with its threads: ['writes a snapshot']\n"
     )
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_pool_says_nothing_where_everything_is_warned_of(
+    drivers: list[Driver], start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not closed, for one; in the driver as in its workers."""
+    monkeypatch.setenv("PYTHONDEVMODE", "1")
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    driver = Driver("live", "", start, command=[str(DRIVERS)])
+    drivers.append(driver)
+    assert driver.end() == (0, "")
 
 
 @pytest.mark.parametrize("command", [[str(DRIVERS)], ["-m", "tests.server.drivers"]])
