@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -47,6 +48,15 @@ def worker_environment(threads: int) -> dict[str, str]:
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
     }
+
+
+def python_command(script: Path) -> list[str]:
+    """The command that runs ``script`` with the options that this Python was started with, such as
+    ``-O``, ``-W`` and ``-X dev``, and without the script's folder in the path.
+    """
+    # as `multiprocessing` does; there is no public function
+    options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *options, "-P", str(script)]
 
 
 class Circumstances(NamedTuple):

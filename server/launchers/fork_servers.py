@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import Deadline, GroupTimeoutError
 
-from .circumstances import IDLE_VARIABLES, Circumstances
+from .circumstances import IDLE_VARIABLES, Circumstances, python_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -221,7 +221,7 @@ def start_process(
         environment: its variables.
     """
     return subprocess.Popen(
-        [sys.executable, "-P", str(_SCRIPT)],
+        python_command(_SCRIPT),
         stdin=told,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

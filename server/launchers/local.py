@@ -36,7 +36,7 @@ from ..control.channel import Channel, ChannelClosedError
 from ..control.protocol import FromWorker
 from ..errors import WorkerStartError
 from .boot import END_SIGNAL
-from .circumstances import worker_environment
+from .circumstances import python_command, worker_environment
 from .fork_servers import FORK_SERVERS, ChildProcess
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def launch(
 
 def _spawn(environment: Mapping[str, str], inherited: Sequence[int]) -> ChildProcess:
     spawned = subprocess.Popen(
-        [sys.executable, "-P", str(_BOOT), *map(str, (*inherited, os.getpid(), _PACKAGE))],
+        [*python_command(_BOOT), *map(str, (*inherited, os.getpid(), _PACKAGE))],
         stdin=subprocess.DEVNULL,
         env=dict(environment),
         pass_fds=inherited,

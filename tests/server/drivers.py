@@ -59,19 +59,19 @@ def wait(pool: WorkerPool, what: str) -> None:
         pool.call("sleep", 600.0)
 
 
-def live(config: PoolConfig) -> None:
+def live(tp: int, config: PoolConfig) -> None:
     """What pools may live through: their workers end in every way that they can."""
     logging.disable()  # what is lost, and that it was restarted
-    with WorkerPool(Restored, tp=2, restart="worker", config=config) as pool:
+    with WorkerPool(Restored, tp=tp, restart="worker", config=config) as pool:
         pool.call("total", 1.0)
         with suppress(WorkerError):
-            pool.call("fail", [0, 1])
+            pool.call("fail", [0])
         os.kill(pool.status()[0].pid, signal.SIGKILL)
         pool.call("total", 1.0, retry=True)
-    with WorkerPool(Worker, tp=2, config=config) as pool, suppress(WorkerError):
+    with WorkerPool(Worker, tp=tp, config=config) as pool, suppress(WorkerError):
         pool.call("fail_in_group", [0])
     with suppress(WorkerStartError):
-        WorkerPool(Failing, tp=2, worker_kwargs={"rank": 0, "how": "raise"}, config=config)
+        WorkerPool(Failing, tp=tp, worker_kwargs={"rank": 0, "how": "raise"}, config=config)
 
 
 def use(pool: WorkerPool) -> None:
@@ -94,7 +94,7 @@ def main(what: str, argument: str = "", start: str = "fork") -> None:
         except KeyboardInterrupt:
             sys.exit(130)
     elif what == "live":
-        live(PoolConfig(fork=start == "fork"))
+        live(int(argument), PoolConfig(fork=start == "fork"))
     elif what == "repeat":
         repeat()
     elif what == "start":

@@ -22,6 +22,7 @@ from server.errors import WorkerLostError, WorkerStartError
 from server.launchers.fork_servers import FORK_SERVERS
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
+from tests.commands import run_to_end
 from tests.patience import until
 from tests.server.test_pool_ends import DRIVERS, Driver
 from tests.server.workers import Worker, pids_of
@@ -53,6 +54,19 @@ def ask(method: str, config: PoolConfig | None = None, tp: int = 2) -> list[Any]
     with WorkerPool(Worker, tp=tp, config=config) as pool:
         answers: list[Any] = pool.collective_rpc(method, timeout=120)
         return answers
+
+
+@pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
+def test_a_worker_has_the_options_of_the_python_that_starts_it(fork: bool) -> None:
+    code = f"""
+from server import PoolConfig, WorkerPool
+from tests.server.workers import Worker
+with WorkerPool(Worker, config=PoolConfig(fork={fork})) as pool:
+    print(pool.call("python_options"))
+"""
+    options = "-OO", "-X", "dev", "-W", "error::FutureWarning"
+    done = run_to_end(sys.executable, *options, "-c", code)
+    assert done.stdout == "(2, True, True)\n"
 
 
 @pytest.fixture

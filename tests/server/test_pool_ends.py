@@ -191,14 +191,12 @@ def test_a_worker_that_a_thread_keeps_says_so(drivers: list[Driver]) -> None:
     )
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize(("tp", "start"), [("2", "fork"), ("1", "spawn")])
 def test_a_pool_says_nothing_where_everything_is_warned_of(
-    drivers: list[Driver], start: str, monkeypatch: pytest.MonkeyPatch
+    drivers: list[Driver], tp: str, start: str
 ) -> None:
-    """What was not closed, for one; in the driver as in its workers."""
-    monkeypatch.setenv("PYTHONDEVMODE", "1")
-    monkeypatch.setenv("PYTHONWARNINGS", "error")
-    driver = Driver("live", "", start, command=[str(DRIVERS)])
+    """What was not closed, for one; in the driver as in its workers, which have its options."""
+    driver = Driver("live", tp, start, command=["-X", "dev", str(DRIVERS)])
     drivers.append(driver)
     assert driver.end() == (0, "")
 

@@ -138,6 +138,9 @@ class Worker:
             "session": os.getsid(0),
         }
 
+    def python_options(self) -> tuple[int, bool, bool]:
+        return sys.flags.optimize, sys.flags.dev_mode, "error::FutureWarning" in sys.warnoptions
+
     def inherited(self) -> dict[str, Any]:
         """What a process gets from the one that starts it."""
         return {
