@@ -294,7 +294,8 @@ class SharedMemoryError(CoordinatorError):
 class ForeignMemoryError(SharedMemoryError):
     """A handle leads to a process or memory of another user, or outside the group.
 
-    No member makes such a handle, so somebody else did; the memory was not opened.
+    Somebody else has made the handle, or a member that has changed its user since it joined; the
+    memory was not opened.
     """
 
 

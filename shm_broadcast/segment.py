@@ -34,13 +34,14 @@ from shm_broadcast.layout import (
     VERSION,
     align,
 )
-from shm_broadcast.machine.liveness import NO_DESCRIPTOR, ProcessId
+from shm_broadcast.machine.liveness import NO_DESCRIPTOR, ProcessId, is_ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MADV_POPULATE_WRITE = 23
+_CHANGED = "a member that changes its user (setuid) can share no new memory with the others"
 
 
 class SegmentHandle(msgspec.Struct, frozen=True):
@@ -126,6 +127,11 @@ class Segment:
             if error.errno in NO_DESCRIPTOR:
                 raise SharedMemoryError(
                     f"segment of pid {handle.pid} cannot be opened: {error.strerror}"
+                ) from error
+            if isinstance(error, PermissionError):
+                raise SharedMemoryError(
+                    f"segment of pid {handle.pid} cannot be opened: this process may not look into "
+                    f"that one; {_CHANGED} ({error})"
                 ) from error
             raise SharedMemoryError(
                 f"segment of pid {handle.pid} cannot be opened: its owner has ended, runs on "
@@ -253,11 +259,17 @@ def _open_descriptor(handle: SegmentHandle) -> int:
         me = os.geteuid()
         # All four ids: a set-user-ID program of this user may have been started by another user.
         if set(_user_ids(process)) != {me}:
-            raise ForeignMemoryError(f"pid {handle.pid} is not a process of user {me} alone")
+            raise ForeignMemoryError(
+                f"pid {handle.pid} is not a process of user {me} alone; {_CHANGED}"
+            )
         name = f"fd/{handle.fd}"
         if os.stat(name, dir_fd=process).st_uid != me:
             raise ForeignMemoryError(f"{name} of pid {handle.pid} does not belong to user {me}")
         return os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=process)
+    except PermissionError:
+        if is_ending(handle.pid):  # what it has in /proc is root's then
+            raise ProcessLookupError("it is ending") from None
+        raise
     finally:
         os.close(process)
 
@@ -268,6 +280,11 @@ def _user_ids(process: int) -> list[int]:
     with os.fdopen(fd, "rb") as status:
         line = next(line for line in status if line.startswith(b"Uid:"))
     return [int(each) for each in line.split()[1:]]
+
+
+def is_refused(error: SharedMemoryError) -> bool:
+    """Whether its owner lives, and this process may not look into it."""
+    return isinstance(error, ForeignMemoryError) or isinstance(error.__cause__, PermissionError)
 
 
 def may_pass(error: SharedMemoryError) -> bool:

@@ -63,8 +63,8 @@ class ChildProcess:
         self._reaping = threading.RLock()  # a signal handler may wait for it, too
 
     def kill(self) -> None:
-        """Send SIGKILL, unless its end was waited for."""
-        with self._reaping, suppress(ProcessLookupError):
+        """Send SIGKILL, unless its end was waited for, or it is another user's by now."""
+        with self._reaping, suppress(ProcessLookupError, PermissionError):
             if not self._how:
                 os.kill(self.pid, signal.SIGKILL)
 
@@ -102,7 +102,8 @@ class _ForkServer:
             ours.callback(self._requests.close)
             beat, lifeline = os.pipe()
             theirs.callback(os.close, beat)
-            ours.callback(os.close, lifeline)
+            self._lifeline = ours.enter_context(ExitStack())
+            self._lifeline.callback(os.close, lifeline)
             inherited = asked.fileno(), beat
             settings = {
                 "path": list(map(str, sys.path)),
@@ -205,7 +206,10 @@ class _ForkServer:
                     newborn.wait()
 
     def _end(self) -> None:
-        self._process.kill()
+        try:
+            self._process.kill()
+        except PermissionError:  # this process has changed its user since
+            self._lifeline.close()  # the kernel kills it then
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
 

@@ -87,7 +87,8 @@ class LocalWorker:
             ours.callback(self.channel.close)
             beat, lifeline = os.pipe()
             theirs.callback(os.close, beat)
-            ours.callback(os.close, lifeline)
+            self._lifeline = ours.enter_context(ExitStack())
+            self._lifeline.callback(os.close, lifeline)
             self.stack_file = StackFile()
             ours.callback(self.stack_file.close)
             inherited = (control.fileno(), seat.fileno(), beat, self.stack_file.fd)
@@ -131,13 +132,20 @@ class LocalWorker:
         return bool(poll.poll(milliseconds(timeout)))
 
     def signal(self, number: int) -> None:
-        """Send SIGTERM, SIGKILL or `STACK_SIGNAL` to the worker, unless it has ended."""
+        """Send SIGTERM, SIGKILL or `STACK_SIGNAL` to the worker, unless it has ended.
+
+        If this process has changed its user since the start, only SIGKILL arrives.
+        """
         with self._closing, suppress(ProcessLookupError):
             if not self._closed:
                 # To the keeper, which passes it on: it is the worker's parent, so for it the
                 # worker's pid cannot be reused. SIGKILL would end the keeper instead.
                 passed = END_SIGNAL if number == signal.SIGKILL else number
-                signal.pidfd_send_signal(self.pidfd, passed)
+                try:
+                    signal.pidfd_send_signal(self.pidfd, passed)
+                except PermissionError:
+                    if number == signal.SIGKILL:
+                        self._lifeline.close()  # the kernel kills it then
 
     def bury(self) -> str:
         """Wait for a process that has ended, or was killed, and return its exit status.

@@ -14,7 +14,7 @@ from device_comm.shm.memory import copy_bytes
 from device_comm.shm.pipes.pipe import HEADER_BYTES, INSIDE, SMALL_BYTES, SPILL, Chunk
 from device_comm.shm.signature import DTYPE_CODES
 from shm_broadcast.errors import DivergenceError, PeerLostError, SharedMemoryError
-from shm_broadcast.segment import may_pass
+from shm_broadcast.segment import is_refused, may_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -159,7 +159,8 @@ class ReceiveTask:
             DivergenceError: the sender sent another dtype or size, or in another call.
             GroupClosedError: the sender has closed the group.
             PeerLostError: the sender ended before what it has sent could be found.
-            SharedMemoryError: this process has no descriptor left to map that.
+            SharedMemoryError: this process has no descriptor left to map that, or may not map it:
+                one of the two has changed its user.
         """
         try:
             while not self._filled or self._take_next():
@@ -177,7 +178,7 @@ class ReceiveTask:
                     self._end.take(chunk)
                     self._filled = True
         except SharedMemoryError as error:
-            if may_pass(error):
+            if may_pass(error) or is_refused(error):
                 raise
             if self._attendance.has_left(self._peer):
                 raise self._attendance.end(self.operation, self._peer) from error
