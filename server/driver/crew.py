@@ -23,7 +23,6 @@ from shm_broadcast import (
     GroupAbortedError,
     GroupTimeoutError,
 )
-from shm_broadcast.board.totals import added_up
 
 from ..calls.dispatcher import Dispatcher
 from ..calls.hooks import LedgerHooks, in_main_thread
@@ -92,10 +91,9 @@ class Crew(Watcher):
         self._name = plan.config.name or "the pool"
         # A signal handler may stop the pool in the middle of any of its calls, `stop` included.
         self._stopping = threading.RLock()
-        self._counting = threading.RLock()
-        self._past_totals: dict[int, tuple[VerbTotal, ...]] = {}
         self._stopped = False
         self._budget = RestartBudget(plan.max_restarts, plan.window)
+        self._links: Links
         self._leave_links = ExitStack()
         self._broken: CoordinatorError | None = None
         self._aborted_at = math.inf
@@ -188,16 +186,9 @@ class Crew(Watcher):
         Raises:
             PoolClosedError: the pool was shut down.
         """
-        with self._counting:
-            if self._stopped:
-                raise PoolClosedError("totals: the pool was shut down")
-            return self._totals_so_far()
-
-    def _totals_so_far(self) -> dict[int, tuple[VerbTotal, ...]]:
-        return {
-            rank: added_up((*self._past_totals.get(rank, ()), *self._links.board.totals(rank)))
-            for rank in range(self._plan.n_workers)
-        }
+        if self._stopped:
+            raise PoolClosedError("totals: the pool was shut down")
+        return self._links.totals()
 
     def _status(self, rank: int) -> MemberStatus:
         # On the board a worker without a call is busy with `dequeue`: show it as idle instead.
@@ -306,9 +297,8 @@ class Crew(Watcher):
             self._wait_for(*self.dispatcher.threads)
             with self._staff.using:
                 self._staff.close(deadline.remaining())
-                with self._counting:
-                    self._leave_links.close()
-                    self._stopped = True
+                self._leave_links.close()
+                self._stopped = True
             self.ledger.let_go()
         finally:
             self._stopping.release()
@@ -340,10 +330,9 @@ class Crew(Watcher):
             links.close()
             raise
         before = self._leave_links.pop_all()
-        with self._counting:
-            if self.ledger.state.generation:
-                self._past_totals = self._totals_so_far()
-            self._links = self._leave_links.enter_context(closing(links))
+        if self.ledger.state.generation:
+            links.totals_before = self._links.totals()
+        self._links = self._leave_links.enter_context(closing(links))
         self._broken = None
         before.close()
         # From here on the generation may answer calls, and break: all about it must be in place.

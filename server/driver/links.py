@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shm_broadcast import DRIVER_RANK, MessageQueue
+from shm_broadcast.board.totals import added_up
 
 from ..control.cancelled_calls import CancelledCalls
 from ..control.pool_board import create_pool_board
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from coordinator.stores.curve_store import StoreHost
     from shm_broadcast import Deadline, QueueHandle
+    from shm_broadcast.board.totals import VerbTotal
 
     from ..hosts.distant_hosts import DistantHosts
     from .pool_plan import PoolPlan
@@ -40,6 +42,7 @@ class Links:
         calls: the queue to all workers.
         replies: the queue from each worker, by rank; of workers on other hosts after `join`.
         cancelled: the calls that nobody waits for any more.
+        totals_before: what the operations of each rank came to in earlier generations.
     """
 
     def __init__(self, plan: PoolPlan, generation: int, hosts: DistantHosts | None) -> None:
@@ -53,6 +56,7 @@ class Links:
         self.generation = generation
         self._secret = secrets.token_bytes()
         self.driver = plan.n_workers
+        self.totals_before: dict[int, tuple[VerbTotal, ...]] = {}
         with ExitStack() as undo:
             self.board = undo.enter_context(create_pool_board(plan.n_workers, generation))
             here = plan.ranks_of(0)
@@ -138,6 +142,16 @@ class Links:
             distant = [self.replies[rank] for rank in replies]
             self._undo.enter_context(ReplyBell(distant, partial(self.board.ring, self.driver)))
             self.calls.wait_until_ready(deadline)
+
+    def totals(self) -> dict[int, tuple[VerbTotal, ...]]:
+        """What all operations of each rank of this host came to by now, those before included.
+
+        Any thread may ask, also after `close`. It takes no lock: a signal handler may end the pool.
+        """
+        return {
+            rank: added_up((*self.totals_before.get(rank, ()), *self.board.totals(rank)))
+            for rank in range(self._plan.n_workers)
+        }
 
     def close(self) -> None:
         """Close everything; idempotent."""

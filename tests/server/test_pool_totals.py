@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from server.driver.staff import Staff
 from server.errors import PoolClosedError
 from server.pool import WorkerPool
 from server.replicas import Replicas
-from tests.patience import until
+from shm_broadcast.board.slots import Slots
+from tests.patience import PATIENCE_SECONDS, until
 from tests.server.workers import Worker
+
+if TYPE_CHECKING:
+    from shm_broadcast.board.totals import VerbTotal
 
 ALL_REDUCE = ("world", "all_reduce")
 
@@ -58,3 +65,32 @@ def test_replicas_are_counted_through() -> None:
             replicas.call("total", 1.0)
         assert [ended for ended, *_ in counted(replicas)] == [2, 2, 2, 2]
         assert replicas.grid.coordinates(3) == {"dp": 1, "pp": 0, "tp": 1}
+
+
+def test_a_signal_handler_may_end_a_pool_that_counts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also when a new generation is about to take the place of the one that is counted."""
+    read, assemble, assembled = Slots.totals, Staff.assemble, threading.Event()
+
+    def assemble_and_tell(*arguments: Any) -> None:
+        assemble(*arguments)
+        assembled.set()
+
+    def interrupted(board: Slots, member: int) -> tuple[VerbTotal, ...]:
+        monkeypatch.setattr(Slots, "totals", read)
+        os.kill(pool.status()[1].pid, signal.SIGKILL)
+        assert assembled.wait(PATIENCE_SECONDS)
+        signal.raise_signal(signal.SIGUSR1)
+        return read(board, member)
+
+    with WorkerPool(Worker, tp=2, restart="worker") as pool:
+        before = signal.signal(signal.SIGUSR1, lambda *_: pool.shutdown())
+        try:
+            pool.call("total", 1.0)
+            monkeypatch.setattr(Staff, "assemble", assemble_and_tell)
+            monkeypatch.setattr(Slots, "totals", interrupted)
+            assert [ended for ended, *_ in counted(pool)] == [1, 1]
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+    assert not any("ends without" in line for line in caplog.messages)
