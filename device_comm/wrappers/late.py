@@ -36,12 +36,14 @@ from shm_broadcast.errors import DivergenceError, closed_by
 from shm_broadcast.layout import (
     DTYPE_NAMES,
     ENTRY_GROUP_BYTES,
+    TALLIES,
     TALLY_CLOSED,
     TALLY_LAST_BYTES,
 )
 
 if TYPE_CHECKING:
     from device_comm.backend import Backend
+    from device_comm.choice import Explanation
     from device_comm.operation import Operation
     from device_comm.work import Pending
     from device_comm.wrappers.chain import Slip
@@ -53,6 +55,10 @@ if TYPE_CHECKING:
 LOOK_SECONDS: Final = 0.1
 """How often to compare."""
 
+_UNMARKED: Final = (
+    f"this rank has {TALLIES} other open groups in which calls are compared; here its calls are "
+    "not, and when it closes the group, the others do not learn it"
+)
 _MEANING: Final = repr((VERBS, DTYPE_NAMES, [op.name for op in ReduceOp], SIGNATURE.format))
 """What signatures mean: members of versions that differ in it do not compare."""
 
@@ -113,6 +119,12 @@ class LateBackend(Wrapper):
         if operation.moves_nothing and self._compares:
             return None
         return self._inner.start(operation)
+
+    def explain(self) -> Explanation:
+        """As ``inner``, and whether the others see what this rank calls."""
+        told = super().explain()
+        unseen = () if self._entry else (("comparison", _UNMARKED),)
+        return replace(told, refused=(*told.refused, *unseen))
 
     def look(self) -> None:
         """Compare if it is time to; abort the group if members have called different collectives,

@@ -12,6 +12,7 @@ owner is checked before and after reading it. `Tally.last` may be torn: its user
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from shm_broadcast.board.fixed_text import SharedBytes
+
+_log = logging.getLogger(__name__)
 
 
 class Tally(msgspec.Struct, array_like=True, frozen=True):
@@ -71,6 +74,7 @@ class Tallies:
         self._n_members = n_members
         # The one that was given back first is used first: a late writer finds it free.
         self._free = deque(() if member is None else self._entries(member))
+        self._full = not self._free
         self.comparing: list[Callable[[], None]] = []
 
     def forget(self, member: int) -> None:
@@ -83,6 +87,10 @@ class Tallies:
         try:
             entry = self._free.popleft()
         except IndexError:
+            if not self._full:
+                self._full = True
+                told = "calls are compared in %d open groups at once; in further ones they are not"
+                _log.warning(told, layout.TALLIES)
             return 0
         self._words.store64(entry + layout.TALLY_GROUP, 0)  # so that no group is seen to have 0
         self._words.store64(entry + layout.TALLY_WORD, 0)

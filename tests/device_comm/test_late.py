@@ -232,6 +232,17 @@ def test_groups_are_not_compared_with_others_and_closed_ones_do_not_compare() ->
         assert [[each.closed for each in of] for of in told] == [[False], [True], [False]]
 
 
+def test_a_rank_explains_where_its_calls_are_not_compared(group: Group) -> None:
+    board, comms = group.boards[0], group.comms
+    assert not any("not used" in str(comm.explain()) for comm in comms)
+    while board.tallies.take(1):
+        pass
+    with Communicator(LateBackend(Still(board, 0), board, b"another")) as comm:
+        (refused,) = comm.explain().refused
+    assert refused[0] == "comparison"
+    assert refused[1].startswith("this rank has 32 other open groups in which calls are compared")
+
+
 def test_a_group_outlives_its_board() -> None:
     with ExitStack() as stack:
         group = Group(stack)

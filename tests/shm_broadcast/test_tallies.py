@@ -55,6 +55,18 @@ def test_there_is_room_for_so_many_and_what_is_given_back_is_used_again_last() -
         assert told == [(2, True), *((group, False) for group in range(3, layout.TALLIES + 1))]
 
 
+def test_the_log_says_once_that_there_is_no_more_room(caplog: pytest.LogCaptureFixture) -> None:
+    with Board.create(2, 0) as board, Board.attach(board.handle(), None) as onlooker:
+        entries_of(board, layout.TALLIES)
+        assert caplog.messages == []
+        for group in (97, 98):
+            assert board.tallies.take(group) == 0
+        assert onlooker.tallies.take(99) == 0
+    assert caplog.messages == [
+        "calls are compared in 32 open groups at once; in further ones they are not"
+    ]
+
+
 def test_whoever_looks_meanwhile_finds_no_other_count_of_a_closed_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
