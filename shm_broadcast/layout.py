@@ -65,7 +65,8 @@ Board: abort word, member slots, failure slots, outward slots, histories, tallie
 
     Membership
      0   | size u16 | rank u16 | first i32 |   of the group, its rank there, what rank 0 is called
-     8   | name, 23 bytes                  |   size 0: the entry is free
+     8   | name, 23 bytes      | open u8   |   size 0: the entry is free; how many such groups are
+         |                                 |   open: 0 when the member has closed them
 
     History: the last operations of a member, written by it only; number k, counted as its sequence,
     is entry (k - 1) % entries
@@ -217,7 +218,7 @@ WAIT_NAMED: Final = 32
 OUTWARD_MEMBERSHIPS: Final = 576
 MEMBERSHIPS: Final = 16
 MEMBERSHIP_STRIDE: Final = 32
-MEMBERSHIP_FORMAT: Final = "<HHi23sx"
+MEMBERSHIP_FORMAT: Final = "<HHi23sB"
 
 HISTORY_ENTRIES: Final = 2048
 ENTRY_STRIDE: Final = 64

@@ -76,8 +76,10 @@ class Member:
         if link.nodes is not None and one_of_many:
             link.nodes.board.add_place(link.name, link.rank_in_group)
         if link.nodes is not None and self.world_size > 1:
+            board = link.nodes.board
             for name in dict.fromkeys((link.cpu.name, link.device.name)):
-                link.nodes.board.add_group(name, self.rank_in_group, self.ranks)
+                board.add_group(name, self.rank_in_group, self.ranks)
+                link.closing.callback(board.close_group, name, self.rank_in_group, self.ranks)
 
     def _count(self) -> list[begun.Entry]:
         """Have what this member begins counted."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from shm_broadcast import layout
@@ -50,12 +50,14 @@ class Membership:
         rank: its rank there.
         size: the group's.
         first: what the group's rank 0 is called; groups of one name differ in it.
+        closed: whether the member has closed it; no part of what the group is.
     """
 
     name: str
     rank: int
     size: int
     first: int
+    closed: bool = field(default=False, compare=False)
 
 
 class Outward:
@@ -83,17 +85,33 @@ class Outward:
             write_text(self._memory, at, place, layout.OUTWARD_PLACE_BYTES)
 
     def add_group(self, name: str, rank: int, size: int, first: int) -> None:
-        """Say that this member is ``rank`` in a group; the first 16 groups are said."""
-        said = _MEMBERSHIP.pack(size, rank, first, name.encode())
-        begin = self._slot + layout.OUTWARD_MEMBERSHIPS
+        """Say that this member is ``rank`` in a group, until `close_group`.
+
+        16 groups are said; those that were closed make room.
+        """
+        self._count_group(name, rank, size, first, 1)
+
+    def close_group(self, name: str, rank: int, size: int, first: int) -> None:
+        """Say that this member has closed a group that `add_group` was called for."""
+        self._count_group(name, rank, size, first, -1)
+
+    def _count_group(self, name: str, rank: int, size: int, first: int, more: int) -> None:
+        begin, same, free, closed = self._slot + layout.OUTWARD_MEMBERSHIPS, 0, 0, 0
+        said = _MEMBERSHIP.pack(size, rank, first, name.encode(), 0)[:-1]
         for entry in range(layout.MEMBERSHIPS):
             at = begin + entry * layout.MEMBERSHIP_STRIDE
-            there = bytes(self._memory.memory[at : at + layout.MEMBERSHIP_STRIDE])
-            if there == said:
-                return
-            if not any(there):
-                self._memory.words.write(at, said)
-                return
+            *there, n_open = self._memory.memory[at : at + layout.MEMBERSHIP_STRIDE]
+            if bytes(there) == said:
+                same = same or at
+            elif not any(there):
+                free = free or at
+            elif not n_open:
+                closed = closed or at
+        last = same + layout.MEMBERSHIP_STRIDE - 1
+        n_open = self._memory.memory[last] if same else 0
+        at = same or (more > 0 and (free or closed))
+        if at:
+            self._memory.words.write(at, said + bytes([min(max(n_open + more, 0), 255)]))
 
     def begin_wait(self) -> int:
         """An entry for `say_wait`, until `end_wait`; 0 if all are in use."""
@@ -136,11 +154,11 @@ def read_groups(memory: SharedBytes, member: int, n_members: int) -> tuple[Membe
     """What `Outward.add_group` has said."""
     begin, found = layout.outward_slot(member, n_members) + layout.OUTWARD_MEMBERSHIPS, []
     for entry in range(layout.MEMBERSHIPS):
-        size, rank, first, name = _MEMBERSHIP.unpack_from(
+        size, rank, first, name, n_open = _MEMBERSHIP.unpack_from(
             memory.memory, begin + entry * layout.MEMBERSHIP_STRIDE
         )
         if size:
-            found.append(Membership(text_of(name), rank, size, first))
+            found.append(Membership(text_of(name), rank, size, first, not n_open))
     return tuple(found)
 
 

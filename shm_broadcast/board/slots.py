@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from shm_broadcast import layout
@@ -12,7 +13,7 @@ from shm_broadcast.board.tallies import Tallies
 from shm_broadcast.board.totals import read_totals
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from shm_broadcast.atomics import WordsLike
@@ -118,6 +119,38 @@ class Slots:
         """Say that this member is ``rank`` in a group of ``ranks``, for whoever looks on."""
         if self._outward is not None:
             self._outward.add_group(name, rank, len(ranks), ranks[0])
+
+    def close_group(self, name: str, rank: int, ranks: Sequence[int]) -> None:
+        """Say that this member has closed a group that `add_group` was called for."""
+        if self._outward is not None:
+            self._outward.close_group(name, rank, len(ranks), ranks[0])
+
+    @contextmanager
+    def showing_wait(self, operation: str) -> Iterator[Callable[[Iterable[int]], None]]:
+        """Inside, whoever looks on sees that this member waits in ``operation``.
+
+        For waits that are none on the board. What this gives is called with the members that are
+        waited for, again when they are others; while they are none, nothing is seen.
+        """
+        since, entry, outward = time.monotonic_ns(), 0, self._outward
+
+        def say(members: Iterable[int]) -> None:
+            nonlocal entry
+            late = [each for each in members if each != self.member]
+            if outward is None:
+                return
+            if late:
+                entry = entry or outward.begin_wait()
+            if entry and late:
+                outward.say_wait(entry, operation, since, late)
+            elif entry:
+                ended, entry = entry, 0
+                outward.end_wait(ended)
+
+        try:
+            yield say
+        finally:
+            say(())
 
     def past(self, member: int) -> tuple[PastOperation, ...]:
         """The last operations of a member on this host, about 2,000, the oldest first.

@@ -390,3 +390,27 @@ def test_the_groups_of_a_member() -> None:
         groups = read_groups(board._segment, 2, 4)
         assert len(groups) == layout.MEMBERSHIPS
         assert groups[-1].name == ("group 13" * 4)[: layout.ENTRY_GROUP_BYTES]
+
+
+def test_a_group_that_a_member_has_closed_is_told_and_makes_room() -> None:
+    with Board.create(4, 2) as board:
+
+        def closed() -> dict[str, bool]:
+            return {each.name: each.closed for each in read_groups(board._segment, 2, 4)}
+
+        for _ in range(2):
+            board.add_group("tp", 0, (2, 3))
+        board.close_group("tp", 0, (2, 3))
+        assert closed() == {"tp": False}  # another one of that name is open
+        board.close_group("tp", 0, (2, 3))
+        assert closed() == {"tp": True}
+        board.add_group("tp", 0, (2, 3))
+        assert closed() == {"tp": False}
+        for number in range(layout.MEMBERSHIPS - 1):
+            board.add_group(f"group {number}", 0, (2, 3))
+        board.close_group("group 3", 0, (2, 3))
+        board.close_group("never there", 0, (2, 3))
+        board.add_group("a new one", 0, (2, 3))
+        assert "group 3" not in closed()
+        assert not any(closed().values())
+        assert len(closed()) == layout.MEMBERSHIPS
