@@ -242,7 +242,7 @@ class Dispatcher:
                 self._board.wait(
                     *(something, deadline, "call", tuple),
                     spin=0,
-                    shown=self._awaited_rank,
+                    shown=lambda: self._ledger.late_ranks,
                     lookout=self._spin.lookout(since, replies.readable) if oldest else None,
                 )
                 for each, queue in enumerate(self._replies):
@@ -252,10 +252,6 @@ class Dispatcher:
                 self._end_with_reason(error, deadline)
                 return
         self._observe_wait(number, since)
-
-    def _awaited_rank(self) -> list[int]:
-        number, rank = self._ledger.awaited
-        return [rank] if number else []
 
     def _observe_wait(self, number: int, since: int) -> None:
         """Learn from the wait for call ``number``, which began at ``since`` (ns)."""

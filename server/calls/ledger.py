@@ -121,6 +121,13 @@ class Ledger:
             oldest = self._calls.oldest
             return (0, 0) if oldest is None else (oldest.number, min(oldest.waiting, default=0))
 
+    @property
+    def late_ranks(self) -> list[int]:
+        """The ranks that have not answered the oldest call under way; none if there is no call."""
+        with self._lock:
+            oldest = self._calls.oldest
+            return [] if oldest is None else sorted(oldest.waiting)
+
     def idle(self, rank: int) -> str | None:
         """The method of the last call, if ``rank`` has answered all; ``None`` while it has not.
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from shm_broadcast.deadline import Deadline
-    from shm_broadcast.onlooker.blame import Party
+    from shm_broadcast.onlooker.parties import Party
 
 
 def stacks_of(parties: Iterable[Party], deadline: Deadline) -> dict[str, str]:

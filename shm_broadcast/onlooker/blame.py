@@ -1,111 +1,33 @@
-"""Which process waits for which, and which holds the others up: conclusions from the boards.
+"""Which process of a program holds the others up: conclusions from its boards, in sentences.
 
-A process waits if one of its threads does, on any board. Those that are waited for and wait for
-nobody hold the others up. Where there are none, those that wait for each other do. Who waits for
-the next message of a driver, while others wait for it in something else, takes no part in that.
+Those that are waited for and wait for nobody hold the others up. Where there are none, those that
+wait for each other do. `parties` finds out who waits for whom.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from shm_broadcast import layout
-from shm_broadcast.errors import DRIVER_RANK, name_of
+from shm_broadcast.errors import name_of
+from shm_broadcast.onlooker.parties import knot_of, parties_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from shm_broadcast.errors import MemberStatus
-    from shm_broadcast.onlooker.programs import BoardSeen, MemberSeen, Program, QueueSeen
+    from shm_broadcast.board.outward import Membership
+    from shm_broadcast.onlooker.parties import Party
+    from shm_broadcast.onlooker.programs import BoardSeen, Program, QueueSeen
 
-_READS: Final = layout.DID_NAMES[layout.DID_DEQUEUE :]
-"""What a reader is in that waits for a message: nothing is wrong if none is due."""
+_NAMED: Final = 8
+"""How many of those of whom the same is said are named."""
+
+_MOST_WAITS: Final = 16
+"""How many of those that wait because of the same ones are told."""
 
 _FULL: Final = 0.5
 """A queue that is full to this degree is mentioned: the next message may need the other half."""
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """One party waits for another.
-
-    Attributes:
-        operation: what it is in, with the operation's number where that is known.
-        verb: the same without the number.
-        seconds: how long.
-    """
-
-    operation: str
-    verb: str
-    seconds: float
-
-
-@dataclass(slots=True, eq=False)
-class Party:
-    """A process that takes part, or a member that has none.
-
-    Attributes:
-        name: what the largest board calls it: ``"rank 1"``, ``"rank 1 of board 2"``.
-        members: what it is on each board, its latest progress first.
-        waits_on: the names of those that it waits for.
-        awaited_by: those that wait for it.
-        idle: whose next message it waits for, while others wait for it in something else.
-    """
-
-    name: str
-    members: list[MemberSeen]
-    waits_on: dict[str, Waiting] = field(default_factory=dict)
-    awaited_by: list[Party] = field(default_factory=list)
-    idle: str = ""
-
-    @property
-    def status(self) -> MemberStatus:
-        """What it did last, on whatever board."""
-        return self.members[0].status
-
-    @property
-    def who(self) -> str:
-        """``"rank 1 (pid 4242)"``."""
-        return f"{self.name} (pid {self.status.pid})" if self.status.pid else self.name
-
-    @property
-    def only_read_from(self) -> bool:
-        """Whether all that wait for it are readers that wait for a message."""
-        return all(each.waits_on[self.name].verb in _READS for each in self.awaited_by)
-
-    @property
-    def drives(self) -> bool:
-        """Whether it is the driver of others: it may wait for some while it calls others."""
-        return any(member.status.rank == DRIVER_RANK for member in self.members)
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Where it stands in lists."""
-        return self.status.rank, self.status.pid
-
-    @property
-    def fault(self) -> str:
-        """What is wrong with its process, whatever it waits for; ``""`` if nothing is seen."""
-        match self.status.state:
-            case "absent":
-                return "it has not joined, or runs on another host"
-            case "lost":
-                return "its process has ended"
-            case "closed":
-                return "it has left"
-        if self.members[0].condition == "stopped":
-            return "its process is stopped, by a signal or a debugger"
-        return ""
-
-    def holds_up(self) -> str:
-        """Why those that wait for it do so."""
-        why = self.fault or (
-            f"it takes no part, and waits for the next message of {self.idle}"
-            if self.idle
-            else "it waits for no other process"
-        )
-        return why if self.status.state == "absent" else f"{why}; {self.status.last_seen}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +37,20 @@ class Verdict:
     Attributes:
         sentences: in plain words, the most important first.
         culprits: because of whom others wait.
+        asked: those whose stacks tell the most: the culprits that have come, but for one that takes
+            no part, or has closed the group, who waits for it.
         held_up: whether they should not have to: it is more than readers that no message is for.
     """
 
     sentences: tuple[str, ...]
     culprits: tuple[Party, ...]
+    asked: tuple[Party, ...]
     held_up: bool
 
 
 def judge(program: Program) -> Verdict:
     """Say who waits for whom in a program, and because of whom."""
-    parties = _parties(program.boards)
+    parties = parties_of(program.boards)
     told = [
         f"The group{f' {board.name}' if board.name else ''} was aborted: {board.failure}."
         for board in program.boards
@@ -133,11 +58,11 @@ def judge(program: Program) -> Verdict:
     ]
     ends = sorted(
         (each for each in parties.values() if each.awaited_by and not each.waits_on),
-        key=lambda each: each.order,
+        key=lambda each: (not (each.fault or each.closed), each.order),
     )
     culprits = [each for each in ends if each.fault or not each.only_read_from]
-    told += [line for each in culprits for line in _tell("holds up others", each)]
-    knot = _knot(parties)
+    told += _tell(culprits, "hold", "up others")
+    knot = knot_of(parties)
     told += _tell_knot(knot)
     held_up = bool(culprits or knot)
     if not held_up:
@@ -145,106 +70,66 @@ def judge(program: Program) -> Verdict:
             told.append("Readers wait for messages. Nobody is held up, unless one is due:")
         elif not told:
             told.append("Nobody has waited for anybody for longer than a tenth of a second.")
-        told += [line for each in ends for line in _tell("sends nothing", each)]
+        told += _tell(ends, "send", "nothing")
         culprits = ends
+    told += [line for board in program.boards for line in _closed_by_some(board, parties)]
     told += [_full(queue) for board in program.boards for queue in board.queues if _is_full(queue)]
-    return Verdict(tuple(told), (*culprits, *knot), held_up)
+    asked = [_first_waiting(each) if each.idle or each.closed else each for each in culprits]
+    asked = [each for each in dict.fromkeys(asked) if each.status.state != "absent"]
+    return Verdict(tuple(told), (*culprits, *knot), (*asked, *knot), held_up)
 
 
-def _parties(boards: Iterable[BoardSeen]) -> dict[str, Party]:
-    """All that take part, by name: a process once, called as the largest of its boards does."""
-    by_pid: dict[int, Party] = {}
-    parties: dict[str, Party] = {}
-    for place, board in enumerate(boards, 1):
-        here = []
-        for member in board.members:
-            pid = member.status.pid
-            party = by_pid.get(pid) if pid else None
-            if party is None:
-                name = name_of(member.status.rank)
-                if name in parties:
-                    name += f" of board {place}"
-                while name in parties:  # a queue may call its writer and a reader the same
-                    name += "'"
-                party = parties[name] = Party(name, [])
-                if pid:
-                    by_pid[pid] = party
-            party.members.append(member)
-            here.append(party)
-        for party, member in zip(here, board.members, strict=True):
-            if member.condition == "stopped":
-                continue  # what it waited for may have come: it goes on no more than before
-            for wait in member.waits:
-                same = member.status.operation == wait.operation
-                number = f" #{member.status.sequence}" if same else ""
-                waiting = Waiting(wait.operation + number, wait.operation, wait.seconds)
-                for each in wait.members:
-                    late = here[each]
-                    if late is not party and late.name not in party.waits_on:
-                        party.waits_on[late.name] = waiting
-                        late.awaited_by.append(party)
-    for party in parties.values():
-        party.members.sort(key=lambda m: (m.status.age is None, m.status.age or 0.0))
-    for party in [each for each in parties.values() if _takes_no_part(each, parties)]:
-        party.idle = next(iter(party.waits_on))
-        for name in party.waits_on:
-            parties[name].awaited_by.remove(party)
-        party.waits_on.clear()
-    return parties
+def _tell(culprits: Sequence[Party], verb: str, what: str) -> list[str]:
+    """What parties do to others, then each that waits for them, also because of others.
+
+    Those because of whom the same ones wait are told together.
+    """
+    reach = {each.name: {party.name for party, _ in _held_up([each])} for each in culprits}
+    told, left = [], list(culprits)
+    while left:
+        held_up = reach[left[0].name]
+        while (grown := held_up.union(*(s for s in reach.values() if s & held_up))) != held_up:
+            held_up = grown
+        alike = [each for each in left if reach[each.name] & held_up]
+        left = [each for each in left if each not in alike]
+        absent = [each.name for each in alike if each.status.state == "absent"]
+        if len(absent) > 1:
+            why = "they have not joined, or run on another host"
+            told.append(f"{_title(_some(absent))} {verb} {what}: {why}.")
+        told += [
+            f"{_title(each.who)} {verb}s {what}: {each.holds_up()}."
+            for each in alike
+            if len(absent) < 2 or each.name not in absent
+        ]
+        waits = []
+        for party, late in _held_up(alike):
+            waiting = party.waits_on[late.name]
+            also = [each for each in alike if party.waits_on.get(each.name) == waiting]
+            waits.append(_wait(party, also or [late]))
+        told += waits[:_MOST_WAITS]
+        if len(waits) > _MOST_WAITS:
+            told.append(f"  And {len(waits) - _MOST_WAITS} more wait.")
+    return told
 
 
-def _takes_no_part(party: Party, parties: Mapping[str, Party]) -> bool:
-    """Whether it waits for a message that nobody may owe it, while others wait for it to act."""
-    return (
-        bool(party.waits_on)
-        and not party.only_read_from
-        and all(
-            wait.verb in _READS and (parties[name].drives or not parties[name].waits_on)
-            for name, wait in party.waits_on.items()
-        )
-    )
-
-
-def _tell(what: str, culprit: Party) -> list[str]:
-    """What a party does to others, and each that waits for it, also because of others."""
-    told = [f"{_title(culprit.who)} {what}: {culprit.holds_up()}."]
-    reached, todo = {culprit.name}, [culprit]
+def _held_up(culprits: Sequence[Party]) -> Iterator[tuple[Party, Party]]:
+    """Each that waits for one of them, also because of others, with the one that it waits for."""
+    reached, todo = {each.name for each in culprits}, list(culprits)
     while todo:
         late = todo.pop(0)
         for party in sorted(late.awaited_by, key=lambda each: each.order):
             if party.name not in reached:
                 reached.add(party.name)
                 todo.append(party)
-                told.append(_wait(party, late))
-    return told
+                yield party, late
 
 
-def _wait(party: Party, late: Party) -> str:
-    waiting = party.waits_on[late.name]
+def _wait(party: Party, late: Sequence[Party]) -> str:
+    waiting = party.waits_on[late[0].name]
     return (
-        f"  {_title(party.who)} waits for {late.name} in {waiting.operation}, "
-        f"for {waiting.seconds:.1f} s."
+        f"  {_title(party.who)} waits for {_some([each.name for each in late])} in "
+        f"{waiting.operation}, for {waiting.seconds:.1f} s."
     )
-
-
-def _knot(parties: Mapping[str, Party]) -> list[Party]:
-    """Some that wait for each other in a circle, of whom nobody waits for others; or nobody."""
-    free = {name for name, party in parties.items() if not party.waits_on}
-    grown = True
-    while grown:
-        reach = {n for n in parties if n not in free and parties[n].waits_on.keys() & free}
-        free |= reach
-        grown = bool(reach)
-    stuck = sorted((parties[name] for name in parties if name not in free), key=lambda p: p.order)
-    path = stuck[:1]
-    while path:
-        late = min((parties[name] for name in path[-1].waits_on), key=lambda each: each.order)
-        if late in path:
-            knot = path[path.index(late) :]
-            first = knot.index(min(knot, key=lambda each: each.order))
-            return [*knot[first:], *knot[:first]]
-        path.append(late)
-    return []
 
 
 def _tell_knot(knot: list[Party]) -> list[str]:
@@ -253,7 +138,7 @@ def _tell_knot(knot: list[Party]) -> list[str]:
     told = [f"{_title(_listed([each.who for each in knot]))} wait for each other, so none goes on."]
     waits = []
     for party, late in zip(knot, [*knot[1:], knot[0]], strict=True):
-        told.append(_wait(party, late))
+        told.append(_wait(party, [late]))
         waits.append((party, party.waits_on[late.name]))
     if len({waiting.verb for _, waiting in waits}) > 1:
         each = ", ".join(f"{waiting.operation} on {party.name}" for party, waiting in waits)
@@ -261,6 +146,27 @@ def _tell_knot(knot: list[Party]) -> list[str]:
     elif waits[0][1].verb.endswith(" recv"):
         told.append("All of them receive, and none has sent.")
     return told
+
+
+def _first_waiting(late: Party) -> Party:
+    return min(late.awaited_by, key=lambda each: (each.drives, each.order))
+
+
+def _closed_by_some(board: BoardSeen, parties: Mapping[str, Party]) -> list[str]:
+    """Who has closed a group that others have open, where no culprit's reason says so."""
+    names = {id(each): party.name for party in parties.values() for each in party.members}
+    said = {party.closed for party in parties.values()}
+    closed: dict[Membership, list[str]] = defaultdict(list)
+    open_: dict[Membership, list[str]] = defaultdict(list)
+    for member in board.members:
+        for each in member.groups:
+            (closed if each.closed else open_)[replace(each, rank=0)].append(names[id(member)])
+    return [
+        f"{_title(_some(left))} {_has(left)} closed {group.name}, "
+        f"which {_some(open_[group])} {_has(open_[group])} open."
+        for group, left in closed.items()
+        if group in open_ and group.name not in said
+    ]
 
 
 def _is_full(queue: QueueSeen) -> bool:
@@ -273,12 +179,22 @@ def _full(queue: QueueSeen) -> str:
     left = f"{queue.behind} message{'s' if queue.behind > 1 else ''} to read"
     return (
         f"The queue from {name_of(queue.writer)}, of {size} KiB, is {percent} % full: "
-        f"{_listed(slow)} {'has' if len(slow) == 1 else 'have'} {left}."
+        f"{_some(slow)} {_has(slow)} {left}."
     )
 
 
 def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _some(names: list[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = len(names) - _NAMED
+    return _listed(names if more < 2 else [*names[:_NAMED], f"{more} more"])
+
+
+def _has(names: list[str]) -> str:
+    return "has" if len(names) == 1 else "have"
 
 
 def _title(text: str) -> str:

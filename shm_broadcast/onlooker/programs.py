@@ -16,7 +16,9 @@ from shm_broadcast.board.failures import first_failure
 from shm_broadcast.board.fixed_text import read_text
 from shm_broadcast.board.members import Members
 from shm_broadcast.board.outward import (
+    Membership,
     Wait,
+    read_groups,
     read_place,
     read_stacks_descriptor,
     read_waits,
@@ -44,6 +46,7 @@ class MemberSeen:
         waits: what its threads wait for, the longest wait first.
         stacks: the descriptor that it writes its stacks to.
         cores: those that its process may run on, as a list; ``""`` if it is not seen.
+        groups: those that it is in, or was in before it closed them; () if its process has ended.
     """
 
     status: MemberStatus
@@ -53,6 +56,7 @@ class MemberSeen:
     waits: tuple[Wait, ...]
     stacks: int | None
     cores: str = ""
+    groups: tuple[Membership, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +291,7 @@ def _board(
             waits=read_waits(copy, member, n_members) if there else (),
             stacks=read_stacks_descriptor(copy, member, n_members) if there else None,
             cores=process.cores if process is not None else "",
+            groups=read_groups(copy, member, n_members) if there else (),
         )
 
     return BoardSeen(

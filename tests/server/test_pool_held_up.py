@@ -14,6 +14,8 @@ from server.driver.held_up_by import held_up_by
 from server.errors import CallTimeoutError, WorkerStartError
 from server.hosts.distant_worker import DistantWorker
 from server.pool import WorkerPool
+from shm_broadcast.onlooker.own import own_verdicts
+from tests.patience import until
 from tests.server.workers import Gate, Worker
 
 if TYPE_CHECKING:
@@ -71,6 +73,22 @@ def test_ranks_that_wait_for_each_other_are_told_as_such(pool: WorkerPool) -> No
     error = late_error(pool, "cross")
     assert error.held_up_by == (0, 1)
     assert f"(rank 0 (pid {first}) and rank 1 (pid {second}) wait for each other)" in str(error)
+
+
+def test_a_driver_is_seen_to_wait_for_all_ranks_that_have_not_answered(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    gate = Gate(tmp_path)
+    call = pool.submit("hold", gate)
+    pids = [each.pid for each in pool.status()]
+
+    def all_are_named() -> bool:
+        named = ([each.status.pid for each in verdict.culprits] for verdict in own_verdicts())
+        return pids in named
+
+    until(all_are_named)
+    gate.open()
+    call.result()
 
 
 def test_what_is_late_and_holds_up_nobody_is_not_told_twice(

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from shm_broadcast import DRIVER_RANK
-from shm_broadcast.board.outward import Wait
+from shm_broadcast.board.outward import Membership, Wait
 from shm_broadcast.errors import Failure, MemberStatus
-from shm_broadcast.onlooker.blame import judge
+from shm_broadcast.onlooker.blame import Verdict, judge
 from shm_broadcast.onlooker.programs import BoardSeen, MemberSeen, Program, QueueSeen, ReaderSeen
 
 
@@ -25,9 +25,13 @@ def member(rank: int, *waits: int, verb: str = "tp all_reduce", **status: object
     )
 
 
-def judged(*members: MemberSeen, **board: object) -> tuple[str, ...]:
+def verdict_on(*members: MemberSeen, **board: object) -> Verdict:
     seen = BoardSeen("", members, **({"failure": None, "queues": ()} | board))
-    return judge(Program(1, "", (seen,), (), 0)).sentences
+    return judge(Program(1, "", (seen,), (), 0))
+
+
+def judged(*members: MemberSeen, **board: object) -> tuple[str, ...]:
+    return verdict_on(*members, **board).sentences
 
 
 def test_a_chain_leads_to_its_end() -> None:
@@ -36,6 +40,51 @@ def test_a_chain_leads_to_its_end() -> None:
         "last seen in tp all_reduce #7, 3.0 s ago.",
         "  Rank 1 (pid 101) waits for rank 2 in tp all_reduce #7, for 2.0 s.",
         "  Rank 0 (pid 100) waits for rank 1 in tp all_reduce #7, for 2.0 s.",
+    )
+
+
+def test_those_because_of_whom_the_same_ones_wait_are_told_together() -> None:
+    """Who is surely to blame comes first, and each that waits is told once."""
+    told = judged(
+        *(member(0, 1, 3), member(1), member(2, 1, 3, 4), member(3, state="lost"), member(4)),
+        *(member(5, 0, verb="x"), member(6, 7), member(7)),
+    )
+    assert [line.split(" (pid")[0] for line in told] == [
+        *("Rank 3", "Rank 1", "Rank 4", "  Rank 0", "  Rank 2", "  Rank 5", "Rank 7", "  Rank 6")
+    ]
+    assert told[3:6] == (
+        "  Rank 0 (pid 100) waits for rank 3 and rank 1 in tp all_reduce #7, for 2.0 s.",
+        "  Rank 2 (pid 102) waits for rank 3, rank 1 and rank 4 in tp all_reduce #7, for 2.0 s.",
+        "  Rank 5 (pid 105) waits for rank 0 in x #7, for 2.0 s.",
+    )
+
+
+def test_those_that_have_not_come_are_told_in_one_sentence() -> None:
+    absent = [member(rank, state="absent", pid=0, age=None) for rank in range(2, 32)]
+    verdict = verdict_on(member(0, *range(1, 32)), member(1), *absent)
+    assert verdict.sentences == (
+        "Rank 2, rank 3, rank 4, rank 5, rank 6, rank 7, rank 8, rank 9 and 22 more hold up "
+        "others: they have not joined, or run on another host.",
+        "Rank 1 (pid 101) holds up others: it waits for no other process; "
+        "last seen in tp all_reduce #7, 3.0 s ago.",
+        "  Rank 0 (pid 100) waits for rank 2, rank 3, rank 4, rank 5, rank 6, rank 7, rank 8, "
+        "rank 9 and 23 more in tp all_reduce #7, for 2.0 s.",
+    )
+    assert [each.name for each in verdict.asked] == ["rank 1"]
+    assert len(verdict.culprits) == 31
+
+
+def test_of_hundreds_that_wait_the_first_are_told() -> None:
+    told = judged(*(member(rank, 0) if rank else member(0) for rank in range(200)))
+    assert len(told) == 18
+    assert told[-1] == "  And 183 more wait."
+
+
+def test_who_waits_for_a_disk_does_not_wait_for_no_one() -> None:
+    told = judged(member(0, 1), replace(member(1), condition="in the kernel"))
+    assert told[0] == (
+        "Rank 1 (pid 101) holds up others: it waits in the kernel, for a disk or another device; "
+        "last seen in tp all_reduce #7, 3.0 s ago."
     )
 
 
@@ -132,6 +181,15 @@ def test_who_reads_calls_while_others_wait_for_it_is_to_blame(driver_waits: tupl
     assert len(told) == 2 + len(driver_waits)
 
 
+def test_of_who_takes_no_part_the_stack_of_one_that_waits_for_it_tells_more() -> None:
+    verdict = verdict_on(
+        *(member(0, 1), member(1, 3, verb="dequeue"), member(2, 1)),
+        *(member(DRIVER_RANK, 0, 1, 2, verb="call"), member(4), member(5, 4)),
+    )
+    assert [each.name for each in verdict.culprits] == ["rank 1", "rank 4"]
+    assert [each.name for each in verdict.asked] == ["rank 0", "rank 4"]
+
+
 def test_who_reads_from_a_peer_that_is_held_up_is_not_to_blame() -> None:
     told = judged(member(0, 1), member(1, 2, verb="dequeue"), member(2, 3), member(3))
     assert told[0].startswith("Rank 3 (pid 103) holds up others")
@@ -141,3 +199,37 @@ def test_who_reads_from_a_peer_that_is_held_up_is_not_to_blame() -> None:
 def test_a_reader_and_its_writer_that_waits_for_it_wait_for_each_other() -> None:
     told = judged(member(0, 1), member(1, 0, verb="dequeue"))
     assert told[0].startswith("Rank 0 (pid 100) and rank 1 (pid 101) wait for each other")
+
+
+def within(seen: MemberSeen, name: str, *, closed: bool = False, first: int = 0) -> MemberSeen:
+    """``seen``, in a group of three."""
+    group = Membership(name, seen.status.rank, 3, first, closed)
+    return replace(seen, groups=(*seen.groups, group))
+
+
+@pytest.mark.parametrize("waits", [(), (DRIVER_RANK,), (0,)])
+def test_who_has_closed_the_group_in_which_others_wait_is_to_blame(waits: tuple[int, ...]) -> None:
+    """Whatever it waits for."""
+    told = judged(
+        within(member(0, 1), "tp"),
+        within(member(1, *waits, verb="dequeue"), "tp", closed=True),
+        member(DRIVER_RANK),
+    )
+    assert told == (
+        "Rank 1 (pid 101) holds up others: it has closed tp; last seen in dequeue #7, 3.0 s ago.",
+        "  Rank 0 (pid 100) waits for rank 1 in tp all_reduce #7, for 2.0 s.",
+    )
+
+
+def test_a_group_that_some_have_closed_is_told() -> None:
+    closed = [within(member(rank), "tp", closed=rank > 3) for rank in range(16)]
+    alone = within(member(16), "tp", closed=True, first=16)  # another group of that name
+    assert judged(*closed, alone)[1:] == (
+        "Rank 4, rank 5, rank 6, rank 7, rank 8, rank 9, rank 10, rank 11 and 4 more have closed "
+        "tp, which rank 0, rank 1, rank 2 and rank 3 have open.",
+    )
+
+
+def test_who_waits_in_another_group_of_that_name_does_not_blame_for_it() -> None:
+    told = judged(within(member(0, 1), "tp"), within(member(1), "tp", closed=True, first=1))
+    assert told[0].startswith("Rank 1 (pid 101) holds up others: it waits for no other process")

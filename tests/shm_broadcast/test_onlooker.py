@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +16,7 @@ from shm_broadcast import DRIVER_RANK, Board, Deadline, GroupTimeoutError, Messa
 from shm_broadcast.board.outward import Outward, Wait, read_place, read_waits
 from shm_broadcast.board.stacks import STACK_SIGNAL, StackFile, catches, write_stacks_when_asked
 from shm_broadcast.onlooker.ask import stacks_of
-from shm_broadcast.onlooker.blame import Party
+from shm_broadcast.onlooker.parties import Party
 from shm_broadcast.onlooker.processes import scan
 from shm_broadcast.onlooker.programs import (
     BoardSeen,
@@ -115,6 +115,23 @@ def test_threads_that_begin_to_wait_at_once_may_find_the_last_entry_gone() -> No
         kept, board._outward._free = board._outward._free, TakenJustNow()
         assert board._outward.begin_wait() == 0
         board._outward._free = kept
+
+
+def test_a_wait_that_is_none_on_the_board_is_shown() -> None:
+    with Board.create(4, 1) as board, suppress(KeyboardInterrupt):
+        with board.showing_wait("the start") as show:
+            assert read_waits(board._segment, 1, 4) == ()
+            for late in ((0, 1, 3), (3,), (1,), (0,)):
+                show(late)
+                seen = [each.members for each in read_waits(board._segment, 1, 4)]
+                assert seen == [each for each in [tuple({*late} - {1})] if each]
+            raise KeyboardInterrupt
+        assert read_waits(board._segment, 1, 4) == ()
+
+
+def test_who_only_looks_on_shows_no_wait() -> None:
+    with Board.create(2, None) as board, board.showing_wait("the start") as show:
+        show([0])
 
 
 def test_a_wait_for_many_names_the_first() -> None:

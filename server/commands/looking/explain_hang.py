@@ -52,7 +52,7 @@ def run(pid: int | None) -> int:
     texts = []
     for program in found:
         verdict = judge(program)
-        stacks = stacks_of(verdict.culprits[:_MOST_STACKS], Deadline.after(_STACK_SECONDS))
+        stacks = stacks_of(verdict.asked[:_MOST_STACKS], Deadline.after(_STACK_SECONDS))
         width = size[0] if size else program_text.UNLIMITED
         texts.append(program_text.explanation(program, verdict, stacks, width))
     print("\n\n".join(texts))

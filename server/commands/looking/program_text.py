@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 UNLIMITED: Final = 1 << 16
 """The width of what is no terminal."""
 
-NO_PROGRAM: Final = "No pool or group of this user runs on this host."
+NO_PROGRAM: Final = (
+    "No pool or group of this user runs on this host. "
+    "Ranks that have not met yet say in their logs for whom they wait."
+)
 
 _COLUMNS: Final = (
     *("who", "place", "pid", "state", "operation", "for", "waits for", "cores", "memory"),
@@ -29,6 +32,9 @@ _DROPPED: Final = ("memory", "cores", "place", "pid")
 
 _STATES: Final = {"closed": "left", "idle": "runs", "busy": "runs"}
 """How the states of `MemberStatus` are shown, where a member waits for nobody."""
+
+_CONDITIONS: Final = {"stopped": "stopped", "in the kernel": "kernel"}
+"""What is shown instead where its process does not run."""
 
 _NAMED: Final = 4
 _TITLE: Final = 100
@@ -68,10 +74,10 @@ def program(seen: Program, width: int = UNLIMITED) -> str:
 def explanation(
     seen: Program, verdict: Verdict, stacks: Mapping[str, str], width: int = UNLIMITED
 ) -> str:
-    """The verdict about a program in sentences, then the stacks of those that it names."""
+    """The verdict about a program in sentences, then the stacks that tell more."""
     lines = [_title(seen, width), ""]
     lines += [line for each in verdict.sentences for line in _wrapped(each, width)]
-    for party in verdict.culprits:
+    for party in verdict.asked:
         if party.name in stacks:
             told = stacks[party.name].splitlines()
             if len(told) == 1:
@@ -110,7 +116,9 @@ def _board(title: str, board: BoardSeen, width: int) -> list[str]:
 def _rows(board: BoardSeen, member: MemberSeen) -> list[dict[str, str]]:
     status = member.status
     operation = f"{status.operation} #{status.sequence}" if status.operation else ""
-    state = "stopped" if member.condition == "stopped" else _STATES.get(status.state, status.state)
+    state = _STATES.get(status.state, status.state)
+    if state == "runs":
+        state = _CONDITIONS.get(member.condition, state)
     row = {
         "who": name_of(status.rank),
         "place": member.place,
@@ -177,7 +185,7 @@ def _width(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> int:
 
 def _wrapped(line: str, width: int) -> list[str]:
     """A sentence in lines that are not wider than ``width``, where words allow it."""
-    indent = "    " if line.startswith(" ") else ""
+    indent = "    "
     lines = [shown(line, UNLIMITED)]
     while len(lines[-1]) > width and " " in lines[-1][len(indent) : width].strip():
         last = lines.pop()
