@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import traceback
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -54,7 +54,7 @@ from .running_streams import RunningStreams
 from .spans import of_call, record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.distributed import Store
 
@@ -252,10 +252,13 @@ class _Serving:
             lambda: self._last in self._cancelled,
         )
         if worker is None:
-            build = worker_class(start.worker, start.main)
-            worker = build(context, **pickle.loads(start.worker_kwargs))
+            with self._shown(f"import of {start.worker.partition(':')[0]}"):
+                build = worker_class(start.worker, start.main)
+            with self._shown(f"{build.__name__}.__init__"):
+                worker = build(context, **pickle.loads(start.worker_kwargs))
         else:
-            worker.restore(context)
+            with self._shown(f"{type(worker).__name__}.restore"):
+                worker.restore(context)
         self._worker = worker
         self._streams = RunningStreams(worker)
         return worker
@@ -326,6 +329,13 @@ class _Serving:
         )
         of = start.name and f" of {start.name}"
         retitle(f"group-coordinator worker {start.rank}{at}{of}")
+
+    @contextmanager
+    def _shown(self, step: str) -> Iterator[None]:
+        """Stamp a step of the start on the board: it may take minutes."""
+        entry = self._board.stamp(step)
+        yield
+        self._board.ended(entry)
 
     def _report_progress(self, done: int, total: int, what: str) -> None:
         if not (isinstance(done, int) and isinstance(total, int) and isinstance(what, str)):

@@ -163,7 +163,7 @@ def _watched(exchange: Exchange, board: Board, members: Sequence[int]) -> Exchan
     def watch(operation: str, ready: Callable[[], bool]) -> None:
         board.require(operation, lambda: members, ready)
 
-    return replace(exchange, watch=watch)
+    return replace(exchange, watch=watch, seen_on=(board, members))
 
 
 def _start_heartbeat(

@@ -16,7 +16,7 @@ import errno
 import ipaddress
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from coordinator.setup.launcher import Launch
+    from shm_broadcast import Board
 
 DEFAULT_TIMEOUT = 60.0
 """Default seconds for all ranks to meet and to set their groups up."""
@@ -64,6 +65,7 @@ def meet(
     store: Store | None = None,
     timeout: float | Deadline | None = DEFAULT_TIMEOUT,
     terms: Mapping[str, str] = {},
+    board: Board | None = None,
 ) -> Meeting:
     """Wait until every rank has come to the store.
 
@@ -72,6 +74,7 @@ def meet(
         store: a store to meet in instead.
         timeout: seconds for this and for the set-up over the exchange later; ``None``: for ever.
         terms: what all ranks have to be given alike, by name.
+        board: where it is shown that this rank waits; member i is rank i. None: nowhere.
 
     Collective: yes, every rank.
 
@@ -87,6 +90,8 @@ def meet(
     host = f"{store.host}:{store.port}" if isinstance(store, TCPStore) else ""
     members = Exchange(store, launch.rank, launch.world_size, "world", deadline, host, keeper)
     exchange = members.visit(f"world/{launch.attempt}")
+    if board is not None:
+        exchange = replace(exchange, seen_on=(board, range(launch.world_size)))
     agree_on_terms(exchange, "rendezvous", terms)
     return Meeting(launch, exchange, _address_towards(store))
 

@@ -99,7 +99,8 @@ class Link:
         """
         members = range(len(self.ranks))
         exchange = self.exchange.sub(f"{self.name}.{name}", members, Deadline.after(timeout))
-        exchange = replace(exchange, watch=self.exchange.watch)
+        above = self.exchange
+        exchange = replace(exchange, watch=above.watch, seen_on=above.seen_on)
         exchange.all_gather("members")
         return new_process_group(
             exchange, self.ranks, self.settings.backend, self.settings, self.closing

@@ -97,7 +97,7 @@ class Topology:
             nodes = None if board is None else known_nodes(board, (0,), (board.member or 0,))
             return cls(0, 1, settings, nodes, None)
         terms = {name: str(size) for name, size in sizes.items()} | settings.terms()
-        meeting = meet(launch, store, timeout, terms)
+        meeting = meet(launch, store, timeout, terms, board)
         exchange = authenticated(meeting.exchange, launch.secret, closing, meeting.address)
         if board is None or node_of is None:
             nodes = find_nodes(exchange, board, meeting.address)

@@ -8,6 +8,7 @@ after the other, and callers wait for that thread.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
+    from shm_broadcast import Board
+
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -48,6 +51,8 @@ _LOOK_SECONDS = 5 * SLICE_SECONDS
 """How long the thread apart looks for a value before it is asked again."""
 _ANSWERED_SECONDS = 1.0
 """How long an answer of the store is waited for at least: also the last look, at the deadline."""
+_SHOW_SECONDS: Final = 1.0
+"""How often a wait that lasts is shown anew on the board: other ranks may be missing by then."""
 _TELL_SECONDS: Final = 10.0
 """After how long a wait the log says for whom; once more whenever it has lasted twice as long."""
 
@@ -67,6 +72,8 @@ class StoreAsker:
         called: the members' global ranks, for errors; empty: the same as their ranks in the group.
         watch: raises if a member has ended: called while something is waited for, with what that is
             and with whether it is there; None: nobody knows.
+        seen_on: the board where its waits are shown to whoever looks on, and the member number of
+            each rank there; None: nowhere.
         marks: where it says `GIVEN_UP` if it has waited in vain; None: nobody looks.
         asking: asks the store, and those of subgroups.
     """
@@ -80,6 +87,7 @@ class StoreAsker:
     keeper: int | None = None
     called: tuple[int, ...] = ()
     watch: Callable[[str, Callable[[], bool]], None] | None = None
+    seen_on: tuple[Board, Sequence[int]] | None = None
     marks: Store | None = None
     asking: Apart = field(default_factory=partial(Apart, "ask-store"), compare=False, repr=False)
 
@@ -140,13 +148,20 @@ class StoreAsker:
             come()
             return look()
 
-        pauses, began, tell_after = naps(), time.monotonic(), _TELL_SECONDS
-        with self._reaching(operation):
+        pauses, began = naps(), time.monotonic()
+        show_after = math.inf if self.seen_on is None else 0.0
+        tell_after = _TELL_SECONDS
+        with self._reaching(operation), self._showing() as show:
             found = self._answer(operation, first_look)
             while not found:
-                if time.monotonic() - began >= tell_after:
-                    self._tell(operation, tell_after, *self._answer(operation, missing))
-                    tell_after *= 2
+                waited = time.monotonic() - began
+                if waited >= min(show_after, tell_after):
+                    absent, remarks = self._answer(operation, missing)
+                    show(absent)
+                    if waited >= tell_after:
+                        self._tell(operation, tell_after, absent, remarks)
+                        tell_after *= 2
+                    show_after = max(show_after, waited + _SHOW_SECONDS)
                 if self.watch is not None:
                     self.watch(operation, lambda: self._answer(operation, there))
                 if self.deadline.expired:
@@ -201,6 +216,16 @@ class StoreAsker:
             tuple(MemberStatus(self.global_rank(rank), 0, "absent") for rank in absent),
             "; ".join([*over, *remarks]),
         )
+
+    @contextmanager
+    def _showing(self) -> Iterator[Callable[[Sequence[int]], None]]:
+        """Inside, what is given here shows on the board that these ranks are waited for."""
+        if self.seen_on is None:
+            yield lambda _: None
+            return
+        board, members = self.seen_on
+        with board.showing_wait(f"set-up of {self.name}") as say:
+            yield lambda ranks: say(members[rank] for rank in ranks)
 
     @contextmanager
     def _reaching(self, operation: str) -> Iterator[None]:

@@ -321,10 +321,12 @@ class Crew(Watcher):
         """Begin a generation in the place of the last one."""
         self._begun += 1
         generation = self._begun
-        self._staff.meet(tick)
-        links = Links(self._plan, generation, self._staff.hosts)
+        links = Links(self._plan, generation)
         try:
-            self._staff.assemble(links, self.ledger.last_call + 1, tick)
+            with links.board.showing_wait("the start of the pool") as show:
+                self._staff.meet(tick, show)
+                links.open(self._staff.hosts)
+                self._staff.assemble(links, self.ledger.last_call + 1, tick, show)
         except BaseException as error:
             links.board.abort(error)  # those that wait for others leave
             links.close()

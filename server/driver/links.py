@@ -45,20 +45,31 @@ class Links:
         totals_before: what the operations of each rank came to in earlier generations.
     """
 
-    def __init__(self, plan: PoolPlan, generation: int, hosts: DistantHosts | None) -> None:
-        """Reserve the shared memory; with other hosts, also listen for their workers.
+    def __init__(self, plan: PoolPlan, generation: int) -> None:
+        """Make the board; `open` follows.
 
         Raises:
             SharedMemoryError: too little memory is free.
-            OSError: this host's address cannot be listened at.
         """
         self._plan = plan
         self.generation = generation
         self._secret = secrets.token_bytes()
         self.driver = plan.n_workers
         self.totals_before: dict[int, tuple[VerbTotal, ...]] = {}
+        self._store: StoreHost | None = None
+        self.board = create_pool_board(plan.n_workers, generation)
+        self._undo = ExitStack()
+        self._undo.callback(self.board.close)
+
+    def open(self, hosts: DistantHosts | None) -> None:
+        """Make the queues; with other hosts, which are there, also listen for their workers.
+
+        Raises:
+            SharedMemoryError: too little memory is free.
+            OSError: this host's address cannot be listened at.
+        """
+        plan, generation = self._plan, self.generation
         with ExitStack() as undo:
-            self.board = undo.enter_context(create_pool_board(plan.n_workers, generation))
             here = plan.ranks_of(0)
             self.calls = undo.enter_context(
                 MessageQueue.on_board(
@@ -79,7 +90,6 @@ class Links:
                 )
                 for rank in here
             }
-            self._store: StoreHost | None = None
             echo = None
             if hosts is not None:
                 from coordinator.stores.curve_store import StoreHost  # noqa: PLC0415 - loads ZeroMQ
@@ -90,7 +100,7 @@ class Links:
                 hosts.begin(generation, self.board)
                 undo.callback(hosts.leave, generation)
             self.cancelled = undo.enter_context(CancelledCalls.create(plan.in_flight, echo))
-            self._undo = undo.pop_all()
+            self._undo.enter_context(undo.pop_all())
 
     def start_of(self, rank: int, first_call: int) -> Start:
         """The start message for the worker of ``rank``."""

@@ -13,7 +13,7 @@ from .held_up_by import held_up_by
 from .supervisor import REASON_SECONDS, Watcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from shm_broadcast import Deadline, QueueHandle
 
@@ -31,6 +31,7 @@ class RollCall(Watcher):
     Args:
         workers: all workers of the pool, by rank.
         on_progress: called with ``(rank, done, total, what)``; what it raises ends the start.
+        show: called with the ranks that are not ready yet, again and again.
         patience: seconds to wait for the real cause when a worker reports only that another one
             has failed (hearsay); also for a late worker to show its stack.
         may_say_why: whether a worker may still tell the real cause; it is waited for up to
@@ -41,11 +42,13 @@ class RollCall(Watcher):
         self,
         workers: Mapping[int, WorkerHandle],
         on_progress: Callable[[int, int, int, str], None],
+        show: Callable[[Iterable[int]], None],
         patience: float,
         may_say_why: Callable[[], bool],
     ) -> None:
         self._workers = workers
         self._on_progress = on_progress
+        self._show = show
         self._patience = patience
         self.replies: dict[int, QueueHandle] = {}
         self._absent = set(workers)
@@ -68,6 +71,7 @@ class RollCall(Watcher):
             What ``tick`` raises.
         """
         while self._absent:
+            self._show(sorted(self._absent))
             supervisor.step(self, min(deadline.remaining(), self._hearsay_remaining(), tick()))
             if self._failure is not None:
                 raise self._failure

@@ -16,7 +16,7 @@ from .roll_call import RollCall
 from .supervisor import Supervisor, Watcher
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from shm_broadcast import Failure
 
@@ -61,26 +61,29 @@ class Staff:
             undo.callback(self.supervisor.close)
             self._closing = undo.pop_all()
 
-    def meet(self, tick: Tick) -> None:
+    def meet(self, tick: Tick, show: Callable[[Iterable[int]], None]) -> None:
         """Wait until all hosts of the pool are there.
 
         Args:
-            tick: as for `assemble`.
+            tick, show: as for `assemble`.
 
         Raises:
             HostError: one was refused, or has not come in time.
             What ``tick`` raises.
         """
         if self.hosts is not None:
-            self.hosts.meet(Deadline.after(self._plan.start_timeout), tick)
+            self.hosts.meet(Deadline.after(self._plan.start_timeout), tick, show)
 
-    def assemble(self, links: Links, first_call: int, tick: Tick) -> None:
+    def assemble(
+        self, links: Links, first_call: int, tick: Tick, show: Callable[[Iterable[int]], None]
+    ) -> None:
         """Start the workers that are missing, and wait until all take part in a new generation.
 
         Args:
             links: what they share.
             first_call: the number of its first call.
             tick: called again and again; returns the seconds until its next call.
+            show: called with the ranks that are waited for.
 
         Raises:
             WorkerStartError: a worker failed, or was not ready in time.
@@ -90,6 +93,7 @@ class Staff:
         tick()  # nobody may be started any more
         plan = self._plan
         deadline = Deadline.after(plan.start_timeout)
+        show(range(plan.n_workers))
         missing = [rank for rank in range(plan.n_workers) if rank not in self.workers]
         if self.hosts is not None:
             for distant in self.hosts.launch(missing, links.generation, deadline):
@@ -107,6 +111,7 @@ class Staff:
         roll_call = RollCall(
             self.workers,
             plan.on_progress,
+            show,
             plan.config.stack_seconds,
             lambda: self.may_say_why(links.board.aborted),
         )

@@ -88,12 +88,18 @@ class DistantHosts:
                 tell_port(hosts, self._link.port, deadline)
             undo.pop_all()
 
-    def meet(self, deadline: Deadline, tick: Callable[[], float]) -> None:
+    def meet(
+        self,
+        deadline: Deadline,
+        tick: Callable[[], float],
+        show: Callable[[Iterable[int]], None],
+    ) -> None:
         """Wait until all hosts are there; a line every ten seconds says who is missing.
 
         Args:
             deadline: when to give up.
             tick: called again and again; returns the seconds until its next call.
+            show: called with the ranks of the hosts that are not there.
 
         Raises:
             HostError: one was refused, or has not come in time.
@@ -106,6 +112,7 @@ class DistantHosts:
                 late = f"{_nodes(absent)} did not come in {deadline.timeout:g} s"
                 late += f"; the head listens at {self._where}"
                 raise HostError(absent[0], late, absent=True)
+            show([rank for node in absent for rank in self._plan.ranks_of(node)])
             self._look_for_trouble(absent)
             if (now := time.monotonic()) - said >= _LINE_SECONDS:
                 said = now

@@ -28,7 +28,7 @@ from ..control.cancelled_calls import CancelledCalls
 from ..control.channel import ChannelClosedError
 from ..control.meeting import WorkerMeeting
 from ..control.pool_board import create_pool_board
-from ..control.protocol import Start
+from ..control.protocol import Ready, Start
 from ..driver.binding import Bound, bound_here
 from ..driver.cores import worker_threads
 from ..driver.open_files import enough_files
@@ -229,6 +229,9 @@ class HostSupervisor(Watcher):
     def on_message(self, rank: int, message: FromWorker) -> None:
         """Pass a worker's message on; called by the supervisor."""
         self._tell_abort()  # first: it says how to understand a failure
+        if isinstance(message, Ready):
+            self._starting.discard(rank)
+            self._show(sorted(self._starting))
         self._link.post(OfWorker(rank, self._since[rank], message))
         self._link.pulse_now()
 
@@ -272,6 +275,9 @@ class HostSupervisor(Watcher):
         with ExitStack() as undo:
             board = undo.enter_context(create_pool_board(pool.n_workers, told.generation))
             self._cancelled = undo.enter_context(CancelledCalls.create(told.in_flight))
+            self._show = undo.enter_context(board.showing_wait("the start of the pool"))
+            self._starting = {*pool.ranks}
+            self._show(pool.ranks)
             with self._boarding:
                 self._board, self._generation, self._told_abort = board, told.generation, False
             self._memory = undo.pop_all()

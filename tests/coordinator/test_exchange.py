@@ -19,6 +19,7 @@ from coordinator.stores import store_asker
 from coordinator.stores.authenticated import authenticated
 from coordinator.stores.curve_store import StoreHost
 from shm_broadcast import (
+    Board,
     Deadline,
     Failure,
     GroupAbortedError,
@@ -28,6 +29,7 @@ from shm_broadcast import (
     PeerProtocolError,
     TransportError,
 )
+from shm_broadcast.board.outward import read_waits
 from tests.patience import STALL_SECONDS, until
 
 if TYPE_CHECKING:
@@ -71,6 +73,28 @@ def test_broadcast_from_any_member() -> None:
 def test_the_source_of_a_broadcast_gives_something() -> None:
     with pytest.raises(ValueError, match="member 0 has to give"):
         members(1, lambda exchange: exchange.broadcast("word", None))
+
+
+def test_whoever_looks_on_sees_who_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_asker, "_SHOW_SECONDS", 0.0)
+    store = HashStore()
+
+    def come(rank: int) -> list[bytes]:
+        here = (board, (5, 2, 4)) if rank == 0 else None
+        exchange = Exchange(store, rank, 3, "tp", Deadline.after(60))
+        return replace(exchange, seen_on=here).all_gather("members")
+
+    def seen() -> list[tuple[str, tuple[int, ...]]]:
+        return [(each.operation, each.members) for each in read_waits(board._segment, 5, 6)]
+
+    with Board.create(6, 5) as board, ThreadPoolExecutor(3) as threads:
+        calls = [threads.submit(come, 0)]
+        until(lambda: seen() == [("set-up of tp", (2, 4))])
+        calls.append(threads.submit(come, 1))
+        until(lambda: seen() == [("set-up of tp", (4,))])
+        calls.append(threads.submit(come, 2))
+        assert [call.result(60) for call in calls] == [[b""] * 3] * 3
+        assert seen() == []
 
 
 def test_absent_members_are_listed() -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from coordinator import GroupCoordinator
+    from server.worker import WorkerContext
 
 ENTRY = [sys.executable, "-c", "import sys; from server.cli import main; sys.exit(main())"]
 
@@ -75,6 +76,18 @@ def divergent(tp: GroupCoordinator) -> None:
     linger()
 
 
+def missing(tp: GroupCoordinator) -> None:
+    if tp.rank == 1:
+        linger()
+    tp.make_sibling_device_group(timeout=None)
+
+
+def closing(tp: GroupCoordinator) -> None:
+    if tp.rank == 1:
+        tp.close()
+    linger()
+
+
 def busy(tp: GroupCoordinator) -> None:
     for _ in range(1500):
         tp.all_reduce_(torch.ones(4))
@@ -85,7 +98,10 @@ def busy(tp: GroupCoordinator) -> None:
     linger()
 
 
-GROUPS = {each.__name__: each for each in (busy, sleeping, stopped, crossed, different, divergent)}
+GROUPS = {
+    each.__name__: each
+    for each in (busy, sleeping, stopped, crossed, different, divergent, missing, closing)
+}
 
 
 def play(rank: int, n: int, folder: str, port: int, scene: str) -> None:
@@ -139,7 +155,21 @@ def idle(rank: int, n: int, folder: str) -> None:
         linger()
 
 
-ALONE = {"full": fill, "replies": replies, "idle": idle}
+class Model(Worker):
+    """Rank 1 loads for ever."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        if self.rank == 1:
+            linger()
+
+
+def starting(rank: int, n: int, folder: str) -> None:
+    put(folder, f"pid {rank}", os.getpid())
+    WorkerPool(Model, tp=2)
+
+
+ALONE = {"full": fill, "replies": replies, "idle": idle, "starting": starting}
 
 
 @contextmanager

@@ -106,7 +106,9 @@ def test_a_stray_host_is_refused_and_disturbs_nobody_who_comes_later(
     ):
         assert head.admit(stray) == HostRefused(why)
     head.on_lost(1, "is gone")
-    head.meet(Deadline.after(PATIENCE_SECONDS), comes_again)
+    shown: list[list[int]] = []
+    head.meet(Deadline.after(PATIENCE_SECONDS), comes_again, lambda ranks: shown.append([*ranks]))
+    assert shown == [[1]]
 
 
 def test_what_is_said_of_a_worker_is_not_taken_for_its_replacements(head: DistantHosts) -> None:

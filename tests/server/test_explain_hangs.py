@@ -105,6 +105,31 @@ def test_a_pool_that_has_nothing_to_do(tmp_path: Path) -> None:
         assert "holds up" not in shown("status", driver)
 
 
+def test_a_pool_that_does_not_come_up(tmp_path: Path) -> None:
+    like = block_of("docs/debugging.md", "in the start of the pool")
+    with playing("starting", 1, tmp_path) as (driver,):
+        text = told(driver, "Rank 1 (pid ", "in linger", "in __init__", like=like)
+        assert "it waits for no other process; last seen in Model.__init__ #" in text
+        assert f"  The driver (pid {driver}) waits for rank 1 in the start of the pool, " in text
+        assert_status_says(driver, "Model.__init__ #", "the start of the pool")
+
+
+def test_a_rank_that_does_not_set_up_a_group(tmp_path: Path) -> None:
+    like = block_of("docs/debugging.md", "in set-up of tp.")
+    with playing("missing", 3, tmp_path) as pids:
+        late = f"Rank 1 (pid {pids[1]}) holds up others: it waits for no other process"
+        text = told(pids[0], late, "in missing", like=like)
+        assert f"  Rank 2 (pid {pids[2]}) waits for rank 1 in set-up of tp.sibling, for " in text
+        assert_status_says(pids[0], late, "set-up of tp.sibling")
+
+
+def test_a_rank_that_has_closed_a_group(tmp_path: Path) -> None:
+    line = block_of("docs/debugging.md", "has closed tp").strip()
+    with playing("closing", 3, tmp_path) as pids:
+        told(pids[0], line)
+        assert_status_says(pids[0], line)
+
+
 def test_the_readme_shows_what_the_page_explains() -> None:
     shown = block_of("README.md", "group-coordinator explain 4242").replace(" ...", "")
     page = without_numbers(read("docs/debugging.md"))
