@@ -11,6 +11,7 @@ from typing import SupportsIndex
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 Shape = int | Sequence[int]
 """A tensor's shape; an int for one dimension."""
@@ -36,8 +37,12 @@ def why_not_dense(x: Tensor) -> str | None:
         return f"a {kind.__name__}: pass the tensor it wraps, of its .to_local() or .wait()"
     if x.layout is not torch.strided or x.is_quantized:
         return f"{x.layout}, {x.dtype}"
+    if x.is_nested:
+        return "a nested one: pass the tensors of its unbind()"
     if x._is_zerotensor():  # autograd makes them
         return "one without memory: pass a clone() of it"
+    if is_functorch_wrapped_tensor(x):
+        return "one that vmap, grad or another function of torch.func has wrapped"
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -245,6 +246,11 @@ class Wrapping(torch.Tensor):
         raise AssertionError("nothing is to be computed of it")
 
 
+def _nested(x: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):  # torch says that it may change yet
+        return torch.nested.nested_tensor([x[0], x[:2].flatten()])
+
+
 def wrong_arguments_move_nothing(comm: Any) -> None:  # whose types would refuse them
     n, device = comm.world_size, comm.device
     x = torch.zeros(n + 1, 3, device=device)
@@ -258,6 +264,10 @@ def wrong_arguments_move_nothing(comm: Any) -> None:  # whose types would refuse
         (TypeError, lambda: comm.all_reduce(x.to(torch.complex64), op=ReduceOp.MAX)),
         (TypeError, lambda: comm.all_reduce(x.to(torch.float8_e4m3fn))),
         (TypeError, lambda: comm.all_reduce(x.to_sparse())),
+        (TypeError, lambda: comm.all_reduce(_nested(x))),
+        (TypeError, lambda: comm.broadcast(_nested(x))),
+        (TypeError, lambda: torch.func.vmap(comm.all_reduce)(x)),
+        (TypeError, lambda: torch.func.grad(lambda y: comm.all_reduce(y).sum())(x)),
         (TypeError, lambda: comm.all_reduce(torch._efficientzerotensor((3,), device=x.device))),
         (TypeError, lambda: comm.broadcast(torch._efficientzerotensor((3,), device=x.device))),
         (TypeError, lambda: comm.all_reduce(Wrapping(x))),
