@@ -139,7 +139,8 @@ class WorkerPool:
                 in time. All processes of the pool have ended.
             SharedMemoryError: too little memory is free.
             DescriptorLimitError: too few files may be open (``ulimit -n``).
-            HostError: a host did not come in ``start_timeout``, or has other versions.
+            HostError: a host did not come in ``start_timeout``, or has other versions; or the
+                head's name leads to no address.
             SecretError: several hosts, and no secret that only they have.
             OSError: the head's address is none of this host's, or its port is in use.
         """

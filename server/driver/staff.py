@@ -42,7 +42,7 @@ class Staff:
 
         Raises:
             OSError: this host cannot be reached by others at the address that they were told.
-            GroupTimeoutError, TransportError: as for `DistantHosts`.
+            HostError, GroupTimeoutError, TransportError: as for `DistantHosts`.
         """
         self._plan = plan
         deadline = Deadline.after(plan.start_timeout)

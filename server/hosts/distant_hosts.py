@@ -33,6 +33,7 @@ from .link_messages import (
     WorkerStack,
 )
 from .meeting_port import tell_port
+from .way_to_head import address_of_head
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -58,7 +59,9 @@ class DistantHosts:
         """Listen for them. If that fails, the summoner is closed.
 
         Raises:
-            OSError: the head's address cannot be resolved, or its port is in use.
+            HostError: the head's name leads to no address in time.
+            OSError: the address is none of this host's, or its port is in use.
+            ValueError: it means all interfaces.
             GroupTimeoutError: torchrun's store, which is to tell them the port, does not answer.
             TransportError: that store has gone.
         """
@@ -77,7 +80,8 @@ class DistantHosts:
         with ExitStack() as undo:
             if hosts.summoner is not None:
                 undo.callback(hosts.summoner.close)
-            self._link = HeadLink(hosts, self)
+            head = address_of_head(hosts.node_rank, hosts.master_addr, deadline)
+            self._link = HeadLink(hosts, head, self)
             undo.callback(self._link.close)
             self.address = self._link.address
             self._where = _told_where(hosts.master_addr, self.address, self._link.port)

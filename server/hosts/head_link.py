@@ -13,7 +13,7 @@ import zmq
 
 from coordinator.setup.addresses import own_address
 from shm_broadcast.codec import UNDECODABLE
-from shm_broadcast.remote.end import bind_socket, one_address
+from shm_broadcast.remote.end import bind_socket
 from shm_broadcast.remote.keys import AllowList, writer_key
 
 from .link_end import ANY_HOST, LINK_NONCE, LinkEnd
@@ -63,16 +63,20 @@ class HeadLink(LinkEnd):
         port: the port.
     """
 
-    def __init__(self, hosts: Hosts, heeder: HostsHeeder) -> None:
+    def __init__(
+        self, hosts: Hosts, address: IPv4Address | IPv6Address, heeder: HostsHeeder
+    ) -> None:
         """Listen.
 
+        Args:
+            hosts: which host this is: the head.
+            address: where it listens.
+            heeder: handles what comes.
+
         Raises:
-            OSError: the head's address cannot be resolved, is none of this host's, or its port is
-                in use.
-            ValueError: the address means all interfaces.
+            OSError: the address is none of this host's, or its port is in use.
         """
         secret = hosts.secret or b""
-        address = one_address(hosts.master_addr)
         key = writer_key(secret, LINK_NONCE)
         super().__init__(zmq.ROUTER, key, hosts.silence_seconds, ipv6=address.version == 6)
         self._heeder = heeder

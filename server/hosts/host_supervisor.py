@@ -22,7 +22,6 @@ from msgspec import structs
 from coordinator.hosts.remote_boards import compose, decode_beat
 from shm_broadcast import Deadline, GroupTimeoutError, TransportError
 from shm_broadcast.board.stacks import STACK_SIGNAL
-from shm_broadcast.remote.end import one_address
 
 from ..control.cancelled_calls import CancelledCalls
 from ..control.channel import ChannelClosedError
@@ -54,7 +53,7 @@ from .link_messages import (
     WorkerStack,
 )
 from .meeting_port import find_port
-from .way_to_head import address_on_the_way
+from .way_to_head import address_of_head, address_on_the_way
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -96,7 +95,7 @@ def serve_host(hosts: Hosts, timeout: float | None = 300.0) -> None:
             is restarted, it was lost and has not come back in time.
         ValueError: this is the head.
         DescriptorLimitError: too few files may be open (``ulimit -n``).
-        OSError: the head's address cannot be resolved.
+        OSError: the head's name cannot be looked up, for a reason that does not pass.
     """
     if hosts.is_head:
         raise ValueError("node 0 is the head: make a WorkerPool there")
@@ -126,7 +125,7 @@ class HostSupervisor(Watcher):
 
         Raises:
             HostError: it did not answer in time, or refused.
-            OSError: its address cannot be resolved.
+            OSError: its name cannot be looked up, for a reason that does not pass.
         """
         self._node = hosts.node_rank
         self._inbox: deque[FromHead | _HeadLost] = deque()
@@ -348,7 +347,7 @@ class HostSupervisor(Watcher):
             "node %d of %d, as %s say; the head is %s, port %d",
             *(hosts.node_rank, hosts.nnodes, hosts.told_by, hosts.master_addr, port),
         )
-        head = str(one_address(hosts.master_addr))
+        head = str(address_of_head(self._node, hosts.master_addr, deadline))
         self._address = address_on_the_way(self._node, head, port, deadline)
         hello = HostHello(
             *(socket.gethostname(), self._address, os.getpid(), self._node),

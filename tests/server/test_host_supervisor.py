@@ -195,7 +195,7 @@ def test_a_store_of_torchrun_that_does_not_answer_is_an_error_of_hosts(
 
 
 def test_a_way_to_the_head_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As while this host's interface is down; a name that does not resolve is told at once."""
+    """As while this host's interface is down."""
     outcomes = [OSError(errno.ENETUNREACH, "no way"), OSError(errno.ENETDOWN, "down"), "10.0.0.2"]
 
     def looked_up(*_: object) -> str:
@@ -211,6 +211,31 @@ def test_a_way_to_the_head_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     outcomes[:] = [OSError(errno.ENETUNREACH, "no way")]
     with pytest.raises(HostError, match=r"no way to the head at 10.0.0.1 in 0 s: .*no way"):
         way(Deadline.after(0.0))
-    outcomes[:] = [socket.gaierror("no such name")]
-    with pytest.raises(socket.gaierror):
+    outcomes[:] = [OSError(errno.EACCES, "forbidden")]
+    with pytest.raises(PermissionError):
         way(Deadline.after(PATIENCE_SECONDS))
+
+
+def test_a_name_of_the_head_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while no name server can be reached, or none knows a head that was started just now."""
+    look_up = socket.getaddrinfo
+    trouble = [socket.EAI_AGAIN, socket.EAI_NONAME, socket.EAI_NODATA]
+
+    def looked_up(name: str, *how: Any, **more: Any) -> Any:
+        assert name == "head.example"
+        if trouble:
+            raise socket.gaierror(trouble.pop(0), "no such name")
+        return look_up("127.0.0.1", *how, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    monkeypatch.setattr(way_to_head, "_AGAIN_SECONDS", 0.0)
+    address = partial(way_to_head.address_of_head, 1, "head.example")
+    assert str(address(Deadline.after(PATIENCE_SECONDS))) == "127.0.0.1"
+    trouble[:] = [socket.EAI_NONAME]
+    with pytest.raises(
+        HostError, match=r"no way to the head at head.example in 0 s: .*no such name"
+    ):
+        address(Deadline.after(0.0))
+    trouble[:] = [socket.EAI_FAIL]
+    with pytest.raises(OSError, match=r"cannot resolve 'head\.example': no such name"):
+        address(Deadline.after(PATIENCE_SECONDS))

@@ -299,22 +299,46 @@ def test_when_the_head_is_killed_all_hosts_workers_end(tmp_path: Path) -> None:
     assert quickest(attempt, HEADLESS_END_WITHIN) < HEADLESS_END_WITHIN
 
 
-def is_plugged_in_again(pool: WorkerPool, hosts: Hosts) -> tuple[Any, list[float]]:
+def is_plugged_in_again(pool: WorkerPool, folder: str, hosts: Hosts, named: bool) -> Any:
+    (Path(folder) / "unplugged").touch()
     for host in hosts:
         host.unplug()
     until(lambda: pool.restarting is not None)
+    if named:
+        noted(folder, "asked in vain")
     for host in hosts:
         host.plug()
+    (Path(folder) / "unplugged").unlink()
     until(lambda: pool.generation == 2)
     return pool.collective_rpc("holds"), pool.collective_rpc("total", args=(1.0,))
 
 
-def test_a_host_that_was_only_cut_off_comes_back_by_itself(tmp_path: Path) -> None:
+def by_name(rank: int, n: int, folder: str, hosts: Hosts, *others: Any) -> Any:
+    """As `over_hosts`; the head's name is known where the cable leads to."""
+    look_up = socket.getaddrinfo
+
+    def looked_up(name: str, *how: Any, **more: Any) -> Any:
+        if name == "head.example" and (Path(folder) / "unplugged").exists():
+            note(folder, "asked in vain", 1)
+            raise socket.gaierror(socket.EAI_AGAIN, "no name server answers")
+        return look_up(hosts[0].address if name == "head.example" else name, *how, **more)
+
+    socket.getaddrinfo = looked_up
+    return over_hosts(rank, n, folder, hosts, *others)
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["address", "name"])
+def test_a_host_that_was_only_cut_off_comes_back_by_itself(named: bool, tmp_path: Path) -> None:
     options = {"worker": Restored, "restart": "worker"}
-    changes = {"silence_seconds": 1.5}
+    changes: dict[str, Any] = {"silence_seconds": 1.5}
+    if named:
+        changes["master_addr"] = "head.example"
+    body = by_name if named else over_hosts
     with two_hosts("IPv4") as hosts:
         (held, totals), end = run_ranks(
-            *(2, over_hosts, str(tmp_path), hosts, is_plugged_in_again, (hosts,)), options, changes
+            *(2, body, str(tmp_path), hosts, is_plugged_in_again, (str(tmp_path), hosts, named)),
+            options,
+            changes,
         )
     assert held == [["made in 1", "restored in 2"], ["made in 2"]]
     assert totals == [2.0, 2.0]
