@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec import structs
 
 from coordinator.hosts.remote_boards import compose, decode_beat
-from shm_broadcast import Deadline, GroupTimeoutError, TransportError
+from shm_broadcast import Deadline, GroupTimeoutError, SharedMemoryError, TransportError
 from shm_broadcast.board.stacks import STACK_SIGNAL
 
 from ..control.cancelled_calls import CancelledCalls
@@ -268,11 +268,23 @@ class HostSupervisor(Watcher):
                     self._workers[rank].signal(number)
 
     def _assemble(self, told: BeginGeneration) -> None:
-        self._end_replaced(told.missing)
+        self._end(told.missing)
         self._leave_board()
-        pool = self._pool
+        self._since.update(dict.fromkeys(told.missing, told.generation))
+        try:
+            with enough_files(len(told.missing), None):
+                self._make_board(told)
+                started = self._launch(told)
+        except (OSError, ValueError, SharedMemoryError, WorkerStartError) as error:
+            self._give_up(told.missing or self._pool.ranks, f"not started: {error}")
+            return
+        for worker in started:
+            self._workers[worker.rank] = worker
+            self._supervisor.watch(worker)
+
+    def _make_board(self, told: BeginGeneration) -> None:
         with ExitStack() as undo:
-            board = undo.enter_context(create_pool_board(pool.n_workers, told.generation))
+            board = undo.enter_context(create_pool_board(self._pool.n_workers, told.generation))
             self._cancelled = undo.enter_context(CancelledCalls.create(told.in_flight))
             self._show = undo.enter_context(board.showing_wait("the start of the pool"))
             self._starting = {*pool.ranks}
@@ -280,25 +292,22 @@ class HostSupervisor(Watcher):
             with self._boarding:
                 self._board, self._generation, self._told_abort = board, told.generation, False
             self._memory = undo.pop_all()
-        preload = pool.config.preload if pool.config.fork else None
-        try:
-            threads = pool.config.threads or worker_threads(len(pool.ranks), self._bound)
-            with (
-                enough_files(len(told.missing), None),
-                self._meeting.convene(told.missing) as seats,
-            ):
-                started = launch(seats, threads, Deadline.after(told.seconds), preload=preload)
-        except (OSError, ValueError, WorkerStartError) as error:
-            for rank in told.missing:
-                self._link.post(WorkerEnded(rank, told.generation, f"not started: {error}", ""))
-            return
-        for worker in started:
-            self._workers[worker.rank] = worker
-            self._since[worker.rank] = told.generation
-            self._supervisor.watch(worker)
 
-    def _end_replaced(self, ranks: Iterable[int]) -> None:
-        """End workers that the head has given up without having heard of their end."""
+    def _launch(self, told: BeginGeneration) -> list[LocalWorker]:
+        config, ranks = self._pool.config, self._pool.ranks
+        threads = config.threads or worker_threads(len(ranks), self._bound)
+        preload = config.preload if config.fork else None
+        with self._meeting.convene(told.missing) as seats:
+            return launch(seats, threads, Deadline.after(told.seconds), preload=preload)
+
+    def _give_up(self, ranks: Iterable[int], why: str) -> None:
+        """End workers that cannot take part in a generation, and tell why of all of them."""
+        self._end(ranks)
+        for rank in ranks:
+            self._link.post(WorkerEnded(rank, self._since[rank], why, ""))
+
+    def _end(self, ranks: Iterable[int]) -> None:
+        """End those of these workers that run; the head is not told."""
         replaced = [self._workers[rank] for rank in ranks if rank in self._workers]
         end(replaced, 0.0, 0.0)
         for worker in replaced:
@@ -317,7 +326,10 @@ class HostSupervisor(Watcher):
         )
         cores = self._bound[self._pool.ranks.index(rank)] if self._bound else ()
         whole = structs.replace(start, handles=handles, address=self._address, cores=cores)
-        self._workers[rank].start(whole, Deadline.after(start.timeout))
+        try:
+            self._workers[rank].start(whole, Deadline.after(start.timeout))
+        except GroupTimeoutError as error:
+            self._give_up((rank,), f"it took nothing in: {error}")
 
     def _resume(self, rank: int, told: Resume) -> None:
         with suppress(ChannelClosedError):  # its death is told by itself

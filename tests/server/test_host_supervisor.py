@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
+import re
+import resource
 import signal
 import socket
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import psutil
@@ -16,7 +20,7 @@ import pytest
 from msgspec.structs import replace
 
 import coordinator
-from server.control.protocol import Hello
+from server.control.protocol import Handles, Hello, Start
 from server.errors import HostError
 from server.hosts import host_supervisor, way_to_head
 from server.hosts.host_supervisor import serve_host
@@ -27,12 +31,13 @@ from server.hosts.link_messages import (
     HostRefused,
     OfWorker,
     SignalWorker,
+    ToWorker,
     WorkerEnded,
 )
 from server.hosts.meeting_port import tell_port
 from server.hosts.place import Hosts
 from server.pool_config import PoolConfig
-from shm_broadcast import Deadline
+from shm_broadcast import Deadline, MessageQueue
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.standing_store import store_elsewhere
 
@@ -96,6 +101,88 @@ class SlowHost:
     def _dismiss(self) -> None:
         until(lambda: not psutil.pid_exists(self.pids[0]))
         self._heeder.hear(HostDismissed())
+
+
+class Scripted(BriefLink):
+    """Begins a generation; what comes then, a subclass says. Keeps what it hears of ends."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.pid = 0
+        self.ended: list[WorkerEnded] = []
+
+    def begin(self) -> None:
+        self._heeder.hear(ADMITTED)
+        self._heeder.hear(BeginGeneration(1, (1,), 2, PATIENCE_SECONDS))
+
+    def post(self, message: Any) -> None:
+        match message:
+            case OfWorker(1, 1, Hello(pid)):
+                self.pid = pid
+                self.goes_on()
+            case WorkerEnded():
+                self.ended.append(message)
+                self._heeder.hear(HostDismissed())
+
+    def pulse_now(self) -> None:
+        pass
+
+    def goes_on(self) -> None:
+        raise NotImplementedError
+
+
+class ShortOfFiles(Scripted):
+    """No file may be opened any more when the worker is to go on in a second generation."""
+
+    def goes_on(self) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with Path("/dev/null").open() as next_one:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (next_one.fileno(), most))
+        self._heeder.hear(BeginGeneration(2, (), 2, PATIENCE_SECONDS))
+
+
+class TakesNothingIn(Scripted):
+    """The worker stands still when it is told what to be."""
+
+    def goes_on(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        with MessageQueue(1, 1) as queue:
+            handles = Handles(queue.export_handle())
+        start = Start(
+            *(1, 1, False, 1, 2, 1, 1, "cpu", SECRET, handles, False),
+            *("tests.server.workers:Worker", b"x" * (4 << 20), None, 0.5),
+        )
+        self._heeder.hear(ToWorker(1, start))
+
+
+@pytest.mark.parametrize(
+    ("trouble", "why"),
+    [
+        (ShortOfFiles, r"not started: this process may have \d+ files open"),
+        (TakesNothingIn, "it took nothing in: control channel send: timed out after 0.5 s"),
+    ],
+)
+def test_a_host_that_cannot_begin_a_generation_says_why_and_can_begin_another(
+    trouble: type[Scripted], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where none of its workers is missing: the head waits for all."""
+    made: list[Scripted] = []
+
+    def make(*args: Any) -> Scripted:
+        made.append(trouble(*args))
+        return made[0]
+
+    monkeypatch.setattr(host_supervisor, "HostLink", make)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        serve_host(HERE, PATIENCE_SECONDS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    (link,) = made
+    (told,) = link.ended
+    assert (told.rank, told.since) == (1, 1)
+    assert re.match(why, told.how)
+    assert not psutil.pid_exists(link.pid)
 
 
 def test_the_end_of_a_worker_is_not_taken_for_its_replacements(
