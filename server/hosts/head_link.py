@@ -119,14 +119,20 @@ class HeadLink(LinkEnd):
         return next((node for node, at in self._peers.items() if at.identity == identity), None)
 
     def _greet(self, comer: _Peer) -> None:
-        if comer.hello.node in self._peers:
-            self._comers.append(comer)  # in the place of one that may have ended just now
-        else:
+        node = comer.hello.node
+        known = self._peers.get(node)
+        if known is None:
             self._admit(comer)
+        elif known.hello.visitor == comer.hello.visitor:  # what its old link still brings is old
+            self._lose(node, "has closed the link, and come again")
+            self._admit(comer)
+        else:
+            self._comers.append(comer)  # in the place of one that may have ended just now
 
     def _admit(self, comer: _Peer) -> None:
         answer = self._heeder.admit(comer.hello)
         if isinstance(answer, HostAdmitted):
+            comer.heard_at = self._clock.look()  # it was not to speak while it was to wait
             self._peers[comer.hello.node] = comer
         self._tell(comer.identity, answer)
 

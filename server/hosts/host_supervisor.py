@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections import deque
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -104,10 +105,10 @@ def serve_host(hosts: Hosts, timeout: float | None = 300.0) -> None:
         hosts = replace(hosts, master_port=find_port(hosts, deadline))
     except (GroupTimeoutError, TransportError) as error:
         raise HostError(hosts.node_rank, str(error)) from error
-    stays = True
+    stays, visitor = True, uuid.uuid4().hex
     while stays:
         with enough_files(1, 0):
-            supervisor = HostSupervisor(hosts, deadline)
+            supervisor = HostSupervisor(hosts, visitor, deadline)
         with supervisor:
             stays = supervisor.run()
         deadline = Deadline.after(timeout)
@@ -116,11 +117,12 @@ def serve_host(hosts: Hosts, timeout: float | None = 300.0) -> None:
 class HostSupervisor(Watcher):
     """One host's part of a pool, over one link to the head. Close it."""
 
-    def __init__(self, hosts: Hosts, deadline: Deadline) -> None:
+    def __init__(self, hosts: Hosts, visitor: str, deadline: Deadline) -> None:
         """Wait until the head has admitted this host.
 
         Args:
             hosts: with the port at which the head listens.
+            visitor: as of `HostHello`.
             deadline: for the head's answer.
 
         Raises:
@@ -142,7 +144,7 @@ class HostSupervisor(Watcher):
         with ExitStack() as undo:
             undo.callback(self._supervisor.close)
             undo.callback(self._meeting.close)
-            self._pool = self._join(hosts, deadline, undo)
+            self._pool = self._join(hosts, visitor, deadline, undo)
             self._closing = undo.pop_all()
 
     def run(self) -> bool:
@@ -351,7 +353,9 @@ class HostSupervisor(Watcher):
             self._board = None
         self._memory.close()
 
-    def _join(self, hosts: Hosts, deadline: Deadline, undo: ExitStack) -> HostAdmitted:
+    def _join(
+        self, hosts: Hosts, visitor: str, deadline: Deadline, undo: ExitStack
+    ) -> HostAdmitted:
         """Make the link, and wait until the head admits this host."""
         began = said = time.monotonic()
         port = hosts.master_port
@@ -364,6 +368,7 @@ class HostSupervisor(Watcher):
         hello = HostHello(
             *(socket.gethostname(), self._address, os.getpid(), self._node),
             facts_here(hosts.compared),
+            visitor,
         )
         self._link = HostLink(hosts, head, port, hello, self)
         undo.callback(self._link.close)

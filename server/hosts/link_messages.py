@@ -24,6 +24,7 @@ class HostHello(msgspec.Struct, frozen=True, tag=True):
         pid: the process that speaks.
         node: which host it says it is.
         facts: what has to be the same on all hosts, by name.
+        visitor: random text, the same whenever this process comes again.
     """
 
     name: str
@@ -31,6 +32,7 @@ class HostHello(msgspec.Struct, frozen=True, tag=True):
     pid: int
     node: int
     facts: dict[str, str]
+    visitor: str = ""
 
     @property
     def who(self) -> str:
