@@ -289,8 +289,8 @@ class HostSupervisor(Watcher):
             board = undo.enter_context(create_pool_board(self._pool.n_workers, told.generation))
             self._cancelled = undo.enter_context(CancelledCalls.create(told.in_flight))
             self._show = undo.enter_context(board.showing_wait("the start of the pool"))
-            self._starting = {*pool.ranks}
-            self._show(pool.ranks)
+            self._starting = {*self._pool.ranks}
+            self._show(self._pool.ranks)
             with self._boarding:
                 self._board, self._generation, self._told_abort = board, told.generation, False
             self._memory = undo.pop_all()
