@@ -8,6 +8,7 @@ The ranks are killed at the end.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 
 ENTRY = [sys.executable, "-c", "import sys; from server.cli import main; sys.exit(main())"]
 
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_CLONE_VFORK = 0x4000
+_PR_SET_PDEATHSIG = 1
+
 
 def linger() -> None:
     """Wait for nobody until somebody ends this process."""
@@ -57,6 +62,21 @@ def stopped(tp: GroupCoordinator) -> None:
     if tp.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     tp.all_reduce(torch.ones(4))
+
+
+def suspended(tp: GroupCoordinator) -> None:
+    if tp.rank == 1:
+        wait_in_the_kernel()
+    tp.all_reduce(torch.ones(4))
+
+
+def wait_in_the_kernel() -> None:
+    """As for a disk: this process goes on when a child ends that was made as by vfork(2)."""
+    libc = ctypes.PyDLL(None)  # keeps the GIL, so that the child has it
+    sys.setswitchinterval(600)  # nor does the child wait for a thread to take it, having none
+    if libc.syscall(_CLONE[os.uname().machine], _CLONE_VFORK | signal.SIGCHLD, 0, 0, 0, 0) == 0:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        linger()
 
 
 def crossed(tp: GroupCoordinator) -> None:
@@ -100,7 +120,9 @@ def busy(tp: GroupCoordinator) -> None:
 
 GROUPS = {
     each.__name__: each
-    for each in (busy, sleeping, stopped, crossed, different, divergent, missing, closing)
+    for each in (
+        *(busy, sleeping, stopped, suspended, crossed, different, divergent, missing, closing),
+    )
 }
 
 

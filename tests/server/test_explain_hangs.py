@@ -42,6 +42,15 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
         assert_status_says(pids[0], late, "stopped")
 
 
+def test_a_rank_that_waits_in_the_kernel(tmp_path: Path) -> None:
+    with playing("suspended", 2, tmp_path) as pids:
+        why = "it waits in the kernel, for a disk or another device; last seen in tp barrier #"
+        late = f"Rank 1 (pid {pids[1]}) holds up others: {why}"
+        text = told(pids[0], late)
+        assert f"No stack of rank 1 (pid {pids[1]}): it did not answer in time." in text
+        assert_status_says(pids[0], late, "kernel")
+
+
 def test_two_ranks_that_receive_from_each_other(tmp_path: Path) -> None:
     like = block_of("docs/debugging.md", "All of them receive")
     with playing("crossed", 2, tmp_path) as pids:
