@@ -233,6 +233,7 @@ class WorkerPool:
     def call(
         self,
         method: str,
+        /,
         *args: Any,
         timeout: float | None = None,
         retry: bool = False,
@@ -253,6 +254,7 @@ class WorkerPool:
     def submit(
         self,
         method: str,
+        /,
         *args: Any,
         timeout: float | None = None,
         retry: bool = False,
@@ -276,6 +278,7 @@ class WorkerPool:
     async def acall(
         self,
         method: str,
+        /,
         *args: Any,
         timeout: float | None = None,
         retry: bool = False,
@@ -291,7 +294,7 @@ class WorkerPool:
         return await awaited(future)
 
     def stream(
-        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+        self, method: str, /, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> CallStream:
         """Iterate over what a generator yields: ``method`` is a generator function of the worker.
 
@@ -323,7 +326,7 @@ class WorkerPool:
         return CallStream(next(self._stream_numbers), step)
 
     async def astream(
-        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+        self, method: str, /, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
         """As `stream`, for ``async for``. Leave it by ``aclose``, or by dropping it."""
         with self.stream(method, *args, timeout=timeout, **kwargs) as stream:

@@ -153,7 +153,7 @@ class Replicas:
         """The ranks of all replicas by their axes."""
         return RankGrid.of({**dict(self.pools[0].grid.axes), "dp": len(self.pools)})
 
-    def call(self, method: str, *args: Any, **options: Any) -> Any:
+    def call(self, method: str, /, *args: Any, **options: Any) -> Any:
         """Call ``method`` on one replica; return the result of tp rank 0 of its last stage.
 
         Arguments and errors are those of `pool.WorkerPool.call`; what breaks a replica is raised
@@ -161,7 +161,7 @@ class Replicas:
         """
         return self.submit(method, *args, **options).result()
 
-    def submit(self, method: str, *args: Any, **options: Any) -> Future[Any]:
+    def submit(self, method: str, /, *args: Any, **options: Any) -> Future[Any]:
         """As `call`, without waiting; see `pool.WorkerPool.submit`.
 
         Raises:
@@ -169,18 +169,18 @@ class Replicas:
         """
         return self._on_one(lambda pool: pool.submit(method, *args, **options))
 
-    async def acall(self, method: str, *args: Any, **options: Any) -> Any:
+    async def acall(self, method: str, /, *args: Any, **options: Any) -> Any:
         """As `submit`, awaited; see `pool.WorkerPool.acall`."""
         return await awaited(self.submit(method, *args, **options))
 
-    def stream(self, method: str, *args: Any, **options: Any) -> CallStream:
+    def stream(self, method: str, /, *args: Any, **options: Any) -> CallStream:
         """Iterate over what a generator of one replica yields; see `pool.WorkerPool.stream`.
 
         A stream stays with its replica, and ends when that one breaks.
         """
         return self._on_one(lambda pool: pool.stream(method, *args, **options))
 
-    def astream(self, method: str, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
+    def astream(self, method: str, /, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
         """As `stream`, for ``async for``; see `pool.WorkerPool.astream`."""
         return self._on_one(lambda pool: pool.astream(method, *args, **options))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
@@ -60,6 +61,19 @@ def test_one_reply_may_be_wanted(pool: WorkerPool) -> None:
     assert pool.collective_rpc("echo", kwargs={"value": "b"}) == ["b", "b"]
     with pytest.raises(ValueError, match=r"unique_reply_rank must be 0 to 1; got 2"):
         pool.collective_rpc("where", unique_reply_rank=2)
+
+
+def test_a_workers_argument_may_have_the_name_of_one_of_the_pools(pool: WorkerPool) -> None:
+    names = {"method": "int8", "args": 1, "kwargs": 2, "rank": 3}
+
+    async def awaited() -> tuple[Any, list[Any]]:
+        items = [item async for item in pool.astream("by_name_in_turn", **names)]
+        return await pool.acall("by_name", **names), items
+
+    assert pool.call("by_name", **names) == names
+    assert pool.submit("by_name", **names).result(PATIENCE_SECONDS) == names
+    assert list(pool.stream("by_name_in_turn", **names)) == [*names.items()]
+    assert asyncio.run(awaited()) == (names, [*names.items()])
 
 
 @pytest.mark.parametrize(

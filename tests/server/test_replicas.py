@@ -38,6 +38,18 @@ if TYPE_CHECKING:
 PATIENT = PoolConfig(leave_seconds=PATIENCE_SECONDS)
 
 
+def test_a_workers_argument_may_have_the_name_of_one_of_the_replicas() -> None:
+    async def awaited() -> tuple[Any, list[Any]]:
+        items = [item async for item in replicas.astream("by_name_in_turn", method="int8")]
+        return await replicas.acall("by_name", method="int8"), items
+
+    with Replicas(Worker, dp=1) as replicas:
+        assert replicas.call("by_name", method="int8") == {"method": "int8"}
+        assert replicas.submit("by_name", method="int8").result() == {"method": "int8"}
+        assert list(replicas.stream("by_name_in_turn", method="int8")) == [("method", "int8")]
+        assert asyncio.run(awaited()) == ({"method": "int8"}, [("method", "int8")])
+
+
 def test_a_call_goes_to_the_replica_that_has_the_fewest(tmp_path: Path) -> None:
     gates = [Gate(tmp_path / str(number)) for number in range(2)]
     for gate in gates:

@@ -123,6 +123,12 @@ class Worker:
     def given(self) -> dict[str, Any]:
         return self.kwargs
 
+    def by_name(self, **values: Any) -> dict[str, Any]:
+        return values
+
+    def by_name_in_turn(self, **values: Any) -> Iterator[tuple[str, Any]]:
+        yield from values.items()
+
     def where(self) -> tuple[int, int]:
         return self.rank, os.getpid()
 
