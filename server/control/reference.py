@@ -2,7 +2,8 @@
 
 A class that is defined in the driver's main module works too: the worker runs that module again,
 under another name, as multiprocessing does. Code under ``if __name__ == "__main__":`` is not run. A
-pool made outside such a block would start workers without end, so the worker refuses it.
+pool that the module of the class makes while it is run or imported would start workers without end,
+whose workers do the same, so the worker refuses it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-_LOADING_MAIN: ContextVar[bool] = ContextVar("loading_main", default=False)
+_FINDING_CLASS: ContextVar[bool] = ContextVar("finding_class", default=False)
 
 
 def worker_name(worker: type | str) -> str:
@@ -70,16 +71,16 @@ def worker_class(name: str, main: dict[str, bytes] | None) -> type[Any]:
     Raises:
         ImportError, AttributeError, TypeError: there is no such class.
     """
-    if main is not None:
-        from multiprocessing import spawn  # noqa: PLC0415 - the driver does without
+    token = _FINDING_CLASS.set(True)
+    try:
+        if main is not None:
+            from multiprocessing import spawn  # noqa: PLC0415 - the driver does without
 
-        token = _LOADING_MAIN.set(True)
-        try:
             spawn.prepare({how: os.fsdecode(which) for how, which in main.items()})
-        finally:
-            _LOADING_MAIN.reset(token)
-    module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
+        module, _, path = name.partition(":")
+        found: Any = importlib.import_module(module)
+    finally:
+        _FINDING_CLASS.reset(token)
     for part in path.split("."):
         found = getattr(found, part)
     if not isinstance(found, type):
@@ -87,14 +88,14 @@ def worker_class(name: str, main: dict[str, bytes] | None) -> type[Any]:
     return found
 
 
-def refuse_while_loading_main() -> None:
-    """Refuse to make a pool while a worker runs its driver's main module.
+def refuse_while_finding_class() -> None:
+    """Refuse to make a pool while a worker runs or imports the module of its class.
 
     Raises:
         RuntimeError: this process is such a worker.
     """
-    if _LOADING_MAIN.get():
+    if _FINDING_CLASS.get():
         raise RuntimeError(
-            "a worker runs this module to find its class, and would start workers itself: "
-            "put what makes the pool behind if __name__ == '__main__':"
+            "a worker runs this module to find its class, and would start workers itself: put what "
+            "makes the pool into a function, or behind if __name__ == '__main__':"
         )

@@ -263,7 +263,25 @@ def test_a_main_module_without_a_guard_is_told_so(drivers: list[Driver], tmp_pat
     drivers.append(driver)
     status, errors = driver.end()
     assert status == 1
-    assert "put what makes the pool behind if __name__ == '__main__':" in errors
+    assert "put what makes the pool into a function, or behind if __name__ ==" in errors
+
+
+def test_a_module_that_makes_a_pool_of_its_own_class_when_imported_is_told_so(
+    drivers: list[Driver], tmp_path: Path
+) -> None:
+    """Not a worker whose workers have workers, without end."""
+    (tmp_path / "service.py").write_text(
+        "from server.pool import WorkerPool\n"
+        "class Mine:\n"
+        "    def __init__(self, context): pass\n"
+        "POOL = WorkerPool(Mine, tp=2)\n"
+    )
+    path = [str(DRIVERS.parents[2]), str(tmp_path)]
+    driver = Driver(command=["-c", f"import sys; sys.path[:0] = {path!r}; import service"])
+    drivers.append(driver)
+    status, errors = driver.end()
+    assert status == 1
+    assert "put what makes the pool into a function, or behind if __name__ ==" in errors
 
 
 def test_a_driver_that_has_no_file_works(drivers: list[Driver]) -> None:
