@@ -13,6 +13,9 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from shm_broadcast import Deadline
+from shm_broadcast.deadline import milliseconds
+
 PACKAGE = __name__.partition(".")[0]
 ACCESS = f"{PACKAGE}.access"
 """The logger of requests; what is known of one stands in its record's ``facts``."""
@@ -96,29 +99,55 @@ class _LogAsJson(logging.Formatter):
 class _UnblockedHandler(logging.StreamHandler[TextIO]):
     """Leaves lines out while who should read them does not; the service goes on.
 
-    A pipe that is full is waited for once. When there is room again, what was left out is counted.
+    A pipe that is full is waited for once, and the rest of that line is kept. When there is room
+    again it comes first, and what was left out is counted. Where two handlers write to one pipe, a
+    line of more than `select.PIPE_BUF` bytes may be split by the other's.
 
     Args:
-        stream: has a file descriptor.
+        stream: has a file descriptor; nobody else may leave text in its buffer.
         told_as: what the lines are called.
     """
 
     def __init__(self, stream: TextIO, told_as: str) -> None:
         super().__init__(stream)
         self._told_as = told_as
+        self._rest = b""
         self._left_out = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record, or leave it out."""
-        room = select.poll()
-        room.register(self.stream, select.POLLOUT)
-        if not room.poll(0 if self._left_out else 1000 * _READER_SECONDS):
-            self._left_out += 1
-            return
+        try:
+            self._write_rest(0.0)
+            if self._rest:
+                self._left_out += 1
+                return
+            line = f"{self.format(record)}{self.terminator}"
+            self._rest = line.encode(self.stream.encoding, self.stream.errors or "strict")
+            self.flush()
+        except Exception:  # noqa: BLE001 - as every handler of logging
+            self.handleError(record)
         left_out, self._left_out = self._left_out, 0
-        super().emit(record)
         if left_out:
             _log.warning("%s was not read: %d lines are left out", self._told_as, left_out)
+
+    def flush(self) -> None:
+        """Write what is left of the last line, if its reader reads."""
+        self._write_rest(_READER_SECONDS)
+
+    def _write_rest(self, seconds: float) -> None:
+        if not self._rest:
+            return
+        room = select.poll()
+        room.register(self.stream, select.POLLOUT)
+        deadline = Deadline.after(seconds)
+        try:
+            while self._rest and room.poll(milliseconds(deadline.remaining())):
+                # A pipe that has room takes so much without waiting.
+                piece = self._rest[: select.PIPE_BUF]
+                self._rest = self._rest[os.write(self.stream.fileno(), piece) :]
+        except OSError:
+            self._rest = b""
+            raise
 
 
 class _AccessHandler(_UnblockedHandler):

@@ -146,16 +146,37 @@ def test_a_reader_that_stops_is_not_waited_for(
     for _ in range(n_lines):
         logging.getLogger(logs.ACCESS).info("request", **line)
     logging.getLogger("another").warning("this")
+    logging.getLogger("another").warning("that")
     n_written = os.read(reader, 1 << 20).count(b"\n")
     assert 0 < n_written < n_lines
     logging.getLogger(logs.ACCESS).info("request", **line)
-    logging.getLogger("another").warning("that")
+    logging.getLogger("another").warning("the rest")
     later = os.read(reader, 1 << 20).decode() + capfd.readouterr().err
-    assert later.count('GET "/"') == 1
-    assert f"the access log was not read: {n_lines - n_written} lines are left out" in later
-    assert ("WARNING another: this" in later) != shared
-    assert "WARNING another: that" in later
+    assert later.count('GET "/"') == 2  # the one that was waited for is kept
+    assert f"the access log was not read: {n_lines - n_written - 1} lines are left out" in later
+    assert "WARNING another: this" in later
+    assert ("WARNING another: that" in later) != shared
+    assert "WARNING another: the rest" in later
     assert ("the log was not read: 1 lines are left out" in later) == shared
+
+
+def test_a_line_longer_than_a_pipe_takes_at_once_is_not_waited_for_and_ended_later(
+    unread: tuple[int, TextIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, pipe = unread
+    monkeypatch.setattr(sys, "stderr", pipe)
+    logs.configure("off")
+    log, long = logging.getLogger("another"), "x" * 10_000
+    for _ in range(9):
+        log.warning(long)
+    before = os.read(reader, 1 << 20)
+    assert not before.endswith(b"\n")
+    log.warning("and then")
+    *whole, last, told = (before + os.read(reader, 1 << 20)).decode().splitlines()
+    assert 0 < len(whole) < 9
+    assert all(line.endswith(f"WARNING another: {long}") for line in whole)
+    assert last.endswith("WARNING another: and then")
+    assert told.endswith(f"the log was not read: {9 - len(whole)} lines are left out")
 
 
 def test_no_line_unless_it_is_wanted(capfd: pytest.CaptureFixture[str]) -> None:
