@@ -215,6 +215,9 @@ class Crew(Watcher):
                     deadline = self.ledger.due(call)  # others may have been answered meanwhile
                     if call.done or deadline.expired:
                         raise
+                except KeyboardInterrupt as interrupt:
+                    # To whoever waits it says nothing in which line of the wait it came.
+                    raise interrupt.with_traceback(None) from interrupt.__cause__
         except GroupTimeoutError:
             if call.done:
                 return call.result()

@@ -73,8 +73,9 @@ def test_an_interrupted_caller_leaves_the_pool_usable(pool: WorkerPool, tmp_path
         gate = Gate(folder)
         thread = threading.Thread(target=interrupt_at, args=(gate,))
         thread.start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as interrupted:
             pool.call("hold", gate)
+        assert [entry.name for entry in interrupted.traceback[1:]] == ["call", "call"]
         gate.open()
         thread.join()
         assert pool.call("echo", "after", timeout=30) == "after"
