@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from benchmarks.http_served import runs
-from tests.patience import PATIENCE_SECONDS, STALL_SECONDS
+from tests.commands import LIMIT_SECONDS
+from tests.patience import STALL_SECONDS
 from tests.programs import Program
 from tests.server.drivers import main as drive
 
@@ -65,7 +66,7 @@ class Driver:
 
     def end(self) -> tuple[int, str]:
         """Its exit status, and all it and its workers said on stderr."""
-        _, errors = self.process.communicate(timeout=PATIENCE_SECONDS)
+        _, errors = self.process.communicate(timeout=LIMIT_SECONDS)
         return self.process.returncode or 0, errors
 
     def left(self, seconds: float) -> list[int]:
