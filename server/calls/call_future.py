@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from shm_broadcast import Deadline
+
+from ..errors import PoolClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +35,7 @@ class CallFuture(Future[Any]):
 
     def __init__(self) -> None:
         super().__init__()
+        self._owner = os.getpid()
         self._condition = _Condition()
         self._late: Late | None = None
         self._cancelled: Callable[[], None] | None = None
@@ -82,6 +86,7 @@ class CallFuture(Future[Any]):
         Raises:
             CallTimeoutError: there is none within ``timeout`` seconds; the call goes on.
             CancelledError: the call was cancelled.
+            PoolClosedError: this process was forked before the call had ended.
             ValueError, TypeError: ``timeout`` is not a duration.
             What the call raises.
         """
@@ -94,6 +99,10 @@ class CallFuture(Future[Any]):
     def _within(self, timeout: float | None, outcome: Callable[[float | None], T]) -> T:
         """Wait for the call's ``outcome``; a time-out error names late workers."""
         Deadline.within(timeout)
+        if os.getpid() != self._owner and not self.done():
+            raise PoolClosedError(
+                f"the call is one of process {self._owner}, from which this one was forked"
+            )
         try:
             return outcome(timeout)
         except TimeoutError:

@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -22,6 +23,9 @@ from server.errors import PoolClosedError, WorkerError, WorkerStartError
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from tests.server.workers import Failing, Restored, Worker
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 
 class Here(Worker):
@@ -74,9 +78,14 @@ def live(tp: int, config: PoolConfig) -> None:
         WorkerPool(Failing, tp=tp, worker_kwargs={"rank": 0, "how": "raise"}, config=config)
 
 
-def use(pool: WorkerPool) -> None:
-    """Every door is shut in a forked child."""
-    for door in (pool.status, lambda: pool.call("echo"), lambda: pool.submit("echo")):
+def use(pool: WorkerPool, done: Future[str], pending: Future[None]) -> None:
+    """Every door is shut in a forked child; what it has been told already it knows."""
+    assert done.result() == "told"
+    doors = (
+        *(pool.status, lambda: pool.call("echo"), lambda: pool.submit("echo")),
+        *(pending.result, lambda: pending.exception(timeout=600)),
+    )
+    for door in doors:
         try:
             door()
         except PoolClosedError:
@@ -121,6 +130,8 @@ def main(what: str, argument: str = "", start: str = "fork") -> None:
         pool = WorkerPool(Worker)
         say([pool.call("where")[1]])
         for behaviour in argument.split(","):
+            done, pending = pool.submit("echo", "told"), pool.submit("sleep", 1.0)
+            done.result()
             child = os.fork()
             if child == 0:
                 if behaviour == "outlive":
@@ -131,7 +142,7 @@ def main(what: str, argument: str = "", start: str = "fork") -> None:
                     with pool:
                         raise ValueError("the child's own")
                 elif behaviour == "use":
-                    use(pool)
+                    use(pool, done, pending)
                 elif behaviour == "own":
                     with WorkerPool(Worker, tp=2) as own:
                         assert own.collective_rpc("echo", args=(1,)) == [1, 1]
