@@ -46,7 +46,7 @@ from shm_broadcast.checked_arguments import whole
 from .calls.call_future import awaited
 from .calls.call_stream import CallStream
 from .calls.pending_call import PendingCall
-from .control.reference import refuse_while_finding_class
+from .control.reference import check_may_make_pool
 from .driver.pool_plan import PoolPlan
 from .errors import PoolClosedError
 from .launchers.circumstances import worker_environment
@@ -144,7 +144,7 @@ class WorkerPool:
             SecretError: several hosts, and no secret that only they have.
             OSError: the head's address is none of this host's, or its port is in use.
         """
-        refuse_while_finding_class()
+        check_may_make_pool()
         self._plan = PoolPlan.checked(
             worker,
             worker_kwargs,

@@ -2,8 +2,8 @@
 
 A class that is defined in the driver's main module works too: the worker runs that module again,
 under another name, as multiprocessing does. Code under ``if __name__ == "__main__":`` is not run. A
-pool that the module of the class makes while it is run or imported would start workers without end,
-whose workers do the same, so the worker refuses it.
+pool that the module of the class makes while it is run or imported, or one that fork servers
+preload, would start workers without end, whose workers do the same: it is refused there.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_FINDING_CLASS: ContextVar[bool] = ContextVar("finding_class", default=False)
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_MAKES_NO_POOL: ContextVar[bool] = ContextVar("makes_no_pool", default=False)
 
 
 def worker_name(worker: type | str) -> str:
@@ -71,16 +75,13 @@ def worker_class(name: str, main: dict[str, bytes] | None) -> type[Any]:
     Raises:
         ImportError, AttributeError, TypeError: there is no such class.
     """
-    token = _FINDING_CLASS.set(True)
-    try:
+    module, _, path = name.partition(":")
+    with making_no_pool():
         if main is not None:
             from multiprocessing import spawn  # noqa: PLC0415 - the driver does without
 
             spawn.prepare({how: os.fsdecode(which) for how, which in main.items()})
-        module, _, path = name.partition(":")
         found: Any = importlib.import_module(module)
-    finally:
-        _FINDING_CLASS.reset(token)
     for part in path.split("."):
         found = getattr(found, part)
     if not isinstance(found, type):
@@ -88,14 +89,24 @@ def worker_class(name: str, main: dict[str, bytes] | None) -> type[Any]:
     return found
 
 
-def refuse_while_finding_class() -> None:
-    """Refuse to make a pool while a worker runs or imports the module of its class.
+@contextmanager
+def making_no_pool() -> Iterator[None]:
+    """Inside, the user's modules are imported for workers: `check_may_make_pool` raises."""
+    token = _MAKES_NO_POOL.set(True)
+    try:
+        yield
+    finally:
+        _MAKES_NO_POOL.reset(token)
+
+
+def check_may_make_pool() -> None:
+    """Refuse to make a pool while the modules of a worker are run or imported.
 
     Raises:
-        RuntimeError: this process is such a worker.
+        RuntimeError: they are.
     """
-    if _FINDING_CLASS.get():
+    if _MAKES_NO_POOL.get():
         raise RuntimeError(
-            "a worker runs this module to find its class, and would start workers itself: put what "
-            "makes the pool into a function, or behind if __name__ == '__main__':"
+            "a worker needs this module, which would start workers itself: put what makes the pool "
+            "into a function, or behind if __name__ == '__main__':"
         )

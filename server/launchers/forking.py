@@ -72,7 +72,7 @@ def main() -> None:
     watched.register(driver, select.POLLIN)
     if watched.poll(0):  # closed before the kernel was told to look at it
         return
-    refusal = _load(boot, [f"{package}.worker", "coordinator.groups", *settings["preload"]])
+    refusal = _load(boot, package, settings["preload"])
     os.chdir("/")
     with socket.socket(fileno=settings["requests"]) as requests:
         watched.register(requests, select.POLLIN)
@@ -85,11 +85,13 @@ def main() -> None:
         _leave()
 
 
-def _load(boot: ModuleType, modules: list[str]) -> str:
+def _load(boot: ModuleType, package: str, preload: list[str]) -> str:
     """Import what workers need. Returns why workers cannot be forked then, or ``""``."""
     boot.ignore_shown_warnings()
     try:
-        boot.import_for_good(modules)
+        boot.import_for_good([f"{package}.worker", "coordinator.groups"])
+        with sys.modules[f"{package}.control.reference"].making_no_pool():
+            boot.import_for_good(preload)
     except Exception as error:  # noqa: BLE001 - a worker that is spawned reports it
         return f"importing what workers need failed: {type(error).__name__}: {error}"
     if platform.machine() not in _CLONE:
