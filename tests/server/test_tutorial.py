@@ -1,4 +1,6 @@
-"""What docs/tutorial.md shows works as it stands there, one file beside the other."""
+"""What the tutorial and the page about pools show works as it stands there, one file beside the
+other.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ def test_the_files(tmp_path: Path) -> None:
         "mlp.py": block_of("docs/tutorial.md", "# mlp.py\n"),
         "stages.py": block_of("docs/tutorial.md", "# stages.py\n"),
         "failing.py": block_of("docs/tutorial.md", "# failing.py\n"),
+        "calls.py": block_of("docs/pools.md", "# calls.py\n"),
     }
     for name, code in files.items():
         (tmp_path / name).write_text(code)
