@@ -77,4 +77,7 @@ class Hierarchy(Generic[G_co]):
             if op is ReduceOp.AVG:
                 total = (total / self.world.world_size).to(x.dtype)
         result = intra.broadcast(x if total is None else total, timeout=timeout)
-        return result if out is None else out.copy_(result)
+        if out is None:
+            return result
+        out.detach().copy_(result)
+        return out

@@ -497,7 +497,7 @@ class WorkerPool:
         if not isinstance(method, str):
             raise TypeError(f"method must be the name of a worker's method; got {method!r}")
         self._check_owner(method)
-        if not method.isprintable():
+        if not method or not method.isprintable():
             raise ValueError(f"{method!r} is no method's name")
         if method.startswith("_"):
             raise ValueError(f"method {method!r} is private to the worker")

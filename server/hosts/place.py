@@ -12,7 +12,6 @@ One process runs on each host; it starts the host's workers itself.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,9 @@ from ..defaults import HEAD_PORT, HOST_SILENCE_SECONDS, LAUNCHERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+_LONGEST_SILENCE = 86_400
+"""Seconds."""
 
 
 class Summoner(Protocol):
@@ -57,7 +59,8 @@ class Hosts:
         master_port: the head's port. 0: the head tells it to the others through torchrun's store.
         secret: the launcher's secret, 16 bytes or more, the same on all hosts. ``None``: what is in
             the file that ``GROUP_COORDINATOR_SECRET_FILE`` names.
-        silence_seconds: a host counts as lost when nothing was heard from it for this long.
+        silence_seconds: a host counts as lost when nothing was heard from it for this long, at
+            most a day.
         facts: values by name that must be the same on all hosts that state them; versions are
             always compared.
         told_by: where these values come from, for messages.
@@ -90,8 +93,8 @@ class Hosts:
             raise ValueError("master_addr must be the head's address; got ''")
         if not 0 <= self.master_port < 1 << 16:
             raise ValueError(f"master_port must be below 65536; got {self.master_port}")
-        if not 0 < self.silence_seconds < math.inf:
-            wanted = "silence_seconds must be a finite number, more than 0"
+        if not 0 < self.silence_seconds <= _LONGEST_SILENCE:
+            wanted = f"silence_seconds must be more than 0, and {_LONGEST_SILENCE} at most"
             raise ValueError(f"{wanted}; got {self.silence_seconds!r}")
         secret = launcher_secret(self.secret)
         if secret is None:

@@ -51,6 +51,9 @@ def two_and_two(rank: int, n: int, port: int) -> None:
         out = torch.empty(2)
         assert world.all_reduce(x.float(), op=ReduceOp.AVG, hierarchical=True, out=out) is out
         assert out.tolist() == [2.5, 6.5]
+        leaf = torch.zeros(2, requires_grad=True)
+        assert world.all_reduce(x.float(), hierarchical=True, out=leaf) is leaf
+        assert leaf.tolist() == [10.0, 26.0]
         for dtype in (torch.float16, torch.bfloat16):
             large = torch.tensor([40000.0, 1.0], dtype=dtype)
             average = world.all_reduce(large, op=ReduceOp.AVG, hierarchical=True)
