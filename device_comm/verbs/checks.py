@@ -12,6 +12,7 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.compiler import is_compiling
 
 Shape = int | Sequence[int]
 """A tensor's shape; an int for one dimension."""
@@ -41,7 +42,8 @@ def why_not_dense(x: Tensor) -> str | None:
         return "a nested one: pass the tensors of its unbind()"
     if x._is_zerotensor():  # autograd makes them
         return "one without memory: pass a clone() of it"
-    if is_functorch_wrapped_tensor(x):
+    # torch.compile warns of builtins that it does not know.
+    if not is_compiling() and is_functorch_wrapped_tensor(x):
         return "one that vmap, grad or another function of torch.func has wrapped"
     return None
 
