@@ -143,7 +143,8 @@ class HeadLink(LinkEnd):
             node = comer.hello.node
             known = self._peers.get(node)
             if known is None:
-                self._admit(comer)
+                if self._tell(comer.identity, self._heeder.pulse()):  # it has not ended meanwhile
+                    self._admit(comer)
             elif known.heard_at > comer.heard_at:
                 reason = f"node {node} is here already: {known}"
                 _log.warning("refused %s: %s", comer, reason)

@@ -126,3 +126,15 @@ def test_who_has_waited_for_a_silent_hosts_place_may_be_silent_as_long_as_any(en
     assert time.monotonic() - began >= SILENCE / 2
     ends.step(other)
     assert len(ends.at_head.lost) == 1
+
+
+def test_who_has_ended_while_it_waited_keeps_nobody_out(ends: Ends) -> None:
+    """As where a process is started in the place of one that was cut off, and then once more."""
+    admitted(ends, HELLO)
+    second, _ = ends.come(replace(HELLO, visitor="the second process"))
+    until(lambda: ends.step(second) or ends.head._comers)
+    second.close()
+    third, heard = ends.come(replace(HELLO, visitor="the third process"))
+    until(lambda: ends.step(third) or heard.heard)
+    assert heard.heard == [ADMITTED]
+    assert len(ends.at_head.lost) == 1
