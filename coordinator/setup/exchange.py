@@ -216,15 +216,14 @@ class Exchange(StoreAsker):
 
     def _payloads(self, what: str) -> dict[int, bytes]:
         """What members have put by now, by rank; all of them must have been told the same size."""
-        keys = {rank: f"{what}/{rank}" for rank in range(self.size)}
-        if not self.store.check(list(keys.values())):
-            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        ranks = {f"{what}/{rank}": rank for rank in range(self.size)}
+        keys = self._there([*ranks])
         if self.store.has_extended_api():  # type: ignore[attr-defined]
-            values = self.store.multi_get(list(keys.values()))
+            values = self.store.multi_get(keys)
         else:
-            values = [self.store.get(key) for key in keys.values()]
+            values = [self.store.get(key) for key in keys]
         payloads = {}
-        for rank, value in zip(keys, values, strict=True):
+        for rank, value in zip(map(ranks.__getitem__, keys), values, strict=True):
             told, _, payloads[rank] = value.partition(b" ")
             if not told.isdigit():
                 detail = "what stands in the store is not of this set-up"
@@ -235,6 +234,13 @@ class Exchange(StoreAsker):
                     f"{int(told)} members, this one that there are {self.size}"
                 )
         return payloads
+
+    def _there(self, keys: list[str]) -> list[str]:
+        """Those of ``keys`` that the store has; halves are asked for, as few ranks are late."""
+        if self.store.check(keys):
+            return keys
+        half = len(keys) // 2
+        return [*self._there(keys[:half]), *self._there(keys[half:])] if half else []
 
 
 def _last_group_of(rank: int) -> str:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -108,6 +108,31 @@ def test_absent_members_are_listed() -> None:
         assert 0.3 <= time.monotonic() - start < 0.3 + STALL_SECONDS
     assert [member.rank for member in caught.value.waiting_for] == [1, 4]
     assert {member.state for member in caught.value.waiting_for} == {"absent"}
+
+
+class Asked:
+    """A store that counts how often it was asked which keys are there."""
+
+    def __init__(self) -> None:
+        self._store = HashStore()
+        self.n_checks = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        self.n_checks += not keys[0].endswith("/all")
+        return self._store.check(keys)
+
+
+def test_of_many_members_few_questions_tell_who_is_absent() -> None:
+    """Each member that waits asks every second, and one process answers them all."""
+    store: Any = Asked()
+    for came in range(255):
+        Exchange(store, came, 256, "group", Deadline.after(60))._come("hello", b"")
+    last = Exchange(store, 255, 256, "group", Deadline.after(60))
+    assert last._payloads("hello").keys() == {*range(255)}
+    assert store.n_checks <= 2 * 8 + 1
 
 
 def test_an_absent_source_is_named() -> None:
