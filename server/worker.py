@@ -46,7 +46,7 @@ from .control.cancelled_calls import CancelledCalls
 from .control.channel import Channel, ChannelClosedError
 from .control.output import label_output
 from .control.protocol import VOID, Call, Left, Ready, Reply, Resume, Start, WorkProgress
-from .control.reference import worker_class
+from .control.reference import making_no_pool, worker_class
 from .control.seat import take_seat
 from .control.worker_failure import describe, is_consequence, unsendable
 from .launchers.boot import retitle
@@ -252,10 +252,11 @@ class _Serving:
             lambda: self._last in self._cancelled,
         )
         if worker is None:
-            with self._shown(f"import of {start.worker.partition(':')[0]}"):
+            with self._shown(f"import of {start.worker.partition(':')[0]}"), making_no_pool():
                 build = worker_class(start.worker, start.main)
+                arguments = pickle.loads(start.worker_kwargs)
             with self._shown(f"{build.__name__}.__init__"):
-                worker = build(context, **pickle.loads(start.worker_kwargs))
+                worker = build(context, **arguments)
         else:
             with self._shown(f"{type(worker).__name__}.restore"):
                 worker.restore(context)

@@ -2,8 +2,9 @@
 
 A class that is defined in the driver's main module works too: the worker runs that module again,
 under another name, as multiprocessing does. Code under ``if __name__ == "__main__":`` is not run. A
-pool that the module of the class makes while it is run or imported, or one that fork servers
-preload, would start workers without end, whose workers do the same: it is refused there.
+pool that is made while the module of the class is run or imported, or one of the class's arguments,
+or one that fork servers preload, would start workers without end, whose workers do the same: it is
+refused there.
 """
 
 from __future__ import annotations

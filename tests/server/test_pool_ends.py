@@ -267,17 +267,29 @@ def test_a_main_module_without_a_guard_is_told_so(drivers: list[Driver], tmp_pat
     assert "put what makes the pool into a function, or behind if __name__ ==" in errors
 
 
-@pytest.mark.parametrize("preload", [(), ("service",)], ids=["found", "preloaded"])
-def test_a_module_that_makes_a_pool_of_its_own_class_when_imported_is_told_so(
-    preload: tuple[str, ...], drivers: list[Driver], tmp_path: Path
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "Mine, tp=2",
+        "Mine, tp=2, config=PoolConfig(preload=['service'])",
+        "'workers:Other', worker_kwargs={'size': Size()}",
+    ],
+    ids=["found", "preloaded", "argument"],
+)
+def test_a_module_that_makes_a_pool_when_workers_import_it_is_told_so(
+    arguments: str, drivers: list[Driver], tmp_path: Path
 ) -> None:
     """Not a worker whose workers have workers, without end; nor such a fork server."""
     (tmp_path / "service.py").write_text(
         "from server.pool import WorkerPool\n"
         "from server.pool_config import PoolConfig\n"
+        "class Size: pass\n"
         "class Mine:\n"
         "    def __init__(self, context): pass\n"
-        f"POOL = WorkerPool(Mine, tp=2, config=PoolConfig(preload={preload}))\n"
+        f"POOL = WorkerPool({arguments})\n"
+    )
+    (tmp_path / "workers.py").write_text(
+        "class Other:\n    def __init__(self, context, size): pass\n"
     )
     path = [str(DRIVERS.parents[2]), str(tmp_path)]
     driver = Driver(command=["-c", f"import sys; sys.path[:0] = {path!r}; import service"])
