@@ -352,6 +352,8 @@ class _Serving:
             What is in `_ENDS`: the generation has broken.
         """
         while True:
+            if self._start.handles.replies is None:  # no queue of another host is on the board
+                self._board.idle()
             try:
                 call = Call(*self._calls.dequeue())
             except MessageDecodeError as error:

@@ -116,6 +116,20 @@ def total_of_ones(pool: WorkerPool) -> Any:
     return pool.collective_rpc("total", args=(1.0,))
 
 
+def is_seen_at_rest(pool: WorkerPool) -> None:
+    board = pool._crew._links.board
+    until(lambda: board.member_status(1).state == "idle")
+    pool.call("echo")
+    until(lambda: board.member_status(1).operation == "echo")
+    until(lambda: board.member_status(1).state == "idle")
+
+
+def test_a_worker_on_another_host_that_waits_for_a_call_is_seen_at_rest(tmp_path: Path) -> None:
+    """Not in its ``__init__`` still, or in the last call."""
+    with two_hosts("IPv4") as hosts:
+        run_ranks(2, over_hosts, str(tmp_path), hosts, is_seen_at_rest)
+
+
 def stands_still(pool: WorkerPool) -> tuple[str, list[int], Any]:
     """Of a late call the stack of the rank on the other host is shown, and it can be cancelled."""
     with pytest.raises(CallTimeoutError) as caught:
