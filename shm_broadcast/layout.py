@@ -155,7 +155,7 @@ from typing import Final
 
 LINE: Final = 64
 MAGIC: Final = 0x47435348
-VERSION: Final = 5
+VERSION: Final = 6
 
 SEGMENT_MAGIC: Final = 0
 SEGMENT_VERSION: Final = 4
