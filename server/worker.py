@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import traceback
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -343,7 +343,8 @@ class _Serving:
             raise TypeError(
                 f"report_progress takes two ints and a text; got {done!r}, {total!r}, {what!r}"
             )
-        self._channel.send(WorkProgress(done, total, what))
+        with suppress(ChannelClosedError):  # a thread of the user's goes on behind the last call
+            self._channel.send(WorkProgress(done, total, what))
 
     def serve(self) -> None:
         """Answer calls until the driver closes the queue.

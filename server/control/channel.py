@@ -7,6 +7,7 @@ a time may receive. When the other end's process has ended, `Channel.receive` ra
 
 from __future__ import annotations
 
+import errno
 import select
 import struct
 import threading
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _LENGTH = struct.Struct(">I")
 _CHUNK = 1 << 16
+_CLOSED = (errno.EPIPE, errno.ECONNRESET, errno.EBADF)
+"""Errors of an end that is gone: the other one, or, closed by another thread, this one."""
 _LONGEST = 1 << 29
 """Bytes of one message. A length beyond it is none: text that was written there reads as one."""
 
@@ -60,7 +63,7 @@ class Channel:
         """Send one message; waits while the socket's buffer is full.
 
         Raises:
-            ChannelClosedError: the other end is gone.
+            ChannelClosedError: the other end is gone, or this one was closed.
             GroupTimeoutError: the other end did not read in time; the channel is unusable, as a
                 part of the frame may have been sent.
         """
@@ -72,7 +75,9 @@ class Channel:
                     left = left[self._connection.send(left) :]
                 except BlockingIOError:
                     self._wait(select.POLLOUT, deadline, "send")
-                except (BrokenPipeError, ConnectionResetError) as error:
+                except OSError as error:
+                    if error.errno not in _CLOSED:
+                        raise
                     raise ChannelClosedError("the control channel is closed") from error
 
     def receive(self, deadline: Deadline = NEVER) -> Any:

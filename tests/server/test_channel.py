@@ -53,6 +53,12 @@ def test_sending_gives_up_at_the_deadline(ends: tuple[Channel, Channel]) -> None
         ends[1].send(WorkProgress(0, 0, "x" * (4 << 20)), Deadline.after(0.05))
 
 
+def test_an_end_that_was_closed_sends_no_more(ends: tuple[Channel, Channel]) -> None:
+    ends[1].close()
+    with pytest.raises(ChannelClosedError):
+        ends[1].send(Hello(7))
+
+
 def test_receiving_gives_up_at_the_deadline(ends: tuple[Channel, Channel]) -> None:
     with pytest.raises(GroupTimeoutError, match="control channel receive"):
         ends[0].receive(Deadline.after(0.05))

@@ -171,6 +171,7 @@ class Worker:
 
         def late() -> None:
             threading.main_thread().join()
+            self.progress(1)  # nobody listens any more
             self.say("thread")
 
         atexit.register(self.say, "exit")
