@@ -179,7 +179,7 @@ def test_an_exception_that_is_its_own_cause_comes_back(pool: WorkerPool) -> None
 
 
 def test_a_method_has_a_name_of_any_length_and_script(pool: WorkerPool) -> None:
-    for name in ("é" * 100, "", "x" * 1000):
+    for name in ("é" * 100, "x" * 1000):
         with pytest.raises(WorkerError, match="AttributeError"):
             pool.call(name)
     with pytest.raises(TypeError, match="method must be the name"):
