@@ -76,13 +76,12 @@ def worker_class(name: str, main: dict[str, bytes] | None) -> type[Any]:
     Raises:
         ImportError, AttributeError, TypeError: there is no such class.
     """
-    module, _, path = name.partition(":")
-    with making_no_pool():
-        if main is not None:
-            from multiprocessing import spawn  # noqa: PLC0415 - the driver does without
+    if main is not None:
+        from multiprocessing import spawn  # noqa: PLC0415 - the driver does without
 
-            spawn.prepare({how: os.fsdecode(which) for how, which in main.items()})
-        found: Any = importlib.import_module(module)
+        spawn.prepare({how: os.fsdecode(which) for how, which in main.items()})
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
     for part in path.split("."):
         found = getattr(found, part)
     if not isinstance(found, type):

@@ -62,45 +62,42 @@ class Links:
         self._undo.callback(self.board.close)
 
     def open(self, hosts: DistantHosts | None) -> None:
-        """Make the queues; with other hosts, which are there, also listen for their workers.
+        """Make the queues; with other hosts, which are there, also listen for their workers. If it
+        fails, `close` gives back what there is.
 
         Raises:
             SharedMemoryError: too little memory is free.
             OSError: this host's address cannot be listened at.
         """
-        plan, generation = self._plan, self.generation
-        with ExitStack() as undo:
-            here = plan.ranks_of(0)
-            self.calls = undo.enter_context(
-                MessageQueue.on_board(
-                    self.board,
-                    self.driver,
-                    here,
-                    plan.config.call_capacity,
-                    connect_ip=None if hosts is None else hosts.address,
-                    remote_reader_ranks=range(len(here), plan.n_workers),
-                    secret=self._secret,
-                )
+        plan, generation, undo = self._plan, self.generation, self._undo
+        here = plan.ranks_of(0)
+        self.calls = undo.enter_context(
+            MessageQueue.on_board(
+                self.board,
+                self.driver,
+                here,
+                plan.config.call_capacity,
+                connect_ip=None if hosts is None else hosts.address,
+                remote_reader_ranks=range(len(here), plan.n_workers),
+                secret=self._secret,
             )
-            self.replies = {
-                rank: undo.enter_context(
-                    MessageQueue.on_board(
-                        self.board, rank, [self.driver], plan.config.reply_capacity
-                    )
-                )
-                for rank in here
-            }
-            echo = None
-            if hosts is not None:
-                from coordinator.stores.curve_store import StoreHost  # noqa: PLC0415 - loads ZeroMQ
+        )
+        self.replies = {
+            rank: undo.enter_context(
+                MessageQueue.on_board(self.board, rank, [self.driver], plan.config.reply_capacity)
+            )
+            for rank in here
+        }
+        echo = None
+        if hosts is not None:
+            from coordinator.stores.curve_store import StoreHost  # noqa: PLC0415 - loads ZeroMQ
 
-                self._store = StoreHost(range(plan.n_workers), hosts.address, self._secret)
-                undo.callback(self._store.close, 0.0)  # its members have left before, or ended
-                echo = partial(hosts.mark, generation)
-                hosts.begin(generation, self.board)
-                undo.callback(hosts.leave, generation)
-            self.cancelled = undo.enter_context(CancelledCalls.create(plan.in_flight, echo))
-            self._undo.enter_context(undo.pop_all())
+            self._store = StoreHost(range(plan.n_workers), hosts.address, self._secret)
+            undo.callback(self._store.close, 0.0)  # its members have left before, or ended
+            echo = partial(hosts.mark, generation)
+            hosts.begin(generation, self.board)
+            undo.callback(hosts.leave, generation)
+        self.cancelled = undo.enter_context(CancelledCalls.create(plan.in_flight, echo))
 
     def start_of(self, rank: int, first_call: int) -> Start:
         """The start message for the worker of ``rank``."""

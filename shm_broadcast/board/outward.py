@@ -96,22 +96,19 @@ class Outward:
         self._count_group(name, rank, size, first, -1)
 
     def _count_group(self, name: str, rank: int, size: int, first: int, more: int) -> None:
-        begin, same, free, closed = self._slot + layout.OUTWARD_MEMBERSHIPS, 0, 0, 0
         said = _MEMBERSHIP.pack(size, rank, first, name.encode(), 0)[:-1]
-        for entry in range(layout.MEMBERSHIPS):
-            at = begin + entry * layout.MEMBERSHIP_STRIDE
-            *there, n_open = self._memory.memory[at : at + layout.MEMBERSHIP_STRIDE]
-            if bytes(there) == said:
-                same = same or at
-            elif not any(there):
-                free = free or at
-            elif not n_open:
-                closed = closed or at
-        last = same + layout.MEMBERSHIP_STRIDE - 1
-        n_open = self._memory.memory[last] if same else 0
-        at = same or (more > 0 and (free or closed))
-        if at:
-            self._memory.words.write(at, said + bytes([min(max(n_open + more, 0), 255)]))
+        begin, stride = self._slot + layout.OUTWARD_MEMBERSHIPS, layout.MEMBERSHIP_STRIDE
+        entries = {
+            at: bytes(self._memory.memory[at : at + stride])
+            for at in range(begin, begin + layout.MEMBERSHIPS * stride, stride)
+        }
+        places = [at for at, there in entries.items() if there[:-1] == said]
+        if not places and more > 0:  # one that was never used, or else one whose group is closed
+            unused = [at for at, there in entries.items() if not there[-1]]
+            places = sorted(unused, key=lambda at: any(entries[at]))
+        if places:
+            n_open = min(max(entries[places[0]][-1] + more, 0), 255)
+            self._memory.words.write(places[0], said + bytes([n_open]))
 
     def begin_wait(self) -> int:
         """An entry for `say_wait`, until `end_wait`; 0 if all are in use."""

@@ -20,6 +20,7 @@ import torch
 
 import coordinator
 from coordinator import host_store
+from server.launchers import forking
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import CoordinatorError
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 ENTRY = [sys.executable, "-c", "import sys; from server.cli import main; sys.exit(main())"]
 
-_CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE_VFORK = 0x4000
 _PR_SET_PDEATHSIG = 1
 
@@ -74,7 +74,8 @@ def wait_in_the_kernel() -> None:
     """As for a disk: this process goes on when a child ends that was made as by vfork(2)."""
     libc = ctypes.PyDLL(None)  # keeps the GIL, so that the child has it
     sys.setswitchinterval(600)  # nor does the child wait for a thread to take it, having none
-    if libc.syscall(_CLONE[os.uname().machine], _CLONE_VFORK | signal.SIGCHLD, 0, 0, 0, 0) == 0:
+    clone = forking._CLONE[os.uname().machine]
+    if libc.syscall(clone, _CLONE_VFORK | signal.SIGCHLD, 0, 0, 0, 0) == 0:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         linger()
 

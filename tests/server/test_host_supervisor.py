@@ -13,7 +13,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import psutil
 import pytest
@@ -49,6 +49,8 @@ HERE = Hosts(nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=1, secr
 ADMITTED = HostAdmitted(2, (1,), PoolConfig(threads=1, fork=False), stays=False)
 LOST: Final = "the head has ended, or closed the link"
 
+ScriptedT = TypeVar("ScriptedT", bound="Scripted")
+
 
 class BriefLink:
     """Brings messages and its own end before the host's main thread looks at any of them."""
@@ -67,11 +69,11 @@ class BriefLink:
         pass
 
 
-class SlowHost:
-    """Tells a host to replace a worker that was killed and that it has not seen end yet."""
+class Scripted(BriefLink):
+    """Begins a generation; what comes then, a subclass says. Keeps what it hears of ends."""
 
     def __init__(self, *args: Any) -> None:
-        self._heeder: HeadHeeder = args[-1]
+        super().__init__(*args)
         self.pids: list[int] = []
         self.ended: list[WorkerEnded] = []
 
@@ -81,44 +83,8 @@ class SlowHost:
 
     def post(self, message: Any) -> None:
         match message:
-            case OfWorker(1, 1, Hello(pid)) if not self.pids:
+            case OfWorker(1, generation, Hello(pid)) if generation == len(self.pids) + 1:
                 self.pids.append(pid)
-                self._heeder.hear(SignalWorker(1, signal.SIGKILL))
-                self._heeder.hear(BeginGeneration(2, (1,), 2, PATIENCE_SECONDS))
-            case OfWorker(1, 2, Hello(pid)):
-                self.pids.append(pid)
-                threading.Thread(target=self._dismiss).start()
-            case WorkerEnded():
-                self.ended.append(message)
-                self._heeder.hear(HostDismissed())
-
-    def pulse_now(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def _dismiss(self) -> None:
-        until(lambda: not psutil.pid_exists(self.pids[0]))
-        self._heeder.hear(HostDismissed())
-
-
-class Scripted(BriefLink):
-    """Begins a generation; what comes then, a subclass says. Keeps what it hears of ends."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.pid = 0
-        self.ended: list[WorkerEnded] = []
-
-    def begin(self) -> None:
-        self._heeder.hear(ADMITTED)
-        self._heeder.hear(BeginGeneration(1, (1,), 2, PATIENCE_SECONDS))
-
-    def post(self, message: Any) -> None:
-        match message:
-            case OfWorker(1, 1, Hello(pid)):
-                self.pid = pid
                 self.goes_on()
             case WorkerEnded():
                 self.ended.append(message)
@@ -128,7 +94,35 @@ class Scripted(BriefLink):
         pass
 
     def goes_on(self) -> None:
+        """Called when the worker of a generation has come."""
         raise NotImplementedError
+
+
+def links_made(kind: type[ScriptedT], monkeypatch: pytest.MonkeyPatch) -> list[ScriptedT]:
+    """Have hosts make links of this ``kind``; they are in the list then."""
+    made: list[ScriptedT] = []
+
+    def make(*args: Any) -> ScriptedT:
+        made.append(kind(*args))
+        return made[-1]
+
+    monkeypatch.setattr(host_supervisor, "HostLink", make)
+    return made
+
+
+class SlowHost(Scripted):
+    """Tells a host to replace a worker that was killed and that it has not seen end yet."""
+
+    def goes_on(self) -> None:
+        if len(self.pids) == 1:
+            self._heeder.hear(SignalWorker(1, signal.SIGKILL))
+            self._heeder.hear(BeginGeneration(2, (1,), 2, PATIENCE_SECONDS))
+        else:
+            threading.Thread(target=self._dismiss).start()
+
+    def _dismiss(self) -> None:
+        until(lambda: not psutil.pid_exists(self.pids[0]))
+        self._heeder.hear(HostDismissed())
 
 
 class ShortOfFiles(Scripted):
@@ -145,7 +139,7 @@ class TakesNothingIn(Scripted):
     """The worker stands still when it is told what to be."""
 
     def goes_on(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        os.kill(self.pids[0], signal.SIGSTOP)
         with MessageQueue(1, 1) as queue:
             handles = Handles(queue.export_handle())
         start = Start(
@@ -166,13 +160,7 @@ def test_a_host_that_cannot_begin_a_generation_says_why_and_can_begin_another(
     trouble: type[Scripted], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where none of its workers is missing: the head waits for all."""
-    made: list[Scripted] = []
-
-    def make(*args: Any) -> Scripted:
-        made.append(trouble(*args))
-        return made[0]
-
-    monkeypatch.setattr(host_supervisor, "HostLink", make)
+    made = links_made(trouble, monkeypatch)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         serve_host(HERE, PATIENCE_SECONDS)
@@ -182,19 +170,13 @@ def test_a_host_that_cannot_begin_a_generation_says_why_and_can_begin_another(
     (told,) = link.ended
     assert (told.rank, told.since) == (1, 1)
     assert re.match(why, told.how)
-    assert not psutil.pid_exists(link.pid)
+    assert not any(map(psutil.pid_exists, link.pids))
 
 
 def test_the_end_of_a_worker_is_not_taken_for_its_replacements(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[SlowHost] = []
-
-    def make(*args: Any) -> SlowHost:
-        made.append(SlowHost(*args))
-        return made[0]
-
-    monkeypatch.setattr(host_supervisor, "HostLink", make)
+    made = links_made(SlowHost, monkeypatch)
     serve_host(HERE, PATIENCE_SECONDS)
     (link,) = made
     assert len(link.pids) == 2
