@@ -1,9 +1,9 @@
 """Collectives on CUDA devices: ``python -m benchmarks.gpu [--quick]``.
 
-Ours by each algorithm, beside NCCL (ours and torch's, and in windows) and torch's symmetric memory
-where each rank has a device of its own; eager and captured, 1 KiB to 64 MiB. Ranks are threads on a
-stream each (``streams``), and processes under MPS if that can be started (``processes``; the report
-says).
+Ours by each algorithm, beside torch's kernels in symmetric memory; where each rank has a device of
+its own, also beside NCCL (ours and torch's, and in windows) and the switch (multimem). Eager and
+captured, 1 KiB to 64 MiB. Ranks are threads on a stream each (``streams``), and processes under MPS
+if that can be started (``processes``; the report says).
 
 With ``--seconds`` it measures as often as fits, and says what it has left out.
 
@@ -38,8 +38,6 @@ from device_comm import Communicator
 from device_comm.choosing.selection import Candidate
 from device_comm.cuda.ipc.ipc_backend import IpcBackend
 from device_comm.cuda.ipc.ipc_way import ways
-from device_comm.cuda.nccl.nccl_window import NcclWindow
-from device_comm.cuda.symmetric_backend import SymmetricBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +129,7 @@ def _systems(rank: Rank) -> dict[str, Candidate]:
         found[f"ours {way.name.removeprefix('ipc ')}"] = way
     for name, comm in rank.others.items():
         backend = comm.backend
-        limit = backend.limit if isinstance(backend, (NcclWindow, SymmetricBackend)) else None
+        limit = getattr(backend, "limit", None)
         found[name] = Candidate(name, backend, up_to=limit)
     return found
 
@@ -143,8 +141,8 @@ def _bind(system: Candidate, work: Work) -> Callable[[], Any] | None:
     comm = Communicator(system.backend)
     n, device = comm.world_size, comm.device
     count = max(work.size // work.dtype.itemsize // n * n, n)
-    whole = torch.full((count,), comm.rank + 1.0, dtype=work.dtype, device=device)
-    other = torch.empty_like(whole)
+    whole = system.backend.empty((count,), work.dtype).fill_(comm.rank + 1.0)
+    other = torch.empty(count, dtype=work.dtype, device=device)
     part = torch.full((count // n,), comm.rank + 1.0, dtype=work.dtype, device=device)
     calls: dict[str, tuple[Callable[[], Any], Tensor | None, float]] = {
         "all_reduce": (lambda: comm.all_reduce(whole, out=other), other, n * (n + 1) / 2),

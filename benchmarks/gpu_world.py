@@ -20,9 +20,10 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_environment import CONNECTIONS, LOADING, MPS_FOLDER, variables
+from benchmarks.gpu_symmetric import SHARED_DEVICE, SHOTS, TorchShots, shared_memory
 from device_comm import Communicator, ShmBackend, TorchBackend
 from device_comm.cuda.agree import swap_over
 from device_comm.cuda.device.cupy_driver import CupyDriver
@@ -48,7 +50,9 @@ if TYPE_CHECKING:
 
 Body = Callable[..., Any]
 WAYS = ("streams", "processes")
-OTHERS = ("NCCL", "NCCL in windows", "torch's NCCL", "symmetric memory")
+APART = ("NCCL", "NCCL in windows", "torch's NCCL", "torch's multimem")
+"""Other systems that need a device for each rank."""
+OTHERS = (*APART, *SHOTS)
 WORLD_SECONDS = 8.0
 """Seconds in which the ranks of a world come to be, and go, as a rule."""
 _SET_UP = 60.0
@@ -233,7 +237,7 @@ def _run_processes(
     with (
         tempfile.TemporaryDirectory() as folder,
         Board.create(n, None) as board,
-        variables({LOADING: "LAZY"}),
+        variables({LOADING: "LAZY"} | _sharing(n)),
     ):
         pipes, processes = [], []
         for rank in range(n):
@@ -255,6 +259,10 @@ def _run_processes(
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+def _sharing(n: int) -> dict[str, str]:
+    return {SHARED_DEVICE: "1"} if torch.cuda.device_count() < n else {}
 
 
 def _collect(pipes: Sequence[Connection], deadline: Deadline) -> list[Any]:
@@ -315,15 +323,41 @@ def _be_rank(
 
 
 def _add_others(rank: Rank, board: Board, folder: str, closing: ExitStack) -> None:
-    if torch.cuda.device_count() < rank.n:
-        why = f"{rank.n} ranks share {torch.cuda.device_count()} device(s)"
-        rank.left_out = dict.fromkeys(OTHERS, why)
-        return
     device = rank.comm.device
+    apart = torch.cuda.device_count() >= rank.n
     store = dist.FileStore(f"{folder}/store", rank.n)
-    dist.init_process_group("nccl", store=store, rank=rank.rank, world_size=rank.n)
+    kind = "nccl" if apart else "gloo"
+    dist.init_process_group(kind, store=store, rank=rank.rank, world_size=rank.n)
     closing.callback(dist.destroy_process_group)
     world = dist.distributed_c10d._get_default_group()
+    if apart:
+        _add(rank, closing, _needing_devices(rank, board, world))
+    else:
+        why = f"{rank.n} ranks share {torch.cuda.device_count()} device(s)"
+        rank.left_out = dict.fromkeys(APART, why)
+    try:
+        memory = shared_memory(world, device)
+        shots = {
+            name: partial(TorchShots, world, memory, operator) for name, operator in SHOTS.items()
+        }
+    except (ImportError, RuntimeError) as error:
+        rank.left_out |= dict.fromkeys(SHOTS, str(error).partition("\n")[0])
+    else:
+        _add(rank, closing, shots)
+
+
+def _add(rank: Rank, closing: ExitStack, makers: Mapping[str, Callable[[], Backend]]) -> None:
+    for name, make in makers.items():
+        try:
+            rank.others[name] = closing.enter_context(Communicator(make()))
+        except (CoordinatorError, AttributeError) as error:
+            rank.left_out[name] = str(error)
+
+
+def _needing_devices(
+    rank: Rank, board: Board, world: dist.ProcessGroup
+) -> dict[str, Callable[[], Backend]]:
+    device = rank.comm.device
 
     def connect() -> Backend:
         return NcclBackend.create(
@@ -342,19 +376,15 @@ def _add_others(rank: Rank, board: Board, folder: str, closing: ExitStack) -> No
             raise NcclUnavailableError("there is no NCCL")
         return NcclWindow(nccl, NcclWindow.allocate(nccl), Deadline.after(_SET_UP))
 
-    makers: dict[str, Callable[[], Backend]] = {
-        "NCCL": connect,
-        "NCCL in windows": windows,
-        "torch's NCCL": lambda: TorchBackend(world, device, board, name="bench"),
-        "symmetric memory": lambda: SymmetricBackend(
+    makers: tuple[Callable[[], Backend], ...] = (
+        connect,
+        windows,
+        lambda: TorchBackend(world, device, board, name="bench"),
+        lambda: SymmetricBackend(
             world, SymmetricBackend.allocate(device), name="bench", watch=board
         ),
-    }
-    for name, make in makers.items():
-        try:
-            rank.others[name] = closing.enter_context(Communicator(make()))
-        except CoordinatorError as error:
-            rank.left_out[name] = str(error)
+    )
+    return dict(zip(APART, makers, strict=True))
 
 
 def _share(folder: str) -> Callable[[bytes | None], bytes]:

@@ -169,7 +169,7 @@ class IpcBackend(Backend):
         Large captured collectives read their inputs directly, without a copy into the region, the
         first 32,768 of a context: at its end all ranks swap the inputs' addresses. From then on,
         until `close`, graphs may be replayed, on all ranks in the same order, and on the stream
-        that the group's other calls are on.
+        that the group's other calls are on. Contexts may nest; the outermost ends them all.
 
         Collective: yes, every member.
 

@@ -106,7 +106,8 @@ class Registry:
         self._swap = swap
         self._blocks: list[int] = []
         self._free = 0
-        self._open = False
+        self._depth = 0
+        self._failed = False
         self._direct = False
         self._events: list[str] = []
         self._reserved: list[_Reserved] = []
@@ -115,21 +116,21 @@ class Registry:
         self.reasons: list[str] = []
 
     def begin(self) -> None:
-        """Prepare for captures. Collective: yes, every member.
+        """Prepare for captures, or join those begun before. Collective: yes, every member.
 
         Raises:
-            ValueError: `finish` was not called since the last `begin`.
             IpcUnavailableError: a rank cannot, for example because it lacks memory.
         """
-        if self._open:
-            raise ValueError("captures of one group do not nest")
+        if self._depth:
+            self._depth += 1
+            return
         said = [_BEGINNING.decode(each) for each in agree(self._swap, self._prepare)]
         for each in said:
             self._mappings.forget(each.gone)
         refused = [f"rank {rank}: {each.reason}" for rank, each in enumerate(said) if each.reason]
         self._direct = not refused
         self._note(refused)
-        self._open = True
+        self._depth, self._failed = 1, False
         self._events, self._reserved = [], []
         self._sent, self._received = {}, {}
 
@@ -142,7 +143,7 @@ class Registry:
 
     def note_message(self, verb: str, peer: int, size: int) -> None:
         """Note a captured ``send`` or ``recv`` of ``size`` bytes."""
-        if self._open:
+        if self._depth:
             messages = self._sent if verb == "send" else self._received
             messages.setdefault(peer, []).append(size)
 
@@ -153,7 +154,7 @@ class Registry:
             operation: a description with the size, which must be the same on all ranks.
             source: the address of this rank's input.
         """
-        if not self._open:
+        if not self._depth:
             self._note(["a capture outside of graph_capture()"])
             return 0
         reason = ""
@@ -172,7 +173,7 @@ class Registry:
         return table
 
     def finish(self, *, failed: bool = False) -> None:
-        """Fill the tables of the captured collectives. Collective: yes, every member.
+        """Fill the tables, if no captures begun before go on. Collective: yes, every member.
 
         Args:
             failed: whether the capture has raised here, so that its graphs are not used.
@@ -182,8 +183,11 @@ class Registry:
                 end, or the capture failed on one.
             IpcUnavailableError: a rank cannot map the captured memory.
         """
-        self._open = False
-        account = self._account(failed)
+        self._depth -= 1
+        self._failed |= failed
+        if self._depth:
+            return
+        account = self._account(self._failed)
         accounts = [_ACCOUNT.decode(each) for each in self._swap(msgspec.msgpack.encode(account))]
         if failed:
             return

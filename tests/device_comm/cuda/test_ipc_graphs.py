@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import struct
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from device_comm import ReduceOp
 from device_comm.cuda.launches.abi import GROUP_BYTES
 from shm_broadcast import (
     BoardHandle,
@@ -195,6 +197,41 @@ def test_who_checks_learns_that_replays_did_nothing(
 ) -> None:
     said = run_ranks(3, replay_on, str(emulation_library), store_path, NEW_BOARD, may_die={2})
     assert all("rank 2" in text for texts in said[:2] for text in texts), said
+
+
+def nested(rank: int, n: int, library: str, path: str, board: BoardHandle, how: str) -> str:
+    driver = HostDriver(library)
+    with make_ipc(rank, n, library, path, board, driver) as comm:
+        x = driver.tensor((1000,), torch.float32)
+        try:
+            with comm.graph_capture():
+                with contextlib.suppress(KeyError), comm.graph_capture():
+                    with driver.capture() as graph:
+                        total = comm.all_reduce(x)
+                    if how == "error" and rank == 1:
+                        raise KeyError("of mine")
+                with driver.capture() as after:
+                    largest = comm.all_reduce(x, op=ReduceOp.MAX)
+        except DivergenceError as error:
+            return str(error)
+        x.fill_(rank + 1)
+        graph.replay()
+        after.replay()
+        comm.flush()
+        assert ipc_of(comm).reasons == ()
+        return f"{total.unique().tolist()} {largest.unique().tolist()}"
+
+
+def test_nested_captures_end_with_the_outermost(emulation_library: str, store_path: str) -> None:
+    said = run_ranks(2, nested, str(emulation_library), store_path, NEW_BOARD, "well")
+    assert said == ["[3.0] [2.0]"] * 2
+
+
+def test_an_error_in_a_nested_capture_is_known_at_the_end_of_the_outermost(
+    emulation_library: str, store_path: str
+) -> None:
+    said = run_ranks(2, nested, str(emulation_library), store_path, NEW_BOARD, "error")
+    assert all("ended its capture by an error" in each for each in said), said
 
 
 def differ(rank: int, n: int, library: str, path: str, board: BoardHandle, how: str) -> str:

@@ -12,6 +12,7 @@ from device_comm.choosing.measuring import measure_candidates
 from device_comm.choosing.selecting_backend import SelectingBackend
 from device_comm.choosing.selection import Candidate, Measured, Selection, Table
 from device_comm.cuda.ipc.ipc_way import ways
+from tests.device_comm.cuda.host_driver import HostDriver
 from tests.device_comm.cuda.ipc_ranks import ipc_of, make_ipc
 from tests.ranks import NEW_BOARD, run_ranks
 
@@ -22,7 +23,8 @@ NAMES = ["ipc packets", "ipc one-shot", "ipc two-shot"]
 
 
 def reduced(rank: int, n: int, library: str, path: str, board: BoardHandle) -> list[str]:
-    with make_ipc(rank, n, library, path, board) as ipc:
+    driver = HostDriver(library)
+    with make_ipc(rank, n, library, path, board, driver) as ipc:
         candidates = [*ways(ipc_of(ipc)), Candidate("ipc", ipc.backend)]
         assert [each.name for each in candidates[:3]] == NAMES
         limit = candidates[0].up_to
@@ -58,6 +60,14 @@ def reduced(rank: int, n: int, library: str, path: str, board: BoardHandle) -> l
         assert whole.tolist() == [30]
         assert comm.all_gather(torch.tensor([rank])).tolist() == [0, 1]
         assert comm.capabilities.backend == "ipc"
+        captured = driver.tensor((1024,), torch.float32)
+        with comm.graph_capture(), driver.capture() as graph:
+            total = comm.all_reduce(captured)
+        captured.fill_(rank + 2)
+        graph.replay()
+        comm.flush()
+        assert total.unique().tolist() == [5.0]
+        assert ipc_of(ipc).reasons == ()
         comm.close()
         return used
 

@@ -90,19 +90,6 @@ def test_a_full_block_and_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks[0].registry.reasons == ["more than 4 collectives captured at once"]
 
 
-def test_captures_do_not_nest() -> None:
-    ranks = two()
-
-    def body(rank: int) -> None:
-        registry = ranks[rank].registry
-        registry.begin()
-        with pytest.raises(ValueError, match="nest"):
-            registry.begin()
-        registry.finish()
-
-    on_threads(2, body)
-
-
 def test_a_failed_capture_is_forgotten() -> None:
     ranks = two()
 
