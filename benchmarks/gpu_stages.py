@@ -44,7 +44,6 @@ def stages(python: str) -> list[Stage]:
         *_tests(python),
         *_pools(python),
         *(_checker(python, tool) for tool in ("memcheck", "initcheck", "synccheck")),
-        _checker(python, "memcheck", way="processes", suffix="-processes"),
         _test(python, "nccl", "NCCL alone: a graph, windows, an abort, two ranks on a GPU", 240,
               "tests/device_comm/cuda/test_nccl_gpu.py"),
         Stage("times", "times and bandwidths, eager and captured",
@@ -131,15 +130,14 @@ def _pools(python: str) -> list[Stage]:
     return [*found, _test(python, "pools", shows, 240, "tests/server/test_pool_gpu.py")]
 
 
-def _few(python: str, replays: int, way: str = "streams") -> tuple[str, ...]:
+def _few(python: str, replays: int, way: str) -> tuple[str, ...]:
     count = str(replays)
     words = ("--ways", way, "--replays", count, "--eager", count)
     return (python, "-m", "benchmarks.gpu_soak", *words)
 
 
-def _checker(
-    python: str, tool: str, replays: int = 20, way: str = "streams", suffix: str = ""
-) -> Stage:
+def _checker(python: str, tool: str, replays: int = 20, suffix: str = "") -> Stage:
+    """With ranks as processes: the tools run the kernels of one process one by one."""
     checker = "compute-sanitizer"
     options = ("--tool", tool, "--error-exitcode", "9", "--target-processes", "all")
     if tool == "memcheck":
@@ -147,8 +145,8 @@ def _checker(
         options += ("--report-api-errors", "no")
     return Stage(
         tool + suffix,
-        f"{checker} {tool}, {replays} replays, ranks as {way}",
-        (checker, *options, *_few(python, replays, way)),
+        f"{checker} {tool}, {replays} replays, ranks as processes",
+        (checker, *options, *_few(python, replays, "processes")),
         300,
         60,
         checker,
@@ -161,6 +159,6 @@ def _profile(python: str) -> Stage:
     command = (
         *("ncu", "--clock-control", "none"),
         *("--replay-mode", "app-range", "--profile-from-start", "off"),
-        *("--metrics", metrics, *_few(python, 60), "--profile"),
+        *("--metrics", metrics, *_few(python, 60, "streams"), "--profile"),
     )
     return Stage("profile", "the replays under Nsight Compute", command, 300, 60, "ncu", LAZILY)

@@ -33,6 +33,13 @@ SHOTS = {
 """By what they are called here: operators of ``torch.ops.symm_mem``."""
 
 
+BLOCKS = 24
+"""Of each of torch's kernels, at most."""
+
+MOST_ON_A_DEVICE = 4
+"""With 8 ranks on one H100 torch's kernels waited for each other without end."""
+
+
 def shared_memory(group: ProcessGroup, device: torch.device) -> Tensor:
     """`LIMIT` bytes that all ranks of the group map. Collective: yes, every member."""
     from torch.distributed import _symmetric_memory  # not in every build

@@ -22,7 +22,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,11 +31,19 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_environment import CONNECTIONS, LOADING, MPS_FOLDER, variables
-from benchmarks.gpu_symmetric import SHARED_DEVICE, SHOTS, TorchShots, shared_memory
+from benchmarks.gpu_symmetric import (
+    BLOCKS,
+    MOST_ON_A_DEVICE,
+    SHARED_DEVICE,
+    SHOTS,
+    TorchShots,
+    shared_memory,
+)
 from device_comm import Communicator, ShmBackend, TorchBackend
 from device_comm.cuda.agree import swap_over
 from device_comm.cuda.device.cupy_driver import CupyDriver
 from device_comm.cuda.ipc.ipc_backend import IpcBackend
+from device_comm.cuda.launches.launch import Limits
 from device_comm.cuda.nccl.library import NcclUnavailableError
 from device_comm.cuda.nccl.nccl_backend import NcclBackend
 from device_comm.cuda.nccl.nccl_window import NcclWindow
@@ -261,6 +269,14 @@ def _run_processes(
                     process.join()
 
 
+def _as_torch_has(n: int) -> Limits | None:
+    """As many blocks as torch's kernels where ranks share a device; None: the default."""
+    crowd = -(-n // torch.cuda.device_count())
+    if not 1 < crowd <= MOST_ON_A_DEVICE:
+        return None
+    return replace(Limits.for_ranks(n, ranks_on_device=crowd), max_blocks=BLOCKS)
+
+
 def _sharing(n: int) -> dict[str, str]:
     return {SHARED_DEVICE: "1"} if torch.cuda.device_count() < n else {}
 
@@ -311,7 +327,14 @@ def _be_rank(
             driver = CupyDriver(device)
             closing.callback(driver.close)
             ipc = IpcBackend.create(
-                driver, number, n, swap, name="bench", timeout=kernel_wait, watch=board
+                driver,
+                number,
+                n,
+                swap,
+                name="bench",
+                timeout=kernel_wait,
+                watch=board,
+                limits=_as_torch_has(n),
             )
             comm = closing.enter_context(Communicator(ipc))
             rank = Rank(number, n, comm, stream, swap)
@@ -335,6 +358,9 @@ def _add_others(rank: Rank, board: Board, folder: str, closing: ExitStack) -> No
     else:
         why = f"{rank.n} ranks share {torch.cuda.device_count()} device(s)"
         rank.left_out = dict.fromkeys(APART, why)
+        if rank.n > MOST_ON_A_DEVICE:
+            rank.left_out |= dict.fromkeys(SHOTS, why)
+            return
     try:
         memory = shared_memory(world, device)
         shots = {

@@ -259,7 +259,7 @@ def test_every_stage_is_bounded_and_can_be_asked_for(capsys: pytest.CaptureFixtu
     assert all(0 < each.least < each.seconds <= LONGEST <= 480 for each in every)
     order = ["first-memory", "first-kernels", "first-streams", "streams", "processes"]
     order += ["forked", "tables-2", "faults"]
-    order += ["graphs", "pool-float16", "memcheck", "memcheck-processes", "nccl", "times"]
+    order += ["graphs", "pool-float16", "memcheck", "nccl", "times"]
     order += ["profile"]
     assert [name for name in names if name in order] == order
     assert names[-1] == "profile"
@@ -278,8 +278,9 @@ def test_tools_count_no_innocent_error_and_leave_the_clocks_alone() -> None:
     assert "ncu --clock-control none " in named["profile"]
     assert "--report-api-errors no" in named["memcheck"]
     assert "--report-api-errors" not in named["initcheck"]
-    assert "--target-processes all" in named["memcheck-processes"]
-    assert "--ways processes" in named["memcheck-processes"]
+    for tool in ("memcheck", "initcheck", "synccheck"):
+        assert "--target-processes all" in named[tool]
+        assert "--ways processes" in named[tool], "they run a process's kernels one by one"
 
 
 def test_what_stages_name_exists() -> None:

@@ -2,7 +2,7 @@
  *
  * Guarantees
  *   1. Block b of a rank leaves a meeting when block b of every rank has come to it, and sees what
- *      that block has written before.
+ *      that block has written before, if it brought anything; and what kernels before this one have.
  *   2. Kernels that meet alternate between two stagings. A rank writes the one of epoch e after it
  *      has been through the kernel of epoch e - 1; every rank had come to that, so it was done with
  *      the kernel of epoch e - 2, the last one to read this staging.
@@ -30,13 +30,20 @@ class Meeting {
         return group_.regions[rank] + REGION_STAGING + (epoch_ & 1) * group_.staging_bytes;
     }
 
-    /* Of all threads of the block; all of them get the same answer. */
-    DEVICE bool meet(Phase phase) const {
+    /* Of all threads of the block; all of them get the same answer. Who brings nothing that this
+     * kernel has written does not wait until its writes have come to all devices: what earlier
+     * kernels wrote came there when they ended. */
+    DEVICE bool meet(Phase phase, bool brings = true) const {
         u64 number = 2 * epoch_ + phase;
         if (!all_of_block(begins_)) return false;
         for (u32 r = thread(); r < group_.world_size; r += threads())
-            if (r != group_.rank)
-                flag(group_.regions[r], group_.rank).store(number, memory_order_release);
+            if (r != group_.rank) {
+                Shared<u64> mine = flag(group_.regions[r], group_.rank);
+                if (brings)
+                    mine.store(number, memory_order_release);
+                else
+                    mine.store(number, memory_order_relaxed);
+            }
         bool met = true;
         for (u32 r = thread(); r < group_.world_size; r += threads())
             if (r != group_.rank) met = met && await(r, number, {r, phase, epoch_});

@@ -81,14 +81,6 @@ class Total {
     }
 };
 
-template <typename Number>
-DEVICE Total<Number> total_of(u32 op, const Vector (&cells)[MAX_RANKS], u32 ranks) {
-    Total<Number> total(cells[0]);
-    UNROLL for (u32 r = 1; r < MAX_RANKS; r++)
-        if (r < ranks) total.add(op, cells[r]);
-    return total;
-}
-
 /* The `size` bytes there are of a cell, in whole numbers. */
 template <typename Number>
 DEVICE Vector load_cell(const char *from, u64 size) {

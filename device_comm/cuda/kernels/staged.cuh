@@ -34,31 +34,54 @@ DEVICE u32 rank_after(const Group &group, u32 k) {
 }
 
 /* Reduces into `to`, and for others into `shared` unless that is null. A cell may lie where it is
- * reduced to: each is read from all ranks before it is written. */
-template <typename Number>
-DEVICE void reduce_cells(const Job &job, const Meeting &meeting, Span to, char *shared) {
+ * reduced to: each is read from all ranks before it is written.
+ *
+ * A thread has up to MAX_RANKS loads under way, as those of other devices take long: WIDTH ranks'
+ * of each of several cells. */
+template <typename Number, u32 WIDTH>
+DEVICE u64 reduce_whole_cells(const Job &job, const Meeting &meeting, Span to, char *shared) {
+    constexpr u32 CELLS = MAX_RANKS / WIDTH;
     const u32 n = job.group.world_size;
     const Share share = share_of_grid();
-    const char *sources[MAX_RANKS];
+    const char *sources[WIDTH];
     u64 all = address_of(to.address);
-    UNROLL for (u32 r = 0; r < MAX_RANKS; r++) {
+    UNROLL for (u32 r = 0; r < WIDTH; r++) {
         sources[r] = source(job, meeting, r < n ? r : 0);
         all |= address_of(sources[r]);
     }
     const u64 whole = fits(all, CELL) ? to.size / CELL : 0;
     u64 i = share.first;
-    for (; i < whole; i += share.step) {
-        const u64 at = i * CELL;
-        Vector cells[MAX_RANKS];
-        UNROLL for (u32 r = 0; r < MAX_RANKS; r++)
-            if (r < n) cells[r] = *reinterpret_cast<const Vector *>(sources[r] + at);
-        const Vector result = total_of<Number>(job.op, cells, n).result(job.op, n);
-        *reinterpret_cast<Vector *>(to.address + at) = result;
-        if (shared) *reinterpret_cast<Vector *>(shared + at) = result;
+    while (i < whole) {
+        Vector cells[CELLS][WIDTH];
+        UNROLL for (u32 c = 0; c < CELLS; c++)
+            UNROLL for (u32 r = 0; r < WIDTH; r++)
+                if (r < n && i + c * share.step < whole)
+                    cells[c][r] =
+                        *reinterpret_cast<const Vector *>(sources[r] + (i + c * share.step) * CELL);
+        UNROLL for (u32 c = 0; c < CELLS; c++) {
+            if (i >= whole) break;
+            Total<Number> total(cells[c][0]);
+            UNROLL for (u32 r = 1; r < WIDTH; r++)
+                if (r < n) total.add(job.op, cells[c][r]);
+            const Vector result = total.result(job.op, n);
+            *reinterpret_cast<Vector *>(to.address + i * CELL) = result;
+            if (shared) *reinterpret_cast<Vector *>(shared + i * CELL) = result;
+            i += share.step;
+        }
     }
-    ROLLED for (; i * CELL < to.size; i += share.step) {
+    return i;
+}
+
+template <typename Number>
+DEVICE void reduce_cells(const Job &job, const Meeting &meeting, Span to, char *shared) {
+    const u32 n = job.group.world_size;
+    u64 i = n <= 2   ? reduce_whole_cells<Number, 2>(job, meeting, to, shared)
+            : n <= 4 ? reduce_whole_cells<Number, 4>(job, meeting, to, shared)
+                     : reduce_whole_cells<Number, MAX_RANKS>(job, meeting, to, shared);
+    const u64 step = share_of_grid().step;
+    ROLLED for (; i * CELL < to.size; i += step) {
         const u64 at = i * CELL, size = least(to.size - at, CELL);
-        Total<Number> total(load_cell<Number>(sources[0] + at, size));
+        Total<Number> total(load_cell<Number>(source(job, meeting, 0) + at, size));
         ROLLED for (u32 r = 1; r < n; r++)
             total.add(job.op, load_cell<Number>(source(job, meeting, r) + at, size));
         const Vector result = total.result(job.op, n);
@@ -71,7 +94,7 @@ DEVICE void move(const Job &job) {
     if (is_idle(job.group)) return;
     Meeting meeting(job.group);
     stage(job, meeting);
-    bool whole = meeting.meet(PHASE_START);
+    bool whole = meeting.meet(PHASE_START, !job.table);
     if (whole) {
         copy_all(job.group.world_size, share_of_grid(), [&](u32 k) -> Copy {
             u32 r = rank_after(job.group, k + 1);
@@ -88,7 +111,7 @@ DEVICE void reduce(const Job &job) {
     if (is_idle(job.group)) return;
     Meeting meeting(job.group);
     stage(job, meeting);
-    bool whole = meeting.meet(PHASE_START);
+    bool whole = meeting.meet(PHASE_START, !job.table);
     if (whole) {
         reduce_cells<Number>(job, meeting, job.takes[0], nullptr);
         if (job.table) whole = meeting.meet(PHASE_END);
@@ -105,7 +128,7 @@ DEVICE void all_reduce(const Job &job) {
     const u32 rank = job.group.rank;
     Meeting meeting(job.group);
     stage(job, meeting);
-    bool whole = meeting.meet(PHASE_START);
+    bool whole = meeting.meet(PHASE_START, !job.table);
     if (whole) {
         char *shared = meeting.staging(rank) + rank * job.piece;
         reduce_cells<Number>(job, meeting, job.takes[rank], shared);

@@ -150,7 +150,7 @@ class RegionLayout:
 
     world_size: int
     staging_bytes: int = 8 << 20
-    packet_bytes: int = 64 << 10
+    packet_bytes: int = 256 << 10
     channel_bytes: int = 1 << 20
 
     def __post_init__(self) -> None:
