@@ -108,7 +108,8 @@ class WorkerPool:
             worker_kwargs: keyword arguments for the class; picklable.
             device: ``"cpu"``, ``"cuda"`` (the GPUs in turn), one GPU for all, ``"cuda:0"``, or a
                 device for each rank.
-            share_gpu: whether several ranks may share one GPU.
+            share_gpu: whether several ranks may share one GPU. Without NVIDIA's MPS they take
+                turns of some milliseconds there.
             launcher: what has started the pool. ``"local"``: this process alone; all workers are
                 processes of this host. ``"hosts"``: one process on each of several hosts; this one
                 is the head, and the others call `hosts.host_supervisor.serve_host`. Each host runs

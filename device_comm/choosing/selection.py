@@ -177,9 +177,15 @@ class Selection:
         return found
 
     def _refused(self, verb: str, size: int, chosen: Candidate) -> tuple[tuple[str, str], ...]:
-        """The other candidates, with the reason; without those that have no backend at all."""
+        """The other candidates, with the reason; without those that have no backend at all, and
+        those that are for one other verb alone.
+        """
         others = [
-            each for each in self.candidates if each is not chosen and each.backend is not None
+            each
+            for each in self.candidates
+            if each is not chosen
+            and each.backend is not None
+            and (verb in (has := each.backend.capabilities.verbs) or len(has) > 1)
         ]
         return tuple((each.name, each.objection(verb, size) or "slower") for each in others)
 

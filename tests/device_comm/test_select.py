@@ -144,15 +144,20 @@ def test_where_all_can_be_captured_or_none_the_choice_is_the_same() -> None:
 
 def test_choices_say_why() -> None:
     candidates = [
-        Candidate("ipc", Named("ipc", frozenset({"all_reduce"}))),
+        Candidate("ipc", Named("ipc", frozenset({"all_reduce", "recv"}))),
         Candidate("nccl", Named("nccl", frozenset({"all_reduce", "send"}))),
+        Candidate("window", Named("nccl", frozenset({"all_reduce"})), up_to=KIB),
         Candidate("multimem", None, "no multicast"),
     ]
-    selection = Selection(candidates, Table({}, times(ipc=[1e-6, 9e-6], nccl=[3e-6, 3e-6])))
-    small, large, send = selection.choices()
+    taken = times(ipc=[1e-6, 9e-6], nccl=[3e-6, 3e-6], window=[2e-6, 2e-6])
+    selection = Selection(candidates, Table({}, taken))
+    small, large, recv, send = selection.choices()
     assert (small.above, small.up_to, small.backend) == (-1, 4 * KIB, "ipc")
-    assert (small.reason, small.refused) == ("1.0 us at 1 KiB", (("nccl", "slower"),))
+    others = (("nccl", "slower"), ("window", "slower"))
+    assert (small.reason, small.refused) == ("1.0 us at 1 KiB", others)
     assert (large.above, large.up_to, large.backend) == (4 * KIB, None, "nccl")
+    assert large.refused == (("ipc", "slower"), ("window", "takes up to 1 KiB"))
+    assert (recv.reason, recv.refused) == ("the only one", (("nccl", "has no recv"),))
     assert (send.reason, send.refused) == ("the only one", (("ipc", "has no send"),))
     explained = Explanation("tp:0", tuple(selection.choices()), (("multimem", "no multicast"),))
     assert explained.backend("all_reduce", 4 * KIB) == "ipc"
