@@ -85,8 +85,8 @@ class Told(Backend):
     def check(self) -> None:
         self.told.append(("check",))
 
-    def norms(self, *given: torch.Tensor) -> bool:
-        self.told.append(("norms", *given))
+    def norms(self, x: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
+        self.told.append(("norms", x, weight))
         return True
 
     def goes_ahead(self, peer: int, size: int) -> bool:

@@ -5,7 +5,7 @@ through these regions; in graphs they read large inputs directly. Ranks may be p
 with a device each or several on one device. Reductions run in rank order, so results are bitwise
 equal on all ranks.
 
-Device memory per rank, with n ranks, by default: ``16 MiB + 3.25 n MiB``, and 4 MiB more once
+Device memory per rank, with n ranks, by default: ``16 MiB + 4 n MiB``, and 4 MiB more once
 graphs are captured.
 """
 
@@ -24,7 +24,7 @@ from device_comm.cuda.ipc.prepared import PreparedLaunches
 from device_comm.cuda.ipc.recipes import recipe
 from device_comm.cuda.ipc.registry import Registry
 from device_comm.cuda.launches.abi import ALIGN
-from device_comm.cuda.launches.launch import NUMBERS, kernels_reduce
+from device_comm.cuda.launches.launch import NUMBERS, Algorithm, kernels_reduce
 from device_comm.cuda.launches.planner import Planner
 from device_comm.operation import REDUCTIONS
 from device_comm.torch_group.pending import Boundary
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from device_comm.cuda.device.streams import StreamMark
     from device_comm.cuda.ipc.endpoint import Endpoint
     from device_comm.cuda.launches.abi import RegionLayout
-    from device_comm.cuda.launches.launch import Algorithm, Limits
+    from device_comm.cuda.launches.launch import Limits
     from device_comm.operation import Operation
     from device_comm.watch import Watch
     from device_comm.work import Pending
@@ -169,7 +169,8 @@ class IpcBackend(Backend):
         Large captured collectives read their inputs directly, without a copy into the region, the
         first 32,768 of a context: at its end all ranks swap the inputs' addresses. From then on,
         until `close`, graphs may be replayed, on all ranks in the same order, and on the stream
-        that the group's other calls are on. Contexts may nest; the outermost ends them all.
+        that the group's other calls are on. Contexts may nest: then all of this is done at the end
+        of the outermost, and no graph may be replayed before.
 
         Collective: yes, every member.
 
@@ -211,10 +212,17 @@ class IpcBackend(Backend):
         """As every backend's. What was sent before may still fill the channel."""
         return False
 
-    def norms(self, x: Tensor, weight: Tensor) -> bool:
-        """As `Backend.norms`: for tensors that go in packets, with rows of whole cells."""
+    def norms(self, x: Tensor, weight: Tensor, algorithm: Algorithm | None = None) -> bool:
+        """As `Backend.norms`: for sums that go in packets, with rows of whole cells.
+
+        Args:
+            x: the rows to sum.
+            weight: the norm's weight.
+            algorithm: that of the sum; None: chosen by its size.
+        """
+        algorithm = algorithm or self._planner.algorithm(x.nbytes)
         fits = 0 < x.nbytes <= self.packet_bytes and weight.nbytes % ALIGN == 0
-        return fits and x.dtype in self.capabilities.normed
+        return fits and algorithm is Algorithm.PACKETS and x.dtype in self.capabilities.normed
 
     def discard(self) -> None:
         """Stop all waiting kernels of this rank."""

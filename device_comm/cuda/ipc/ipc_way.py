@@ -15,6 +15,8 @@ from device_comm.reduce_op import ReduceOp
 from device_comm.wrappers.wrapper import Wrapper
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from device_comm.cuda.ipc.ipc_backend import IpcBackend
     from device_comm.operation import Operation
     from device_comm.work import Pending
@@ -38,10 +40,20 @@ class IpcWay(Wrapper):
 
     def __init__(self, ipc: IpcBackend, algorithm: Algorithm) -> None:
         """Use ``ipc``, which its maker closes. Collective: no."""
-        has = replace(ipc.capabilities, verbs=frozenset({"all_reduce"}), reductions=_REDUCTIONS)
+        normed = ipc.capabilities.normed if algorithm is Algorithm.PACKETS else frozenset()
+        has = replace(
+            ipc.capabilities,
+            verbs=frozenset({"all_reduce"}),
+            reductions=_REDUCTIONS,
+            normed=normed,
+        )
         super().__init__(ipc, capabilities=has, closes=False)
         self._ipc = ipc
         self._algorithm = algorithm
+
+    def norms(self, x: Tensor, weight: Tensor) -> bool:
+        """As `IpcBackend.norms`, by the algorithm."""
+        return self._ipc.norms(x, weight, self._algorithm)
 
     def start(self, operation: Operation) -> Pending | None:
         """Reduce by the algorithm."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 from typing import TYPE_CHECKING
 
 import pytest
 
 from device_comm import ReduceOp
+from device_comm.cuda.ipc import ipc_backend
 from device_comm.cuda.launches import abi
 from device_comm.cuda.launches.abi import ErrorCode, KernelJob, Phase, RegionLayout
 from device_comm.span import Span
@@ -63,6 +65,14 @@ def test_a_region_is_as_long_as_its_formula_says() -> None:
     assert layout.packets == 28928 + 2 * 4096
     assert layout.channels == layout.packets + 4 * 3 * 512
     assert layout.size == 28928 + 2 * 4096 + 3 * (4 * 512 + 3 * 1024)
+
+
+def test_the_memory_of_a_rank_is_what_its_page_says() -> None:
+    said = re.search(r"``(\d+) MiB \+ (\d+) n MiB``", ipc_backend.__doc__ or "")
+    assert said is not None
+    common, each = map(int, said.groups())
+    for n in (2, abi.MAX_RANKS):
+        assert RegionLayout(n).size // (1 << 20) == common + each * n
 
 
 def test_lanes_share_a_channel() -> None:

@@ -19,6 +19,7 @@ from tests.ranks import NEW_BOARD, run_ranks
 if TYPE_CHECKING:
     from shm_broadcast import BoardHandle
 
+NORM = "ipc_packets_norm_float32"
 NAMES = ["ipc packets", "ipc one-shot", "ipc two-shot"]
 
 
@@ -51,6 +52,13 @@ def reduced(rank: int, n: int, library: str, path: str, board: BoardHandle) -> l
         ]
         selection = Selection(candidates, Table({}, {"all_reduce": rows}))
         comm = Communicator(SelectingBackend(selection))
+        # What the plain sum is chosen for decides: here 256 bytes go in one shot.
+        for count, is_one in ((4, True), (64, False)):
+            x, launched = torch.full((1, count), rank + 1.0), driver.launched.count(NORM)
+            normed, kept = comm.all_reduce_norm(x, torch.ones_like(x), torch.ones(count), 0.0)
+            assert kept.unique().tolist() == [4.0]
+            assert normed.unique().tolist() == [1.0]
+            assert driver.launched.count(NORM) - launched == is_one, count
         used = []
         for count in (4, 64, 1024):
             x = torch.full((count,), rank + 1.0)
