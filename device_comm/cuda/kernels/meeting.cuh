@@ -2,7 +2,8 @@
  *
  * Guarantees
  *   1. Block b of a rank leaves a meeting when block b of every rank has come to it, and sees what
- *      that block has written before, if it brought anything; and what kernels before this one have.
+ *      that block has written before, if it brings anything; and what earlier kernels of that rank
+ *      have written into the memory of its own device.
  *   2. Kernels that meet alternate between two stagings. A rank writes the one of epoch e after it
  *      has been through the kernel of epoch e - 1; every rank had come to that, so it was done with
  *      the kernel of epoch e - 2, the last one to read this staging.
@@ -30,9 +31,10 @@ class Meeting {
         return group_.regions[rank] + REGION_STAGING + (epoch_ & 1) * group_.staging_bytes;
     }
 
-    /* Of all threads of the block; all of them get the same answer. Who brings nothing that this
-     * kernel has written does not wait until its writes have come to all devices: what earlier
-     * kernels wrote came there when they ended. */
+    /* Of all threads of the block; all of them get the same answer. Who `brings` nothing, since
+     * this kernel has written nothing yet that others read, has no writes to wait for: those of
+     * earlier kernels were done when these ended, and whoever reads them reads them there. torch's
+     * symmetric memory begins its kernels in the same way. */
     DEVICE bool meet(Phase phase, bool brings = true) const {
         u64 number = 2 * epoch_ + phase;
         if (!all_of_block(begins_)) return false;

@@ -115,10 +115,12 @@ def test_a_message_is_not_taken_for_a_part_of_a_collective(emulation: Emulation)
 # --- sources in a table ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
-def test_sources_read_where_they_are(emulation: Emulation, n: int) -> None:
-    count, dtype = 700, torch.float32
-    sources = [at(wild(r, count, dtype), 4 * (r % 2)) for r in range(n)]
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("shift", [0, 4])
+def test_sources_read_where_they_are(emulation: Emulation, n: int, shift: int) -> None:
+    """More whole cells than a thread reads at a time, and a rest; or no whole cell."""
+    count, dtype = 701, torch.float32
+    sources = [at(wild(r, count, dtype), shift * (r % 2)) for r in range(n)]
     parts = [source.clone() for source in sources]
     table = torch.frombuffer(
         bytearray(abi.pack_sources([source.data_ptr() for source in sources])), dtype=torch.uint8
