@@ -34,10 +34,11 @@ SHOTS = {
 
 
 BLOCKS = 24
-"""Of each of torch's kernels, at most."""
+"""The largest grid of torch's kernels."""
 
 MOST_ON_A_DEVICE = 4
-"""With 8 ranks on one H100 torch's kernels waited for each other without end."""
+"""Ranks that may share a device: with 8 on one H100 torch's kernels waited for each other without
+end."""
 
 
 def shared_memory(group: ProcessGroup, device: torch.device) -> Tensor:

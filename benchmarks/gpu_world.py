@@ -269,16 +269,21 @@ def _run_processes(
                     process.join()
 
 
+def _crowd(n: int) -> int:
+    """The largest number of ranks that share a device."""
+    return -(-n // torch.cuda.device_count())
+
+
 def _as_torch_has(n: int) -> Limits | None:
     """As many blocks as torch's kernels where ranks share a device; None: the default."""
-    crowd = -(-n // torch.cuda.device_count())
+    crowd = _crowd(n)
     if not 1 < crowd <= MOST_ON_A_DEVICE:
         return None
     return replace(Limits.for_ranks(n, ranks_on_device=crowd), max_blocks=BLOCKS)
 
 
 def _sharing(n: int) -> dict[str, str]:
-    return {SHARED_DEVICE: "1"} if torch.cuda.device_count() < n else {}
+    return {SHARED_DEVICE: "1"} if _crowd(n) > 1 else {}
 
 
 def _collect(pipes: Sequence[Connection], deadline: Deadline) -> list[Any]:
@@ -347,7 +352,7 @@ def _be_rank(
 
 def _add_others(rank: Rank, board: Board, folder: str, closing: ExitStack) -> None:
     device = rank.comm.device
-    apart = torch.cuda.device_count() >= rank.n
+    apart = _crowd(rank.n) == 1
     store = dist.FileStore(f"{folder}/store", rank.n)
     kind = "nccl" if apart else "gloo"
     dist.init_process_group(kind, store=store, rank=rank.rank, world_size=rank.n)
@@ -358,8 +363,9 @@ def _add_others(rank: Rank, board: Board, folder: str, closing: ExitStack) -> No
     else:
         why = f"{rank.n} ranks share {torch.cuda.device_count()} device(s)"
         rank.left_out = dict.fromkeys(APART, why)
-        if rank.n > MOST_ON_A_DEVICE:
-            rank.left_out |= dict.fromkeys(SHOTS, why)
+        if _crowd(rank.n) > MOST_ON_A_DEVICE:
+            hangs = f"its kernels hang where more than {MOST_ON_A_DEVICE} ranks share a device"
+            rank.left_out |= dict.fromkeys(SHOTS, hangs)
             return
     try:
         memory = shared_memory(world, device)

@@ -73,6 +73,7 @@ def test_ranks_as_processes_load_lazily(monkeypatch: pytest.MonkeyPatch) -> None
         return SimpleNamespace(start=start, join=lambda _: None, is_alive=lambda: False)
 
     monkeypatch.setenv(LOADING, "EAGER")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=process)
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     assert gpu_world.run_world("processes", 2, print) == ["done", "done"]
