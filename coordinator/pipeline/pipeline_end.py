@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from device_comm import Pending
     from device_comm.verbs.arguments import Later, Maybe, Now, Timeout
 
+    Send = tuple[Any, str, int]
+    """A tree, the way that it goes, and the rank that gets it."""
+
 
 class Exchanged(NamedTuple):
     """What an exchange received; None where nothing was asked for."""
@@ -140,7 +143,7 @@ class PipelineEnd:
             GroupTimeoutError: it took too long; without ``async_op`` the group is aborted.
         """
         return self._swap(
-            lambda received: Exchanged(*received),
+            Exchanged._make,
             send_next,
             send_prev,
             recv_prev,
@@ -163,22 +166,33 @@ class PipelineEnd:
         next_rank: int | None = None,
         prev_rank: int | None = None,
         scatter_gather_tensors: bool | None = None,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        **how: Unpack[Maybe],
     ) -> Any:
         """`exchange`, of which ``pick`` chooses the result: it is given both trees."""
         to_next, to_prev = self._neighbour(next_rank, 1), self._neighbour(prev_rank, -1)
         trees = ((send_next, NEXT, to_next), (send_prev, PREV, to_prev))
         sends = [each for each in trees if each[0] is not None]
-        allowed = self.pp.device_communicator.timeout if timeout is None else timeout
-        if not async_op:
-            allowed = Deadline.after(allowed)
         # what the previous stage sends goes to its next one
         inflows = [
             (NEXT, self._inflow_of(to_prev)) if recv_prev else None,
             (PREV, self._inflow_of(to_next)) if recv_next else None,
         ]
-        packed, refused = self._packed(sends, self._slicing(scatter_gather_tensors))
+        return self._carry_out(pick, sends, inflows, self._slicing(scatter_gather_tensors), **how)
+
+    def _carry_out(
+        self,
+        pick: Callable[[list[Any]], Any],
+        sends: Sequence[Send],
+        inflows: Sequence[tuple[str, Inflow] | None],
+        slicing: Slicing,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        allowed = self.pp.device_communicator.timeout if timeout is None else timeout
+        if not async_op:
+            allowed = Deadline.after(allowed)
+        packed, refused = self._packed(sends, slicing)
         sends_only = not (async_op or refused or any(inflows))
         sending: list[Work[None]] = []
         requests: list[Request | None] = []
@@ -225,7 +239,7 @@ class PipelineEnd:
             self._peers.cpu.abort(error)
 
     def _packed(
-        self, sends: Sequence[tuple[Any, str, int]], slicing: Slicing
+        self, sends: Sequence[Send], slicing: Slicing
     ) -> tuple[list[Packed], Exception | None]:
         """What is sent; if a tree cannot be, refusals in the place of all, and why."""
         pack = self._messenger.payload
@@ -233,7 +247,7 @@ class PipelineEnd:
             self._check_peer(dst)
         try:
             return [pack(to_dict(tree, way), slicing) for tree, way, _ in sends], None
-        except Exception as error:  # noqa: BLE001 - `_swap` raises it
+        except Exception as error:  # noqa: BLE001 - `_carry_out` raises it
             refused = self._naming_the_leaf([tree for tree, _, _ in sends], slicing) or error
             return [pack(refused_tree(refused, way), WHOLE) for _, way, _ in sends], refused
 
