@@ -28,7 +28,7 @@ class Alarm(Interruption, Exception):
     """What that of SIGALRM may raise: an error as others."""
 
 
-def interrupt() -> None:
+def interrupt(*_: object) -> None:
     """Be a signal handler that raises."""
     raise Interruption
 

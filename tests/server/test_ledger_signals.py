@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
@@ -16,13 +16,34 @@ from server.errors import (
     WorkerError,
     WorkerLostError,
 )
-from tests.interruptions import interruptions
+from tests.interruptions import interrupt, interruptions
 from tests.server.book import Book, a_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from server.calls.pending_call import PendingCall
+
+T = TypeVar("T")
+
+
+def interrupted(
+    prepare: Callable[[], tuple[Book, T]],
+    act: Callable[[Book], object],
+    handler: Callable[[Book], object] = interrupt,
+) -> Iterator[tuple[str, Book, T]]:
+    """Have ``act`` interrupted at each place of the pool's calls, on a newly prepared book each."""
+    book, calls = prepare()
+
+    def call() -> None:
+        act(book)
+
+    def signal() -> None:
+        handler(book)
+
+    for place in interruptions(call, server.calls, handler=signal):
+        yield place, book, calls
+        book, calls = prepare()
 
 
 def at_work(
@@ -39,28 +60,32 @@ def at_work(
     return book, calls
 
 
+def answer_last(book: Book) -> None:
+    book.reply(1, 1, "one")
+
+
+def close(book: Book) -> None:
+    book.ledger.end(PoolClosedError("shut down"))
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_interrupt_anywhere_in_the_taking_of_a_reply_leaves_nothing_half_done(
     fails: bool,
 ) -> None:
     """Who waits for one call takes the last answer to another one, and is interrupted there."""
 
-    def prepared() -> tuple[Book, PendingCall, PendingCall]:
+    def prepared() -> tuple[Book, list[PendingCall]]:
         book = Book(in_flight=2, settle_seconds=0.0, ticks=False)
-        other, own = book.send(), book.send()
-        other.future()
+        calls = [book.send(), book.send()]
+        calls[0].future()
         if fails:
             book.fail(0, 1)
         else:
             book.reply(0, 1, "zero")
-        return book, other, own
+        return book, calls
 
-    def answer_last() -> None:
-        book.reply(1, 1, "one")
-
-    book, other, own = prepared()
     taken = 0
-    for _ in interruptions(answer_last, server.calls):
+    for _, book, (other, own) in interrupted(prepared, answer_last):
         book.ledger.abandon(own)
         void = book.ledger.next_to_send(1)
         assert void is not None
@@ -83,7 +108,6 @@ def test_an_interrupt_anywhere_in_the_taking_of_a_reply_leaves_nothing_half_done
         assert book.ledger.load == 0
         assert book.ledger._calls.settling == []
         book.ledger.state.check()
-        book, other, own = prepared()
     assert fails or taken > 10
 
 
@@ -91,27 +115,22 @@ def test_an_interrupt_anywhere_in_the_taking_of_a_reply_leaves_nothing_half_done
 def test_a_tick_after_such_an_interrupt_does_not_break_the_pool(kind: str) -> None:
     """A call that one rank has failed is answered by the last; the ticking thread comes first."""
 
-    def prepared() -> tuple[Book, PendingCall, PendingCall]:
+    def prepared() -> tuple[Book, list[PendingCall]]:
         book = Book(ticks=False)
-        other, own = book.send(), book.send()
-        other.future()
+        calls = [book.send(), book.send()]
+        calls[0].future()
         book.fail(0, 1, kind, hearsay=kind == "PeerLostError")
-        return book, other, own
+        return book, calls
 
-    def answer_last() -> None:
-        book.reply(1, 1, "one")
-
-    book, other, own = prepared()
-    for place in interruptions(answer_last, server.calls):
+    for place, book, (other, own) in interrupted(prepared, answer_last):
         book.ledger.tick()
         book.ledger.state.check()
         book.ledger.abandon(own)
         if not other.settled:
-            book.reply(1, 1, "one")
+            answer_last(book)
         with pytest.raises(WorkerError, match="rank 0 failed"):
             other.future().result(0)
         assert set(book.asked) == {("resume", 0, 1)}, place
-        book, other, own = prepared()
 
 
 def diverge(book: Book) -> None:
@@ -139,17 +158,10 @@ def test_a_break_that_is_interrupted_anywhere_is_finished(
     restartable: bool,
 ) -> None:
     """Who waits for one call takes what breaks the pool, and is interrupted there."""
-
     prepared = partial(at_work, prepare, restartable=restartable)
-
-    def take() -> None:
-        broken(book)
-
-    book, calls = prepared()
     places = []
-    for place in interruptions(take, server.calls):
+    for place, book, (first, own, again, queued) in interrupted(prepared, broken):
         places.append(place)
-        first, own, again, queued = calls
         book.ledger.abandon(own)
         book.look()
         if not book.asked:
@@ -171,7 +183,6 @@ def test_a_break_that_is_interrupted_anywhere_is_finished(
         assert book.asked == [("broke", error)]
         assert book.ledger.load == 0
         assert book.ledger._calls.settling == []
-        book, calls = prepared()
     assert len(places) > 3
 
 
@@ -184,16 +195,8 @@ def test_a_pool_may_be_shut_down_by_a_signal_handler_anywhere_while_it_breaks(
     restartable: bool,
 ) -> None:
     prepared = partial(at_work, prepare, restartable=restartable)
-
-    def take() -> None:
-        broken(book)
-
-    def close() -> None:
-        book.ledger.end(PoolClosedError("shut down"))
-
-    book, calls = prepared()
     places = []
-    for place in interruptions(take, server.calls, handler=close):
+    for place, book, calls in interrupted(prepared, broken, handler=close):
         places.append(place)
         book.look()
         ended = PoolClosedError if restartable else (PoolClosedError, error)
@@ -203,7 +206,6 @@ def test_a_pool_may_be_shut_down_by_a_signal_handler_anywhere_while_it_breaks(
             assert isinstance(call.future().exception(0), PoolClosedError | error)
         assert book.ledger.load == 0
         assert book.ledger._calls.settling == []
-        book, calls = prepared()
     assert len(places) > 3
 
 
@@ -212,7 +214,7 @@ def test_what_broke_a_pool_is_told_though_it_is_shut_down_at_once(restartable: b
     book = Book(restartable=restartable, ticks=False)
     call = book.send()
     break_off(book)
-    book.ledger.end(PoolClosedError("shut down"))
+    close(book)
     assert isinstance(call.future().exception(0), WorkerLostError)
     assert book.asked == [("broke", WorkerLostError)]
     ended = PoolClosedError if restartable else WorkerLostError
@@ -240,16 +242,11 @@ def test_an_interrupt_does_not_stop_the_time_of_a_failed_call() -> None:
         book.reply(0, 1)
         return book, call
 
-    def answer_last() -> None:
-        book.reply(1, 1)
-
-    book, call = prepared()
-    for _ in interruptions(answer_last, server.calls):
+    for _, book, call in interrupted(prepared, answer_last):
         book.ledger.abandon(call)
         if call.settled:
             book.look()
             assert book.asked == [("broke", WorkerError)]
-        book, call = prepared()
 
 
 @pytest.mark.parametrize("helped", [False, True])
@@ -263,24 +260,19 @@ def test_a_shutdown_that_is_interrupted_anywhere_is_finished(noted: bool, helped
             break_off(book)
         return book, calls
 
-    def close() -> None:
-        book.ledger.end(PoolClosedError("shut down"))
-
     had = WorkerLostError if noted else PoolClosedError
-    book, calls = prepared()
     places, finished = [], 0
-    for place in interruptions(close, server.calls):
+    for place, book, calls in interrupted(prepared, close):
         places.append(place)
         if helped:
             book.look()
             finished += all(call.future().done() for call in calls)
-        close()
+        close(book)
         errors = [type(call.future().exception(0)) for call in calls]
         assert errors == [had, had, PoolClosedError, PoolClosedError], place
         assert book.ledger.wait_until_idle(0)
         assert book.ledger._calls.settling == []
         assert book.asked in ([], [("broke", had)] if noted else [])
-        book, calls = prepared()
     assert len(places) > 20
     assert not helped or len(places) - finished < len(places) // 2
 
@@ -295,18 +287,13 @@ def test_no_call_that_may_be_moved_is_lost_by_an_interrupted_shutdown() -> None:
         break_off(book)
         return book, calls
 
-    def close() -> None:
-        book.ledger.end(PoolClosedError("shut down"))
-
-    book, calls = prepared()
     places = 0
-    for place in interruptions(close, server.calls):
+    for place, book, calls in interrupted(prepared, close):
         places += 1
         book.look()
-        close()
+        close(book)
         assert all((call in moved) != call.future().done() for call in calls), place
         moved.clear()
-        book, calls = prepared()
     assert places > 20
 
 
@@ -320,13 +307,8 @@ def test_no_call_is_lost_on_its_way_to_another_pool() -> None:
         book.ledger.move = lambda calls: moved.extend(calls) or []
         return book, calls[2:]
 
-    def move_on() -> None:
+    for place, book, waiting in interrupted(prepared, lambda book: book.ledger.move_on()):
         book.ledger.move_on()
-
-    book, waiting = prepared()
-    for place in interruptions(move_on, server.calls):
-        move_on()
         book.look()
         assert moved == waiting, place
         moved.clear()
-        book, waiting = prepared()
