@@ -32,7 +32,6 @@ MESSAGE_BYTES: Final = 4096
 MOST_READERS: Final = 8
 END_SECONDS: Final = 10.0
 EVENT: Final = "iceoryx2 (event)"
-POLLING: Final = "iceoryx2 (polling)"
 
 
 class Node:

@@ -15,8 +15,6 @@ from benchmarks.gpu_environment import MPS_FOLDER, SIDE_BY_SIDE
 from tests.commands import run_code
 from tests.ranks import PRELOADED, RanksFailedError, init_gloo, run_ranks
 
-ROOT = Path(__file__).parents[1]
-
 
 @dataclass
 class Argument:

@@ -137,7 +137,7 @@ class RootedVerbs:
                 return done
         check_tensor("x", x, run.device)
         check_reduction(op, x.dtype)
-        dst = run.check_root("dst", dst, out)
+        dst = run.check_dst(dst, out)
         if out is not None:
             check_out(out, x.shape, x.dtype, run.device)
         if run.world_size == 1:

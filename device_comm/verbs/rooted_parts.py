@@ -70,7 +70,7 @@ class RootedPartVerbs:
         check_tensor("x", x, run.device)
         dim = check_dim(dim, x)
         n = run.world_size
-        dst = run.check_root("dst", dst, out)
+        dst = run.check_dst(dst, out)
         shape = resized(x.shape, dim, n * x.shape[dim])
         if out is not None:
             check_out(out, shape, x.dtype, run.device)

@@ -215,12 +215,12 @@ class Runner:
         part = self.part(x, dim, index)
         return part if part is x else part.clone()
 
-    def check_root(self, label: str, root: int, out: Tensor | None) -> int:
+    def check_dst(self, dst: int, out: Tensor | None) -> int:
         """Require a rank of the group, and ``out`` nowhere but there; the rank as an int."""
-        root = check_rank(label, root, self.world_size)
-        if out is not None and self.rank != root:
-            raise ValueError(f"out is given on rank {root} only; this is rank {self.rank}")
-        return root
+        dst = check_rank("dst", dst, self.world_size)
+        if out is not None and self.rank != dst:
+            raise ValueError(f"out is given on rank {dst} only; this is rank {self.rank}")
+        return dst
 
     def _label(self, operation: Operation) -> str:
         """What profilers call an operation: ``"group-coordinator all_reduce tp 4096 B"``."""

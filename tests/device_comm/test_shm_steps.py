@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -113,7 +112,6 @@ def broadcasting(ends: Ends, rank: int, inputs: list[Tensor], x: Tensor) -> Made
 
 
 SIZED = {each.__name__: each for each in (reducing, gathering, exchanging, broadcasting)}
-Make = Callable[[], Ends]
 
 
 @pytest.fixture(params=[(True, True), (False, False), (True, False)], ids=["C", "Python", "mixed"])

@@ -13,7 +13,6 @@ from server import WorkerPool
 from server.driver.cores import cpu_quota, usable_cores, worker_threads
 from tests.commands import run_code, run_to_end
 
-ROOT = Path(__file__).parents[2]
 V1 = "32 31 0:29 {root} /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
 V2 = "41 31 0:38 {root} /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 OTHER = "22 1 0:20 / /proc rw,nosuid - proc proc rw\n"

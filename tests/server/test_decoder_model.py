@@ -26,13 +26,13 @@ GREEDY = Draw(Sampling(), 0.0)
 COUNT = 20
 
 
-def steps_of(answers: Sequence[Sequence[int]], chunk: int, every: int = 2) -> list[list[Row]]:
-    """Steps in which each sequence of `PROMPTS` begins ``every`` steps after the one before, and
+def steps_of(answers: Sequence[Sequence[int]], chunk: int) -> list[list[Row]]:
+    """Steps in which each sequence of `PROMPTS` begins two steps after the one before, and
     is fed ``chunk`` tokens at a time until its prompt ends, then one of its answer at a time.
     """
     steps: list[list[Row]] = []
     for slot, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
-        at = slot * every
+        at = 2 * slot
         starts = [*range(0, len(prompt), chunk), *range(len(prompt), len(prompt) + len(answer) - 1)]
         for start, stop in zip(starts, [*starts[1:], len(prompt) + len(answer) - 1], strict=True):
             steps += [[] for _ in range(at + 1 - len(steps))]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import io
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.control.output import LabelledText, label_output
 from tests.commands import run_to_end
 
 if TYPE_CHECKING:
-    import pytest
+    from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+    import pytest
 
 
 def labelled() -> tuple[LabelledText, io.BytesIO]:

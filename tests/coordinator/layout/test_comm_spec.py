@@ -42,9 +42,9 @@ class Numbers(Place):
     name = "numbers"
 
 
-def spec_of(layout: Layout, shape: tuple[int, ...] = (16, 16)) -> ShardingSpec:
+def spec_of(layout: Layout) -> ShardingSpec:
     axes: Any = (Numbers(0, 2), Numbers(0, 4))
-    return ShardingSpec(Mesh(axes, Numbers(0, 8), COSTS), shape, layout)
+    return ShardingSpec(Mesh(axes, Numbers(0, 8), COSTS), (16, 16), layout)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,6 @@ def make_nccl(
     path: str,
     *,
     patient: bool = True,
-    timeout: float = 20.0,
     hold: float = 5.0,
     **options: Any,
 ) -> tuple[Communicator, HostStreams]:
@@ -114,7 +113,7 @@ def make_nccl(
         share_through(path),
         device="cpu",
         name="tp",
-        timeout=timeout,
+        timeout=20.0,
         watch=watch,
         library=NcclLibrary(library),
         streams=streams,
