@@ -110,9 +110,9 @@ MEETINGS = (
 RESULTS = (
     Mutant(
         "K sums: the ranks' numbers in their order",
-        f"{_KERNELS}/numbers.cuh",
-        "if (r < ranks) total.add(op, cells[r]);",
-        "if (r < ranks) total.add(op, cells[ranks - r]);",
+        f"{_KERNELS}/staged.cuh",
+        "if (r < n) total.add(job.op, cells[c][r]);",
+        "if (r < n) total.add(job.op, cells[c][n - r]);",
         _RESULTS,
     ),
     Mutant(
