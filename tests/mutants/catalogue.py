@@ -350,7 +350,7 @@ MUTANTS = (
         "if self.done or not self.retry or",
         "if self.done or",
         (
-            "tests/server/test_ledger.py::"
+            "tests/server/test_ledger_restarts.py::"
             "test_a_pool_that_is_restarted_fails_what_the_workers_had_and_keeps_the_rest",
         ),
     ),

@@ -10,6 +10,7 @@ from server.calls.ledger import Ledger
 from server.calls.pending_call import PendingCall
 from server.control.cancelled_calls import CancelledCalls
 from server.control.protocol import Failed, Reply
+from server.errors import WorkerLostError
 from tests.server.begun import begun
 
 
@@ -68,6 +69,11 @@ class Book:
     def reply(self, rank: int, number: int, value: Any = None, operations: int = 0) -> None:
         self.ledger.replied(rank, Reply(number, begun((0, 1), all_reduce=operations), value))
 
+    def answer(self, number: int, *values: Any) -> None:
+        """Both ranks reply: with ``values``, by rank, or None."""
+        for rank, value in enumerate(values or (None, None)):
+            self.reply(rank, number, value)
+
     def fail(
         self,
         rank: int,
@@ -81,6 +87,9 @@ class Book:
         did = begun((0, 1), all_reduce=operations)
         failed = Failed(number, did, kind, "text", "trace", hearsay, diverged)
         self.ledger.failed(rank, failed, final)
+
+    def lose_worker(self) -> None:
+        self.ledger.break_off(WorkerLostError(1, 4242, "killed by SIGKILL"))
 
 
 def a_call(*, retry: bool = False) -> PendingCall:

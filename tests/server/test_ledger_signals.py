@@ -10,12 +10,7 @@ import pytest
 
 import server.calls
 from server.calls.hooks import ignore
-from server.errors import (
-    CallDivergedError,
-    PoolClosedError,
-    WorkerError,
-    WorkerLostError,
-)
+from server.errors import CallDivergedError, PoolClosedError, WorkerError, WorkerLostError
 from tests.interruptions import interrupt, interruptions
 from tests.server.book import Book, a_call
 
@@ -137,15 +132,11 @@ def diverge(book: Book) -> None:
     book.reply(1, 1, operations=1)
 
 
-def break_off(book: Book) -> None:
-    book.ledger.break_off(WorkerLostError(1, 4242, "killed by SIGKILL"))
-
-
 BREAKS: dict[str, tuple[Callable[[Book], None], Callable[[Book], None], type[Exception]]] = {
     "a divergence": (lambda book: book.reply(0, 1), diverge, CallDivergedError),
     "one in a failed call": (lambda book: book.fail(0, 1), diverge, WorkerError),
     "a last failure": (lambda _: None, lambda book: book.fail(0, 1, final=True), WorkerError),
-    "a lost worker": (lambda _: None, break_off, WorkerLostError),
+    "a lost worker": (lambda _: None, Book.lose_worker, WorkerLostError),
 }
 
 
@@ -174,8 +165,7 @@ def test_a_break_that_is_interrupted_anywhere_is_finished(
             sent = iter(partial(book.ledger.next_to_send, 2), None)
             assert [call for call in sent if not call.is_void] == [again, queued]
             for call in (again, queued):
-                for rank in (0, 1):
-                    book.reply(rank, call.number, rank)
+                book.answer(call.number, 0, 1)
                 assert call.future().result(0) == [0, 1]
         else:
             for call in (again, queued):
@@ -213,7 +203,7 @@ def test_a_pool_may_be_shut_down_by_a_signal_handler_anywhere_while_it_breaks(
 def test_what_broke_a_pool_is_told_though_it_is_shut_down_at_once(restartable: bool) -> None:
     book = Book(restartable=restartable, ticks=False)
     call = book.send()
-    break_off(book)
+    book.lose_worker()
     close(book)
     assert isinstance(call.future().exception(0), WorkerLostError)
     assert book.asked == [("broke", WorkerLostError)]
@@ -225,7 +215,7 @@ def test_a_thread_that_no_signal_handler_interrupts_breaks_the_pool_itself() -> 
     """The one that ticks may be held up."""
     book = Book(ticks=False)
     call = book.send()
-    thread = threading.Thread(target=break_off, args=(book,))
+    thread = threading.Thread(target=book.lose_worker)
     thread.start()
     thread.join()
     assert isinstance(call.future().exception(0), WorkerLostError)
@@ -257,7 +247,7 @@ def test_a_shutdown_that_is_interrupted_anywhere_is_finished(noted: bool, helped
     def prepared() -> tuple[Book, list[PendingCall]]:
         book, calls = at_work(restartable=True)
         if noted:
-            break_off(book)
+            book.lose_worker()
         return book, calls
 
     had = WorkerLostError if noted else PoolClosedError
@@ -284,7 +274,7 @@ def test_no_call_that_may_be_moved_is_lost_by_an_interrupted_shutdown() -> None:
     def prepared() -> tuple[Book, list[PendingCall]]:
         book, calls = at_work(restartable=False)
         book.ledger.move = lambda calls: moved.extend(calls) or []
-        break_off(book)
+        book.lose_worker()
         return book, calls
 
     places = 0
@@ -302,7 +292,7 @@ def test_no_call_is_lost_on_its_way_to_another_pool() -> None:
 
     def prepared() -> tuple[Book, list[PendingCall]]:
         book, calls = at_work(restartable=True)
-        break_off(book)
+        book.lose_worker()
         book.look()
         book.ledger.move = lambda calls: moved.extend(calls) or []
         return book, calls[2:]
