@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 import coordinator
 from coordinator import GroupCoordinator, host_store
-from coordinator.messages.incoming import IncomingDict
-from coordinator.messages.outgoing import OUTSTANDING_BYTES, AnotherThreadError
+from coordinator.messages.outgoing import OUTSTANDING_BYTES
 from device_comm.shm.pipes.spills import AHEAD_BYTES
 from shm_broadcast import (
     DivergenceError,
     GroupAbortedError,
-    GroupTimeoutError,
     MessageDecodeError,
     MessageRefusedError,
 )
 from tests.coordinator.sent import agree
-from tests.patience import until
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -277,6 +272,12 @@ def told_to_both(group: GroupCoordinator, me: int, other: int) -> None:
         assert second.wait() == "next"
         with pytest.raises(MessageRefusedError, match=f"rank {ranks[other]} sends nothing"):
             first.wait()
+    assert group.all_gather_object(me) == [0, 1]
+
+
+def told_to_all(group: GroupCoordinator, me: int, other: int) -> None:
+    """What cannot be sent to all raises at all of them, in the background, too."""
+    ranks = group.ranks
     for background in (False, True):
 
         def result(called: Any, background: bool = background) -> Any:
@@ -355,6 +356,7 @@ CASES = [
     awaited,
     refused,
     told_to_both,
+    told_to_all,
     undecodable,
     another_default_device,
 ]
@@ -430,230 +432,3 @@ def another_kind(rank: int, n: int, port: int, torch_only: bool) -> None:
 def test_a_message_of_another_kind_is_told_apart(torch_only: bool) -> None:
     store = host_store()
     run_ranks(2, another_kind, store.port, torch_only)
-
-
-# --- what does not come -------------------------------------------------------------------
-
-
-def nothing_comes(rank: int, n: int, port: int) -> None:
-    store = coordinator.connect_store("127.0.0.1", port)
-    with coordinator.init(pp=2, rank=rank, store=store, timeout=30) as groups:
-        if rank == 0:
-            pending = groups.pp.irecv_object(1)
-            with pytest.raises(GroupTimeoutError):
-                pending.wait(0.1)
-            groups.pp.barrier()
-            assert pending.wait() == "late"
-            with pytest.raises(GroupTimeoutError, match="rank 1") as caught:
-                groups.pp.recv_tensor_dict(timeout=0.3)
-            assert [member.rank for member in caught.value.waiting_for] == [1]
-        else:
-            groups.pp.barrier()
-            groups.pp.send_object("late", 0)
-        with pytest.raises(GroupAbortedError, match="GroupTimeoutError"):
-            groups.pp.recv_object(1 - rank)
-
-
-def test_deadlines() -> None:
-    """A handle may be waited for again; a blocking call that gave up ends the group."""
-    store = host_store()
-    run_ranks(2, nothing_comes, store.port)
-
-
-def send_again_and_again(group: GroupCoordinator, x: torch.Tensor) -> None:
-    for _ in range(4):
-        group.send(x, 1, timeout=0.3)
-
-
-def nobody_takes_it(rank: int, n: int, port: int, torch_only: bool) -> None:
-    """What a blocking call has passed on when its time is up ends the group on both ends."""
-    store = coordinator.connect_store("127.0.0.1", port)
-    with coordinator.init(
-        pp=2, rank=rank, store=store, timeout=30, torch_only=torch_only
-    ) as groups:
-        if rank == 0:
-            x = torch.zeros(OUTSTANDING_BYTES + AHEAD_BYTES, dtype=torch.uint8)
-            with pytest.raises(GroupTimeoutError):
-                send_again_and_again(groups.pp, x)
-            store.set("gave up", "")
-        else:
-            store.get("gave up")
-        with pytest.raises(GroupAbortedError, match="GroupTimeoutError"):
-            groups.pp.recv_object(1 - rank)
-
-
-@pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
-def test_a_send_that_gives_up_ends_the_group(torch_only: bool) -> None:
-    store = host_store()
-    run_ranks(2, nobody_takes_it, store.port, torch_only)
-
-
-def one_stalls(rank: int, n: int, port: int) -> None:
-    store = coordinator.connect_store("127.0.0.1", port)
-    make_room = IncomingDict._make_room
-
-    def stall(*what: Any) -> Any:
-        store.get("gave up")
-        return make_room(*what)
-
-    with coordinator.init(tp=2, rank=rank, store=store, timeout=30, torch_only=True) as groups:
-        if rank == 0:
-            two = {"x": torch.ones(2 << 20), "y": torch.ones(2 << 20)}
-            with pytest.raises(GroupTimeoutError):
-                groups.tp.broadcast_tensor_dict(two, timeout=1)
-            store.set("gave up", "")
-        else:
-            with (
-                patch.object(IncomingDict, "_make_room", stall),
-                pytest.raises(GroupAbortedError, match="GroupTimeoutError"),
-            ):
-                groups.tp.broadcast_tensor_dict()
-        with pytest.raises(GroupAbortedError, match="GroupTimeoutError"):
-            groups.tp.barrier()
-
-
-def test_a_broadcast_that_gives_up_ends_the_group() -> None:
-    """Also where several tensors are under way at once."""
-    store = host_store()
-    run_ranks(2, one_stalls, store.port)
-
-
-def second_sender(rank: int, n: int, port: int, secret: bytes | None) -> None:
-    """While a thread waits in a send, another one is refused; what was sent is all there."""
-    store = coordinator.connect_store("127.0.0.1", port)
-    part = {"part": torch.zeros((OUTSTANDING_BYTES + AHEAD_BYTES) // 5, dtype=torch.uint8)}
-    large = {"large": torch.ones(OUTSTANDING_BYTES + AHEAD_BYTES, dtype=torch.uint8)}
-    torch_only = secret is not None  # so that messages are numbered, and sealed
-    parts = 1 if torch_only else 4  # which do not wait by themselves
-    with coordinator.init(
-        tp=n, rank=rank, store=store, timeout=30, secret=secret, torch_only=torch_only
-    ) as groups:
-        group = groups.tp
-        if rank == 0:
-            for _ in range(parts):
-                group.send_tensor_dict(part)
-            with ThreadPoolExecutor(1) as threads:
-                waiting = threads.submit(group.send_tensor_dict, large)
-                under_way = group._messenger._outgoing._under_way
-                # The first that is too large is kept by the thread, which has the turn then.
-                until(lambda: any(each[0] > OUTSTANDING_BYTES for each in [*under_way.get(1, ())]))
-                for send in (group.send_object, group.isend_object):
-                    with pytest.raises(RuntimeError, match="another thread is sending over tp"):
-                        send("lost", 1)
-                store.set("tried", "")
-                waiting.result()
-            group.send_object("after", 1)
-        else:
-            store.get("tried")
-            for expected in (*[part] * parts, large):
-                agree(group.recv_tensor_dict(), expected)
-            assert group.recv_object(0) == "after"
-        groups.world.barrier()
-
-
-@pytest.mark.parametrize("secret", [None, b"s" * 32])
-def test_a_second_thread_that_sends_is_refused(secret: bytes | None) -> None:
-    store = host_store()
-    run_ranks(2, second_sender, store.port, secret)
-
-
-TWO_RECEIVE = {
-    "objects": (
-        lambda group, number: group.send_object((number, "x" * (number % 5000)), 1),
-        lambda group: group.recv_object(0)[0],
-    ),
-    "dicts": (
-        lambda group, number: group.send_tensor_dict({"is": number, "x": torch.ones(9999)}, 1),
-        lambda group: group.recv_tensor_dict(0)["is"],
-    ),
-    "tensors": (
-        lambda group, number: group.send(torch.full((5,), float(number)), 1),
-        lambda group: int(group.recv((5,), torch.float32, 0)[0]),
-    ),
-    "objects, later": (
-        lambda group, number: group.send_object(number, 1),
-        lambda group: group.irecv_object(0).wait(),
-    ),
-}
-MANY = 200
-
-
-def two_receive(rank: int, n: int, port: int, kind: str, torch_only: bool) -> None:
-    """Two threads of rank 1 receive from rank 0 at once: each message is one thread's, whole."""
-    store = coordinator.connect_store("127.0.0.1", port)
-    send, receive = TWO_RECEIVE[kind]
-    with coordinator.init(tp=n, rank=rank, store=store, timeout=30, torch_only=torch_only) as found:
-        group = found.tp
-        got: list[int] = []
-        if rank == 0:
-            for number in range(MANY):
-                send(group, number)
-
-        def take(_: int) -> None:
-            while len(got) < MANY - 1:  # the other one may wait for the last
-                try:
-                    got.append(receive(group))
-                except AnotherThreadError:
-                    time.sleep(0)
-
-        if rank == 1:
-            with ThreadPoolExecutor(2) as threads:
-                list(threads.map(take, range(2)))
-            if len(got) < MANY:
-                got.append(receive(group))
-            assert sorted(got) == list(range(MANY))
-        found.world.barrier()
-
-
-@pytest.mark.parametrize("torch_only", [False, True])
-@pytest.mark.parametrize("kind", TWO_RECEIVE)
-def test_a_second_thread_that_receives_from_a_rank_is_refused(kind: str, torch_only: bool) -> None:
-    store = host_store()
-    run_ranks(2, two_receive, store.port, kind, torch_only)
-
-
-def receive_apart(rank: int, n: int, port: int) -> Any:
-    """Threads that receive from one member each do not disturb each other, nor one that sends."""
-    store = coordinator.connect_store("127.0.0.1", port)
-    with coordinator.init(tp=n, rank=rank, store=store, timeout=30) as groups:
-        group = groups.tp
-        others = [other for other in range(n) if other != rank]
-
-        def take(src: int) -> list[Any]:
-            return [group.recv_object(src) for _ in range(MANY)]
-
-        with ThreadPoolExecutor(n) as threads:
-            found = {src: threads.submit(take, src) for src in others}
-            for number in range(MANY):
-                for dst in others:
-                    group.send_object((rank, number), dst)
-            for src, taken in found.items():
-                assert taken.result() == [(src, number) for number in range(MANY)]
-        groups.world.barrier()
-
-
-def test_threads_may_receive_from_different_ranks() -> None:
-    store = host_store()
-    run_ranks(3, receive_apart, store.port)
-
-
-def second_broadcaster(rank: int, n: int, port: int) -> None:
-    """A broadcast to several that is refused before it has begun leaves the group as it was."""
-    store = coordinator.connect_store("127.0.0.1", port)
-    with coordinator.init(tp=n, rank=rank, store=store, timeout=30) as groups:
-        group = groups.tp
-        if rank == 0:
-            turn = group._messenger._outgoing._turn
-            with ThreadPoolExecutor(1) as threads:
-                assert threads.submit(turn.__enter__).result()
-                with pytest.raises(RuntimeError, match="another thread is sending over tp"):
-                    group.broadcast_object("lost", async_op=True)
-                threads.submit(turn.__exit__).result()
-        work = group.broadcast_object("after" if rank == 0 else None, async_op=True)
-        assert work.wait() == "after"
-        groups.world.barrier()
-
-
-def test_a_second_thread_that_broadcasts_is_refused() -> None:
-    store = host_store()
-    run_ranks(3, second_broadcaster, store.port)

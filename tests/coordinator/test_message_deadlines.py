@@ -1,0 +1,100 @@
+"""Messages that do not come, or that nobody takes: what is left of the group at the deadline."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import coordinator
+from coordinator import GroupCoordinator, host_store
+from coordinator.messages.incoming import IncomingDict
+from coordinator.messages.outgoing import OUTSTANDING_BYTES
+from device_comm.shm.pipes.spills import AHEAD_BYTES
+from shm_broadcast import GroupAbortedError, GroupTimeoutError
+from tests.ranks import run_ranks
+
+
+def nothing_comes(rank: int, n: int, port: int) -> None:
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(pp=2, rank=rank, store=store, timeout=30) as groups:
+        if rank == 0:
+            pending = groups.pp.irecv_object(1)
+            with pytest.raises(GroupTimeoutError):
+                pending.wait(0.1)
+            groups.pp.barrier()
+            assert pending.wait() == "late"
+            with pytest.raises(GroupTimeoutError, match="rank 1") as caught:
+                groups.pp.recv_tensor_dict(timeout=0.3)
+            assert [member.rank for member in caught.value.waiting_for] == [1]
+        else:
+            groups.pp.barrier()
+            groups.pp.send_object("late", 0)
+        with pytest.raises(GroupAbortedError, match="GroupTimeoutError"):
+            groups.pp.recv_object(1 - rank)
+
+
+def test_deadlines() -> None:
+    """A handle may be waited for again; a blocking call that gave up ends the group."""
+    store = host_store()
+    run_ranks(2, nothing_comes, store.port)
+
+
+def send_again_and_again(group: GroupCoordinator, x: torch.Tensor) -> None:
+    for _ in range(4):
+        group.send(x, 1, timeout=0.3)
+
+
+def nobody_takes_it(rank: int, n: int, port: int, torch_only: bool) -> None:
+    """What a blocking call has passed on when its time is up ends the group on both ends."""
+    store = coordinator.connect_store("127.0.0.1", port)
+    with coordinator.init(
+        pp=2, rank=rank, store=store, timeout=30, torch_only=torch_only
+    ) as groups:
+        if rank == 0:
+            x = torch.zeros(OUTSTANDING_BYTES + AHEAD_BYTES, dtype=torch.uint8)
+            with pytest.raises(GroupTimeoutError):
+                send_again_and_again(groups.pp, x)
+            store.set("gave up", "")
+        else:
+            store.get("gave up")
+        with pytest.raises(GroupAbortedError, match="GroupTimeoutError"):
+            groups.pp.recv_object(1 - rank)
+
+
+@pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
+def test_a_send_that_gives_up_ends_the_group(torch_only: bool) -> None:
+    store = host_store()
+    run_ranks(2, nobody_takes_it, store.port, torch_only)
+
+
+def one_stalls(rank: int, n: int, port: int) -> None:
+    store = coordinator.connect_store("127.0.0.1", port)
+    make_room = IncomingDict._make_room
+
+    def stall(*what: Any) -> Any:
+        store.get("gave up")
+        return make_room(*what)
+
+    with coordinator.init(tp=2, rank=rank, store=store, timeout=30, torch_only=True) as groups:
+        if rank == 0:
+            two = {"x": torch.ones(2 << 20), "y": torch.ones(2 << 20)}
+            with pytest.raises(GroupTimeoutError):
+                groups.tp.broadcast_tensor_dict(two, timeout=1)
+            store.set("gave up", "")
+        else:
+            with (
+                patch.object(IncomingDict, "_make_room", stall),
+                pytest.raises(GroupAbortedError, match="GroupTimeoutError"),
+            ):
+                groups.tp.broadcast_tensor_dict()
+        with pytest.raises(GroupAbortedError, match="GroupTimeoutError"):
+            groups.tp.barrier()
+
+
+def test_a_broadcast_that_gives_up_ends_the_group() -> None:
+    """Also where several tensors are under way at once."""
+    store = host_store()
+    run_ranks(2, one_stalls, store.port)
