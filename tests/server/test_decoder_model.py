@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coordinator.layout import MissingTensorError, TensorShapeError
 from server.workers.decoder.decoder_config import DecoderFolder, DecoderFolderError, is_decoder
@@ -82,6 +84,52 @@ def test_other_decoders(tmp_path: Path, changes: dict[str, Any]) -> None:
     expected = [greedy(folder, prompt, COUNT) for prompt in PROMPTS]
     for tp, pp in [(1, 1), (2, 1), (1, 3)]:
         assert drawn(folder, tp, pp, steps_of(expected, 11)) == dict(enumerate(expected))
+
+
+class Operators(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.counts[operator.name()] += 1
+        return operator(*args, **kwargs or {})
+
+
+def operators(folder: Path, rows: int, draw: Draw = GREEDY) -> Counter[str]:
+    """Those of a step that computes the next token of some answers."""
+
+    def body(context: Any) -> Counter[str]:
+        worker = DecoderWorker(context, folder, slots=rows, length=128)
+        worker.step([Row(slot, slot, 0, PROMPTS[0], draw) for slot in range(rows)])
+        with Operators() as found:
+            worker.step([Row(slot, slot, len(PROMPTS[0]), [7], draw) for slot in range(rows)])
+        return found.counts
+
+    return run_threads(1, 1, body)[0]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_p=0.9, top_k=50)], ids=str)
+def test_a_step_gives_the_device_its_numbers_at_once(llama: Path, sampling: Sampling) -> None:
+    """And asks it once: whoever copies to or from a device waits for it."""
+    counts = operators(llama, 3, Draw(sampling, 0.5))
+    assert counts["aten::lift_fresh"] == 1  # what lists become
+    assert counts["aten::_local_scalar_dense"] == 0  # what numbers of tensors are read by
+    assert counts["aten::_to_copy"] <= (sampling.temperature > 0) * 3
+
+
+def test_a_further_answer_costs_a_layer_its_attention_alone(llama: Path, tmp_path: Path) -> None:
+    shallow = make_llama(tmp_path / "shallow", num_hidden_layers=2)
+    one, two, three = (
+        sum(operators(llama, rows).values()) - sum(operators(shallow, rows).values())
+        for rows in (1, 2, 3)
+    )
+    assert one <= 28 + 8  # the tests' group takes eight for two sums
+    assert three - two == 2
 
 
 def test_half_precision(llama: Path) -> None:

@@ -52,6 +52,16 @@ class LlamaConfig(msgspec.Struct, frozen=True):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
+    def key_heads(self) -> int:
+        """Heads that have a key and a value."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def queries_of_key(self) -> int:
+        """Query heads that use the same key head."""
+        return self.num_attention_heads // self.key_heads
+
+    @property
     def rope_base(self) -> float:
         """The base of the rotary embedding's wavelengths."""
         return float((self.rope_parameters or {}).get("rope_theta", self.rope_theta))
@@ -62,8 +72,7 @@ class LlamaConfig(msgspec.Struct, frozen=True):
         Raises:
             ValueError: there are fewer key-value heads than ranks.
         """
-        keys = self.num_key_value_heads or self.num_attention_heads
-        return HeadSplit.over(self.num_attention_heads, keys, tp)
+        return HeadSplit.over(self.num_attention_heads, self.key_heads, tp)
 
     def check_parallel(self, tp: int, pp: int) -> None:
         """Check that the model can be cut so; called by the driver before any process starts.

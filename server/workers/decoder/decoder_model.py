@@ -7,6 +7,7 @@ combines tokens, and only those of the same sequence.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,35 +46,75 @@ _CHECKPOINT_NAMES = {
 }
 
 
+class RotaryTable:
+    """The factors of the rotary embedding, of each place in a sequence.
+
+    Attributes:
+        cos: [length, 1, head_size].
+        sin: the same, with the sign that each half of a head needs.
+
+    Args:
+        config: the decoder's sizes.
+        length: of a sequence at most.
+        dtype: of the factors.
+        device: where they lie.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        size = config.head_size
+        evens = torch.arange(0, size, 2, dtype=torch.int64, device=device).float()
+        places = torch.arange(length, device=device)[:, None, None].float()
+        angles = places * (1.0 / config.rope_base ** (evens / size))
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        self.cos, self.sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
 class StepArrangement:
     """How the tokens of a step stand, computed once for all layers.
 
     Attributes:
-        rows: the sequences' parts.
-        spans: where each row's tokens are among those of the step.
-        masks: which tokens of its sequence each token of a row sees, bool [tokens, row.stop];
-            ``None`` for a row of one token, which sees all.
+        counts: how many tokens each row has.
+        masks: which tokens of its sequence each query of a row sees, bool [queries, row.stop],
+            where a token has as many queries as a key head has query heads; ``None`` for a row of
+            one token, which sees all.
+        tokens, slots, places: of each token its id, its sequence's slot, and its place in the
+            sequence; int64 [tokens].
+        ends: the tokens after which another one is drawn, int64 [draws].
+        held: keys and values of each row's sequence to its end, by layer and row; see
+            `KVCache.held`.
         cos, sin: of the rotary embedding, [tokens, 1, head_size].
 
     Args:
         rows: the sequences' parts.
         config: the decoder's sizes.
-        like: of the dtype and on the device of the model.
+        rotary: of the model.
+        cache: has room for the rows.
+        device: of the model.
     """
 
-    def __init__(self, rows: Sequence[Row], config: LlamaConfig, like: torch.Tensor) -> None:
-        self.rows = rows
-        stops = torch.tensor([len(row.tokens) for row in rows]).cumsum(0).tolist()
-        self.spans = [
-            slice(stop - len(r.tokens), stop) for r, stop in zip(rows, stops, strict=True)
-        ]
-        self.masks = [_causal(row, like.device) for row in rows]
-        positions = torch.cat([torch.arange(row.start, row.stop) for row in rows]).to(like.device)
-        size = config.head_size
-        evens = torch.arange(0, size, 2, dtype=torch.int64, device=like.device).float()
-        angles = positions[:, None].float() * (1.0 / config.rope_base ** (evens / size))
-        angles = torch.cat((angles, angles), dim=1)[:, None]
-        self.cos, self.sin = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        config: LlamaConfig,
+        rotary: RotaryTable,
+        cache: KVCache,
+        device: torch.device,
+    ) -> None:
+        self.counts = [len(row.tokens) for row in rows]
+        self.masks = [_causal(row, config.queries_of_key, device) for row in rows]
+        tokens = [token for row in rows for token in row.tokens]
+        slots = [row.slot for row in rows for _ in row.tokens]
+        places = [place for row in rows for place in range(row.start, row.stop)]
+        stops = accumulate(self.counts)
+        ends = [stop - 1 for row, stop in zip(rows, stops, strict=True) if row.draw]
+        # A copy to a device waits for the device: so it is one.
+        numbers = torch.tensor([*tokens, *slots, *places, *ends], device=device)
+        sizes = [len(tokens), len(slots), len(places), len(ends)]
+        self.tokens, self.slots, self.places, self.ends = torch.split(numbers, sizes)
+        self.held = list(zip(*map(cache.held, rows), strict=True))
+        self.cos, self.sin = rotary.cos[self.places], rotary.sin[self.places]
 
 
 class DecoderLayer(nn.Module):
@@ -100,9 +141,7 @@ class DecoderLayer(nn.Module):
 
     def prepare(self) -> None:
         """Merge what `forward` computes as one, once the parameters are there."""
-        parts = (self.query, self.key, self.value)
-        self.sizes = [len(part.weight) for part in parts]
-        self.attending = MergedColumnParallelLinear(parts)
+        self.attending = MergedColumnParallelLinear((self.query, self.key, self.value))
         self.feeding = MergedColumnParallelLinear((self.gate, self.up))
         del self.query, self.key, self.value, self.gate, self.up
 
@@ -118,24 +157,26 @@ class DecoderLayer(nn.Module):
     def _attend(
         self, projected: torch.Tensor, step: StepArrangement, cache: KVCache, layer: int
     ) -> torch.Tensor:
-        parts = [
-            part.view(len(part), -1, self.head_size)
-            for part in torch.split(projected, self.sizes, dim=1)
-        ]
-        query, key = (_rotated(part, step.cos, step.sin).transpose(0, 1) for part in parts[:2])
-        value = parts[2].transpose(0, 1)
-        found = []
-        for row, span, mask in zip(step.rows, step.spans, step.masks, strict=True):
-            keys, values = cache.put(layer, row, key[:, span], value[:, span])
-            # The query heads of a key head are computed as further tokens of it.
-            asked = query[:, span].reshape(self.key_heads, -1, self.head_size)
-            seen = None if mask is None else mask.repeat(asked.shape[1] // len(mask), 1)
-            got = functional.scaled_dot_product_attention(
-                asked[None], keys[None], values[None], attn_mask=seen
+        heads = projected.view(len(projected), -1, self.head_size)
+        turning = heads[:, : -self.key_heads]  # queries and keys
+        halves_swapped = turning.roll(self.head_size // 2, dims=-1)
+        turning.mul_(step.cos).addcmul_(halves_swapped, step.sin)
+        queries, new = heads[:, : -2 * self.key_heads], heads[:, -2 * self.key_heads :]
+        cache.put(layer, step.slots, step.places, new)
+        # The query heads of a key head are computed as further tokens of it.
+        tokens = len(projected)
+        asked = queries.view(1, tokens, self.key_heads, -1, self.head_size).transpose(1, 2)
+        parts = zip(
+            torch.split(asked, step.counts, dim=2), step.held[layer], step.masks, strict=True
+        )
+        found = [
+            functional.scaled_dot_product_attention(
+                part.flatten(2, 3), keys, values, attn_mask=mask
             )
-            got = got.reshape(-1, len(row.tokens), self.head_size).transpose(0, 1)
-            found.append(got.flatten(1))
-        return found[0] if len(found) == 1 else torch.cat(found)
+            for part, (keys, values), mask in parts
+        ]
+        got = found[0] if len(found) == 1 else torch.cat(found, dim=2)
+        return torch.unflatten(got, 2, (tokens, -1)).transpose(1, 2).reshape(tokens, -1)
 
 
 class DecoderStage(nn.Module):
@@ -223,14 +264,9 @@ def load_decoder(
     return stage.eval().requires_grad_(False)
 
 
-def _causal(row: Row, device: torch.device) -> torch.Tensor | None:
+def _causal(row: Row, queries: int, device: torch.device) -> torch.Tensor | None:
+    """Which tokens are seen by each of the ``queries`` of every token."""
     if len(row.tokens) == 1:
         return None
     every = torch.arange(row.stop, device=device)
-    return every <= every[row.start :, None]
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The rotary embedding of ``x`` [tokens, heads, head_size]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return every <= every[row.start :].repeat_interleave(queries)[:, None]

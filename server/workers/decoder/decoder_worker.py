@@ -12,7 +12,7 @@ from ..parallel import regroup
 from ..shares import share
 from ..stages import compute_with, hand_on, handed_on
 from .decoder_config import DecoderFolder
-from .decoder_model import StepArrangement, load_decoder
+from .decoder_model import RotaryTable, StepArrangement, load_decoder
 from .kv_cache import KVCache
 from .sampling import choose
 
@@ -82,6 +82,7 @@ class DecoderWorker:
         self._stage = load_decoder(folder, layers, tp, self._device, context.report_progress, kind)
         length = min(length, config.max_position_embeddings)
         self._room = Room(slots, length, pp.world_size, config.vocab_size, folder.ends)
+        self._rotary = RotaryTable(config, length, kind, self._device)
         self._cache = KVCache(
             len(layers),
             slots,
@@ -120,23 +121,17 @@ class DecoderWorker:
         Collective: yes, every rank of the pool.
         """
         self._cache.extend(rows)
-        parameters = next(self._stage.parameters())
-        arranged = StepArrangement(rows, self._config, parameters)
-        hidden = self._stage(self._input(rows), arranged, self._cache)
+        arranged = StepArrangement(rows, self._config, self._rotary, self._cache, self._device)
+        is_first = self._groups.pp.is_first_rank
+        given = arranged.tokens if is_first else handed_on(self._groups)
+        hidden = self._stage(given, arranged, self._cache)
         if not self._groups.pp.is_last_rank:
             hand_on(self._groups, hidden)
             return None
-        ends = [span.stop - 1 for row, span in zip(rows, arranged.spans, strict=True) if row.draw]
-        if not ends:
+        draws = [row.draw for row in rows if row.draw]
+        if not draws:
             return []
-        logits = self._groups.tp.gather(self._stage.logits(hidden[ends]), dst=0)
+        logits = self._groups.tp.gather(self._stage.logits(hidden[arranged.ends]), dst=0)
         if logits is None:
             return None
-        draws = [row.draw for row in rows if row.draw]
         return choose(logits[:, : self._config.vocab_size].float(), draws)
-
-    def _input(self, rows: Sequence[Row]) -> torch.Tensor:
-        """What this stage computes on: the tokens, or what the stage before has sent."""
-        if not self._groups.pp.is_first_rank:
-            return handed_on(self._groups)
-        return torch.tensor([token for row in rows for token in row.tokens], device=self._device)

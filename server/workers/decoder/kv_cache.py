@@ -70,8 +70,9 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (layers, 2, slots, heads, context, head_size)
+        shape = (layers, slots, 2 * heads, context, head_size)
         self._cells = torch.empty(shape, dtype=dtype, device=device)
+        self._layers = self._cells.unbind()
         self._context = context
         self._held: list[tuple[int, int] | None] = [None] * slots
 
@@ -95,18 +96,23 @@ class KVCache:
         for row in rows:
             self._held[row.slot] = row.sequence, row.stop
 
-    def put(
-        self, layer: int, row: Row, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a row's keys and values, each [heads, tokens, head_size].
+    def put(self, layer: int, slots: torch.Tensor, places: torch.Tensor, new: torch.Tensor) -> None:
+        """Add keys and values.
 
-        Returns:
-            All of the sequence, each [heads, ``row.stop``, head_size]; views of the cache.
+        Args:
+            layer: of which layer.
+            slots: of each token, int64 [tokens].
+            places: of each token in its sequence, int64 [tokens].
+            new: the heads' keys and then their values, [tokens, 2 * heads, head_size].
         """
-        cells = self._cells[layer, :, row.slot, :, : row.stop]
-        cells[0, :, row.start :] = keys
-        cells[1, :, row.start :] = values
-        return cells[0], cells[1]
+        self._layers[layer][slots, :, places] = new
+
+    def held(self, row: Row) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of a row's sequence up to its end, of each layer, each
+        [1, heads, ``row.stop``, head_size]; views of the cache.
+        """
+        keys, values = self._cells[:, row.slot, None, :, : row.stop].chunk(2, dim=2)
+        return list(zip(keys, values, strict=True))
 
     def clear(self) -> None:
         """Forget all sequences."""

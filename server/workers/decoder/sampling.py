@@ -56,14 +56,15 @@ class Draw:
 
 def choose(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     """Draw a token from each row of ``logits``, [draws, vocabulary]."""
-    chosen: list[int] = logits.argmax(dim=1).tolist()
+    chosen = logits.argmax(dim=1)
     for row, draw in enumerate(draws):
         if draw.sampling.temperature > 0:
             chosen[row] = _sample(logits[row].double(), draw)
-    return chosen
+    tokens: list[int] = chosen.tolist()  # the only time that it waits for the device
+    return tokens
 
 
-def _sample(logits: torch.Tensor, draw: Draw) -> int:
+def _sample(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
     how = draw.sampling
     # The most likely one becomes 0 first, so that no temperature, however low, overflows.
     scaled = (logits - logits.max()) / max(how.temperature, 1e-6)
@@ -71,7 +72,8 @@ def _sample(logits: torch.Tensor, draw: Draw) -> int:
     if how.top_k:
         chances = chances[: how.top_k]
     before = chances.cumsum(0) - chances
-    count = int((before < how.top_p * chances.sum()).sum())
-    kept = chances[: max(count, 1)]  # the least of all shares, times a chance, is 0
-    at = torch.searchsorted(kept.cumsum(0), draw.number * kept.sum(), right=True)
-    return int(tokens[min(int(at), len(kept) - 1)])
+    kept = before < how.top_p * chances.sum()
+    sums = (chances * kept).cumsum(0)
+    at = torch.searchsorted(sums, draw.number * sums[-1], right=True)
+    at = at.minimum(kept.sum() - 1).clamp(min=0)  # the least of all shares keeps none
+    return tokens.take(at)
