@@ -8,14 +8,17 @@ import pytest
 import torch
 
 import coordinator
-from coordinator import GroupCoordinator, host_store
+from coordinator import GroupCoordinator
 from coordinator.messages.outgoing import COPIED_BYTES
 from device_comm.shm.pipes.spills import AHEAD_BYTES
 from tests.coordinator.sent import agree
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed import Store
 
 N = 5
 SENDER, RECEIVER = 0, 3
@@ -144,8 +147,7 @@ CASES = [
 ]
 
 
-def run_case(rank: int, n: int, port: int, case: int, torch_only: bool) -> None:
-    store = coordinator.connect_store("127.0.0.1", port)
+def run_case(rank: int, n: int, store: Store, case: int, torch_only: bool) -> None:
     with coordinator.init(
         tp=n, rank=rank, store=store, timeout=60, operation_timeout=60, torch_only=torch_only
     ) as groups:
@@ -156,5 +158,4 @@ def run_case(rank: int, n: int, port: int, case: int, torch_only: bool) -> None:
 @pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[case.__name__ for case in CASES])
 def test_what_was_begun_goes_on(case: int, torch_only: bool) -> None:
-    store = host_store()
-    run_ranks(N, run_case, store.port, case, torch_only)
+    run_ranks(N, run_case, SharedStore(), case, torch_only)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import coordinator
-from coordinator import GroupCoordinator, ReduceOp, host_store
+from coordinator import GroupCoordinator, ReduceOp
 from coordinator.compiling import compile_ops
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 class Layer(nn.Module):
@@ -52,9 +56,8 @@ def no_gradient(group: GroupCoordinator) -> None:
             torch._dynamo.reset()
 
 
-def compiled(rank: int, n: int, port: int) -> None:
+def compiled(rank: int, n: int, store: Store) -> None:
     torch.manual_seed(0)
-    store = coordinator.connect_store("127.0.0.1", port)
     with coordinator.init(tp=n, rank=rank, store=store, timeout=30) as groups, torch.no_grad():
         layer = Layer(groups.tp)
         fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -83,8 +86,7 @@ def compiled(rank: int, n: int, port: int) -> None:
 
 
 def test_no_graph_break_and_opcheck() -> None:
-    store = host_store()
-    run_ranks(2, compiled, store.port, timeout=100)
+    run_ranks(2, compiled, SharedStore(), timeout=100)
 
 
 def test_a_group_of_one_leaves_no_op_behind() -> None:

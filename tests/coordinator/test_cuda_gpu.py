@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 import coordinator
-from coordinator import host_store
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
 
 pytestmark = pytest.mark.gpu
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
-def use_groups(rank: int, n: int, port: int) -> str:
+
+def use_groups(rank: int, n: int, store: Store) -> str:
     warnings.simplefilter("ignore")  # of the libraries, about the machine
-    store = coordinator.connect_store("127.0.0.1", port)
     with coordinator.init(
         tp=2, pp=n // 2, rank=rank, world_size=n, store=store, backend="nccl", timeout=120
     ) as groups:
@@ -40,6 +43,5 @@ def use_groups(rank: int, n: int, port: int) -> str:
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_groups_whose_ranks_share_devices(n: int) -> None:
-    store = host_store()
-    for text in run_ranks(n, use_groups, store.port, timeout=300):
+    for text in run_ranks(n, use_groups, SharedStore(), timeout=300):
         assert "ipc" in text

@@ -32,6 +32,7 @@ from shm_broadcast import (
 )
 from tests.patience import STALL_SECONDS, until
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -183,8 +184,7 @@ def test_nonsense_in_the_first_store_is_a_typed_error(told: bytes) -> None:
 # --- groups -------------------------------------------------------------------------------
 
 
-def use_groups(rank: int, n: int, port: int) -> tuple[float, list[str]]:
-    store = coordinator.connect_store("127.0.0.1", port)
+def use_groups(rank: int, n: int, store: Store) -> tuple[float, list[str]]:
     with coordinator.init(
         tp=2, pp=2, rank=rank, store=store, torch_only=True, backend="gloo", secret=SECRET
     ) as groups:
@@ -203,8 +203,7 @@ def use_groups(rank: int, n: int, port: int) -> tuple[float, list[str]]:
 
 
 def test_the_first_store_holds_one_address_and_nothing_else() -> None:
-    store = coordinator.host_store()
-    for total, keys in run_ranks(4, use_groups, store.port):
+    for total, keys in run_ranks(4, use_groups, SharedStore()):
         assert total == 8.0
         known = {key.removeprefix("/") for key in keys}
         told = {key for key in known if "/visits/" not in key and "/rendezvous/" not in key}
@@ -234,8 +233,7 @@ class Tampered(Store):
         return False
 
 
-def meet_elsewhere(rank: int, n: int, port: int) -> str:
-    store: Store = coordinator.connect_store("127.0.0.1", port)
+def meet_elsewhere(rank: int, n: int, store: Store) -> str:
     if rank == 1:
         impostor = StoreHost(range(2), "127.0.0.1", b"what the attacker has")
         store = Tampered(store, msgspec.msgpack.encode(impostor.at))
@@ -247,8 +245,7 @@ def meet_elsewhere(rank: int, n: int, port: int) -> str:
 
 
 def test_an_impostor_can_only_keep_members_from_meeting() -> None:
-    store = coordinator.host_store()
-    errors = run_ranks(2, meet_elsewhere, store.port)
+    errors = run_ranks(2, meet_elsewhere, SharedStore())
     assert "GroupTimeoutError" in errors[0]
     assert "is the secret the same?" in errors[1], errors
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import coordinator
-from coordinator import GroupCoordinator, ParallelGroups, ReduceOp, host_store
+from coordinator import GroupCoordinator, ParallelGroups, ReduceOp
 from shm_broadcast import CoordinatorError, Deadline, DivergenceError, GroupAbortedError
 from tests.coordinator.test_verbs import run_tables
 from tests.device_comm.suite import check_table
 from tests.patience import all_here
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 KINDS = (
@@ -39,9 +40,11 @@ KINDS = (
     "columns",
 )
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
-def join(rank: int, n: int, port: int, torch_only: bool, **options: Any) -> ParallelGroups:
-    store = coordinator.connect_store("127.0.0.1", port)
+
+def join(rank: int, n: int, store: Store, torch_only: bool, **options: Any) -> ParallelGroups:
     return coordinator.init(
         tp=n,
         rank=rank,
@@ -80,9 +83,8 @@ def slips(tp: GroupCoordinator) -> dict[str, Any]:
     }
 
 
-def diverge(rank: int, n: int, port: int, torch_only: bool, kind: str) -> str:
-    store = coordinator.connect_store("127.0.0.1", port)
-    with join(rank, n, port, torch_only, operation_timeout=60) as groups:
+def diverge(rank: int, n: int, store: Store, torch_only: bool, kind: str) -> str:
+    with join(rank, n, store, torch_only, operation_timeout=60) as groups:
         tp = groups.tp
         assert tp.all_reduce(torch.ones(4)).tolist() == [n] * 4
         all_here(store, n)
@@ -94,15 +96,13 @@ def diverge(rank: int, n: int, port: int, torch_only: bool, kind: str) -> str:
 @pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_members_that_diverge_are_told(kind: str, torch_only: bool) -> None:
-    store = host_store()
-    for text in run_ranks(3, diverge, store.port, torch_only, kind, timeout=120):
+    for text in run_ranks(3, diverge, SharedStore(), torch_only, kind, timeout=120):
         assert "issued" in text
         assert "where this rank issued" in text
 
 
-def diverge_under_torchs_switch(rank: int, n: int, port: int) -> str:
+def diverge_under_torchs_switch(rank: int, n: int, store: Store) -> str:
     dist.set_debug_level(dist.DebugLevel.DETAIL)  # as TORCH_DISTRIBUTED_DEBUG says at torch's start
-    store = coordinator.connect_store("127.0.0.1", port)
     with coordinator.init(tp=n, rank=rank, store=store, torch_only=True) as groups:
         x = torch.ones(4, dtype=torch.int32 if rank else torch.float32)
         with pytest.raises((DivergenceError, GroupAbortedError)) as caught:
@@ -111,25 +111,23 @@ def diverge_under_torchs_switch(rank: int, n: int, port: int) -> str:
 
 
 def test_torchs_switch_for_its_checks_is_that_of_ours() -> None:
-    store = host_store()
-    for text in run_ranks(2, diverge_under_torchs_switch, store.port):
+    for text in run_ranks(2, diverge_under_torchs_switch, SharedStore()):
         assert "issued all_reduce torch.int32" in text
         assert "all_reduce torch.float32" in text
 
 
-def checked_table(rank: int, n: int, port: int) -> dict[str, str]:
-    with join(rank, n, port, True) as groups:
+def checked_table(rank: int, n: int, store: Store) -> dict[str, str]:
+    with join(rank, n, store, True) as groups:
         assert groups.tp.device_communicator.capabilities.detects_divergence
         return run_tables(groups.tp, [torch.float32, torch.int64])
 
 
 def test_the_debug_mode_changes_no_result() -> None:
-    store = host_store()
-    check_table(run_ranks(2, checked_table, store.port, timeout=180))
+    check_table(run_ranks(2, checked_table, SharedStore(), timeout=180))
 
 
-def wrong_on_all(rank: int, n: int, port: int, torch_only: bool) -> None:
-    with join(rank, n, port, torch_only, operation_timeout=60) as groups:
+def wrong_on_all(rank: int, n: int, store: Store, torch_only: bool) -> None:
+    with join(rank, n, store, torch_only, operation_timeout=60) as groups:
         with pytest.raises(ValueError, match="not divisible"):
             groups.tp.reduce_scatter(torch.ones(3))
         assert groups.tp.all_reduce(torch.ones(1)).item() == n
@@ -138,13 +136,11 @@ def wrong_on_all(rank: int, n: int, port: int, torch_only: bool) -> None:
 
 @pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
 def test_wrong_on_all_members_and_the_next_collective_is_right(torch_only: bool) -> None:
-    store = host_store()
-    run_ranks(2, wrong_on_all, store.port, torch_only, timeout=120)
+    run_ranks(2, wrong_on_all, SharedStore(), torch_only, timeout=120)
 
 
-def wrong_on_one(rank: int, n: int, port: int, torch_only: bool) -> None:
-    store = coordinator.connect_store("127.0.0.1", port)
-    with join(rank, n, port, torch_only) as groups:
+def wrong_on_one(rank: int, n: int, store: Store, torch_only: bool) -> None:
+    with join(rank, n, store, torch_only) as groups:
         groups.tp.barrier()
         if rank == 1:
             with pytest.raises(TypeError):
@@ -166,5 +162,4 @@ def wrong_on_one(rank: int, n: int, port: int, torch_only: bool) -> None:
 
 @pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
 def test_wrong_on_one_member_and_its_peers_name_it(torch_only: bool) -> None:
-    store = host_store()
-    run_ranks(2, wrong_on_one, store.port, torch_only, timeout=120)
+    run_ranks(2, wrong_on_one, SharedStore(), torch_only, timeout=120)

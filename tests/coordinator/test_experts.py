@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from torch import nn
 
 import coordinator
-from coordinator import GroupCoordinator, host_store
+from coordinator import GroupCoordinator
 from coordinator.compat.vllm import group as vllm
 from coordinator.verbs.experts import UNDER_WAY, Dispatches
 from shm_broadcast import GroupAbortedError, GroupClosedError, GroupTimeoutError
 from shm_broadcast.deadline import Deadline
 from tests.patience import all_here
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 class Expert(nn.Module):
@@ -69,8 +75,7 @@ def extra_tensors_are_kept(native: GroupCoordinator, rank: int) -> None:
     assert none_extra == []
 
 
-def both(rank: int, n: int, port: int) -> None:
-    store = coordinator.connect_store("127.0.0.1", port)
+def both(rank: int, n: int, store: Store) -> None:
     with coordinator.init(dp=2, rank=rank, store=store, timeout=30) as groups:
         with pytest.raises(ValueError, match="combine needs sizes"):
             groups.dp.combine(torch.ones(2, 1))
@@ -81,13 +86,11 @@ def both(rank: int, n: int, port: int) -> None:
 
 
 def test_dispatch_and_combine() -> None:
-    store = host_store()
-    run_ranks(2, both, store.port)
+    run_ranks(2, both, SharedStore())
 
 
-def two_at_once(rank: int, n: int, port: int) -> None:
+def two_at_once(rank: int, n: int, store: Store) -> None:
     """Rows of two micro-batches are under way; `combine` asks for sizes that may be either's."""
-    store = coordinator.connect_store("127.0.0.1", port)
     with coordinator.init(dp=2, rank=rank, store=store, timeout=30) as groups:
         group = groups.dp
 
@@ -120,8 +123,7 @@ def two_at_once(rank: int, n: int, port: int) -> None:
 
 
 def test_two_dispatches_under_way() -> None:
-    store = host_store()
-    run_ranks(2, two_at_once, store.port)
+    run_ranks(2, two_at_once, SharedStore())
 
 
 def test_what_is_never_combined_is_given_up() -> None:
@@ -140,9 +142,8 @@ def test_what_is_never_combined_is_given_up() -> None:
     assert dispatches.sizes_of(3) == (2, 1)
 
 
-def late(rank: int, n: int, port: int) -> str:
+def late(rank: int, n: int, store: Store) -> str:
     """Rank 1 does not dispatch until rank 0 has given up."""
-    store = coordinator.connect_store("127.0.0.1", port)
     rows = torch.ones(2, 1)
     with coordinator.init(dp=2, rank=rank, store=store, timeout=30) as groups:
         all_here(store, n)
@@ -159,15 +160,13 @@ def late(rank: int, n: int, port: int) -> str:
 
 
 def test_a_dispatch_ends_at_its_deadline() -> None:
-    store = host_store()
-    first, second = run_ranks(2, late, store.port)
+    first, second = run_ranks(2, late, SharedStore())
     assert "timed out after 0.2 s, waiting for rank 1" in first
     assert "rank 0 reported" in second
 
 
-def replicas(rank: int, n: int, port: int) -> None:
+def replicas(rank: int, n: int, store: Store) -> None:
     """Experts over 2 x 2 ranks: rows differ between replicas, or on all four."""
-    store = coordinator.connect_store("127.0.0.1", port)
     with coordinator.init(dp=2, tp=2, rank=rank, store=store, timeout=30) as groups:
         ep, replica = groups.ep, groups.dp.rank_in_group
         assert ep.ranks == [0, 1, 2, 3]
@@ -184,13 +183,11 @@ def replicas(rank: int, n: int, port: int) -> None:
 
 
 def test_sequence_parallel_rows_differ_on_all_members() -> None:
-    store = host_store()
-    run_ranks(4, replicas, store.port)
+    run_ranks(4, replicas, SharedStore())
 
 
-def one_replica(rank: int, n: int, port: int) -> None:
+def one_replica(rank: int, n: int, store: Store) -> None:
     """The ranks of ``ep`` hold the same rows, those of ``tp`` do not, though they are the same."""
-    store = coordinator.connect_store("127.0.0.1", port)
     with coordinator.init(tp=2, rank=rank, store=store, timeout=30) as groups:
         rows = torch.full((1, 1), float(rank))
         assert groups.tp.dispatch(rows, rows, rows)[0].flatten().tolist() == [0, 1]
@@ -207,8 +204,7 @@ def one_replica(rank: int, n: int, port: int) -> None:
 
 
 def test_ranks_of_one_replica_hold_the_same_rows() -> None:
-    store = host_store()
-    run_ranks(2, one_replica, store.port)
+    run_ranks(2, one_replica, SharedStore())
 
 
 def test_alone_nothing_is_dropped() -> None:

@@ -10,15 +10,17 @@ import pytest
 import torch
 
 import coordinator
-from coordinator import host_store
 from shm_broadcast import GroupClosedError
 from shm_broadcast.machine.forked_child import DISOWNED
 from tests.forked import in_a_child
 from tests.patience import all_here, until
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch.distributed import Store
 
     from device_comm import Work
 
@@ -53,8 +55,7 @@ def pretend(groups: coordinator.ParallelGroups) -> None:
     groups.close()
 
 
-def fork(rank: int, n: int, port: int, folder: Path, torch_only: bool) -> list[float]:
-    store = coordinator.connect_store("127.0.0.1", port)
+def fork(rank: int, n: int, store: Store, folder: Path, torch_only: bool) -> list[float]:
     with coordinator.init(tp=n, rank=rank, store=store, torch_only=torch_only) as groups:
         tp, x = groups.tp, torch.full((4,), float(rank))
         sums = [tp.all_reduce(x)[0].item()]
@@ -80,5 +81,4 @@ def fork(rank: int, n: int, port: int, folder: Path, torch_only: bool) -> list[f
 
 @pytest.mark.parametrize("torch_only", [False, True], ids=["shared memory", "torch"])
 def test_a_child_takes_no_part_and_its_parent_goes_on(torch_only: bool, tmp_path: Path) -> None:
-    store = host_store()
-    assert run_ranks(2, fork, store.port, tmp_path, torch_only) == [[1, 3, 1, 0], [1, 1, 0, 5]]
+    assert run_ranks(2, fork, SharedStore(), tmp_path, torch_only) == [[1, 3, 1, 0], [1, 1, 0, 5]]

@@ -18,15 +18,18 @@ import torch
 import torch.distributed as dist
 
 import coordinator
-from coordinator import ParallelGroups, host_store
+from coordinator import ParallelGroups
 from coordinator.stores.secret import SecretError
 from shm_broadcast import Board, CoordinatorError, GroupTimeoutError
 from tests.commands import run_code
 from tests.patience import STALL_SECONDS, all_here
 from tests.ranks import NEW_BOARD, run_ranks
+from tests.shared_store import SharedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from torch.distributed import Store
 
 AGENT = """
 import os, torch, coordinator
@@ -46,13 +49,12 @@ for hosted in ("1", "0"):
 """
 
 
-def join(rank: int, n: int, port: int, **sizes: int) -> ParallelGroups:
-    store = coordinator.connect_store("127.0.0.1", port)
+def join(rank: int, n: int, store: Store, **sizes: int) -> ParallelGroups:
     return coordinator.init(rank=rank, world_size=n, store=store, timeout=30, **sizes)
 
 
-def who_is_who(rank: int, n: int, port: int) -> dict[str, Any]:
-    with join(rank, n, port, tp=2, pp=2) as groups:
+def who_is_who(rank: int, n: int, store: Store) -> dict[str, Any]:
+    with join(rank, n, store, tp=2, pp=2) as groups:
         assert groups.rank == groups.world.rank == rank
         assert groups.device == torch.device("cpu")
         assert groups.world.ranks == [0, 1, 2, 3]
@@ -70,8 +72,7 @@ def who_is_who(rank: int, n: int, port: int) -> dict[str, Any]:
 
 
 def test_each_rank_is_in_its_groups() -> None:
-    store = host_store()
-    assert run_ranks(4, who_is_who, store.port) == [
+    assert run_ranks(4, who_is_who, SharedStore()) == [
         {"tp": [0, 1], "pp": [0, 2], "dp": [0]},
         {"tp": [0, 1], "pp": [1, 3], "dp": [1]},
         {"tp": [2, 3], "pp": [0, 2], "dp": [2]},
@@ -79,8 +80,7 @@ def test_each_rank_is_in_its_groups() -> None:
     ]
 
 
-def all_kinds(rank: int, n: int, port: int) -> dict[str, Any]:
-    store = coordinator.connect_store("127.0.0.1", port)
+def all_kinds(rank: int, n: int, store: Store) -> dict[str, Any]:
     groups = coordinator.init(
         tp=2, dp=2, dcp=2, axes={"shard": 1}, rank=rank, world_size=n, store=store, timeout=30
     )
@@ -93,8 +93,7 @@ def all_kinds(rank: int, n: int, port: int) -> dict[str, Any]:
         return {name: getattr(groups, name).ranks for name in ("ep", "dcp", "pcp")}
 
 
-def named_axes(rank: int, n: int, port: int) -> tuple[list[int], list[int], bool]:
-    store = coordinator.connect_store("127.0.0.1", port)
+def named_axes(rank: int, n: int, store: Store) -> tuple[list[int], list[int], bool]:
     groups = coordinator.init(
         tp=1, pcp=2, dp=1, axes={"replica": 2}, rank=rank, world_size=n, store=store, timeout=30
     )
@@ -105,28 +104,25 @@ def named_axes(rank: int, n: int, port: int) -> tuple[list[int], list[int], bool
 
 
 def test_groups_of_experts_and_contexts() -> None:
-    store = host_store()
-    for rank, found in enumerate(run_ranks(4, all_kinds, store.port)):
+    for rank, found in enumerate(run_ranks(4, all_kinds, SharedStore())):
         pair = [0, 1] if rank < 2 else [2, 3]
         assert found == {"ep": [0, 1, 2, 3], "dcp": pair, "pcp": [rank]}
 
 
-def contexts(rank: int, n: int, port: int) -> list[int]:
-    with join(rank, n, port, tp=4, pcp=2, dcp=2) as groups:
+def contexts(rank: int, n: int, store: Store) -> list[int]:
+    with join(rank, n, store, tp=4, pcp=2, dcp=2) as groups:
         assert groups.dcp.all_gather(torch.tensor([rank])).tolist() == groups.dcp.ranks
         groups.world.barrier()
         return groups.dcp.ranks
 
 
 def test_contexts_are_shared_along_pcp_first() -> None:
-    store = host_store()
     pairs = [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert run_ranks(8, contexts, store.port) == pairs + pairs
+    assert run_ranks(8, contexts, SharedStore()) == pairs + pairs
 
 
 def test_axes_of_ones_own_are_outermost() -> None:
-    store = host_store()
-    assert run_ranks(4, named_axes, store.port) == [
+    assert run_ranks(4, named_axes, SharedStore()) == [
         ([0, 2], [0, 1], True),
         ([1, 3], [0, 1], True),
         ([0, 2], [2, 3], True),
@@ -134,9 +130,9 @@ def test_axes_of_ones_own_are_outermost() -> None:
     ]
 
 
-def two_at_once(rank: int, n: int, port: int) -> None:
+def two_at_once(rank: int, n: int, store: Store) -> None:
     """D6: one process in two topologies of other shapes, used in turn, closed apart."""
-    first, second = join(rank, n, port, tp=2), join(rank, n, port, pp=2)
+    first, second = join(rank, n, store, tp=2), join(rank, n, store, pp=2)
     x = torch.tensor([rank + 1.0])
     assert first.tp.all_reduce(x).item() == 3
     assert second.pp.all_reduce(x * 10).item() == 30
@@ -147,20 +143,19 @@ def two_at_once(rank: int, n: int, port: int) -> None:
     assert first.world.closed
     assert not second.world.closed
     second.close()
-    with join(rank, n, port, dp=2) as third:
+    with join(rank, n, store, dp=2) as third:
         assert third.dp.all_reduce(x).item() == 3
 
 
 def test_two_topologies_live_in_one_process() -> None:
-    store = host_store()
-    run_ranks(2, two_at_once, store.port)
+    run_ranks(2, two_at_once, SharedStore())
 
 
-def use_with_torch(rank: int, n: int, port: int) -> None:
+def use_with_torch(rank: int, n: int, store: Store) -> None:
     """The process groups are torch's: its functions take them."""
     from torch.distributed._functional_collectives import all_reduce
 
-    with join(rank, n, port, tp=2, pp=2) as groups:
+    with join(rank, n, store, tp=2, pp=2) as groups:
         pp = groups.pp.device_group
         x = torch.tensor([float(rank)])
         dist.all_reduce(x, group=pp)
@@ -177,13 +172,11 @@ def use_with_torch(rank: int, n: int, port: int) -> None:
 
 
 def test_process_groups_work_with_torch() -> None:
-    store = host_store()
-    run_ranks(4, use_with_torch, store.port)
+    run_ranks(4, use_with_torch, SharedStore())
 
 
-def on_a_given_board(rank: int, n: int, port: int, handle: Any) -> None:
+def on_a_given_board(rank: int, n: int, store: Store, handle: Any) -> None:
     with Board.attach(handle, rank) as board:
-        store = coordinator.connect_store("127.0.0.1", port)
         groups = coordinator.init(
             tp=2, pp=2, rank=rank, world_size=n, store=store, board=board, timeout=30
         )
@@ -199,11 +192,10 @@ def on_a_given_board(rank: int, n: int, port: int, handle: Any) -> None:
 
 
 def test_a_launchers_board_is_the_scope() -> None:
-    store = host_store()
-    run_ranks(4, on_a_given_board, store.port, NEW_BOARD)
+    run_ranks(4, on_a_given_board, SharedStore(), NEW_BOARD)
 
 
-def leaves(rank: int, n: int, port: int, error: BaseException, how: str) -> str:
+def leaves(rank: int, n: int, store: Store, error: BaseException, how: str) -> str:
     """Rank 1 leaves with an error while the others wait for it."""
 
     def fail(x: torch.Tensor) -> None:
@@ -211,17 +203,16 @@ def leaves(rank: int, n: int, port: int, error: BaseException, how: str) -> str:
 
     with (
         pytest.raises(type(error) if rank == 1 else CoordinatorError) as caught,
-        joined(how, rank, n, port) as all_reduce,
+        joined(how, rank, n, store) as all_reduce,
     ):
         (fail if rank == 1 else all_reduce)(torch.ones(2))
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 @contextmanager
-def joined(how: str, rank: int, n: int, port: int) -> Iterator[Callable[[torch.Tensor], object]]:
-    store = coordinator.connect_store("127.0.0.1", port)
+def joined(how: str, rank: int, n: int, store: Store) -> Iterator[Callable[[torch.Tensor], object]]:
     if how == "groups":
-        with join(rank, n, port, tp=n) as groups:
+        with join(rank, n, store, tp=n) as groups:
             yield groups.tp.all_reduce
     else:
         with coordinator.StatelessGroupCoordinator(
@@ -242,15 +233,13 @@ def joined(how: str, rank: int, n: int, port: int) -> Iterator[Callable[[torch.T
 def test_who_leaves_with_an_error_tells_the_others_why(
     error: BaseException, why: str, how: str
 ) -> None:
-    store = host_store()
-    first, _, last = run_ranks(3, leaves, store.port, error, how)
+    first, _, last = run_ranks(3, leaves, SharedStore(), error, how)
     for told in (first, last):
         assert re.match(why, told), told
 
 
-def leaves_a_launchers_board(rank: int, n: int, port: int, handle: Any) -> None:
+def leaves_a_launchers_board(rank: int, n: int, store: Store, handle: Any) -> None:
     """The launcher hears of it otherwise, and the board is for all that it does."""
-    store = coordinator.connect_store("127.0.0.1", port)
     with Board.attach(handle, rank) as board:
         with (
             pytest.raises(ValueError, match="=2 is not a rank"),
@@ -262,14 +251,12 @@ def leaves_a_launchers_board(rank: int, n: int, port: int, handle: Any) -> None:
 
 
 def test_who_leaves_a_launchers_board_does_not_abort_it() -> None:
-    store = host_store()
-    run_ranks(2, leaves_a_launchers_board, store.port, NEW_BOARD)
+    run_ranks(2, leaves_a_launchers_board, SharedStore(), NEW_BOARD)
 
 
-def absent(rank: int, n: int, port: int) -> str:
+def absent(rank: int, n: int, store: Store) -> str:
     if rank == 2:
         return ""
-    store = coordinator.connect_store("127.0.0.1", port)
     all_here(store, n - 1)
     with pytest.raises(GroupTimeoutError) as caught:
         coordinator.init(tp=n, rank=rank, world_size=n, store=store, timeout=4)
@@ -278,8 +265,7 @@ def absent(rank: int, n: int, port: int) -> str:
 
 
 def test_an_absent_rank_is_named_by_all() -> None:
-    store = host_store()
-    for text in run_ranks(3, absent, store.port)[:2]:
+    for text in run_ranks(3, absent, SharedStore())[:2]:
         assert text.startswith("world rendezvous: timed out after 4 s, waiting for rank 2")
 
 
@@ -396,8 +382,7 @@ def test_what_is_given_beside_the_environment(monkeypatch: pytest.MonkeyPatch) -
             coordinator.init(**given)
 
 
-def numbers_of_numpy(rank: int, n: int, port: int) -> None:
-    store = coordinator.connect_store("127.0.0.1", port)
+def numbers_of_numpy(rank: int, n: int, store: Store) -> None:
     mine, other = np.int64(rank), np.int32(1 - rank)
     with coordinator.init(
         tp=np.int64(n),
@@ -427,8 +412,7 @@ def numbers_of_numpy(rank: int, n: int, port: int) -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    store = host_store()
-    run_ranks(2, numbers_of_numpy, store.port)
+    run_ranks(2, numbers_of_numpy, SharedStore())
 
 
 def test_a_group_is_copied_as_itself_and_not_pickled() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,19 +11,22 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import coordinator
-from coordinator import GroupCoordinator, ParallelGroups, host_store
+from coordinator import GroupCoordinator, ParallelGroups
 from shm_broadcast import GroupClosedError
 from tests.ranks import init_gloo, run_ranks
+from tests.shared_store import SharedStore
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
-def join(rank: int, n: int, port: int) -> ParallelGroups:
-    store = coordinator.connect_store("127.0.0.1", port)
+def join(rank: int, n: int, store: Store) -> ParallelGroups:
     return coordinator.init(pp=n, rank=rank, world_size=n, store=store, timeout=30)
 
 
-def torch_in_each_group_of_one(rank: int, n: int, port: int, path: str) -> None:
+def torch_in_each_group_of_one(rank: int, n: int, store: Store, path: str) -> None:
     init_gloo(rank, n, path)  # what torch takes for WORLD is there, and is not used
-    with join(rank, n, port) as groups:
+    with join(rank, n, store) as groups:
         assert groups.tp.world_size == groups.dp.world_size == 1
         for group in (groups.tp, groups.dp):
             for made in (group.device_group, group.cpu_group):
@@ -44,8 +48,7 @@ def torch_in_each_group_of_one(rank: int, n: int, port: int, path: str) -> None:
 
 
 def test_a_sum_in_a_group_of_one_is_over_its_member(store_path: str) -> None:
-    store = host_store()
-    run_ranks(2, torch_in_each_group_of_one, store.port, store_path)
+    run_ranks(2, torch_in_each_group_of_one, SharedStore(), store_path)
 
 
 def in_a_default_group(rank: int, n: int, path: str) -> None:

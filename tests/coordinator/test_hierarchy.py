@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 import coordinator
 import coordinator.setup.topology
-from coordinator import ParallelGroups, ReduceOp, host_store
+from coordinator import ParallelGroups, ReduceOp
 from coordinator.hosts.nodes import Nodes, find_nodes
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
-def init_on_nodes(rank: int, n: int, port: int, node_of: tuple[int, ...]) -> ParallelGroups:
+def init_on_nodes(rank: int, n: int, store: Store, node_of: tuple[int, ...]) -> ParallelGroups:
     """All ranks share a board, and are told that they are on nodes."""
     found = find_nodes
 
@@ -23,12 +28,11 @@ def init_on_nodes(rank: int, n: int, port: int, node_of: tuple[int, ...]) -> Par
         return replace(real, node_of=node_of)
 
     coordinator.setup.topology.find_nodes = pretended  # type: ignore[attr-defined]
-    store = coordinator.connect_store("127.0.0.1", port)
     return coordinator.init(tp=n, rank=rank, store=store, timeout=30, operation_timeout=20)
 
 
-def two_and_two(rank: int, n: int, port: int) -> None:
-    with init_on_nodes(rank, n, port, (0, 0, 2, 2)) as groups:
+def two_and_two(rank: int, n: int, store: Store) -> None:
+    with init_on_nodes(rank, n, store, (0, 0, 2, 2)) as groups:
         world, intra, inter = (
             groups.world.hierarchy.world,
             groups.world.hierarchy.intra,
@@ -74,8 +78,8 @@ def two_and_two(rank: int, n: int, port: int) -> None:
         world.barrier()
 
 
-def three_and_one(rank: int, n: int, port: int) -> None:
-    with init_on_nodes(rank, n, port, (0, 0, 0, 3)) as groups:
+def three_and_one(rank: int, n: int, store: Store) -> None:
+    with init_on_nodes(rank, n, store, (0, 0, 0, 3)) as groups:
         value = torch.tensor([1.0, 2.0, 3.0, 10.0][rank])
         average = groups.world.all_reduce(value, op=ReduceOp.AVG, hierarchical=True)
         assert average.item() == 4
@@ -83,16 +87,15 @@ def three_and_one(rank: int, n: int, port: int) -> None:
         groups.world.barrier()
 
 
-def one_each(rank: int, n: int, port: int) -> None:
-    with init_on_nodes(rank, n, port, (0, 1)) as groups:
+def one_each(rank: int, n: int, store: Store) -> None:
+    with init_on_nodes(rank, n, store, (0, 1)) as groups:
         assert groups.world.hierarchy.inter is groups.world
         assert groups.world.hierarchy.intra.ranks == [rank]
         assert groups.world.all_reduce(torch.ones(2), hierarchical=True).tolist() == [2, 2]
         groups.world.barrier()
 
 
-def one_node(rank: int, n: int, port: int) -> None:
-    store = coordinator.connect_store("127.0.0.1", port)
+def one_node(rank: int, n: int, store: Store) -> None:
     with coordinator.init(tp=n, rank=rank, store=store, timeout=30) as groups:
         hierarchy = groups.tp.hierarchy
         assert hierarchy.intra is groups.tp
@@ -113,20 +116,17 @@ def one_node(rank: int, n: int, port: int) -> None:
 
 def test_two_nodes_of_two() -> None:
     """Nodes {0, 1}, {2, 3}: intra [0, 1] and [2, 3], inter [0, 2]; 1 and 3 have no inter."""
-    store = host_store()
-    run_ranks(4, two_and_two, store.port)
+    run_ranks(4, two_and_two, SharedStore())
 
 
 def test_bagua_averages_twice_on_unequal_nodes() -> None:
     """{1, 2, 3}, {10}: the average is 4, not 6."""
-    store = host_store()
-    run_ranks(4, three_and_one, store.port)
+    run_ranks(4, three_and_one, SharedStore())
 
 
 @pytest.mark.parametrize("body", [one_each, one_node])
 def test_other_shapes(body: object) -> None:
-    store = host_store()
-    run_ranks(2, body, store.port)
+    run_ranks(2, body, SharedStore())
 
 
 def test_alone() -> None:

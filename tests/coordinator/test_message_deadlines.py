@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
 import coordinator
-from coordinator import GroupCoordinator, host_store
+from coordinator import GroupCoordinator
 from coordinator.messages.incoming import IncomingDict
 from coordinator.messages.outgoing import OUTSTANDING_BYTES
 from device_comm.shm.pipes.spills import AHEAD_BYTES
 from shm_broadcast import GroupAbortedError, GroupTimeoutError
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
-def nothing_comes(rank: int, n: int, port: int) -> None:
-    store = coordinator.connect_store("127.0.0.1", port)
+def nothing_comes(rank: int, n: int, store: Store) -> None:
     with coordinator.init(pp=2, rank=rank, store=store, timeout=30) as groups:
         if rank == 0:
             pending = groups.pp.irecv_object(1)
@@ -38,8 +41,7 @@ def nothing_comes(rank: int, n: int, port: int) -> None:
 
 def test_deadlines() -> None:
     """A handle may be waited for again; a blocking call that gave up ends the group."""
-    store = host_store()
-    run_ranks(2, nothing_comes, store.port)
+    run_ranks(2, nothing_comes, SharedStore())
 
 
 def send_again_and_again(group: GroupCoordinator, x: torch.Tensor) -> None:
@@ -47,9 +49,8 @@ def send_again_and_again(group: GroupCoordinator, x: torch.Tensor) -> None:
         group.send(x, 1, timeout=0.3)
 
 
-def nobody_takes_it(rank: int, n: int, port: int, torch_only: bool) -> None:
+def nobody_takes_it(rank: int, n: int, store: Store, torch_only: bool) -> None:
     """What a blocking call has passed on when its time is up ends the group on both ends."""
-    store = coordinator.connect_store("127.0.0.1", port)
     with coordinator.init(
         pp=2, rank=rank, store=store, timeout=30, torch_only=torch_only
     ) as groups:
@@ -66,12 +67,10 @@ def nobody_takes_it(rank: int, n: int, port: int, torch_only: bool) -> None:
 
 @pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
 def test_a_send_that_gives_up_ends_the_group(torch_only: bool) -> None:
-    store = host_store()
-    run_ranks(2, nobody_takes_it, store.port, torch_only)
+    run_ranks(2, nobody_takes_it, SharedStore(), torch_only)
 
 
-def one_stalls(rank: int, n: int, port: int) -> None:
-    store = coordinator.connect_store("127.0.0.1", port)
+def one_stalls(rank: int, n: int, store: Store) -> None:
     make_room = IncomingDict._make_room
 
     def stall(*what: Any) -> Any:
@@ -96,5 +95,4 @@ def one_stalls(rank: int, n: int, port: int) -> None:
 
 def test_a_broadcast_that_gives_up_ends_the_group() -> None:
     """Also where several tensors are under way at once."""
-    store = host_store()
-    run_ranks(2, one_stalls, store.port)
+    run_ranks(2, one_stalls, SharedStore())

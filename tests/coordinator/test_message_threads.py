@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import coordinator
-from coordinator import host_store
 from coordinator.messages.outgoing import OUTSTANDING_BYTES, AnotherThreadError
 from device_comm.shm.pipes.spills import AHEAD_BYTES
 from tests.coordinator.sent import agree
 from tests.patience import until
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
-def second_sender(rank: int, n: int, port: int, secret: bytes | None) -> None:
+def second_sender(rank: int, n: int, store: Store, secret: bytes | None) -> None:
     """While a thread waits in a send, another one is refused; what was sent is all there."""
-    store = coordinator.connect_store("127.0.0.1", port)
     part = {"part": torch.zeros((OUTSTANDING_BYTES + AHEAD_BYTES) // 5, dtype=torch.uint8)}
     large = {"large": torch.ones(OUTSTANDING_BYTES + AHEAD_BYTES, dtype=torch.uint8)}
     torch_only = secret is not None  # so that messages are numbered, and sealed
@@ -53,8 +55,7 @@ def second_sender(rank: int, n: int, port: int, secret: bytes | None) -> None:
 
 @pytest.mark.parametrize("secret", [None, b"s" * 32])
 def test_a_second_thread_that_sends_is_refused(secret: bytes | None) -> None:
-    store = host_store()
-    run_ranks(2, second_sender, store.port, secret)
+    run_ranks(2, second_sender, SharedStore(), secret)
 
 
 TWO_RECEIVE = {
@@ -78,9 +79,8 @@ TWO_RECEIVE = {
 MANY = 200
 
 
-def two_receive(rank: int, n: int, port: int, kind: str, torch_only: bool) -> None:
+def two_receive(rank: int, n: int, store: Store, kind: str, torch_only: bool) -> None:
     """Two threads of rank 1 receive from rank 0 at once: each message is one thread's, whole."""
-    store = coordinator.connect_store("127.0.0.1", port)
     send, receive = TWO_RECEIVE[kind]
     with coordinator.init(tp=n, rank=rank, store=store, timeout=30, torch_only=torch_only) as found:
         group = found.tp
@@ -108,13 +108,11 @@ def two_receive(rank: int, n: int, port: int, kind: str, torch_only: bool) -> No
 @pytest.mark.parametrize("torch_only", [False, True])
 @pytest.mark.parametrize("kind", TWO_RECEIVE)
 def test_a_second_thread_that_receives_from_a_rank_is_refused(kind: str, torch_only: bool) -> None:
-    store = host_store()
-    run_ranks(2, two_receive, store.port, kind, torch_only)
+    run_ranks(2, two_receive, SharedStore(), kind, torch_only)
 
 
-def receive_apart(rank: int, n: int, port: int) -> Any:
+def receive_apart(rank: int, n: int, store: Store) -> Any:
     """Threads that receive from one member each do not disturb each other, nor one that sends."""
-    store = coordinator.connect_store("127.0.0.1", port)
     with coordinator.init(tp=n, rank=rank, store=store, timeout=30) as groups:
         group = groups.tp
         others = [other for other in range(n) if other != rank]
@@ -133,13 +131,11 @@ def receive_apart(rank: int, n: int, port: int) -> Any:
 
 
 def test_threads_may_receive_from_different_ranks() -> None:
-    store = host_store()
-    run_ranks(3, receive_apart, store.port)
+    run_ranks(3, receive_apart, SharedStore())
 
 
-def second_broadcaster(rank: int, n: int, port: int) -> None:
+def second_broadcaster(rank: int, n: int, store: Store) -> None:
     """A broadcast to several that is refused before it has begun leaves the group as it was."""
-    store = coordinator.connect_store("127.0.0.1", port)
     with coordinator.init(tp=n, rank=rank, store=store, timeout=30) as groups:
         group = groups.tp
         if rank == 0:
@@ -155,5 +151,4 @@ def second_broadcaster(rank: int, n: int, port: int) -> None:
 
 
 def test_a_second_thread_that_broadcasts_is_refused() -> None:
-    store = host_store()
-    run_ranks(3, second_broadcaster, store.port)
+    run_ranks(3, second_broadcaster, SharedStore())

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import coordinator
-from coordinator import GroupCoordinator, host_store
+from coordinator import GroupCoordinator
 from coordinator.messages.outgoing import OUTSTANDING_BYTES
 from device_comm.shm.pipes.spills import AHEAD_BYTES
 from shm_broadcast import (
@@ -25,9 +25,12 @@ from shm_broadcast import (
 )
 from tests.coordinator.sent import agree
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed import Store
 
 
 def mixed() -> dict[str, Any]:
@@ -362,8 +365,7 @@ CASES = [
 ]
 
 
-def run_cases(rank: int, n: int, port: int, torch_only: bool) -> None:
-    store = coordinator.connect_store("127.0.0.1", port)
+def run_cases(rank: int, n: int, store: Store, torch_only: bool) -> None:
     with coordinator.init(
         tp=n // 2,
         pp=2,
@@ -384,8 +386,7 @@ def run_cases(rank: int, n: int, port: int, torch_only: bool) -> None:
 @pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
 @pytest.mark.parametrize("n", [2, 4], ids=["ranks 0 and 1", "ranks 1 and 3"])
 def test_every_kind_of_message(n: int, torch_only: bool) -> None:
-    store = host_store()
-    run_ranks(n, run_cases, store.port, torch_only)
+    run_ranks(n, run_cases, SharedStore(), torch_only)
 
 
 # --- another kind than what was sent ------------------------------------------------------
@@ -410,8 +411,7 @@ ASKED: dict[str, tuple[Callable[[GroupCoordinator], Any], Callable[[GroupCoordin
 }
 
 
-def another_kind(rank: int, n: int, port: int, torch_only: bool) -> None:
-    store = coordinator.connect_store("127.0.0.1", port)
+def another_kind(rank: int, n: int, store: Store, torch_only: bool) -> None:
     for said, (ask, send) in ASKED.items():
         with coordinator.init(
             pp=2, rank=rank, store=store, timeout=30, torch_only=torch_only
@@ -430,5 +430,4 @@ def another_kind(rank: int, n: int, port: int, torch_only: bool) -> None:
 
 @pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
 def test_a_message_of_another_kind_is_told_apart(torch_only: bool) -> None:
-    store = host_store()
-    run_ranks(2, another_kind, store.port, torch_only)
+    run_ranks(2, another_kind, SharedStore(), torch_only)

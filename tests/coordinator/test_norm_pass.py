@@ -19,15 +19,17 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.nn.functional import rms_norm
 
 import coordinator
-from coordinator import ReduceOp, all_reduce_norm_pass, host_store
+from coordinator import ReduceOp, all_reduce_norm_pass
 from coordinator.compiling import compile_ops
 from tests.pages.blocks import block_of
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from torch.distributed import Store
     from torch.fx import Graph, GraphModule
 
     Model = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
@@ -310,11 +312,10 @@ class Written(torch.nn.Module):
         return by_function(residual, self.weight), residual
 
 
-def compiled(rank: int, n: int, port: int, folder: str) -> list[str]:
+def compiled(rank: int, n: int, store: Store, folder: str) -> list[str]:
     """A model by the whole compiler, as if there were a kernel; the ops of its graph."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")  # its own
-    store = coordinator.connect_store("127.0.0.1", port)
     shown: dict[str, Any] = {}
     exec(block_of("docs/from-vllm.md", "all_reduce_norm_pass"), shown)
     found: list[list[str]] = []
@@ -343,6 +344,5 @@ def compiled(rank: int, n: int, port: int, folder: str) -> list[str]:
 
 
 def test_a_compiled_model_computes_what_the_eager_one_does(tmp_path: Path) -> None:
-    store = host_store()
-    ranks = run_ranks(2, compiled, store.port, str(tmp_path), timeout=300)
+    ranks = run_ranks(2, compiled, SharedStore(), str(tmp_path), timeout=300)
     assert ranks == [["all_reduce_norm"] * 2] * 2

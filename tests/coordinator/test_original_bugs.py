@@ -7,18 +7,22 @@ both members of both, over torch's process groups and through shared memory.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import coordinator
-from coordinator import GroupCoordinator, ParallelGroups, ReduceOp, Work, host_store
+from coordinator import GroupCoordinator, ParallelGroups, ReduceOp, Work
 from shm_broadcast import MessageRefusedError
 from tests.patience import until
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
 
 # --- ColossalAI, communication.collective -------------------------------------------------
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 def colossalai_all_gather_of_dim_1_is_a_view(group: GroupCoordinator, me: int) -> None:
@@ -190,8 +194,7 @@ CASES = [
 ]
 
 
-def run_cases(rank: int, n: int, port: int, torch_only: bool) -> list[str]:
-    store = coordinator.connect_store("127.0.0.1", port)
+def run_cases(rank: int, n: int, store: Store, torch_only: bool) -> list[str]:
     groups: ParallelGroups = coordinator.init(
         tp=2, pp=2, rank=rank, store=store, timeout=60, torch_only=torch_only
     )
@@ -204,9 +207,8 @@ def run_cases(rank: int, n: int, port: int, torch_only: bool) -> list[str]:
 
 @pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
 def test_bugs_of_the_originals(torch_only: bool) -> None:
-    store = host_store()
     before = set(Path("/dev/shm").iterdir())
-    done = run_ranks(4, run_cases, store.port, torch_only, timeout=120)
+    done = run_ranks(4, run_cases, SharedStore(), torch_only, timeout=120)
     assert done == [[case.__name__ for case in CASES]] * 4
     until(lambda: set(Path("/dev/shm").iterdir()) <= before)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import coordinator
-from coordinator import GroupCoordinator, host_store
+from coordinator import GroupCoordinator
 from coordinator.messages.framing import Kind
 from coordinator.messages.tensor_dict import Header, TensorMeta, to_payload
 from shm_broadcast import (
@@ -17,9 +17,12 @@ from shm_broadcast import (
     MessageRefusedError,
 )
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed import Store
 
 BOTH = pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
 
@@ -90,8 +93,7 @@ def to_all(group: GroupCoordinator, me: int, odd: Any, kind: type[Exception], wh
         assert group.all_gather_object(me) == [0, 1]
 
 
-def refusing(rank: int, n: int, port: int, torch_only: bool) -> None:
-    store = coordinator.connect_store("127.0.0.1", port)
+def refusing(rank: int, n: int, store: Store, torch_only: bool) -> None:
     with coordinator.init(
         tp=n, rank=rank, store=store, timeout=30, torch_only=torch_only
     ) as groups:
@@ -115,8 +117,7 @@ def refusing(rank: int, n: int, port: int, torch_only: bool) -> None:
 
 @BOTH
 def test_receivers_are_told_of_every_error_of_pickling(torch_only: bool) -> None:
-    store = host_store()
-    run_ranks(2, refusing, store.port, torch_only)
+    run_ranks(2, refusing, SharedStore(), torch_only)
 
 
 # --- no room ------------------------------------------------------------------------------
@@ -124,9 +125,8 @@ def test_receivers_are_told_of_every_error_of_pickling(torch_only: bool) -> None
 HUGE = Header(["x"], {"x": TensorMeta("torch.uint8", (1 << 50,), "cpu")})
 
 
-def no_room(rank: int, n: int, port: int, torch_only: bool, background: bool) -> list[str]:
+def no_room(rank: int, n: int, store: Store, torch_only: bool, background: bool) -> list[str]:
     """What member 1 gets of a dict for whose tensor it has no room, and both after it."""
-    store = coordinator.connect_store("127.0.0.1", port)
     said: list[str] = []
     with coordinator.init(
         pp=n, rank=rank, store=store, timeout=30, torch_only=torch_only
@@ -152,16 +152,14 @@ def no_room(rank: int, n: int, port: int, torch_only: bool, background: bool) ->
 @BOTH
 def test_a_receiver_without_room_ends_the_group(torch_only: bool, background: bool) -> None:
     """What follows in the stream cannot be told from the tensor that was not received."""
-    store = host_store()
-    sender, receiver = run_ranks(2, no_room, store.port, torch_only, background)
+    sender, receiver = run_ranks(2, no_room, SharedStore(), torch_only, background)
     for text in (*sender, *receiver):
         assert "what rank 0 sends cannot be taken in: " in text
     for text in (*sender, receiver[1]):
         assert "rank 1 reported: MessageDecodeError" in text
 
 
-def room_for_a_broadcast(rank: int, n: int, port: int, torch_only: bool) -> None:
-    store = coordinator.connect_store("127.0.0.1", port)
+def room_for_a_broadcast(rank: int, n: int, store: Store, torch_only: bool) -> None:
     with coordinator.init(
         pp=n, rank=rank, store=store, timeout=30, torch_only=torch_only
     ) as groups:
@@ -177,5 +175,4 @@ def room_for_a_broadcast(rank: int, n: int, port: int, torch_only: bool) -> None
 
 @BOTH
 def test_a_member_without_room_for_a_broadcast_ends_the_group(torch_only: bool) -> None:
-    store = host_store()
-    run_ranks(2, room_for_a_broadcast, store.port, torch_only)
+    run_ranks(2, room_for_a_broadcast, SharedStore(), torch_only)

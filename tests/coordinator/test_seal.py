@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import coordinator
-from coordinator import GroupCoordinator, host_store
+from coordinator import GroupCoordinator
 from coordinator.messages.framing import Kind, Message
 from coordinator.messages.plain import decode_plain, encode_plain
 from coordinator.messages.seal import EVERYONE, Seal
@@ -31,9 +31,12 @@ from shm_broadcast import (
 from tests.coordinator.hosts import groups_over
 from tests.netns import Host, two_hosts, unavailable
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed import Store
 
     from coordinator.setup.exchange import Exchange
 
@@ -122,9 +125,8 @@ def test_any_change_is_seen(payload: bytes, data: st.DataObject) -> None:
 # --- in a group over torch's sockets, on one host -----------------------------------------
 
 
-def attacked(rank: int, n: int, port: int, folder: str) -> list[str]:
+def attacked(rank: int, n: int, store: Store, folder: str) -> list[str]:
     """Rank 0 plays who sits between the two: it writes frames of its own into the socket."""
-    store = coordinator.connect_store("127.0.0.1", port)
     told = []
     for attack in ("forged", "changed", "repeated", "forged dict", "forged broadcast"):
         bomb = Path(folder) / attack.replace(" ", "-")
@@ -178,9 +180,8 @@ def receive_under(group: GroupCoordinator, attack: str) -> None:
 
 
 def test_forged_changed_and_repeated_frames_are_refused(tmp_path: Path) -> None:
-    store = host_store()
     not_fitting = "its seal does not fit: it was changed, or not sent by it"
-    assert run_ranks(2, attacked, store.port, str(tmp_path))[1] == [
+    assert run_ranks(2, attacked, SharedStore(), str(tmp_path))[1] == [
         f"forged: {not_fitting}",
         f"changed: {not_fitting}",
         "repeated: it is message 0 where message 1 is due",
@@ -189,8 +190,7 @@ def test_forged_changed_and_repeated_frames_are_refused(tmp_path: Path) -> None:
     ]
 
 
-def refused_before_it_is_counted(rank: int, n: int, port: int) -> None:
-    store = coordinator.connect_store("127.0.0.1", port)
+def refused_before_it_is_counted(rank: int, n: int, store: Store) -> None:
     with coordinator.init(
         tp=n, rank=rank, world_size=n, store=store, timeout=30, torch_only=True
     ) as groups:
@@ -214,8 +214,7 @@ def refused_before_it_is_counted(rank: int, n: int, port: int) -> None:
 
 
 def test_a_call_that_is_refused_is_no_message() -> None:
-    store = host_store()
-    run_ranks(2, refused_before_it_is_counted, store.port)
+    run_ranks(2, refused_before_it_is_counted, SharedStore())
 
 
 # --- between hosts ------------------------------------------------------------------------

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 import coordinator
-from coordinator import connect_store, host_store
 from coordinator.compat.vllm.parallel_state import init_distributed_environment
 from coordinator.setup import link, torch_groups
 from shm_broadcast import CoordinatorError, GroupAbortedError, GroupTimeoutError, PeerLostError
 from tests.patience import STALL_SECONDS
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed import Store
 
 LIMIT = 60.0
 
@@ -38,18 +40,17 @@ def instead(step: str, other: Callable[..., object]) -> None:
     setattr(module, step, other)
 
 
-def build(rank: int, n: int, port: int, timeout: float, torch_only: bool = False) -> None:
-    store = connect_store("127.0.0.1", port)
+def build(rank: int, n: int, store: Store, timeout: float, torch_only: bool = False) -> None:
     coordinator.init(n, rank=rank, store=store, timeout=timeout, torch_only=torch_only).close()
 
 
-def one_ends(rank: int, n: int, port: int, dies: bool) -> None:
+def one_ends(rank: int, n: int, store: Store, dies: bool) -> None:
     """Once all share a board."""
     if rank == 1:
         instead("agree_on_wire", die if dies else give_up)
     began = time.monotonic()
     with pytest.raises(CoordinatorError if rank != 1 else ValueError) as caught:
-        build(rank, n, port, LIMIT)
+        build(rank, n, store, LIMIT)
     assert time.monotonic() - began < 5 + STALL_SECONDS
     if rank != 1 and dies:
         assert isinstance(caught.value, PeerLostError)
@@ -62,8 +63,7 @@ def one_ends(rank: int, n: int, port: int, dies: bool) -> None:
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_one_that_ends_on_the_way_is_named_at_once(dies: bool) -> None:
-    store = host_store()
-    run_ranks(3, one_ends, store.port, dies, may_die=[1] if dies else [])
+    run_ranks(3, one_ends, SharedStore(), dies, may_die=[1] if dies else [])
 
 
 def one_gives_up_by_names_of_vllm(rank: int, n: int, path: str) -> None:
@@ -77,33 +77,31 @@ def test_one_that_gives_up_tells_why_by_names_of_vllm(store_path: str) -> None:
     run_ranks(3, one_gives_up_by_names_of_vllm, store_path)
 
 
-def one_does_not_connect(rank: int, n: int, port: int) -> None:
+def one_does_not_connect(rank: int, n: int, store: Store) -> None:
     """gloo cannot be told that a rank has ended: it waits out its time, and then it is named."""
     if rank == 1:
         instead("_gloo", die)
     with pytest.raises(PeerLostError, match=r"world:gloo: lost rank 1 ") as caught:
-        build(rank, n, port, 2.0, torch_only=True)
+        build(rank, n, store, 2.0, torch_only=True)
     assert caught.value.rank == 1
 
 
 def test_one_that_ends_while_gloo_connects_is_named() -> None:
-    store = host_store()
-    run_ranks(3, one_does_not_connect, store.port, may_die=[1])
+    run_ranks(3, one_does_not_connect, SharedStore(), may_die=[1])
 
 
-def one_hangs(rank: int, n: int, port: int) -> None:
+def one_hangs(rank: int, n: int, store: Store) -> None:
     """Whoever is first out of time leaves, and is not taken for the culprit."""
     if rank == 1:
         instead("agree_on_wire", lambda *_, **__: time.sleep(4))
         with pytest.raises(CoordinatorError):
-            build(rank, n, port, LIMIT)
+            build(rank, n, store, LIMIT)
         return
     with pytest.raises((GroupTimeoutError, GroupAbortedError), match="rank 1") as caught:
-        build(rank, n, port, 1.0 if rank == 0 else LIMIT)
+        build(rank, n, store, 1.0 if rank == 0 else LIMIT)
     if isinstance(caught.value, GroupAbortedError):
         assert caught.value.failure.kind == "GroupTimeoutError"
 
 
 def test_one_that_hangs_is_named_by_all_others() -> None:
-    store = host_store()
-    run_ranks(3, one_hangs, store.port)
+    run_ranks(3, one_hangs, SharedStore())

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import coordinator
-from coordinator import host_store
 from shm_broadcast import (
     DivergenceError,
     GroupAbortedError,
@@ -19,11 +18,14 @@ from shm_broadcast import (
 )
 from tests.coordinator.sent import agree, counting
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
-def sliced(rank: int, n: int, port: int) -> None:
+def sliced(rank: int, n: int, store: Store) -> None:
     """Two stages of two: [0, 1] send to [2, 3]."""
-    store = coordinator.connect_store("127.0.0.1", port)
     with coordinator.init(tp=2, pp=2, rank=rank, store=store, timeout=30) as groups:
         pp, tp = groups.pp, groups.tp
         sent: list[int] = []
@@ -72,8 +74,7 @@ def sliced(rank: int, n: int, port: int) -> None:
         groups.world.barrier()
 
 
-def a_peer_that_does_not_gather(rank: int, n: int, port: int) -> None:
-    store = coordinator.connect_store("127.0.0.1", port)
+def a_peer_that_does_not_gather(rank: int, n: int, store: Store) -> None:
     with coordinator.init(tp=2, pp=2, rank=rank, store=store, timeout=60) as groups:
         pp, tp = groups.pp, groups.tp
         if pp.is_first_rank:
@@ -85,9 +86,8 @@ def a_peer_that_does_not_gather(rank: int, n: int, port: int) -> None:
             groups.world.barrier(timeout=30)
 
 
-def waiting_in_another_order(rank: int, n: int, port: int) -> None:
+def waiting_in_another_order(rank: int, n: int, store: Store) -> None:
     """Of the two receivers, one waits for the second dict first."""
-    store = coordinator.connect_store("127.0.0.1", port)
     with coordinator.init(tp=2, pp=2, rank=rank, store=store, timeout=30) as groups:
         pp, tp = groups.pp, groups.tp
         if pp.is_first_rank:
@@ -109,13 +109,11 @@ def waiting_in_another_order(rank: int, n: int, port: int) -> None:
 
 
 def test_who_waits_for_slices_in_another_order_gets_no_others() -> None:
-    store = host_store()
-    run_ranks(4, waiting_in_another_order, store.port)
+    run_ranks(4, waiting_in_another_order, SharedStore())
 
 
-def refused_once(rank: int, n: int, port: int) -> None:
+def refused_once(rank: int, n: int, store: Store) -> None:
     """One of the two senders is refused a dict, of which nothing moves, and sends it again."""
-    store = coordinator.connect_store("127.0.0.1", port)
     with coordinator.init(tp=2, pp=2, rank=rank, store=store, timeout=30) as groups:
         pp, tp = groups.pp, groups.tp
         for value in range(3):
@@ -142,16 +140,13 @@ def refused_once(rank: int, n: int, port: int) -> None:
 
 
 def test_a_dict_that_was_not_sent_does_not_count() -> None:
-    store = host_store()
-    run_ranks(4, refused_once, store.port)
+    run_ranks(4, refused_once, SharedStore())
 
 
 def test_slices_are_gathered_in_the_time_of_the_call() -> None:
-    store = host_store()
-    run_ranks(4, a_peer_that_does_not_gather, store.port)
+    run_ranks(4, a_peer_that_does_not_gather, SharedStore())
 
 
 def test_slices_of_replicated_tensors() -> None:
     """arange(800) over two: 400 elements per link; the sender alone decides what is cut."""
-    store = host_store()
-    run_ranks(4, sliced, store.port)
+    run_ranks(4, sliced, SharedStore())

@@ -12,14 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from coordinator import StatelessGroupCoordinator, connect_store, host_store
+from coordinator import StatelessGroupCoordinator
 from coordinator.compat.vllm.utils import StatelessProcessGroup
 from shm_broadcast import CoordinatorError, GroupTimeoutError, PeerLostError
 from tests.patience import STALL_SECONDS, all_here
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch.distributed import Store
 
 
 def create(path: Path, rank: int, n: int, name: str = "", **options: Any) -> StatelessProcessGroup:
@@ -115,13 +118,13 @@ def test_who_leaves_with_an_error_tells_the_others_why(tmp_path: Path) -> None:
     assert all("rank 1" in told and "layer 3 is missing" in told for told in (first, last))
 
 
-def build(rank: int, port: int, ranks: list[int], **options: Any) -> StatelessGroupCoordinator:
+def build(rank: int, store: Store, ranks: list[int], **options: Any) -> StatelessGroupCoordinator:
     return StatelessGroupCoordinator(
         [ranks],
         rank,
         "gloo",
         True,
-        connect_store("127.0.0.1", port),
+        store,
         group_name="tp",
         global_rank=rank,
         timeout=20,
@@ -129,11 +132,11 @@ def build(rank: int, port: int, ranks: list[int], **options: Any) -> StatelessGr
     )
 
 
-def grow_and_shrink(rank: int, n: int, port: int) -> None:
+def grow_and_shrink(rank: int, n: int, store: Store) -> None:
     """[0, 1] → [0, 1, 2] → [0, 2] → [0, 1, 2] again; rank 2 comes later."""
     one = torch.ones(1)
     if rank < 2:
-        pair = build(rank, port, [0, 1], use_message_queue_broadcaster=True)
+        pair = build(rank, store, [0, 1], use_message_queue_broadcaster=True)
         assert pair.all_reduce(one).item() == 2
         assert pair.broadcast_object("x" if rank == 0 else None) == "x"
         three = pair.resized([[0, 1, 2]])
@@ -141,7 +144,7 @@ def grow_and_shrink(rank: int, n: int, port: int) -> None:
         pair.close()
     else:
         time.sleep(0.3)
-        three = build(rank, port, [0, 1, 2], use_message_queue_broadcaster=True)
+        three = build(rank, store, [0, 1, 2], use_message_queue_broadcaster=True)
     assert three.all_gather(torch.tensor([rank])).tolist() == [0, 1, 2]
     assert three.broadcast_object(rank if rank == 0 else None) == 0
     if rank != 1:
@@ -159,14 +162,12 @@ def grow_and_shrink(rank: int, n: int, port: int) -> None:
 
 
 def test_grow_and_shrink() -> None:
-    store = host_store()
-    run_ranks(3, grow_and_shrink, store.port)
+    run_ranks(3, grow_and_shrink, SharedStore())
 
 
-def remade(rank: int, n: int, port: int) -> None:
+def remade(rank: int, n: int, store: Store) -> None:
     """Rank 1 is killed; the others notice, and go on without it."""
-    group = build(rank, port, [0, 1, 2])
-    store = connect_store("127.0.0.1", port)
+    group = build(rank, store, [0, 1, 2])
     all_here(store, n)
     if rank == 1:
         store.set("killed", repr(time.monotonic()))
@@ -183,16 +184,15 @@ def remade(rank: int, n: int, port: int) -> None:
 
 
 def test_remade_without_a_dead_member() -> None:
-    store = host_store()
-    run_ranks(3, remade, store.port, may_die=[1])
+    run_ranks(3, remade, SharedStore(), may_die=[1])
 
 
-def other_ranks_than_in_the_group(rank: int, n: int, port: int) -> None:
+def other_ranks_than_in_the_group(rank: int, n: int, store: Store) -> None:
     """Ranks 1 and 2 are 0 and 1 in their group; errors call them what the caller does."""
     if rank == 0:
         return
-    group = build(rank, port, [1, 2])
-    all_here(connect_store("127.0.0.1", port), 2)
+    group = build(rank, store, [1, 2])
+    all_here(store, 2)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLostError, match="lost rank 2 ") as raised:
@@ -204,18 +204,17 @@ def other_ranks_than_in_the_group(rank: int, n: int, port: int) -> None:
 
 
 def test_errors_name_global_ranks() -> None:
-    store = host_store()
-    run_ranks(3, other_ranks_than_in_the_group, store.port, may_die=[2])
+    run_ranks(3, other_ranks_than_in_the_group, SharedStore(), may_die=[2])
 
 
-def told_differently(rank: int, n: int, port: int) -> list[str]:
+def told_differently(rank: int, n: int, store: Store) -> list[str]:
     """By the constructor, which meets in the caller's store."""
     said = []
     for name, given in (("secret", b"sixteen or more bytes"), ("use_device_communicator", False)):
         options: dict[str, Any] = {name: given} if rank == 0 else {}
         with pytest.raises(ValueError, match="give all ranks the same") as caught:
             StatelessGroupCoordinator(
-                [[0, 1]], 0, "gloo", coord_store=connect_store("127.0.0.1", port),
+                [[0, 1]], 0, "gloo", coord_store=store,
                 group_name="tp", global_rank=rank, timeout=STALL_SECONDS,
                 **({"use_device_communicator": True} | options),
             )  # fmt: skip
@@ -224,9 +223,8 @@ def told_differently(rank: int, n: int, port: int) -> list[str]:
 
 
 def test_members_that_were_told_different_things_all_say_so() -> None:
-    store = host_store()
     assert (
-        run_ranks(2, told_differently, store.port)
+        run_ranks(2, told_differently, SharedStore())
         == [
             [
                 "tp: secret is given on ranks [0], not given on ranks [1]: give all ranks the same",

@@ -12,12 +12,15 @@ import pytest
 import torch
 
 import coordinator
-from coordinator import GroupCoordinator, host_store
+from coordinator import GroupCoordinator
 from shm_broadcast import CoordinatorError
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed import Store
 
 CALLS: dict[str, Callable[[GroupCoordinator, int], Any]] = {
     "all_reduce": lambda group, given: group.all_reduce(torch.full((2000,), given)),
@@ -31,9 +34,8 @@ CALLS: dict[str, Callable[[GroupCoordinator, int], Any]] = {
 }
 
 
-def both(rank: int, n: int, port: int, call: str, torch_only: bool) -> list[str]:
+def both(rank: int, n: int, store: Store, call: str, torch_only: bool) -> list[str]:
     """Each thread calls with a number of its own; what they have raised."""
-    store = coordinator.connect_store("127.0.0.1", port)
     raised: list[str] = []
     with coordinator.init(tp=n, rank=rank, store=store, timeout=30, torch_only=torch_only) as found:
         found.tp.barrier()
@@ -56,8 +58,7 @@ def both(rank: int, n: int, port: int, call: str, torch_only: bool) -> list[str]
 @pytest.mark.parametrize("torch_only", [False, True])
 @pytest.mark.parametrize("call", CALLS)
 def test_the_group_ends_and_says_why(call: str, torch_only: bool) -> None:
-    store = host_store()
-    for raised in run_ranks(2, both, store.port, call, torch_only):
+    for raised in run_ranks(2, both, SharedStore(), call, torch_only):
         assert len(raised) == 2
         if call.startswith("all_reduce"):  # the others are of several parts, which may differ
             assert all("another thread is in a call of this group" in each for each in raised)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import coordinator
-from coordinator import GroupCoordinator, ReduceOp, host_store
+from coordinator import GroupCoordinator, ReduceOp
 from tests.device_comm.suite import check_table
 from tests.device_comm.whole_table import run_whole_table
 from tests.ranks import run_ranks
+from tests.shared_store import SharedStore
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 class AsCommunicator:
@@ -33,15 +37,13 @@ def run_tables(group: GroupCoordinator, dtypes: list[torch.dtype]) -> dict[str, 
     return run_whole_table(comm, dtypes)
 
 
-def table(rank: int, n: int, port: int) -> dict[str, str]:
-    store = coordinator.connect_store("127.0.0.1", port)
+def table(rank: int, n: int, store: Store) -> dict[str, str]:
     with coordinator.init(tp=n, rank=rank, store=store, timeout=30) as groups:
         return run_tables(groups.tp, DTYPES)
 
 
-def strided_table(rank: int, n: int, port: int) -> dict[str, str]:
+def strided_table(rank: int, n: int, store: Store) -> dict[str, str]:
     """The pipeline groups of a 2 x 2 grid: [0, 2] and [1, 3]."""
-    store = coordinator.connect_store("127.0.0.1", port)
     with coordinator.init(tp=2, pp=2, rank=rank, store=store, timeout=30) as groups:
         assert groups.pp.ranks in ([0, 2], [1, 3])
         return run_tables(groups.pp, [torch.float32, torch.int64])
@@ -49,18 +51,15 @@ def strided_table(rank: int, n: int, port: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_table(n: int) -> None:
-    store = host_store()
-    check_table(run_ranks(n, table, store.port))
+    check_table(run_ranks(n, table, SharedStore()))
 
 
 def test_table_on_groups_that_do_not_start_at_rank_0() -> None:
-    store = host_store()
-    check_table(run_ranks(4, strided_table, store.port))
+    check_table(run_ranks(4, strided_table, SharedStore()))
 
 
-def by_position(rank: int, n: int, port: int) -> None:
+def by_position(rank: int, n: int, store: Store) -> None:
     """``dim``, ``src``, ``dst`` and ``sizes`` may be given by position, as vLLM's users do."""
-    store = coordinator.connect_store("127.0.0.1", port)
     with coordinator.init(tp=2, rank=rank, store=store, timeout=30) as groups:
         tp = groups.tp
         x = torch.arange(8.0).reshape(2, 4)
@@ -96,5 +95,4 @@ def by_position(rank: int, n: int, port: int) -> None:
 
 
 def test_arguments_by_position() -> None:
-    store = host_store()
-    run_ranks(2, by_position, store.port)
+    run_ranks(2, by_position, SharedStore())
