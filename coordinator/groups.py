@@ -242,18 +242,8 @@ def init(
     outer = RankGrid.of(axes or {})
     if taken := [name for name in outer.names if name in _OWN_GROUPS]:
         raise ValueError(f"groups named {taken} are there anyway: name your axes otherwise")
-    if rank is not None:
-        size = inner.size * outer.size * (dp or 1) if world_size is None else world_size
-        local = rank if local_rank is None else local_rank
-        address, port = master_addr or "127.0.0.1", master_port or 0
-        launch = Launch(rank, size, local, address, port, secret=launcher_secret(secret))
-    elif master_addr is None and master_port is None:
-        launch = _launch_by_environment(local_rank=local_rank, secret=secret)
-    else:
-        raise ValueError(
-            "master_addr and master_port need rank=: without it the environment says where the "
-            "ranks meet"
-        )
+    size = inner.size * outer.size * (dp or 1) if world_size is None else world_size
+    launch = _launch(rank, size, local_rank, master_addr, master_port, secret)
     if world_size not in (None, launch.world_size):
         raise ValueError(f"world_size={world_size}, but {launch.world_size} ranks run")
     grid = _whole_grid(inner, outer, dp, launch.world_size)
@@ -284,10 +274,32 @@ def init(
         return groups
 
 
-def _launch_by_environment(**given: Any) -> Launch:
-    """What the launcher's environment says, but for what is given and not None."""
-    known = {name: value for name, value in given.items() if value is not None}
-    return replace(Launch.from_environment(), **known)
+def _launch(
+    rank: int | None,
+    world_size: int,
+    local_rank: int | None,
+    address: str | None,
+    port: int | None,
+    secret: bytes | None,
+) -> Launch:
+    """This process among the ranks, and where they meet; without ``rank``, as the launcher's
+    environment says.
+    """
+    if rank is not None:
+        local = rank if local_rank is None else local_rank
+        address, port = address or "127.0.0.1", port or 0
+        return Launch(rank, world_size, local, address, port, secret=launcher_secret(secret))
+    if address is not None or port is not None:
+        raise ValueError(
+            "master_addr and master_port need rank=: without it the environment says where the "
+            "ranks meet"
+        )
+    found = Launch.from_environment()
+    return replace(
+        found,
+        local_rank=found.local_rank if local_rank is None else local_rank,
+        secret=found.secret if secret is None else secret,
+    )
 
 
 def _whole_grid(inner: RankGrid, outer: RankGrid, dp: int | None, world_size: int) -> RankGrid:
