@@ -274,8 +274,10 @@ class PoolClosedError(GroupClosedError):
     """The pool was shut down, before the call or during it."""
 
 
-def again(error: BaseException, note: str = "") -> BaseException:
+def again(error: E, note: str = "") -> E:
     """A copy of ``error`` to raise once more: raising one object again makes its traceback grow.
+
+    The copy has no traceback: who keeps it does not keep what was used where it was raised.
 
     Args:
         error: the error; returned itself if it is not a `CoordinatorError`.
@@ -284,7 +286,7 @@ def again(error: BaseException, note: str = "") -> BaseException:
     if not isinstance(error, CoordinatorError):
         return error
     reduced = cast("tuple[Any, ...]", error.__reduce__())
-    copy: BaseException = reduced[0](*reduced[1])
+    copy: E = reduced[0](*reduced[1])
     copy.args = error.args  # `located` may have changed them
     vars(copy).update({name: value for name, value in vars(error).items() if name != "__notes__"})
     copy.__cause__ = error.__cause__

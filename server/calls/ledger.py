@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
     from shm_broadcast import CoordinatorError, Deadline, MessageDecodeError, SharedMemoryError
 
-    from ..control.cancelled_calls import CancelledCalls
     from ..control.protocol import Failed, Reply
     from ..errors import CallTimeoutError
     from .hooks import Actions
@@ -105,6 +104,7 @@ class Ledger:
         self._stuck = CallClock(stuck_seconds)
         self._look_seconds = stuck_seconds / 4
         self._moves_on = False
+        self._mark: Callable[[int], object] = ignore
 
     @property
     def busy(self) -> bool:
@@ -152,19 +152,19 @@ class Ledger:
         """The number of the call that was sent last; 0 if none was."""
         return self._calls.last
 
-    def open(self, generation: int, cancelled: CancelledCalls) -> None:
+    def open(self, generation: int, mark: Callable[[int], object]) -> None:
         """Let calls go to the workers of a new generation.
 
         Args:
             generation: its number, higher than those before.
-            cancelled: where to mark calls that nobody waits for.
+            mark: called with the number of a call, which they have, and nobody waits for.
         """
         with self._lock:
             opens = self.state.ended is None
             opened = self.opened if opens and self.state.generation else ignore
             if opens:
                 self._calls.last_settled = ""
-                self._cancelled = cancelled
+                self._mark = mark
                 self.state.open(generation)
                 self._lateness.resumed()
                 self._to_send.notify_all()
@@ -314,7 +314,7 @@ class Ledger:
         """Tell the workers that nobody waits for ``call``, if it is under way."""
         with self._lock:
             if self._calls.find(call.number) is call:
-                self._cancelled.mark(call.number)
+                self._mark(call.number)
 
     def expire(self, call: PendingCall, error: CallTimeoutError) -> None:
         """Fail ``call`` because it is late, unless its result is known."""
@@ -457,6 +457,7 @@ class Ledger:
         garbage collection, for which its shared memory would wait.
         """
         self._hooks = LedgerHooks(*(ignore,) * 6)
+        self._mark = ignore
         self.move = None
         self.opened = self.reason_due = ignore
 

@@ -75,15 +75,16 @@ class PoolState:
 
     def break_off(self, error: CoordinatorError) -> None:
         """Note what broke the generation that works."""
-        self._fail(error, error if not self._restartable else None)
+        self._fail(error, ends=not self._restartable)
 
     def end(self, error: CoordinatorError) -> None:
         """Note what ended the pool for good."""
-        self._fail(error, error)
+        self._fail(error, ends=True)
 
-    def _fail(self, error: CoordinatorError, ended: CoordinatorError | None) -> None:
-        located(error, self._name)
+    def _fail(self, error: CoordinatorError, *, ends: bool) -> None:
+        error = located(again(error), self._name)  # the pool keeps it
         closed = isinstance(error, PoolClosedError)
         last = self.last_failure if closed else (time.time(), error)
+        ended = error if ends else None
         if self.ended is None:
             self.works, self.breaking, self.ended, self.last_failure = False, error, ended, last

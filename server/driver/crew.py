@@ -36,6 +36,7 @@ from ..errors import (
     PoolClosedError,
     RestartLimitError,
     WorkerLostError,
+    again,
     located,
     with_notes,
 )
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
-    from shm_broadcast import MemberStatus
+    from shm_broadcast import Failure, MemberStatus
     from shm_broadcast.board.totals import VerbTotal
 
     from ..calls.pending_call import PendingCall
@@ -74,7 +75,7 @@ class Crew(Watcher):
 
     Attributes:
         ledger: the book of the pool's calls.
-        dispatcher: sends calls to the workers of the latest generation.
+        dispatcher: sends calls to the workers of the latest generation; ``None`` after `stop`.
     """
 
     def __init__(self, plan: PoolPlan) -> None:
@@ -91,9 +92,11 @@ class Crew(Watcher):
         self._name = plan.config.name or "the pool"
         # A signal handler may stop the pool in the middle of any of its calls, `stop` included.
         self._stopping = threading.RLock()
-        self._stopped = False
         self._budget = RestartBudget(plan.max_restarts, plan.window)
-        self._links: Links
+        # Neither is kept after `stop`: who still uses them does so in a call that holds them, and
+        # their memory goes with the last such call.
+        self._links: Links | None = None
+        self.dispatcher: Dispatcher | None = None
         self._leave_links = ExitStack()
         self._broken: CoordinatorError | None = None
         self._aborted_at = math.inf
@@ -127,7 +130,7 @@ class Crew(Watcher):
         """Handle a worker's message; called by the supervisor."""
         match message:
             case Failed():
-                final = self._links.board.aborted is not None
+                final = self._aborted is not None
                 self.ledger.failed(rank, message, final)
                 if final and message.consequence:
                     self._await_reason()
@@ -141,7 +144,7 @@ class Crew(Watcher):
         """Break the pool because a worker's process has ended; called by the supervisor."""
         # If the board was aborted before, this death may be a mere consequence. It is the cause if
         # another rank's report names this one.
-        failure = self._links.board.aborted
+        failure = self._aborted
         if failure is None or failure.culprit == rank != failure.rank:
             pid = self._staff.workers[rank].pid
             where = {"rank": rank, "generation": self.ledger.state.generation}
@@ -163,7 +166,7 @@ class Crew(Watcher):
         """
         self._await_reason()
         in_time = time.monotonic() < self._aborted_at + self._reason_seconds
-        return in_time and self._staff.may_say_why(self._links.board.aborted)
+        return in_time and self._staff.may_say_why(self._aborted)
 
     def _unwatched(self, error: BaseException) -> None:
         """End the pool, and its workers: nobody would notice any more that they end or hang."""
@@ -176,9 +179,10 @@ class Crew(Watcher):
         Raises:
             PoolClosedError: the pool was shut down.
         """
-        if self._stopped:
+        links = self._links
+        if links is None:
             raise PoolClosedError("status: the pool was shut down")
-        return [self._status(rank) for rank in range(self._plan.n_workers)]
+        return [self._status(links, rank) for rank in range(self._plan.n_workers)]
 
     def totals(self) -> dict[int, tuple[VerbTotal, ...]]:
         """What all operations of each worker of this host came to, in all generations, by rank.
@@ -186,13 +190,20 @@ class Crew(Watcher):
         Raises:
             PoolClosedError: the pool was shut down.
         """
-        if self._stopped:
+        links = self._links
+        if links is None:
             raise PoolClosedError("totals: the pool was shut down")
-        return self._links.totals()
+        return links.totals()
 
-    def _status(self, rank: int) -> MemberStatus:
+    @property
+    def _aborted(self) -> Failure | None:
+        """Why the workers leave their groups and queues, if they do."""
+        links = self._links
+        return None if links is None else links.board.aborted
+
+    def _status(self, links: Links, rank: int) -> MemberStatus:
         # On the board a worker without a call is busy with `dequeue`: show it as idle instead.
-        status = self._links.board.member_status(rank)
+        status = links.board.member_status(rank)
         method = self.ledger.idle(rank)
         if method is None or status.state not in ("busy", "idle"):
             return status
@@ -205,12 +216,23 @@ class Crew(Watcher):
             CallTimeoutError: the call is late; it goes on if it was sent.
             The call's error, or what broke the pool.
         """
+        passed = self._carry_out(call)
+        if passed is not None:
+            raise self._given_up(call, passed)
+        return call.result()
+
+    def _carry_out(self, call: PendingCall) -> Deadline | None:
+        """Send a call and wait until it is done; the deadline if that has passed before."""
+        dispatcher = self.dispatcher
+        if dispatcher is None:
+            self.ledger.queue(call)  # which raises what ended the pool
+            return None
         deadline = self.ledger.due(call)
         try:
-            self.dispatcher.send(call, deadline)
+            dispatcher.send(call, deadline)
             while not call.done:
                 try:
-                    self.dispatcher.wait(call, deadline)
+                    dispatcher.wait(call, deadline)
                 except GroupTimeoutError:
                     deadline = self.ledger.due(call)  # others may have been answered meanwhile
                     if call.done or deadline.expired:
@@ -219,16 +241,18 @@ class Crew(Watcher):
                     # To whoever waits it says nothing in which line of the wait it came.
                     raise interrupt.with_traceback(None) from interrupt.__cause__
         except GroupTimeoutError:
-            if call.done:
-                return call.result()
-            self.ledger.give_up(call)
-            error = self.late(call, deadline.timeout)
-            self.ledger.cancel(call)  # only now: it may leave the place that its stack shows
-            raise error from None
+            return None if call.done else deadline
         except BaseException:  # it could not be pickled, or a signal handler has raised
             self.ledger.abandon(call)
             raise
-        return call.result()
+        return None
+
+    def _given_up(self, call: PendingCall, deadline: Deadline) -> CallTimeoutError:
+        """Give up waiting for a call; the error for that."""
+        self.ledger.give_up(call)
+        error = self.late(call, deadline.timeout)
+        self.ledger.cancel(call)  # only now: it may leave the place that its stack shows
+        return error
 
     def submit(self, call: PendingCall) -> Future[Any]:
         """Queue a call and return the future of its result. Does not wait for workers.
@@ -265,12 +289,13 @@ class Crew(Watcher):
     def _seen(self, ranks: list[int]) -> Seen:
         """What ranks are doing, why they are late, their stacks, and who holds them up."""
         with self._staff.using:
-            if self._stopped:
+            links = self._links
+            if links is None:
                 return (), "the pool was shut down", {}, ()
             why, culprits = held_up_by(self._staff.workers)
             workers = {r: w for r, w in self._staff.workers.items() if r in ranks and w.greeted}
             stacks = worker_stacks(workers, self._plan.config.stack_seconds)
-            statuses = tuple(self._links.board.member_status(rank) for rank in ranks)
+            statuses = tuple(links.board.member_status(rank) for rank in ranks)
             return statuses, why, stacks, culprits
 
     def stop(self, timeout: float, finish: bool) -> None:
@@ -290,18 +315,20 @@ class Crew(Watcher):
             self.ledger.end(PoolClosedError("the pool was shut down"))
             self._staff.supervisor.stop()
             self._wait_for(self._staff.supervisor.thread)
-            if self._stopped:  # before, or by a signal handler during the waits above
+            links, dispatcher = self._links, self.dispatcher
+            # Before, or by a signal handler during the waits above.
+            if links is None or dispatcher is None:
                 return
             if not idle or self._broken is not None:
-                self._links.board.abort("the pool was shut down during a call")
+                links.board.abort("the pool was shut down during a call")
                 deadline = Deadline.after(deadline.remaining(at_most=_LEAVE_SECONDS))
-            self._links.calls.shutdown()
-            self.dispatcher.release()
-            self._wait_for(*self.dispatcher.threads)
+            links.calls.shutdown()
+            dispatcher.release()
+            self._wait_for(*dispatcher.threads)
             with self._staff.using:
                 self._staff.close(deadline.remaining())
                 self._leave_links.close()
-                self._stopped = True
+                self._links = self.dispatcher = None
             self.ledger.let_go()
         finally:
             self._stopping.release()
@@ -318,7 +345,9 @@ class Crew(Watcher):
 
     def is_own(self, thread: threading.Thread) -> bool:
         """Whether `stop` joins ``thread``, which must therefore not call it."""
-        return thread in (self._staff.supervisor.thread, *self.dispatcher.threads)
+        dispatcher = self.dispatcher
+        threads = [] if dispatcher is None else dispatcher.threads
+        return thread in (self._staff.supervisor.thread, *threads)
 
     def _begin(self, tick: Callable[[], float]) -> None:
         """Begin a generation in the place of the last one."""
@@ -335,13 +364,14 @@ class Crew(Watcher):
             links.close()
             raise
         before = self._leave_links.pop_all()
-        if self.ledger.state.generation:
-            links.totals_before = self._links.totals()
+        last = self._links
+        if last is not None:
+            links.totals_before = last.totals()
         self._links = self._leave_links.enter_context(closing(links))
         self._broken = None
         before.close()
         # From here on the generation may answer calls, and break: all about it must be in place.
-        self.ledger.open(generation, links.cancelled)
+        self.ledger.open(generation, links.cancelled.mark)
         self.dispatcher = Dispatcher(
             self.ledger,
             generation,
@@ -369,7 +399,8 @@ class Crew(Watcher):
             self.ledger.state.check()
             return self.ledger.tick()
 
-        self.dispatcher.release()
+        if self.dispatcher is not None:
+            self.dispatcher.release()
         keep, worked = True, self.ledger.worked
         with suppress(PoolClosedError):
             while (pause := self._budget.take(time.monotonic(), worked)) is not None:
@@ -388,7 +419,7 @@ class Crew(Watcher):
                     if isinstance(error, HostError) and error.absent:
                         self.ledger.end(error)
                         return
-                    failure = located(error, self._plan.config.name)
+                    failure = located(again(error), self._plan.config.name)
                     keep = False  # those that stayed may be why it failed
                     continue
                 of = {"generation": self.ledger.state.generation}
@@ -407,7 +438,9 @@ class Crew(Watcher):
                 worker.channel.send(Resume(number))
 
     def _wake(self) -> None:
-        self._links.board.ring(self._links.driver)
+        links = self._links
+        if links is not None:
+            links.board.ring(links.driver)
 
     def _clock(self) -> None:
         self._staff.supervisor.wake()
@@ -441,7 +474,9 @@ class Crew(Watcher):
     def _broke(self, error: CoordinatorError) -> None:
         # The abort lets the workers leave. Those that have not by then are ended: by `_restart`, or
         # by `_tick`.
-        self._links.board.abort(error, getattr(error, "rank", None))
+        links = self._links
+        if links is not None:
+            links.board.abort(error, getattr(error, "rank", None))
         self._broken = error
         if self.ledger.state.ended is not None:
             self._end_at = time.monotonic() + _LEAVE_SECONDS
@@ -458,7 +493,7 @@ class Crew(Watcher):
             reason_by = self._aborted_at + self._reason_seconds
         elif reason_by <= now:
             self._aborted_at = reason_by = math.inf
-            failure = self._links.board.aborted
+            failure = self._aborted
             if failure is not None:
                 self.ledger.break_off(GroupAbortedError("pool", failure))
         if self._end_at <= now:

@@ -48,7 +48,7 @@ class Book:
             restartable=restartable,
             stuck_seconds=stuck_seconds,
         )
-        self.ledger.open(1, self.cancelled)
+        self.ledger.open(1, self.cancelled.mark)
 
     def _clock(self) -> None:
         self.clocked = True

@@ -15,7 +15,7 @@ def test_a_divergence_breaks_no_later_generation() -> None:
     diverging, lost = book.send(), book.send()
 
     def restart(_: object) -> None:
-        book.ledger.open(2, book.cancelled)
+        book.ledger.open(2, book.cancelled.mark)
         book.ledger.abandon(book.send())
 
     lost.future().add_done_callback(restart)
@@ -41,7 +41,7 @@ def test_a_pool_that_is_restarted_fails_what_the_workers_had_and_keeps_the_rest(
     assert book.ledger.state.ended is None
     later = book.send()
     assert book.ledger.next_to_send(1) is None
-    book.ledger.open(2, book.cancelled)
+    book.ledger.open(2, book.cancelled.mark)
     assert book.ledger.state.restarting is None
     assert book.ledger.state.restarts == 1
     for number, call in enumerate((again, third, queued), 4):
@@ -59,7 +59,7 @@ def test_what_comes_late_from_an_earlier_generation_changes_nothing() -> None:
     assert book.ledger.accept(again, 1)
     book.reply(0, 1, "old")
     book.lose_worker()
-    book.ledger.open(2, book.cancelled)
+    book.ledger.open(2, book.cancelled.mark)
     assert book.ledger.next_to_send(2) is again
     waiting = book.send()
     book.reply(1, 1, "old")
@@ -81,7 +81,7 @@ def test_a_call_is_made_three_times_at_most() -> None:
         assert not call.done
         assert book.ledger.next_to_send(generation) is call
         book.lose_worker()
-        book.ledger.open(generation + 1, book.cancelled)
+        book.ledger.open(generation + 1, book.cancelled.mark)
     with pytest.raises(WorkerLostError):
         call.result()
 
@@ -94,7 +94,7 @@ def test_a_future_survives_its_generation_and_can_then_not_be_cancelled() -> Non
     assert book.ledger.next_to_send(1) is call
     book.lose_worker()
     assert not future.cancel()
-    book.ledger.open(2, book.cancelled)
+    book.ledger.open(2, book.cancelled.mark)
     assert book.ledger.next_to_send(2) is call
     book.answer(2, "a", "b")
     assert future.result(timeout=0) == ["a", "b"]

@@ -161,7 +161,7 @@ def test_a_break_that_is_interrupted_anywhere_is_finished(
         assert book.asked == [("broke", error)]
         assert isinstance(first.future().exception(0), error)
         if restartable:
-            book.ledger.open(2, book.cancelled)
+            book.ledger.open(2, book.cancelled.mark)
             sent = iter(partial(book.ledger.next_to_send, 2), None)
             assert [call for call in sent if not call.is_void] == [again, queued]
             for call in (again, queued):

@@ -6,6 +6,8 @@ import contextlib
 import errno
 import gc
 import os
+import re
+import signal
 import subprocess
 import threading
 import time
@@ -21,18 +23,21 @@ import psutil
 import pytest
 
 from benchmarks.memory import shared_bytes
+from server.calls.dispatcher import Dispatcher
 from server.control.meeting import WorkerMeeting
+from server.driver.staff import Staff
+from server.errors import CallTimeoutError, PoolClosedError, WorkerLostError
 from server.launchers.fork_servers import FORK_SERVERS
 from server.launchers.local import end, launch
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
-from shm_broadcast import NEVER
+from shm_broadcast import NEVER, CoordinatorError, GroupAbortedError
 from shm_broadcast.board.stacks import STACK_SIGNAL
 from tests.patience import until
 from tests.server.workers import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,92 @@ def test_memory_of_a_pool_goes_with_it_and_not_by_a_garbage_collection() -> None
         assert shared_bytes([os.getpid()]) == before
     finally:
         gc.enable()
+
+
+def end_in_order(pool: WorkerPool) -> None:
+    assert pool.collective_rpc("total", args=(1.0,)) == [2.0, 2.0]
+
+
+def end_late(pool: WorkerPool) -> None:
+    with pytest.raises(CallTimeoutError):
+        pool.call("sleep", 60.0, timeout=0.1)
+
+
+def end_with_a_lost_worker(pool: WorkerPool) -> None:
+    os.kill(pool.status()[1].pid, signal.SIGKILL)
+    with pytest.raises(WorkerLostError):
+        pool.call("echo")
+
+
+def end_by_the_queues(pool: WorkerPool) -> None:
+    """Nobody says why the group was aborted: that the queues have ended is all that is known."""
+    with pytest.raises(GroupAbortedError):
+        pool.call("abort_and_stay", 1)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [end_in_order, end_late, end_with_a_lost_worker, end_by_the_queues],
+    ids=lambda end: end.__name__,
+)
+def test_a_pool_that_was_shut_down_keeps_no_memory_and_answers_as_before(
+    end: Callable[[WorkerPool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.calls.dispatcher._REASON_SECONDS", 0.01)
+    monkeypatch.setattr(Staff, "may_say_why", lambda *_: False)
+    run_pools(1, tp=2)
+    gc.collect()
+    before = shared_bytes([os.getpid()]), Counter(_descriptors())
+    gc.disable()
+    try:
+        pool = WorkerPool(Worker, tp=2, config=PoolConfig(settle_seconds=30.0))
+        answered = pool.submit("echo", "answered")
+        assert answered.result(timeout=60) == "answered"
+        end(pool)
+        failure = pool.failure
+        unanswered = None if failure else pool.submit("sleep", 60.0)
+        pool.shutdown(0.5)
+        assert (shared_bytes([os.getpid()]), Counter(_descriptors())) == before
+        assert str(pool.failure) == str(failure or "the pool was shut down")
+        assert answered.result() == "answered"
+        if unanswered is not None:
+            assert str(unanswered.exception()) == "the pool was shut down"
+        for ask in (pool.status, pool.totals):
+            with pytest.raises(PoolClosedError, match=f"^{ask.__name__}: the pool was shut down$"):
+                ask()
+        for refused in (pool.call, pool.submit):
+            with pytest.raises(CoordinatorError, match=re.escape(str(pool.failure))):
+                refused("echo")
+        pool.shutdown()
+    finally:
+        gc.enable()
+
+
+def test_the_memory_of_a_pool_goes_with_the_last_call_that_its_end_has_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that is in a call may still look at it."""
+    run_pools(1)
+    gc.collect()
+    before = shared_bytes([os.getpid()])
+    ended, looks = threading.Event(), threading.Event()
+    listen = Dispatcher._listen
+
+    def look(dispatcher: Dispatcher, *args: Any) -> None:
+        looks.set()
+        assert ended.wait(60)
+        listen(dispatcher, *args)
+
+    pool = WorkerPool(Worker)
+    monkeypatch.setattr(Dispatcher, "_listen", look)
+    with ThreadPoolExecutor(1) as threads:
+        calling = threads.submit(pool.call, "sleep", 60.0)
+        assert looks.wait(60)
+        pool.shutdown(0.1)
+        assert shared_bytes([os.getpid()]) > before
+        ended.set()
+        assert isinstance(calling.exception(60), PoolClosedError)
+    assert shared_bytes([os.getpid()]) == before
 
 
 def test_what_a_call_was_given_and_gave_goes_with_its_future() -> None:
