@@ -38,19 +38,19 @@ def move_to(folder: str, hosts: tuple[Host, Host], place: int) -> None:
 
 @contextmanager
 def groups_over(
-    rank: int, n: int, folder: str, hosts: tuple[Host, Host], **options: Any
+    rank: int, n: int, folder: str, hosts: tuple[Host, Host] | None, **options: Any
 ) -> Iterator[ParallelGroups]:
-    """The groups of ``n`` ranks, of which the second half is on the second host."""
+    """The groups of ``n`` ranks, of which the second half is on the second host; without ``hosts``
+    all are on this one.
+    """
     options.setdefault("tp", n)
-    move_to(folder, hosts, int(2 * rank >= n))
-    with coordinator.init(
-        rank=rank,
-        world_size=n,
-        local_rank=rank % max(n // 2, 1),
-        master_addr=hosts[0].address,
-        master_port=_PORT,
-        **options,
-    ) as groups:
+    if hosts is None:
+        options["store"] = FileStore(f"{folder}/meet", n)
+    else:
+        move_to(folder, hosts, int(2 * rank >= n))
+        options["local_rank"] = rank % max(n // 2, 1)
+        options["master_addr"], options["master_port"] = hosts[0].address, _PORT
+    with coordinator.init(rank=rank, world_size=n, **options) as groups:
         yield groups
 
 

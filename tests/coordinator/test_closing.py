@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import time
-from contextlib import contextmanager
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +21,11 @@ from tests.patience import failure_of, quickest
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
-    from coordinator import GroupCoordinator, ParallelGroups
+    from coordinator import GroupCoordinator
     from shm_broadcast import CoordinatorError
-    from tests.netns import Host
 
 _UNAVAILABLE = unavailable()
 PLACES = {
@@ -67,24 +65,11 @@ MESSAGES: dict[str, Callable[[GroupCoordinator], object]] = {
 }
 
 
-@contextmanager
-def groups_at(
-    rank: int, n: int, folder: str, hosts: tuple[Host, Host] | None, options: dict[str, Any]
-) -> Iterator[ParallelGroups]:
-    if hosts is not None:
-        with groups_over(rank, n, folder, hosts, **options) as groups:
-            yield groups
-        return
-    store = FileStore(f"{folder}/meet", n)
-    with coordinator.init(tp=n, rank=rank, store=store, **options) as groups:
-        yield groups
-
-
 def one_closes(
     rank: int, n: int, folder: str, hosts: Any, options: dict[str, Any], call: str, before: bool
 ) -> tuple[CoordinatorError, float] | None:
     store = beside(folder, n)
-    with groups_at(rank, n, folder, hosts, options) as groups:
+    with groups_over(rank, n, folder, hosts, **options) as groups:
         tp = groups.tp
         tp.barrier()
         if rank == GONE:

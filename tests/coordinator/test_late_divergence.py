@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import re
 import time
-from contextlib import contextmanager
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-import coordinator
 from coordinator import GroupCoordinator, ReduceOp
 from device_comm.wrappers import late
 from shm_broadcast import DivergenceError, GroupAbortedError, layout
@@ -24,12 +22,10 @@ from tests.patience import all_here, failure_of, quickest
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
-    from coordinator import ParallelGroups
     from shm_broadcast import CoordinatorError
-    from tests.netns import Host
 
 _UNAVAILABLE = unavailable()
 needs_hosts = pytest.mark.skipif(_UNAVAILABLE is not None, reason=str(_UNAVAILABLE))
@@ -64,26 +60,11 @@ SHOWN = {
 """What is said of both, where it is the last that they have called."""
 
 
-@contextmanager
-def groups_at(
-    rank: int, n: int, folder: str, hosts: tuple[Host, Host] | None, **options: Any
-) -> Iterator[ParallelGroups]:
-    """Groups over gloo: on two hosts, or with none told to use torch only."""
-    if hosts is not None:
-        with groups_over(rank, n, folder, hosts, **options) as groups:
-            yield groups
-        return
-    store = torch.distributed.FileStore(f"{folder}/meet", n)
-    options.setdefault("tp", n)
-    with coordinator.init(rank=rank, store=store, torch_only=True, **options) as groups:
-        yield groups
-
-
 def one_slips(
     rank: int, n: int, folder: str, hosts: Any, kind: str, odd: int, pause: float, at: int
 ) -> tuple[CoordinatorError, float]:
     store = beside(folder, n)
-    with groups_at(rank, n, folder, hosts) as groups:
+    with groups_over(rank, n, folder, hosts, torch_only=hosts is None) as groups:
         tp = groups.tp
 
         def steps() -> None:
@@ -169,7 +150,7 @@ def test_it_is_said_between_which_collectives_else(place: str, tmp_path: Path) -
 def one_waits(rank: int, n: int, folder: str, hosts: Any) -> CoordinatorError:
     """Each broadcasts from itself: some wait there, some in the next collective of all."""
     store = beside(folder, n)
-    with groups_at(rank, n, folder, hosts) as groups:
+    with groups_over(rank, n, folder, hosts, torch_only=hosts is None) as groups:
         all_here(store, n)
         tp = groups.tp
         error, _ = failure_of(
@@ -199,7 +180,9 @@ def correct(rank: int, n: int, folder: str, hosts: Any, seed: int, room: int | N
     if room is not None:
         layout.TALLIES = room  # type: ignore[misc]
     done = 0
-    with groups_at(rank, n, folder, hosts, tp=2, pp=1, axes={"outer": 2}) as groups:
+    with groups_over(
+        rank, n, folder, hosts, torch_only=hosts is None, tp=2, pp=1, axes={"outer": 2}
+    ) as groups:
         world, tp, outer = groups.world, groups.tp, groups.axes["outer"]
         for turn in range(3):
             comms = [each.device_communicator for each in (world, tp, outer)]
