@@ -25,6 +25,7 @@ from server.pool_config import PoolConfig
 from tests.server.workers import Failing, Restored, Worker
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from concurrent.futures import Future
 
 
@@ -93,67 +94,86 @@ def use(pool: WorkerPool, done: Future[str], pending: Future[None]) -> None:
         os.abort()
 
 
-def main(what: str, argument: str = "", start: str = "fork") -> None:
+def wait_in_pool(argument: str, config: PoolConfig) -> None:
+    try:
+        with WorkerPool(Worker, tp=2, config=config) as pool:
+            wait(pool, argument)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def start() -> None:
+    """Start a pool of which a worker hangs; say which ranks report progress."""
+    say([])
+    try:
+        WorkerPool(
+            "tests.server.workers:Failing",
+            tp=2,
+            worker_kwargs={"rank": 0, "how": "hang"},
+            on_progress=lambda rank, *_: say([rank]),
+        )
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def forget(argument: str) -> None:
+    """Leave the interpreter, by an error or not, with a pool that is not shut down."""
+    pool = WorkerPool(Worker)
+    say([pool.call("where")[1]])
+    pool.submit("sleep", 600.0)
+    if argument == "raise":
+        raise ValueError("the driver's own")
+
+
+def fork(behaviours: Sequence[str]) -> None:
+    """Fork a child that behaves so, one after the other, and call the pool after each."""
+    pool = WorkerPool(Worker)
+    say([pool.call("where")[1]])
+    for behaviour in behaviours:
+        done, pending = pool.submit("echo", "told"), pool.submit("sleep", 1.0)
+        done.result()
+        child = os.fork()
+        if child == 0:
+            if behaviour == "outlive":
+                signal.pause()
+            elif behaviour == "shutdown":
+                pool.shutdown()
+            elif behaviour == "block":
+                with pool:
+                    raise ValueError("the child's own")
+            elif behaviour == "use":
+                use(pool, done, pending)
+            elif behaviour == "own":
+                with WorkerPool(Worker, tp=2) as own:
+                    assert own.collective_rpc("echo", args=(1,)) == [1, 1]
+            elif behaviour == "drop":
+                del pool
+                gc.collect()
+            sys.exit(0)
+        status = 0 if behaviour == "outlive" else os.wait()[1]
+        assert os.waitstatus_to_exitcode(status) == (1 if behaviour == "block" else 0)
+        say([pool.call("echo", child, timeout=10)])
+    signal.pause()
+
+
+def main(what: str, argument: str = "", start_by: str = "fork") -> None:
     gc.freeze()  # what was imported stays: the last collection passes it by
+    config = PoolConfig(fork=start_by == "fork")
     if what == "wait":
-        try:
-            config = PoolConfig(fork=start == "fork")
-            with WorkerPool(Worker, tp=2, config=config) as pool:
-                wait(pool, argument)
-        except KeyboardInterrupt:
-            sys.exit(130)
+        wait_in_pool(argument, config)
     elif what == "live":
-        live(int(argument), PoolConfig(fork=start == "fork"))
+        live(int(argument), config)
     elif what == "repeat":
         repeat()
     elif what == "start":
-        say([])
-        try:
-            WorkerPool(
-                "tests.server.workers:Failing",
-                tp=2,
-                worker_kwargs={"rank": 0, "how": "hang"},
-                on_progress=lambda rank, *_: say([rank]),
-            )
-        except KeyboardInterrupt:
-            sys.exit(130)
+        start()
     elif what == "forget":
-        pool = WorkerPool(Worker)
-        say([pool.call("where")[1]])
-        pool.submit("sleep", 600.0)
-        if argument == "raise":
-            raise ValueError("the driver's own")
+        forget(argument)
     elif what == "drop":
         say([WorkerPool(Worker).call("where")[1]])
         time.sleep(600)
     elif what == "fork":
-        pool = WorkerPool(Worker)
-        say([pool.call("where")[1]])
-        for behaviour in argument.split(","):
-            done, pending = pool.submit("echo", "told"), pool.submit("sleep", 1.0)
-            done.result()
-            child = os.fork()
-            if child == 0:
-                if behaviour == "outlive":
-                    signal.pause()
-                elif behaviour == "shutdown":
-                    pool.shutdown()
-                elif behaviour == "block":
-                    with pool:
-                        raise ValueError("the child's own")
-                elif behaviour == "use":
-                    use(pool, done, pending)
-                elif behaviour == "own":
-                    with WorkerPool(Worker, tp=2) as own:
-                        assert own.collective_rpc("echo", args=(1,)) == [1, 1]
-                elif behaviour == "drop":
-                    del pool
-                    gc.collect()
-                sys.exit(0)
-            status = 0 if behaviour == "outlive" else os.wait()[1]
-            assert os.waitstatus_to_exitcode(status) == (1 if behaviour == "block" else 0)
-            say([pool.call("echo", child, timeout=10)])
-        signal.pause()
+        fork(argument.split(","))
     elif what == "thread":
         with WorkerPool(Worker) as pool:
             pool.call("start_thread", 1.5)
