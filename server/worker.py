@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import traceback
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -103,8 +103,13 @@ def main(control: int, seat: int, stacks: int) -> None:
     writes_stacks_to(stacks)
     try:
         connection = socket.socket(fileno=control)
-        with closing(Channel(connection, receives=Start | Resume)) as channel:
-            in_order = _run(channel, seat)
+        connection.set_inheritable(False)
+        try:
+            in_order = _run(Channel(connection, receives=Start | Resume), seat)
+        finally:
+            # It stays open until this process ends, or becomes another program: the driver hears it
+            # close, and takes a process that goes on then for no worker any more.
+            connection.detach()
     except _ENDS:
         in_order = False
     except BaseException:  # noqa: BLE001 - the interpreter would wait for threads of the user's

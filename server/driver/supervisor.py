@@ -150,6 +150,7 @@ class Supervisor:
                 watcher.on_message(worker.rank, message)
         except ChannelClosedError:
             self._ignore(worker.channel.fileno())
+            worker.cut_off()
         except MessageDecodeError as error:
             self._ignore(worker.channel.fileno())
             # The traceback is this process's, and would be taken for the worker's.

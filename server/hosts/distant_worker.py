@@ -119,6 +119,9 @@ class DistantWorker:
         if not self.ended():
             self._post(SignalWorker(self.rank, number))
 
+    def cut_off(self) -> None:
+        """Nothing: its host does that."""
+
     def bury(self) -> str:
         """Wait for a process that has ended, or was killed, and return how it ended."""
         if not self.ended(_BURY_SECONDS):

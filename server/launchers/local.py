@@ -31,6 +31,7 @@ import msgspec
 from shm_broadcast import Deadline, GroupTimeoutError
 from shm_broadcast.board.stacks import StackFile
 from shm_broadcast.deadline import milliseconds
+from shm_broadcast.machine.liveness import is_ending
 
 from ..control.channel import Channel, ChannelClosedError
 from ..control.protocol import FromWorker
@@ -78,6 +79,7 @@ class LocalWorker:
         self.rank = rank
         self.greeted = self.away = False
         self._told_path = False
+        self._cut_off = ""
         self._closed = False
         self._closing = threading.RLock()  # a signal handler may close it, too
         with ExitStack() as ours, ExitStack() as theirs:
@@ -147,6 +149,22 @@ class LocalWorker:
                     if number == signal.SIGKILL:
                         self._lifeline.close()  # the kernel kills it then
 
+    def cut_off(self) -> None:
+        """End the process, whose end of the control channel is closed, unless it ends by itself.
+
+        A worker keeps its end until its process ends (`worker.main`), so it is no worker any more.
+        """
+        if not self.greeted or self.ended() or is_ending(self.pid):
+            return
+        program: object = "what may not be looked at"
+        with suppress(OSError):
+            program = Path(f"/proc/{self.pid}/exe").readlink()
+        self._cut_off = (
+            "it became another program (exec), or closed its descriptors, and was ended; "
+            f"it ran {program}"
+        )
+        self.signal(signal.SIGKILL)
+
     def bury(self) -> str:
         """Wait for a process that has ended, or was killed, and return its exit status.
 
@@ -155,7 +173,8 @@ class LocalWorker:
         """
         if not self.ended(_KEEPER_SECONDS):
             self._process.kill()  # the keeper is stuck; without it the worker ends itself (`boot`)
-        return self._process.wait()
+        how = self._process.wait()
+        return self._cut_off or how
 
     def close(self) -> None:
         """Close all descriptors, after `bury`; idempotent, from any thread."""

@@ -67,6 +67,9 @@ class WorkerHandle(Protocol):
         The last has its stack come into `stack_file`, and is for a worker whose `Hello` has come.
         """
 
+    def cut_off(self) -> None:
+        """End the process, whose end of the control channel is closed, unless it ends by itself."""
+
     def bury(self) -> str:
         """Wait for a process that has ended, or was killed; how it ended."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -289,6 +290,32 @@ def test_an_answer_that_ends_the_thread_that_reads_it_breaks_the_pool(pool: Work
 def test_a_worker_that_leaves_says_how(pool: WorkerPool) -> None:
     with pytest.raises(WorkerLostError, match=r"rank 1 \(pid \d+\): exit status 3"):
         pool.call("exit", [1], 3)
+
+
+SLEEPS = ["/bin/sleep", "600"]
+WAITS = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+@pytest.mark.parametrize(
+    ("call", "given"), [("become", (SLEEPS,)), ("become", (WAITS,)), ("close_all", ())]
+)
+def test_a_worker_that_becomes_another_program_is_lost_at_once(
+    either_pool: WorkerPool, call: str, given: tuple[list[str], ...]
+) -> None:
+    pids = pids_of(either_pool)
+    either_pool.call("echo")
+    called = time.monotonic()
+    with pytest.raises(WorkerLostError, match=r"rank 1 .* another program \(exec\).* it ran /"):
+        either_pool.call(call, 1, *given, timeout=PATIENCE_SECONDS)
+    assert time.monotonic() < called + 1.0 + STALL_SECONDS
+    assert_gone(pids)
+
+
+def test_a_worker_that_becomes_another_program_is_replaced() -> None:
+    with WorkerPool(Worker, tp=2, restart="worker") as pool:
+        with pytest.raises(WorkerLostError, match=r"rank 1 .* it ran .*/sleep$"):
+            pool.call("become", 1, SLEEPS, timeout=PATIENCE_SECONDS)
+        assert pool.call("total", 1.0, timeout=PATIENCE_SECONDS) == 2.0
 
 
 def test_a_crash_comes_with_the_stack(

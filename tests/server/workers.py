@@ -348,6 +348,19 @@ class Worker:
         if self.rank in ranks:
             os._exit(status)
 
+    def become(self, rank: int, program: list[str]) -> float:
+        """One rank becomes another program, while the others wait for it."""
+        if self.rank == rank:
+            os.execv(program[0], program)
+        return self.total(1.0)
+
+    def close_all(self, rank: int) -> float:
+        """One rank closes all descriptors and goes on, while the others wait for it."""
+        if self.rank == rank:
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            time.sleep(600.0)
+        return self.total(1.0)
+
     def leave(self) -> NoReturn:
         sys.exit(3)
 
