@@ -288,7 +288,9 @@ class DivergenceError(CoordinatorError):
 
 
 class SharedMemoryError(CoordinatorError):
-    """Too little memory is free, or a handle does not lead to the segment that it names."""
+    """Too little memory is free, the system refuses to share any, or a handle does not lead to the
+    segment that it names.
+    """
 
 
 class ForeignMemoryError(SharedMemoryError):

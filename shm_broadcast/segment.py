@@ -12,10 +12,12 @@ process and the memory belong to this user and, where the members are known, the
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 import socket
+import sys
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -35,12 +37,14 @@ from shm_broadcast.layout import (
     align,
 )
 from shm_broadcast.machine.liveness import NO_DESCRIPTOR, ProcessId, is_ending
+from shm_broadcast.machine.system_calls import system_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MADV_POPULATE_WRITE = 23
+_LIMITS = {errno.EFBIG: " (RLIMIT_FSIZE, ulimit -f)"}
 _CHANGED = "a member that changes its user (setuid) can share no new memory with the others"
 
 
@@ -87,14 +91,19 @@ class Segment:
             label: shown by the kernel in ``/proc/PID/maps``, for debugging only.
 
         Raises:
-            SharedMemoryError: fewer than ``size`` bytes of memory are free, or no descriptor is.
+            SharedMemoryError: fewer than ``size`` bytes of memory are free, or no descriptor is;
+                the system refuses it; or nobody could open it, since /proc is not mounted.
         """
         size = align(size, mmap.PAGESIZE)
         try:
+            ProcessId.current()
             _require_free(size)
             fd, mapping = _reserve(size, label)
         except OSError as error:
-            raise SharedMemoryError(f"cannot reserve {size} bytes: {error.strerror}") from error
+            limit = _LIMITS.get(error.errno or 0, "")
+            raise SharedMemoryError(
+                f"cannot reserve {size} bytes: {error.strerror}{limit}"
+            ) from error
         segment = cls(fd, mapping)
         segment._write_header(os.urandom(SEGMENT_NONCE_BYTES))
         return segment
@@ -303,10 +312,12 @@ def _is_sealed(fd: int) -> bool:
 
 def _reserve(size: int, label: str) -> tuple[int, mmap.mmap]:
     """A sealed memfd of ``size`` bytes, which are there, and its mapping."""
-    fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with system_call("memfd_create"):
+        fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(fd, 0o600)
-        os.posix_fallocate(fd, 0, size)
+        with system_call("fallocate"):
+            os.posix_fallocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         return fd, mmap.mmap(fd, size)
     except BaseException:
@@ -321,9 +332,20 @@ def _require_free(size: int) -> None:
         raise SharedMemoryError(f"{size} bytes of shared memory are required, {free} are free")
 
 
-def _free_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still use: of the machine, and of its memory cgroup's limit."""
-    free = _numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024
+def _free_bytes(
+    cgroup: Path = Path("/sys/fs/cgroup"), machine: Path = Path("/proc/meminfo")
+) -> int:
+    """Bytes that this process may still use: of the machine, and of its memory cgroup's limit.
+
+    Args:
+        cgroup: the folder of the memory cgroup.
+        machine: what the machine says of its memory. Where that is hidden, as by a /proc that
+            shows processes only, it is taken for enough: the kernel refuses what it has not.
+    """
+    try:
+        free = _numbers(machine)["MemAvailable:"] * 1024
+    except OSError:
+        free = sys.maxsize
     try:
         limit = int((cgroup / "memory.max").read_text())
         used = int((cgroup / "memory.current").read_text())

@@ -202,7 +202,7 @@ def _named(told: Sequence[tuple[str, str]], node_of: Sequence[int]) -> dict[int,
 
 def _make_board(group: Exchange, members: Exchange) -> Board:
     """One round among the undecided ``members`` of ``group``: make or attach this node's board."""
-    hints = members.all_gather("host", _BOOT_ID.read_bytes())
+    hints = members.all_gather("host", _boot_id())
     leader = hints.index(hints[members.rank])
     board: Board | None = None
     if leader == members.rank:
@@ -215,6 +215,14 @@ def _make_board(group: Exchange, members: Exchange) -> Board:
         return board
     undecided = [each for each, answer in enumerate(decided) if not answer]
     return _make_board(group, members.sub("undecided", undecided))
+
+
+def _boot_id() -> bytes:
+    """What only members of one host have in common; nothing, where that is hidden."""
+    try:
+        return _BOOT_ID.read_bytes()
+    except OSError:
+        return b""
 
 
 def _try_to_attach(offer: BoardHandle, rank: int) -> Board | None:

@@ -32,6 +32,7 @@ from shm_broadcast import Deadline, GroupTimeoutError
 from shm_broadcast.board.stacks import StackFile
 from shm_broadcast.deadline import milliseconds
 from shm_broadcast.machine.liveness import is_ending
+from shm_broadcast.machine.system_calls import system_call
 
 from ..control.channel import Channel, ChannelClosedError
 from ..control.protocol import FromWorker
@@ -97,7 +98,8 @@ class LocalWorker:
             self._process = begin(inherited)
             self.pid = self._process.pid
             try:
-                self.pidfd = os.pidfd_open(self.pid)
+                with system_call("pidfd_open"):
+                    self.pidfd = os.pidfd_open(self.pid)
             except OSError:
                 self._process.kill()
                 self._process.wait()

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
+from shm_broadcast.machine.system_calls import system_call
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -76,7 +78,8 @@ class StackFile:
 
     def __init__(self) -> None:
         """Make the file."""
-        self.fd = os.memfd_create(_LABEL, os.MFD_CLOEXEC)
+        with system_call("memfd_create"):
+            self.fd = os.memfd_create(_LABEL, os.MFD_CLOEXEC)
         # All ends share one file offset; appending makes `clear` start at 0 again.
         fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_APPEND)
 

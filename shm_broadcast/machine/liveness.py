@@ -14,6 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from shm_broadcast.errors import SharedMemoryError
+from shm_broadcast.machine.system_calls import REFUSED
+
 _PF_EXITING = 0x4
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
 """What pidfd_open raises for a pid that is free, or was given to a thread meanwhile."""
@@ -44,8 +47,22 @@ class ProcessId:
 
     @classmethod
     def current(cls) -> ProcessId:
-        """This process."""
-        return cls.of(os.getpid())
+        """This process.
+
+        Raises:
+            SharedMemoryError: /proc does not show it.
+        """
+        pid = os.getpid()
+        try:
+            shown = os.readlink("/proc/self")  # noqa: PTH115 - a Path takes longer
+        except OSError:
+            shown = ""
+        if shown != str(pid):
+            raise SharedMemoryError(
+                "no memory can be shared: /proc is not mounted here, or is that of another pid "
+                "namespace, and processes find each other there"
+            )
+        return cls.of(pid)
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
@@ -84,7 +101,9 @@ class ProcessWatch:
 
     @property
     def pidfd(self) -> int | None:
-        """The descriptor, readable once the process has ended; None if it had, or none was free."""
+        """The descriptor, readable once the process has ended; None if it had, or none was to be
+        had.
+        """
         return self._pidfd
 
     def alive(self) -> bool:
@@ -129,7 +148,7 @@ def _open_pidfd(process: ProcessId) -> int | None:
     try:
         pidfd = os.pidfd_open(process.pid)
     except OSError as error:
-        if error.errno in (*_NO_PROCESS, *NO_DESCRIPTOR):
+        if error.errno in (*_NO_PROCESS, *NO_DESCRIPTOR, *REFUSED):
             return None
         raise
     with suppress(OSError):  # it has ended meanwhile, or this was the last free descriptor
