@@ -15,6 +15,7 @@ import argparse
 import gc
 import importlib
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from shm_broadcast import __version__
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsers[chosen].description = options.__doc__
         options.add_arguments(parsers[chosen])
     args = parser.parse_args(words)
+    if args.command in OPTIONS_APART:
+        _check_folder(parsers[args.command])
     module = _load(COMMANDS[args.command][0])
     if alone:
         gc.freeze()  # what torch brings along stays: collections pass it by, the last one too
@@ -80,6 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{parsers[args.command].prog}: {problem}", file=sys.stderr)
         return 1
     return status
+
+
+def _check_folder(parser: _Parser) -> None:
+    """Torch cannot be loaded in a folder that is gone, and would end the process."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        parser.error("the current folder was deleted: go to another one")
 
 
 def _load(name: str) -> Any:

@@ -50,6 +50,19 @@ def worker_environment(threads: int) -> dict[str, str]:
     }
 
 
+def working_folder() -> str:
+    """The folder that processes of workers start in: the current one, if it can be entered.
+
+    Else the root: in a folder that was deleted torch cannot be loaded.
+    """
+    try:
+        Path.cwd()
+        Path().stat()
+    except (FileNotFoundError, PermissionError):
+        return "/"
+    return "."
+
+
 def python_command(script: Path) -> list[str]:
     """The command that runs ``script`` with the options that this Python was started with, such as
     ``-O``, ``-W`` and ``-X dev``, and without the script's folder in the path.
@@ -97,7 +110,7 @@ class Circumstances(NamedTuple):
             driver=os.getpid(),
             executable=sys.executable,
             path=path,
-            folder=_identity(Path()) if relative else None,
+            folder=_identity(Path(working_folder())) if relative else None,
             environment=frozenset(
                 (name, value) for name, value in environment.items() if name not in IDLE_VARIABLES
             ),

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import Deadline, GroupTimeoutError
 
-from .circumstances import IDLE_VARIABLES, Circumstances, python_command
+from .circumstances import IDLE_VARIABLES, Circumstances, python_command, working_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,7 +82,7 @@ class ChildProcess:
 
 
 class _ServerLostError(Exception):
-    """The server has ended before it forked."""
+    """The server has ended before it forked; the text says how."""
 
 
 class _ForkServer:
@@ -160,7 +160,7 @@ class _ForkServer:
                     _log.warning("workers are spawned, not forked: %s", refusal)
                 self.refusal = refusal
                 return None
-        raise _ServerLostError
+        raise self._lost()
 
     def close(self) -> None:
         """End its process; idempotent."""
@@ -182,7 +182,7 @@ class _ForkServer:
     ) -> None:
         variables = {name: environment.get(name) for name in IDLE_VARIABLES}
         with ExitStack() as undo:
-            folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
+            folder = os.open(working_folder(), os.O_PATH | os.O_DIRECTORY)
             undo.callback(os.close, folder)
             sent = [*inherited, birth, folder, *(_output(number, undo) for number in (1, 2))]
             while True:
@@ -191,9 +191,14 @@ class _ForkServer:
                 except BlockingIOError:
                     _wait(self._requests.fileno(), select.POLLOUT, deadline, tick)
                 except (BrokenPipeError, ConnectionResetError):
-                    raise _ServerLostError from None
+                    raise self._lost() from None
                 else:
                     return
+
+    def _lost(self) -> _ServerLostError:
+        with suppress(subprocess.TimeoutExpired):
+            return _ServerLostError(_told(self._process.wait(_END_SECONDS)))
+        return _ServerLostError("about to end")
 
     def _disown(self, said: int) -> None:
         """End the server, so that it forks nothing later, and what it has forked already."""
@@ -230,6 +235,7 @@ def start_process(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=dict(environment),
+        cwd=working_folder(),
         pass_fds=inherited,
         start_new_session=True,
     )
@@ -268,13 +274,14 @@ class ForkServers:
             What ``tick`` raises; the server was ended.
         """
         wanted = Circumstances.now(environment, preload)
+        lost = _ServerLostError()
         for _ in range(_ATTEMPTS):
             with self._borrowed(wanted, environment) as server:
                 try:
                     return server.fork(environment, inherited, deadline, tick)
-                except _ServerLostError:
-                    continue
-        _log.warning("a worker is spawned, not forked: %d fork servers were killed", _ATTEMPTS)
+                except _ServerLostError as error:
+                    lost = error
+        _log.warning("a worker is spawned, not forked: fork servers have ended: %s", lost)
         return None
 
     def prepare(self, environment: Mapping[str, str], preload: Sequence[str]) -> None:

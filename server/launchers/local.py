@@ -38,7 +38,7 @@ from ..control.channel import Channel, ChannelClosedError
 from ..control.protocol import FromWorker
 from ..errors import WorkerStartError
 from .boot import END_SIGNAL
-from .circumstances import python_command, worker_environment
+from .circumstances import python_command, worker_environment, working_folder
 from .fork_servers import FORK_SERVERS, ChildProcess
 
 if TYPE_CHECKING:
@@ -237,6 +237,7 @@ def _spawn(environment: Mapping[str, str], inherited: Sequence[int]) -> ChildPro
         [*python_command(_BOOT), *map(str, (*inherited, os.getpid(), _PACKAGE))],
         stdin=subprocess.DEVNULL,
         env=dict(environment),
+        cwd=working_folder(),
         pass_fds=inherited,
         start_new_session=True,
     )

@@ -34,6 +34,19 @@ def said(*arguments: str) -> str:
     return python("-c", CODE, *arguments)
 
 
+@pytest.mark.parametrize("command", ["demo", "serve"])
+def test_a_folder_that_was_deleted_is_said_to_be_before_torch_is_loaded(
+    command: str, tmp_path: Path
+) -> None:
+    go = 'cd "$0" && rmdir "$0" && exec "$@"'
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}){CODE}"
+    here = (sys.executable, "-c", code, command)
+    done = run_to_end("sh", "-c", go, tmp_path, *here, status=2)
+    tmp_path.mkdir()
+    told = "error: the current folder was deleted: go to another one"
+    assert done.stderr == f"group-coordinator {command}: {told}\n"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command_loads_no_torch(command: str) -> None:
     text = said(command, "--help")

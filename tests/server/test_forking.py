@@ -19,11 +19,13 @@ import psutil
 import pytest
 
 from server.errors import WorkerLostError, WorkerStartError
+from server.launchers.circumstances import working_folder
 from server.launchers.fork_servers import FORK_SERVERS
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from tests.commands import run_to_end
 from tests.patience import until
+from tests.ranks import run_ranks
 from tests.server.test_pool_ends import DRIVERS, Driver
 from tests.server.workers import Worker, pids_of
 
@@ -143,6 +145,29 @@ def test_a_folder_that_is_gone_and_a_variable_that_is_gone_are_gone(
     tmp_path.rmdir()
     assert "PYTEST_CURRENT_TEST" not in ask("inherited")[0]["variables"]
     tmp_path.mkdir()
+
+
+def test_where_the_folder_is_gone_workers_start_in_the_root(
+    either: PoolConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    FORK_SERVERS.close()
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert ask("environment", either, tp=1)[0]["folder"] == "/"
+    tmp_path.mkdir()
+
+
+def go_where_others_may_not(_: int, __: int, folder: Path) -> tuple[str, str]:
+    os.chdir(folder)
+    folder.chmod(0)
+    before = working_folder()
+    os.setuid(54321)
+    return before, working_folder()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+def test_a_folder_that_may_not_be_entered_is_no_worker_s(tmp_path: Path) -> None:
+    assert run_ranks(1, go_where_others_may_not, tmp_path) == [(".", "/")]
 
 
 def test_of_a_driver_that_ignores_its_children_only_how_they_end_is_not_known(
@@ -327,6 +352,19 @@ def test_workers_are_spawned_where_they_cannot_be_forked_and_the_log_says_why(
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("workers are spawned, not forked: ")
     assert reason in said
+
+
+def test_the_log_says_how_fork_servers_have_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = (
+        "import sys\nif 'forking.py' in ' '.join(sys.orig_argv):\n    import os\n    os._exit(3)\n"
+    )
+    with at_start(monkeypatch, tmp_path, code):
+        assert [rank for rank, _ in ask("where", tp=1)] == [0]
+    assert [record.getMessage() for record in caplog.records] == [
+        "a worker is spawned, not forked: fork servers have ended: exit status 3"
+    ]
 
 
 def test_who_wants_no_fork_gets_none() -> None:
