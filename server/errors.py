@@ -10,6 +10,7 @@
     ├── WorkerLostError (ConnectionError)   a worker's process ended; names rank, pid and signal
     ├── HostError                           a host of the pool did not come, or was lost; names it
     ├── DescriptorLimitError (OSError)      too few files may be open; says how many are needed
+    ├── ProcessLimitError (OSError)         too few processes and threads may be started
     ├── WorkerStartError                    a worker did not come up; the pool does not exist
     ├── GroupTimeoutError (TimeoutError)
     │   └── CallTimeoutError                a call's time passed; carries the stacks of the late
@@ -232,6 +233,24 @@ class DescriptorLimitError(CoordinatorError, OSError):
             f"{needed}"
         )
         self.errno = errno.EMFILE
+
+
+class ProcessLimitError(CoordinatorError, OSError):
+    """A pool could start no further process or thread. ``errno`` is EAGAIN.
+
+    Attributes:
+        limit: how many its user may have: RLIMIT_NPROC, ``ulimit -u``; -1: any number. A control
+            group may have fewer.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        user = "any number" if limit < 0 else str(limit)
+        super().__init__(
+            f"no further process or thread can be started: this user may have {user} of them "
+            "(RLIMIT_NPROC, ulimit -u), and this container what its pids.max says"
+        )
+        self.errno = errno.EAGAIN
 
 
 class RestartLimitError(CoordinatorError):

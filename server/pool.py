@@ -140,6 +140,7 @@ class WorkerPool:
                 in time. All processes of the pool have ended.
             SharedMemoryError: too little memory is free.
             DescriptorLimitError: too few files may be open (``ulimit -n``).
+            ProcessLimitError: no further process or thread can be started.
             HostError: a host did not come in ``start_timeout``, or has other versions; or the
                 head's name leads to no address.
             SecretError: several hosts, and no secret that only they have.

@@ -96,6 +96,7 @@ class Replicas:
             WorkerStartError: a worker of any replica did not start. All processes have ended.
             SharedMemoryError: too little memory is free.
             DescriptorLimitError: too few files may be open (``ulimit -n``).
+            ProcessLimitError: no further process or thread can be started.
         """
         dp, tp, pp = map(whole, ("dp", "tp", "pp"), (dp, tp, pp))
         on_progress = optional(function)("on_progress", on_progress)

@@ -78,7 +78,8 @@ class WorkerMeeting:
     def _adjourn(self) -> None:
         if self._thread is not None:
             self._end.ring()
-            self._thread.join()
+            if self._thread.is_alive():  # it may not have been started
+                self._thread.join()
             self._thread = None
             self._end.clear()
 

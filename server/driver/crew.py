@@ -43,8 +43,8 @@ from ..errors import (
 from ..launchers.local import end
 from ..launchers.worker_handle import worker_stacks
 from .held_up_by import held_up_by
+from .limits import telling_limits
 from .links import Links
-from .open_files import enough_files
 from .restart_budget import RestartBudget
 from .staff import Staff
 from .supervisor import REASON_SECONDS, Watcher
@@ -85,6 +85,7 @@ class Crew(Watcher):
             WorkerStartError: a worker failed, or was not ready in time.
             SharedMemoryError: too little memory is free.
             DescriptorLimitError: too few files may be open.
+            ProcessLimitError: no further process or thread can be started.
             OSError: a process cannot be started.
         """
         self._begun = 0
@@ -114,7 +115,7 @@ class Crew(Watcher):
             restartable=plan.restart != "never",
         )
         self.ledger.reason_due = self._reason_due
-        with self._enough_files(), ExitStack() as undo:
+        with self._telling_limits(), ExitStack() as undo:
             undo.callback(self._leave_links.close)
             self._staff = Staff(plan)
             undo.callback(self._staff.close, 0.0)
@@ -383,14 +384,14 @@ class Crew(Watcher):
         told = "%s has started: %d workers, generation %d"
         _log.info(told, self._name, workers, generation, extra=of)
 
-    def _enough_files(self, kept: Collection[int] = ()) -> AbstractContextManager[None]:
+    def _telling_limits(self, kept: Collection[int] = ()) -> AbstractContextManager[None]:
         """A block that starts the workers that are missing; ``kept`` are the ranks of the others.
 
         All that are elsewhere meet this host anew.
         """
         here = self._plan.ranks_of(0)
         elsewhere = None if self._plan.hosts is None else self._plan.n_workers - len(here)
-        return enough_files(len({*here} - {*kept}), elsewhere)
+        return telling_limits(len({*here} - {*kept}), elsewhere)
 
     def _restart(self, failure: Exception) -> None:
         """Begin generations until one stands, or there were too many."""
@@ -411,7 +412,7 @@ class Crew(Watcher):
                 try:
                     tick()  # it may have been shut down while a callback held this thread up
                     self._staff.dismiss(pause, tick, keep=keep)
-                    with self._enough_files(kept=self._staff.workers):
+                    with self._telling_limits(kept=self._staff.workers):
                         self._begin(tick)
                 except PoolClosedError:
                     raise

@@ -31,7 +31,7 @@ from ..control.pool_board import create_pool_board
 from ..control.protocol import Ready, Start
 from ..driver.binding import Bound, bound_here
 from ..driver.cores import worker_threads
-from ..driver.open_files import enough_files
+from ..driver.limits import telling_limits
 from ..driver.supervisor import Supervisor, Watcher
 from ..errors import HostError, WorkerStartError
 from ..launchers.local import end, launch
@@ -96,6 +96,7 @@ def serve_host(hosts: Hosts, timeout: float | None = 300.0) -> None:
             is restarted, it was lost and has not come back in time.
         ValueError: this is the head.
         DescriptorLimitError: too few files may be open (``ulimit -n``).
+        ProcessLimitError: no further thread can be started.
         OSError: the head's name cannot be looked up, for a reason that does not pass.
     """
     if hosts.is_head:
@@ -107,7 +108,7 @@ def serve_host(hosts: Hosts, timeout: float | None = 300.0) -> None:
         raise HostError(hosts.node_rank, str(error)) from error
     stays, visitor = True, uuid.uuid4().hex
     while stays:
-        with enough_files(1, 0):
+        with telling_limits(1, 0):
             supervisor = HostSupervisor(hosts, visitor, deadline)
         with supervisor:
             stays = supervisor.run()
@@ -274,7 +275,7 @@ class HostSupervisor(Watcher):
         self._leave_board()
         self._since.update(dict.fromkeys(told.missing, told.generation))
         try:
-            with enough_files(len(told.missing), None):
+            with telling_limits(len(told.missing), None):
                 self._make_board(told)
                 started = self._launch(told)
         except (OSError, ValueError, SharedMemoryError, WorkerStartError) as error:

@@ -38,12 +38,12 @@ import sys
 import threading
 import time
 import warnings
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 STACK_SIGNAL = signal.SIGRTMIN + 10
 """The same as `shm_broadcast.board.stacks` has, which is not imported yet."""
@@ -62,7 +62,8 @@ def main() -> None:
     package = sys.argv[6]
     keeper = os.getpid()
     hear_of_children()
-    worker = split_off_keeper()
+    with telling(control):
+        worker = split_off_keeper()
     if worker:
         for fd in (control, seat, stacks):
             os.close(fd)
@@ -71,9 +72,10 @@ def main() -> None:
     ignore_shown_warnings()
     faulthandler.enable(stacks)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
-    hold(lifeline, driver, keeper)
+    with telling(control):
+        hold(lifeline, driver, keeper)
     try:
-        os.write(control, hello())
+        os.write(control, frame({"type": "Hello", "pid": os.getpid()}))
     except BrokenPipeError:  # the driver has ended already
         os._exit(1)
     sys.path[:] = _receive(control)
@@ -132,10 +134,24 @@ def ignore_shown_warnings() -> None:
     warnings.filterwarnings("ignore", "group-coordinator's C extension was not built")
 
 
-def hello() -> bytes:
-    """A frame of the control channel with `protocol.Hello`: all of the above is set up."""
-    message = json.dumps({"type": "Hello", "pid": os.getpid()}).encode()
-    return struct.pack(">I", len(message)) + message
+@contextmanager
+def telling(control: int) -> Iterator[None]:
+    """Where the system refuses what is done inside, tell the driver, and end."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        failed = {"type": "Failed", "number": 0, "begun": [], "traceback": ""}
+        with suppress(BrokenPipeError):
+            os.write(
+                control, frame({**failed, "kind": type(error).__name__, "message": str(error)})
+            )
+        os._exit(1)
+
+
+def frame(message: dict[str, object]) -> bytes:
+    """A frame of the control channel with a message of `control.protocol`."""
+    encoded = json.dumps(message).encode()
+    return struct.pack(">I", len(encoded)) + encoded
 
 
 def split_off_keeper() -> int:
@@ -145,7 +161,7 @@ def split_off_keeper() -> int:
     # Blocked until the handlers are there: an early SIGTERM would end the keeper alone.
     signals = {*_PASSED_ON, END_SIGNAL, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    worker = os.fork()
+    worker = fork()
     if worker:
         for number in _PASSED_ON:
             signal.signal(number, lambda number, _: os.kill(worker, number))
@@ -156,6 +172,14 @@ def split_off_keeper() -> int:
         os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     return worker
+
+
+def fork() -> int:
+    """As `os.fork`, with an error that says what is refused."""
+    try:
+        return os.fork()
+    except OSError as error:
+        raise OSError(error.errno, f"no process can be forked: {error.strerror}") from error
 
 
 def keep(worker: int, lifeline: int, driver: int) -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass
 
-from ..driver.open_files import open_files
+from ..driver.limits import open_files
 from ..errors import DescriptorLimitError
 
 _OWN = 32

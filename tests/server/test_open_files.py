@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.http_served import COMMAND
-from server.driver.open_files import open_files
+from server.driver.limits import open_files
 from server.errors import DescriptorLimitError, RestartLimitError
 from server.hosts.host_supervisor import serve_host
 from server.hosts.place import Hosts

@@ -16,6 +16,7 @@ from server.errors import (
     DescriptorLimitError,
     HostError,
     PoolClosedError,
+    ProcessLimitError,
     QueueFullError,
     StreamLostError,
     WorkerError,
@@ -41,6 +42,7 @@ STATUS = MemberStatus(1, 4242, "busy", "embed", 7, 2.5)
         QueueFullError(3, 9, 10),
         HostError(1, "node 1 did not come in 2 s", absent=True),
         DescriptorLimitError(1024, 2000),
+        ProcessLimitError(100),
     ],
 )
 def test_errors_survive_pickling_and_raising_again(error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""How many files a pool's driver has open, and what is raised where it may not open enough."""
+"""What is raised where a pool's driver may not open enough files, or start enough processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shm_broadcast import SharedMemoryError
 
-from ..errors import DescriptorLimitError
+from ..errors import DescriptorLimitError, ProcessLimitError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +20,8 @@ _OF_A_POOL = 18
 _OF_A_WORKER = 8
 """Descriptors that the driver takes for a pool, and more for each worker on its host, while they
 start; then 9 fewer, and 7 for each worker."""
+_NO_THREAD = "can't start new thread"
+"""What Python says where the system gives it no thread."""
 _OF_HOSTS = 40
 _OF_A_DISTANT_WORKER = 14
 """More of them where there are other hosts, and for each worker there."""
@@ -35,8 +37,10 @@ def open_files() -> int:
 
 
 @contextmanager
-def enough_files(n_here: int, n_elsewhere: int | None) -> Iterator[None]:
-    """A block that starts workers; what it has opened is closed if it fails.
+def telling_limits(n_here: int, n_elsewhere: int | None) -> Iterator[None]:
+    """A block that starts workers: where a limit keeps it from that, the error says which.
+
+    What the block has opened is closed if it fails.
 
     With other hosts it is not begun if it will fail: where libzmq may open too few files, it ends
     the process.
@@ -47,22 +51,26 @@ def enough_files(n_here: int, n_elsewhere: int | None) -> Iterator[None]:
 
     Raises:
         DescriptorLimitError: it could not open as many files as it needs.
+        ProcessLimitError: it could start no further process or thread.
     """
     more = _OF_A_POOL + _OF_A_WORKER * n_here
     try:
         if n_elsewhere is not None:
             more += _OF_HOSTS + _OF_A_DISTANT_WORKER * n_elsewhere
-            if open_files() + more > _limit():
+            if open_files() + more > _limit(resource.RLIMIT_NOFILE):
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         yield
-    except (OSError, SharedMemoryError) as error:
-        if errno.EMFILE not in (getattr(each, "errno", 0) for each in (error, error.__cause__)):
+    except (OSError, RuntimeError, SharedMemoryError) as error:
+        numbers = [getattr(each, "errno", 0) for each in (error, error.__cause__)]
+        if errno.EAGAIN in numbers or str(error) == _NO_THREAD:
+            raise ProcessLimitError(_limit(resource.RLIMIT_NPROC)) from error
+        if errno.EMFILE not in numbers:
             raise
-        others = _limit()
+        limit = others = _limit(resource.RLIMIT_NOFILE)
         with suppress(OSError):
             others = open_files()
-        raise DescriptorLimitError(_limit(), max(others + more, _limit() + 1)) from error
+        raise DescriptorLimitError(limit, max(others + more, limit + 1)) from error
 
 
-def _limit() -> int:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+def _limit(kind: int) -> int:
+    return resource.getrlimit(kind)[0]

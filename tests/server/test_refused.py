@@ -1,0 +1,71 @@
+"""Pools where the system refuses what they need."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from server.errors import ProcessLimitError, WorkerStartError
+from server.pool import WorkerPool
+from server.pool_config import PoolConfig
+from tests.ranks import run_ranks
+from tests.refusals import NEW_PROCESSES, refuse
+from tests.server.test_forking import at_start
+from tests.server.workers import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+def start(_: int, __: int, number: int, names: Sequence[str], fork: bool) -> tuple[Any, ...]:
+    refuse(number, *names)
+    threads, children = threading.active_count(), psutil.Process().children()
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - the tests look at it
+        WorkerPool(Worker, tp=2, config=PoolConfig(fork=fork))
+    assert threading.active_count() == threads
+    left = [each.name() for each in psutil.Process().children() if each not in children]
+    return type(caught.value), caught.value.errno, str(caught.value), left
+
+
+@pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
+def test_without_pidfd_open_a_pool_names_it(fork: bool) -> None:
+    ((_, number, told, left),) = run_ranks(1, start, errno.ENOSYS, ["pidfd_open"], fork)
+    assert number == errno.ENOSYS
+    assert "pidfd_open is refused here: Function not implemented" in told
+    assert left == []
+
+
+def test_a_pool_that_may_start_no_process_says_so() -> None:
+    ((kind, number, told, left),) = run_ranks(1, start, errno.EAGAIN, NEW_PROCESSES, True)
+    assert (kind, number) == (ProcessLimitError, errno.EAGAIN)
+    assert told.startswith("no further process or thread can be started: this user may have ")
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("replaced", "reason"),
+    [
+        ("os.fork", "no process can be forked: Resource temporarily unavailable"),
+        ("threading.Thread.start", "can't start new thread"),
+    ],
+)
+def test_a_worker_that_may_start_no_process_or_thread_says_so(
+    replaced: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code = f"""
+import sys
+if "boot.py" in " ".join(sys.orig_argv):
+    import errno, os, threading
+    def refuse(*_):
+        if "{replaced}" == "os.fork":
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        raise RuntimeError("can't start new thread")
+    {replaced} = refuse
+"""
+    with at_start(monkeypatch, tmp_path, code), pytest.raises(WorkerStartError, match=reason):
+        WorkerPool(Worker, tp=2, config=PoolConfig(fork=False))
