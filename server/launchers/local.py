@@ -32,6 +32,7 @@ from shm_broadcast import Deadline, GroupTimeoutError
 from shm_broadcast.board.stacks import StackFile
 from shm_broadcast.deadline import milliseconds
 from shm_broadcast.machine.liveness import is_ending
+from shm_broadcast.machine.memory_kills import memory_kills
 from shm_broadcast.machine.system_calls import system_call
 
 from ..control.channel import Channel, ChannelClosedError
@@ -81,6 +82,7 @@ class LocalWorker:
         self.greeted = self.away = False
         self._told_path = False
         self._cut_off = ""
+        self._memory_kills_before = memory_kills()
         self._closed = False
         self._closing = threading.RLock()  # a signal handler may close it, too
         with ExitStack() as ours, ExitStack() as theirs:
@@ -171,12 +173,18 @@ class LocalWorker:
         """Wait for a process that has ended, or was killed, and return its exit status.
 
         Returns:
-            How it ended, such as ``"killed by SIGKILL"`` or ``"exit status 1"``.
+            How it ended, such as ``"killed by SIGKILL"`` or ``"exit status 1"``. It also says if
+            that may have been for want of memory.
         """
         if not self.ended(_KEEPER_SECONDS):
             self._process.kill()  # the keeper is stuck; without it the worker ends itself (`boot`)
         how = self._process.wait()
-        return self._cut_off or how
+        if self._cut_off:
+            return self._cut_off
+        kills = memory_kills() - self._memory_kills_before
+        if kills and how == "killed by SIGKILL":
+            how += f" (the kernel has killed {kills} here for want of memory since it started)"
+        return how
 
     def close(self) -> None:
         """Close all descriptors, after `bury`; idempotent, from any thread."""

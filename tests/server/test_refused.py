@@ -1,21 +1,26 @@
-"""Pools where the system refuses what they need."""
+"""Pools where the system refuses what they need, or kills a worker for want of memory."""
 
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
-from server.errors import ProcessLimitError, WorkerStartError
+from server.errors import ProcessLimitError, WorkerLostError, WorkerStartError
+from server.launchers import local
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
+from shm_broadcast.machine.memory_kills import memory_kills
 from tests.ranks import run_ranks
 from tests.refusals import NEW_PROCESSES, refuse
 from tests.server.test_forking import at_start
-from tests.server.workers import Worker
+from tests.server.workers import Worker, pids_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,3 +74,23 @@ if "boot.py" in " ".join(sys.orig_argv):
 """
     with at_start(monkeypatch, tmp_path, code), pytest.raises(WorkerStartError, match=reason):
         WorkerPool(Worker, tp=2, config=PoolConfig(fork=False))
+
+
+def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_said_to_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    events = tmp_path / "memory.events"
+    events.write_text("low 0\nhigh 0\nmax 7\noom 1\noom_kill 2\noom_group_kill 0\n")
+    monkeypatch.setattr(local, "memory_kills", partial(memory_kills, tmp_path))
+    with WorkerPool(Worker, tp=2) as pool:
+        events.write_text("low 0\nhigh 0\nmax 9\noom 2\noom_kill 3\noom_group_kill 0\n")
+        os.kill(pids_of(pool)[1], signal.SIGKILL)
+        with pytest.raises(WorkerLostError) as caught:
+            pool.call("total", 1.0)
+    assert caught.value.end == (
+        "killed by SIGKILL (the kernel has killed 1 here for want of memory since it started)"
+    )
+
+
+def test_where_there_is_no_memory_cgroup_nothing_is_known_of_kills(tmp_path: Path) -> None:
+    assert memory_kills(tmp_path) == 0
