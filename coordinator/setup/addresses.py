@@ -27,7 +27,13 @@ def resolve(
     Raises:
         OSError: the name cannot be resolved.
     """
-    return socket.getaddrinfo(host, port, type=kind)[0]  # type: ignore[return-value]
+    try:
+        found = socket.getaddrinfo(host, port, type=kind)[0]
+    except socket.gaierror as error:
+        raise socket.gaierror(
+            error.errno, f"{host} cannot be resolved: {error.strerror}"
+        ) from error
+    return found  # type: ignore[return-value]
 
 
 def who_listens(address: str, port: int, seconds: float) -> str:
