@@ -119,13 +119,21 @@ class Crew(Watcher):
             undo.callback(self._leave_links.close)
             self._staff = Staff(plan)
             undo.callback(self._staff.close, 0.0)
+            undo.callback(self._call_off)
             try:
                 self._begin(lambda: math.inf)
             except CoordinatorError as error:
                 located(error, plan.config.name)
                 raise
+            undo.callback(self.dispatcher.release)
+            undo.callback(self._call_off)
             self._staff.supervisor.start(self, self._tick, self._unwatched)
             undo.pop_all()
+
+    def _call_off(self) -> None:
+        """Where the pool does not start: let the threads end that were to move its calls."""
+        if self.ledger.state.generation:
+            self.ledger.end(PoolClosedError("the pool has not started"))
 
     def on_message(self, rank: int, message: FromWorker) -> None:
         """Handle a worker's message; called by the supervisor."""

@@ -17,6 +17,7 @@ from server.launchers import local
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast.machine.memory_kills import memory_kills
+from tests.patience import until
 from tests.ranks import run_ranks
 from tests.refusals import NEW_PROCESSES, refuse
 from tests.server.test_forking import at_start
@@ -50,6 +51,23 @@ def test_a_pool_that_may_start_no_process_says_so() -> None:
     assert (kind, number) == (ProcessLimitError, errno.EAGAIN)
     assert told.startswith("no further process or thread can be started: this user may have ")
     assert left == []
+
+
+@pytest.mark.parametrize("refused", ["pool-meeting", "pool-collector", "pool-supervisor"])
+def test_a_pool_that_may_not_start_all_its_threads_leaves_none(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = threading.Thread.start
+
+    def start_but_one(thread: threading.Thread) -> None:
+        if thread.name == refused:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_but_one)
+    with pytest.raises(ProcessLimitError):
+        WorkerPool(Worker, tp=2)
+    until(lambda: not any(each.name.startswith("pool-") for each in threading.enumerate()))
 
 
 @pytest.mark.parametrize(
