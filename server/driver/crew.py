@@ -125,8 +125,6 @@ class Crew(Watcher):
             except CoordinatorError as error:
                 located(error, plan.config.name)
                 raise
-            undo.callback(self.dispatcher.release)
-            undo.callback(self._call_off)
             self._staff.supervisor.start(self, self._tick, self._unwatched)
             undo.pop_all()
 
@@ -134,6 +132,8 @@ class Crew(Watcher):
         """Where the pool does not start: let the threads end that were to move its calls."""
         if self.ledger.state.generation:
             self.ledger.end(PoolClosedError("the pool has not started"))
+        if self.dispatcher is not None:
+            self.dispatcher.release()
 
     def on_message(self, rank: int, message: FromWorker) -> None:
         """Handle a worker's message; called by the supervisor."""
