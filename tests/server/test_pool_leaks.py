@@ -26,7 +26,7 @@ from benchmarks.memory import shared_bytes
 from server.calls.dispatcher import Dispatcher
 from server.control.meeting import WorkerMeeting
 from server.driver.staff import Staff
-from server.errors import CallTimeoutError, PoolClosedError, WorkerLostError
+from server.errors import CallTimeoutError, PoolClosedError, ProcessLimitError, WorkerLostError
 from server.launchers.fork_servers import FORK_SERVERS
 from server.launchers.local import end, launch
 from server.pool import WorkerPool
@@ -239,7 +239,7 @@ def test_a_launch_that_fails_midway_leaves_nothing(
         return begin(*arguments, **options)
 
     monkeypatch.setattr(starter, begin.__name__, refuse_the_third)
-    with pytest.raises(BlockingIOError):
+    with pytest.raises(ProcessLimitError, match="no further process"):
         WorkerPool(Worker, tp=4, config=PoolConfig(fork=fork))
     assert started == 3
     assert_nothing_left(before)
