@@ -27,6 +27,7 @@ restarted raises that failure again from every later call, with a note that says
 from __future__ import annotations
 
 import errno
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from shm_broadcast.errors import (
@@ -313,6 +314,15 @@ def again(error: E, note: str = "") -> E:
         if each and each not in getattr(copy, "__notes__", ()):
             copy.add_note(each)
     return copy
+
+
+def free_frames(error: BaseException) -> None:
+    """Free what was used where an error, and what led to it, was raised; the places stay known."""
+    chain = [error]
+    for each in chain:
+        clear_frames(each.__traceback__)
+        before = (each.__cause__, each.__context__)
+        chain += [one for one in before if one is not None and one not in chain]
 
 
 def located(error: E, pool: str) -> E:

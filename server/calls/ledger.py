@@ -460,6 +460,7 @@ class Ledger:
         self._mark = ignore
         self.move = None
         self.opened = self.reason_due = ignore
+        self.state.let_go()
 
     def _spoil_before(self, rank: int, number: int) -> Actions:
         """Count replies of ``rank`` to calls before ``number`` as lost.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from ..errors import PoolClosedError, again, located
+from ..errors import PoolClosedError, again, free_frames, located
 
 if TYPE_CHECKING:
     from shm_broadcast import CoordinatorError
@@ -80,6 +80,11 @@ class PoolState:
     def end(self, error: CoordinatorError) -> None:
         """Note what ended the pool for good."""
         self._fail(error, ends=True)
+
+    def let_go(self) -> None:
+        """Keep no memory of where the failure came from, once no thread is there any more."""
+        if self.last_failure is not None:
+            free_frames(self.last_failure[1])
 
     def _fail(self, error: CoordinatorError, *, ends: bool) -> None:
         error = located(again(error), self._name)  # the pool keeps it

@@ -135,9 +135,21 @@ def end_by_the_queues(pool: WorkerPool) -> None:
         pool.call("abort_and_stay", 1)
 
 
+def end_with_a_lost_thread(pool: WorkerPool) -> None:
+    """What a thread of the pool has raised is the cause of the failure, and says where."""
+    with pytest.raises(CoordinatorError, match="the thread pool-collector has failed"):
+        pool.submit("make", "leaving").result(timeout=60)
+
+
 @pytest.mark.parametrize(
     "end",
-    [end_in_order, end_late, end_with_a_lost_worker, end_by_the_queues],
+    [
+        end_in_order,
+        end_late,
+        end_with_a_lost_worker,
+        end_with_a_lost_thread,
+        end_by_the_queues,
+    ],
     ids=lambda end: end.__name__,
 )
 def test_a_pool_that_was_shut_down_keeps_no_memory_and_answers_as_before(
