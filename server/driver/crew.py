@@ -337,8 +337,8 @@ class Crew(Watcher):
             with self._staff.using:
                 self._staff.close(deadline.remaining())
                 self._leave_links.close()
+                self.ledger.let_go()
                 self._links = self.dispatcher = None
-            self.ledger.let_go()
         finally:
             self._stopping.release()
 

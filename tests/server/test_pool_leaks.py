@@ -24,6 +24,7 @@ import pytest
 
 from benchmarks.memory import shared_bytes
 from server.calls.dispatcher import Dispatcher
+from server.calls.ledger import Ledger
 from server.control.meeting import WorkerMeeting
 from server.driver.staff import Staff
 from server.errors import CallTimeoutError, PoolClosedError, ProcessLimitError, WorkerLostError
@@ -33,6 +34,7 @@ from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import NEVER, CoordinatorError, GroupAbortedError
 from shm_broadcast.board.stacks import STACK_SIGNAL
+from tests.interruptions import Interruption, interrupt
 from tests.patience import until
 from tests.server.workers import Worker
 
@@ -210,6 +212,24 @@ def test_the_memory_of_a_pool_goes_with_the_last_call_that_its_end_has_interrupt
         ended.set()
         assert isinstance(calling.exception(60), PoolClosedError)
     assert shared_bytes([os.getpid()]) == before
+
+
+def test_a_pool_whose_shutdown_is_interrupted_at_its_end_is_freed_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = WorkerPool(Worker)
+    with monkeypatch.context() as changed:
+        changed.setattr(Ledger, "let_go", interrupt)
+        with pytest.raises(Interruption):
+            pool.shutdown()
+    pool.shutdown()
+    crew = weakref.ref(pool._crew)
+    gc.disable()
+    try:
+        del pool
+        assert crew() is None
+    finally:
+        gc.enable()
 
 
 def test_what_a_call_was_given_and_gave_goes_with_its_future() -> None:
