@@ -292,7 +292,7 @@ class Crew(Watcher):
         else:
             # Not in the main thread: signal handlers, which interrupt that, may need what it holds.
             look = partial(self._seen, ranks)
-            seen = begin_apart(look, "pool-apart").result() if in_main_thread() else look()
+            seen = _elsewhere(look) if in_main_thread() else look()
         return located(CallTimeoutError(call.method, timeout, *seen), self._plan.config.name)
 
     def _seen(self, ranks: list[int]) -> Seen:
@@ -466,7 +466,7 @@ class Crew(Watcher):
                 self.ledger.expire(call, self.late(call, limit))
                 self.ledger.cancel(call)
 
-        threading.Thread(target=expire, name="pool-late-calls", daemon=True).start()
+        _in_thread(expire, "pool-late-calls")
 
     def _expose(self, call: PendingCall) -> None:
         """Break the pool because of a call that is stuck, in a new thread as in `_expire`."""
@@ -478,7 +478,7 @@ class Crew(Watcher):
             )
 
         generation = self.ledger.state.generation
-        threading.Thread(target=expose, name="pool-stuck-call", daemon=True).start()
+        _in_thread(expose, "pool-stuck-call")
 
     def _broke(self, error: CoordinatorError) -> None:
         # The abort lets the workers leave. Those that have not by then are ended: by `_restart`, or
@@ -509,3 +509,20 @@ class Crew(Watcher):
             self._end_at = math.inf
             end(list(self._staff.workers.values()), 0.0, self._plan.config.kill_seconds)
         return min(left, max(min(self._end_at, reason_by) - now, 0.0))
+
+
+def _elsewhere(look: Callable[[], Seen]) -> Seen:
+    """What ``look`` returns, called in another thread, or in this one if none can be started."""
+    try:
+        looking = begin_apart(look, "pool-apart")
+    except RuntimeError:
+        return look()
+    return looking.result()
+
+
+def _in_thread(do: Callable[[], None], name: str) -> None:
+    """Call ``do`` in a new thread, or in this one if none can be started."""
+    try:
+        threading.Thread(target=do, name=name, daemon=True).start()
+    except RuntimeError:
+        do()

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from server.errors import ProcessLimitError, WorkerLostError, WorkerStartError
+from server.errors import (
+    CallStuckError,
+    CallTimeoutError,
+    ProcessLimitError,
+    WorkerLostError,
+    WorkerStartError,
+)
 from server.launchers import local
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
@@ -51,6 +57,23 @@ def test_a_pool_that_may_start_no_process_says_so() -> None:
     assert (kind, number) == (ProcessLimitError, errno.EAGAIN)
     assert told.startswith("no further process or thread can be started: this user may have ")
     assert left == []
+
+
+def test_calls_are_late_or_stuck_in_time_where_no_further_thread_may_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with WorkerPool(Worker, stuck_after=3.0) as pool:
+
+        def refuse_thread(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", refuse_thread)
+        with pytest.raises(CallTimeoutError, match="sleep"):
+            pool.call("sleep", 600.0, timeout=0.2)
+        with pytest.raises(CallTimeoutError, match="echo"):
+            pool.submit("echo", timeout=0.2).result(60)
+        with pytest.raises(CallStuckError, match="sleep"):
+            pool.call("echo", timeout=60.0)
 
 
 @pytest.mark.parametrize("refused", ["pool-meeting", "pool-collector", "pool-supervisor"])
