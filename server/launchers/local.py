@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from ..control.protocol import Start
     from .worker_handle import WorkerHandle
 
+_ENDING_SECONDS = 0.5
+"""How long an ordinary end may take after descriptors are closed; sandboxes may not show it."""
 _KEEPER_SECONDS = 4.0
 """How long a keeper may take to end what its worker has left."""
 _BOOT = Path(__file__).with_name("boot.py")
@@ -158,7 +160,7 @@ class LocalWorker:
 
         A worker keeps its end until its process ends (`worker.main`), so it is no worker any more.
         """
-        if not self.greeted or self.ended() or is_ending(self.pid):
+        if not self.greeted or is_ending(self.pid) or self.ended(_ENDING_SECONDS):
             return
         program: object = "what may not be looked at"
         with suppress(OSError):

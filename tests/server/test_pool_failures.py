@@ -311,6 +311,15 @@ def test_a_worker_that_becomes_another_program_is_lost_at_once(
     assert_gone(pids)
 
 
+def test_an_ordinary_end_that_is_not_seen_coming_is_told_as_one(
+    monkeypatch: pytest.MonkeyPatch, either_pool: WorkerPool
+) -> None:
+    """As in a sandbox whose /proc does not show that a process ends."""
+    monkeypatch.setattr("server.launchers.local.is_ending", lambda _: False)
+    with pytest.raises(WorkerLostError, match=r"rank 1 .*exit status 7"):
+        either_pool.call("exit", [1], 7, timeout=PATIENCE_SECONDS)
+
+
 def test_a_worker_that_becomes_another_program_is_replaced() -> None:
     with WorkerPool(Worker, tp=2, restart="worker") as pool:
         with pytest.raises(WorkerLostError, match=r"rank 1 .* it ran .*/sleep$"):
