@@ -86,13 +86,8 @@ _HOMES: Final = {
     ".errors": (
         *("CallDivergedError", "CallRefusedError", "CallStuckError", "CallTimeoutError"),
         *("DescriptorLimitError", "HostError", "PoolClosedError", "ProcessLimitError"),
-        *(
-            "RestartLimitError",
-            "StreamLostError",
-            "WorkerError",
-            "WorkerLostError",
-            "WorkerStartError",
-        ),
+        *("RestartLimitError", "StreamLostError"),
+        *("WorkerError", "WorkerLostError", "WorkerStartError"),
     ),
     ".hosts.host_supervisor": ("serve_host",),
     ".hosts.place": ("Hosts",),

@@ -325,8 +325,7 @@ class Crew(Watcher):
             self._staff.supervisor.stop()
             self._wait_for(self._staff.supervisor.thread)
             links, dispatcher = self._links, self.dispatcher
-            # Before, or by a signal handler during the waits above.
-            if links is None or dispatcher is None:
+            if links is None or dispatcher is None:  # stopped before, or by a handler meanwhile
                 return
             if not idle or self._broken is not None:
                 links.board.abort("the pool was shut down during a call")
