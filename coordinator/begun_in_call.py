@@ -6,9 +6,11 @@ of groups with the same name and ranks before it: all members make them in the s
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from device_comm.call_number import call_number
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from device_comm.begun import Begun
+
+_CALLER_BYTES: Final = 16
 
 BegunInGroup: TypeAlias = tuple[str, tuple[int, ...], int, bytes]
 """A group's name, its members' global ranks, its number among groups that have the same of both,
@@ -40,7 +44,27 @@ class Entry:
 
 
 _entries: list[Entry] = []
+_serving: dict[int, bytes] = {}
+"""By this process's rank in the pool whose calls it carries out: what names that pool."""
 _made: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+
+def serve_calls(rank: int, secret: bytes) -> None:
+    """Carry out the calls of a pool, as its ``rank``. Collective: yes, every rank of the pool.
+
+    Args:
+        rank: this process's rank in the pool.
+        secret: what only the pool's ranks know; what is made of it does not give it away.
+    """
+    _serving.clear()
+    _serving[rank] = blake2b(secret, digest_size=_CALLER_BYTES, person=b"calls").digest()
+
+
+def caller_of(rank: int) -> bytes:
+    """Whose calls a member of a new group carries out, to compare with the others: nobody's, or its
+    pool's. If it has another rank in the group than in its pool, this is like no other member's.
+    """
+    return _serving.get(rank, os.urandom(_CALLER_BYTES) if _serving else bytes(_CALLER_BYTES))
 
 
 def enter(name: str, ranks: Sequence[int], begun: Begun) -> Entry:

@@ -27,6 +27,7 @@ class Comm:
         history: int,
         name: str,
         crowded: bool,
+        in_calls: bool,
         /,
     ) -> None: ...
     @property

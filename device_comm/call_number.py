@@ -8,13 +8,16 @@ shared memory and with every message. A rank that finds a number other than its 
 
 The number belongs to a thread; other threads have 0. A call that hands operations to another thread
 must do so on every rank.
+
+A group that has members outside of the pool, or from another pool, takes part in no calls: its
+members have no number in common.
 """
 
 from __future__ import annotations
 
 import threading
 
-__all__ = ["call_number", "naming_call", "set_call_number"]
+__all__ = ["call_number", "naming_call", "no_call", "set_call_number"]
 
 _BITS = (1 << 32) - 1
 
@@ -35,6 +38,11 @@ except ImportError:
     def set_call_number(number: int, /) -> None:
         """Set the number of the call that this thread is in; 0: none."""
         _current.number = number & _BITS
+
+
+def no_call() -> int:
+    """Instead of `call_number`, in a group that takes part in no calls."""
+    return 0
 
 
 def naming_call(what: str, number: int) -> str:

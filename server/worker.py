@@ -25,7 +25,7 @@ import torch
 from msgspec.structs import astuple, replace
 
 import coordinator
-from coordinator.begun_in_call import forget_groups, take_begun
+from coordinator.begun_in_call import forget_groups, serve_calls, take_begun
 from coordinator.stores.authenticated import guest_store
 from device_comm.call_number import set_call_number
 from shm_broadcast import (
@@ -247,6 +247,7 @@ class _Serving:
         device = torch.device(start.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        serve_calls(start.rank, start.secret)
         groups = self._join_groups(store, device, deadline)
         self._show_place(groups)
         context = WorkerContext(

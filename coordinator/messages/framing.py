@@ -22,7 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from device_comm.call_number import call_number, naming_call
+from device_comm.call_number import naming_call
 from shm_broadcast import DivergenceError, MessageDecodeError
 
 FRAME: Final = 2048
@@ -54,10 +54,16 @@ class Message:
 
     __slots__ = ("_call", "_data", "_length", "first", "kind")
 
-    def __init__(self, kind: Kind, payload: bytes | None = None) -> None:
-        """Frame ``payload``; None makes room for a message of that kind that is to come."""
+    def __init__(self, kind: Kind, payload: bytes | None = None, call: int = 0) -> None:
+        """Frame ``payload``; None makes room for a message of that kind that is to come.
+
+        Args:
+            kind: what it is.
+            payload: what it holds.
+            call: the number of the call that it is part of; 0: none.
+        """
         self.kind: int = kind
-        self._call = call_number()
+        self._call = call
         self._length = 0 if payload is None else len(payload)
         self._data = bytearray(max(FRAME, _HEAD.size + self._length))
         if payload is not None:

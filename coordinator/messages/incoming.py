@@ -71,7 +71,7 @@ class Incoming(Generic[T]):
         self._wire = wire
         self._src = src
         self._dst = dst
-        self._message = Message(kind)
+        self._message = Message(kind, call=wire.call())
         self._next: Callable[[], Sequence[Tensor]] = self._frame
         self._error: MessageRefusedError | None = None
 

@@ -35,7 +35,7 @@ from coordinator.messages.seal import EVERYONE
 from coordinator.messages.transport import MessageTransport
 from coordinator.messages.wire import why_refused
 from device_comm import Joined, Work
-from device_comm.call_number import call_number, naming_call
+from device_comm.call_number import naming_call
 from shm_broadcast import (
     CoordinatorError,
     DivergenceError,
@@ -86,7 +86,7 @@ class ObjectMessenger(MessageTransport):
             GroupTimeoutError: it took too long; the group has been aborted.
         """
         self.cpu.begun.count("broadcast")
-        ours = call_number()
+        ours = self.wire.call()
         deadline = self._deadline(timeout)
         try:
             theirs, found = queue.broadcast_object((ours, obj), deadline)

@@ -16,10 +16,12 @@ import pickle
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from coordinator.begun_in_call import caller_of
 from coordinator.messages.framing import Kind, Message
 from coordinator.messages.plain import WHAT_IS_PLAIN, decode_plain, encode_plain
 from coordinator.messages.seal import NONCE_BYTES, Seal
 from coordinator.stores.secret import SecretError
+from device_comm.call_number import call_number, no_call
 from shm_broadcast import MessageDecodeError, MessageRefusedError, MessageSealError
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ class Wire:
             sent, or nothing that follows is taken.
         pickles: whether values are pickled; otherwise they have to be plain.
         token: the same on all members, and on those of no other group; b"" for a group of one.
+        in_calls: whether all members carry out the calls of one pool, or none does.
+        call: the number of the call that the next message is part of; 0: none.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Wire:
         pickles: bool = True,
         called: Sequence[int] = (),
         token: bytes = b"",
+        in_calls: bool = True,
     ) -> None:
         """Write and read so.
 
@@ -56,12 +61,15 @@ class Wire:
             pickles: only with a seal, or where nobody but the members can write.
             called: the members' global ranks, for errors; empty: the same as those in the group.
             token: as the attribute.
+            in_calls: as the attribute.
         """
         self._seal = seal
         self._called = called
         self.numbers = seal is not None
         self.pickles = pickles
         self.token = token
+        self.in_calls = in_calls
+        self.call = call_number if in_calls else no_call
 
     def dump(self, value: Any) -> bytes:
         """The bytes of a value.
@@ -95,7 +103,7 @@ class Wire:
 
     def message(self, kind: Kind, payload: bytes, dst: int) -> Message:
         """The next message to ``dst``, a rank or `seal.EVERYONE`."""
-        return Message(kind, self.close(kind, payload, dst))
+        return Message(kind, self.close(kind, payload, dst), self.call())
 
     def refusal(self, error: Exception, dst: int) -> Message:
         """The next message to ``dst``, which says that there is none. It fits a frame."""
@@ -144,10 +152,14 @@ def agree_on_wire(exchange: Exchange, secret: bytes | None, *, only_members_writ
         SecretError: some say that they have no secret. `agree` has compared that before, but in a
             store that anybody may write; whoever forged it there gets no plain messages here.
     """
-    nonces = exchange.all_gather("members", bytes([secret is not None]) + os.urandom(NONCE_BYTES))
+    caller = caller_of(exchange.global_rank(exchange.rank))
+    nonces = exchange.all_gather(
+        "members", bytes([secret is not None]) + os.urandom(NONCE_BYTES) + caller
+    )
+    in_calls = all(nonce.endswith(caller) for nonce in nonces)
     token = blake2b(b"".join(nonces), digest_size=_TOKEN_BYTES).digest()
     if only_members_write:
-        return Wire(called=exchange.called, token=token)
+        return Wire(called=exchange.called, token=token, in_calls=in_calls)
     without = [
         exchange.global_rank(rank)
         for rank, nonce in enumerate(nonces)
@@ -159,9 +171,9 @@ def agree_on_wire(exchange: Exchange, secret: bytes | None, *, only_members_writ
             "launcher's secret to all ranks, or to none"
         )
     if secret is None:
-        return Wire(pickles=False, called=exchange.called, token=token)
+        return Wire(pickles=False, called=exchange.called, token=token, in_calls=in_calls)
     seal = Seal(secret, exchange.name, nonces, exchange.rank)
-    return Wire(seal, called=exchange.called, token=token)
+    return Wire(seal, called=exchange.called, token=token, in_calls=in_calls)
 
 
 def why_refused(error: Exception) -> str:

@@ -220,7 +220,7 @@ def connect(
         over: Backend
         below: Backend
         if build.may_use_shm():
-            over = below = build.shm()
+            over = below = build.shm(wire)
         else:
             token = wire.token + b"cpu"
             over = build.torch(groups.cpu(exchange.deadline), "cpu", token)
@@ -268,7 +268,7 @@ class _Builder:
         """Whether all members share a host, and the settings do not say ``torch_only``."""
         return len(self.nodes.all()) == 1 and not self.settings.torch_only
 
-    def shm(self) -> ShmBackend:
+    def shm(self, wire: Wire) -> ShmBackend:
         """A backend over shared memory."""
         return self._keep(
             ShmBackend.create(
@@ -278,6 +278,7 @@ class _Builder:
                 name=self.exchange.name,
                 timeout=self.settings.timeout,
                 progress=self.nodes.progress,
+                in_calls=wire.in_calls,
             )
         )
 

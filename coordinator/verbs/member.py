@@ -68,7 +68,7 @@ class Member:
         self.device_communicator: Communicator = link.device
         self.mq_broadcaster: MessageQueue | None = None
         self._messenger = Messenger(link.cpu, link.device, link.wire)
-        self._counted = self._count() if self.world_size > 1 else []
+        self._counted = self._count() if self.world_size > 1 and link.wire.in_calls else []
         self.unique_name = compile_ops.register_ops(self)
         self._life = _Life()
         disown_in_children(self)

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "atomics.h"
+#include "call.h"
 #include "reduce.h"
 
 /* Below this, looking for arrivals a microsecond with the GIL held beats giving it up. */
@@ -20,6 +21,8 @@ steps_status comm_run(Comm *self, uint64_t bytes, uint64_t spin_ns) {
     if (status == STEPS_DONE) self->planned = false;
     return status;
 }
+
+uint32_t comm_call(const Comm *self) { return self->in_calls ? the_call : 0; }
 
 bool comm_under_way(const Comm *self) { return self->planned || self->result != NULL; }
 
@@ -257,21 +260,22 @@ static int read_history(Comm *self, PyObject *numbers, Py_ssize_t history, PyObj
 }
 
 /* (group, board, rank, slot, doorbells, operations, tensor type, ReduceOp, allocate, begun, numbers,
- * history, name, crowded) */
+ * history, name, crowded, in_calls) */
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *group, *board, *doorbells, *operations, *tensor_type, *reduce_op;
     PyObject *allocate, *begun, *numbers, *name;
     Py_ssize_t rank, slot, history;
-    int crowded;
-    if (!PyArg_ParseTuple(args, "OOnnO!O!OOOOOnOp", &group, &board, &rank, &slot, &PyTuple_Type,
+    int crowded, in_calls;
+    if (!PyArg_ParseTuple(args, "OOnnO!O!OOOOOnOpp", &group, &board, &rank, &slot, &PyTuple_Type,
                           &doorbells, &PyTuple_Type, &operations, &tensor_type, &reduce_op,
-                          &allocate, &begun, &numbers, &history, &name, &crowded))
+                          &allocate, &begun, &numbers, &history, &name, &crowded, &in_calls))
         return NULL;
     allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Comm *self = (Comm *)make(type, 0);
     if (self == NULL) return NULL;
     self->slot = (size_t)slot;
     self->steps.crowded = crowded;
+    self->in_calls = in_calls;
     self->tensor_type = Py_NewRef(tensor_type);
     self->reduce_op_type = Py_NewRef(reduce_op);
     self->allocate = Py_NewRef(allocate);

@@ -31,12 +31,16 @@ typedef struct {
     PyObject *allocate;                      /* gives room for large results */
     const tensor_reader *reader;             /* NULL: no direct calls */
     PyObject *source, *result;               /* of a direct call that is blocked */
+    bool in_calls;                           /* compares the_call with the other ranks */
     bool planned;                            /* a call that is not done has the plan */
     bool halfway;                            /* the last direct message was moved in part */
 } Comm;
 
 /* Creates the type; returns a new reference, or NULL with an error set. */
 PyObject *comm_type(PyObject *module);
+
+/* The number of the call that an operation of this group is part of; 0: none. */
+uint32_t comm_call(const Comm *self);
 
 /* Whether a call has begun that is not done, or whose result nobody has. */
 bool comm_under_way(const Comm *self);

@@ -11,7 +11,6 @@
 #include <string.h>
 
 #include "atomics.h"
-#include "call.h"
 
 bool direct_callable(const Comm *self, Py_ssize_t given, Py_ssize_t wanted) {
     return given == wanted && self->reader != NULL && !comm_under_way(self) &&
@@ -88,7 +87,8 @@ plan *direct_plan(Comm *self, int verb, shape agreed, int op, size_t place, uint
     p->signature[SIGNATURE_OP] = (unsigned char)op;
     uint32_t place32 = (uint32_t)place;
     memcpy(p->signature + SIGNATURE_PLACE, &place32, sizeof place32);
-    memcpy(p->signature + SIGNATURE_CALL, &the_call, sizeof the_call);
+    uint32_t call = comm_call(self);
+    memcpy(p->signature + SIGNATURE_CALL, &call, sizeof call);
     if (x != NULL) {
         uint64_t dims[SHAPE_DIMS] = {0};
         int folded = x->ndim > SHAPE_DIMS ? x->ndim - SHAPE_DIMS : 0;
@@ -173,7 +173,7 @@ void direct_start(Comm *self, int verb) {
     self->about.dtype = p->signature[SIGNATURE_DTYPE];
     self->about.number = ++((uint32_t *)self->numbers.buf)[0];
     uint64_t bytes = p->addressed && p->puts ? p->length * self->steps.n : p->length;
-    if (the_call != 0) ((uint32_t *)self->begun.buf)[verb]++;
+    if (comm_call(self) != 0) ((uint32_t *)self->begun.buf)[verb]++;
     uint64_t begin = gc_pace_now(&self->pace);
     steps_begin(&self->steps);
     steps_put_first(&self->steps);

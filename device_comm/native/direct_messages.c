@@ -1,6 +1,5 @@
 /* The verbs between two ranks. They return None when all is done, or else how many bytes are; the
  * caller then goes on with the rest, and says so on the board. */
-#include "call.h"
 #include "direct.h"
 
 #include "pipe_object.h"
@@ -19,7 +18,7 @@ static PyObject *move(PyObject *object, PyObject *const *args, Py_ssize_t n, int
     size_t peer = direct_read_rank(self, args[2]);
     if (peer == self->steps.n) Py_RETURN_NOTIMPLEMENTED;
     uint64_t begin = self->history ? gc_pace_now(&self->pace) : 0;
-    message whole = {.data = x.data, .total = tensor_bytes(&x), .dtype = x.dtype, .call = the_call};
+    message whole = {.data = x.data, .total = tensor_bytes(&x), .dtype = x.dtype, .call = comm_call(self)};
     uint64_t done = step((Pipe *)args[1], whole, 0, wait_ns);
     if (done < whole.total) {
         self->halfway = done > 0;

@@ -24,6 +24,7 @@ import torch
 
 from device_comm.backend import Backend, Capabilities, Identity, end_group
 from device_comm.begun import VERBS
+from device_comm.call_number import call_number, no_call
 from device_comm.reduce_op import ReduceOp
 from device_comm.shm import layout
 from device_comm.shm.attendance import Attendance
@@ -87,6 +88,7 @@ class ShmBackend(Backend):
         timeout: float | None = 60.0,
         progress: Progress | None = None,
         use_native: bool = True,
+        in_calls: bool = True,
     ) -> None:
         """Use `create`, which makes the segment and says what the arguments are."""
         rank, size = _rank_of(board, members), len(members)
@@ -106,11 +108,14 @@ class ShmBackend(Backend):
         self._closing.callback(segment.close)
         self._layout = GroupLayout.read(segment.words)
         self._results = Results()
+        self._call = call_number if in_calls else no_call
         self._plans: Plans
         module = extension if use_native and size > 1 else None
         self._attendance = Attendance(board, self.members, rank, segment, self._layout)
         movers = _movers(board, self.members, module)
-        self._pipes = PeerPipes(board, self._attendance, rank, segment, self._layout, movers)
+        self._pipes = PeerPipes(
+            board, self._attendance, rank, segment, self._layout, movers, self._call
+        )
         self._closing.callback(self._pipes.close)
         if progress is None:
             progress = Progress(board, f"{name} progress")
@@ -141,6 +146,7 @@ class ShmBackend(Backend):
         timeout: float | None = 60.0,
         progress: Progress | None = None,
         use_native: bool = True,
+        in_calls: bool = True,
     ) -> Self:
         """Set up a group of members of ``board``. Collective: yes, every member.
 
@@ -154,6 +160,7 @@ class ShmBackend(Backend):
             progress: drives asynchronous operations; None: one of its own. Groups
                 on one board should share one, which then stays its maker's to close.
             use_native: False: do without the C extension, slowly. Ranks may differ about it.
+            in_calls: whether the ranks compare `call_number`; the same on all of them.
 
         Raises:
             ValueError: this process is not one of the members, or they are not distinct.
@@ -186,6 +193,7 @@ class ShmBackend(Backend):
             timeout=timeout,
             progress=progress,
             use_native=use_native,
+            in_calls=in_calls,
         )
         backend._join()
         return backend
@@ -208,7 +216,7 @@ class ShmBackend(Backend):
                 task = ReceiveTask(self._pipes, peer, name, tensors, operation.following)
                 return execution.perform(execution.message_lane("recv", peer), task, operation)
         plans = self._plans.of(operation)
-        task = Collective(self._steps, self._attendance, name, plans, operation)
+        task = Collective(self._steps, self._attendance, name, plans, operation, call=self._call())
         return execution.perform(execution.collectives, task, operation)
 
     def explain(self) -> Explanation:
@@ -258,6 +266,7 @@ class ShmBackend(Backend):
             self.board.history,
             self.name,
             self.world_size > len(GIVEN_CORES),
+            self._call is call_number,
         )
         return comm
 

@@ -60,6 +60,7 @@ class Ends:
             self.board.history,
             "test",
             rank == 1,
+            True,
         )
 
     def all_reduce(

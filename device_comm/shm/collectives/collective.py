@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from device_comm.call_number import call_number
 from device_comm.shm.collectives.steps import Status
 from device_comm.shm.signature import signature_text
 from shm_broadcast.errors import DivergenceError
@@ -28,6 +27,7 @@ class Collective:
         plans: Iterator[SlotPlan],
         keep: object = None,
         *,
+        call: int = 0,
         begun: bool = False,
     ) -> None:
         """Carry out ``plans`` by ``steps``; the next is asked for when the last is done.
@@ -38,6 +38,7 @@ class Collective:
             operation: what this is, for messages.
             plans: one or more.
             keep: the tensors whose memory is used.
+            call: the number of the call that this is part of; 0: none.
             begun: ``steps`` have a plan already, which comes first.
         """
         self.operation = operation
@@ -46,7 +47,7 @@ class Collective:
         self._plans = plans
         self._keep = keep
         self._begun = begun
-        self._call = call_number()
+        self._call = call
 
     def advance(self, spin_ns: int) -> bool:
         """Go on as far as possible; whether all is done.

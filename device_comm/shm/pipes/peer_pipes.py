@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Final
 
+from device_comm.call_number import call_number
 from device_comm.shm.layout import PIPE_HANDLE, PIPE_OPEN, GroupLayout
 from device_comm.shm.pipes.pipe import (
     HEADER_BYTES,
@@ -29,6 +30,8 @@ from device_comm.shm.pipes.spills import ReceivedSpills, SpillPool
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from device_comm.shm.attendance import Attendance
     from device_comm.shm.pipes.pipe import MakeMover, Mover
     from device_comm.shm.pipes.spills import Spill
@@ -50,6 +53,7 @@ class PeerPipes:
         group: the segment of the group.
         layout: the layout of that segment.
         make_mover: makes what moves bytes through a pipe's segment, for the rank at its other end.
+        call: the number of the call that the next transfer is part of; 0: none.
         spills: where this rank puts what does not fit into its pipes.
         outgoing: the ends of the pipes to ranks, as far as they were made.
         coming: the ends of the pipes from ranks, likewise.
@@ -63,6 +67,7 @@ class PeerPipes:
         group: Segment,
         layout: GroupLayout,
         make_mover: MakeMover,
+        call: Callable[[], int] = call_number,
     ) -> None:
         self.board = board
         self.attendance = attendance
@@ -70,6 +75,7 @@ class PeerPipes:
         self.group = group
         self.layout = layout
         self.make_mover = make_mover
+        self.call = call
         self.spills = SpillPool()
         self.outgoing: dict[int, SendingEnd] = {}
         self.coming: dict[int, ReceivingEnd] = {}

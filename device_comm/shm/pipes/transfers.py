@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from device_comm.call_number import call_number, naming_call
+from device_comm.call_number import naming_call
 from device_comm.shm.memory import copy_bytes
 from device_comm.shm.pipes.pipe import HEADER_BYTES, INSIDE, SMALL_BYTES, SPILL, Chunk
 from device_comm.shm.signature import DTYPE_CODES
@@ -47,7 +47,7 @@ class SendTask:
         self._dtype = DTYPE_CODES.get(tensor.dtype, 0)
         self._member = pipes.attendance.members[peer]
         self._sent = sent
-        self._call = call_number()
+        self._call = pipes.call()
         self._ahead = False
 
     def advance(self, spin_ns: int) -> bool:
@@ -143,7 +143,7 @@ class ReceiveTask:
         self._attendance = pipes.attendance
         self._peer = peer
         self._member = pipes.attendance.members[peer]
-        self._call = call_number()
+        self._call = pipes.call()
         self._following = following
         self._tensors: Iterator[Tensor] = iter(tensors)
         self._total = self._received = 0

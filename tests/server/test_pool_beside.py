@@ -1,0 +1,146 @@
+"""Workers in a group with processes that are none of their pool's, such as a trainer's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import coordinator
+from coordinator import ParallelGroups, StatelessGroupCoordinator
+from server.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from coordinator import GroupCoordinator
+    from server.worker import WorkerContext
+
+TP = 2
+N = 1 + TP
+LARGE = 300_000
+
+
+def meet(rank: int, port: int, torch_only: bool) -> ParallelGroups:
+    """Join the driver, rank 0, and the workers, whose ranks are one higher than in their pool."""
+    return coordinator.init(
+        axes={"all": N},
+        rank=rank,
+        world_size=N,
+        store=coordinator.connect_store("127.0.0.1", port),
+        timeout=60,
+        torch_only=torch_only,
+        backend="gloo",
+    )
+
+
+def exchange(group: GroupCoordinator) -> list[Any]:
+    """All kinds of operations once, between the driver and all workers; returns what came."""
+    found: list[Any] = []
+    for count in (4, LARGE):
+        found.append(group.all_reduce(torch.full((count,), 1.0))[-1].item())
+        found.append(group.broadcast(torch.full((count,), float(group.rank)), src=0)[-1].item())
+        if group.is_first_rank:
+            for _ in range(2):  # the second takes the short way
+                for peer in range(1, N):
+                    group.send(torch.full((count,), 7.0), dst=peer)
+            found.append(7.0)
+        else:
+            came = [group.recv((count,), torch.float32, src=0)[-1].item() for _ in range(2)]
+            found.append(max(came))
+    found.append(group.broadcast_object({"step": 8} if group.is_first_rank else None, src=0))
+    if group.is_first_rank:
+        for peer in range(1, N):
+            group.send_tensor_dict({"w": torch.full((4,), 9.0)}, dst=peer)
+        found.append(9.0)
+    else:
+        came_dict = group.recv_tensor_dict(src=0)
+        assert came_dict is not None
+        found.append(came_dict["w"][-1].item())
+    return found
+
+
+EXPECTED = [3.0, 0.0, 7.0, 3.0, 0.0, 7.0, {"step": 8}, 9.0]
+
+
+class Beside:
+    """Meets its driver in a group when it is told to."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.tp = context.groups.tp
+
+    def meet(self, port: int, torch_only: bool) -> None:
+        self.met = meet(1 + self.tp.rank, port, torch_only)
+        self.all = self.met.axes["all"]
+
+    def exchange(self) -> list[Any]:
+        self.tp.barrier()
+        return exchange(self.all)
+
+    def leave(self) -> None:
+        self.met.close()
+
+    def turned(self, port: int) -> float:
+        """The first rank sends to the second in a group that has them the other way round."""
+        ranks = [TP - 1 - rank for rank in self.tp.ranks]
+        with StatelessGroupCoordinator(
+            *([ranks], 0, "gloo", True, coordinator.connect_store("127.0.0.1", port)),
+            group_name="turned",
+            global_rank=ranks[self.tp.rank_in_group],
+        ) as group:
+            if self.tp.is_first_rank:
+                group.send(torch.full((4,), 5.0))
+                return 5.0
+            return group.recv((4,), torch.float32)[0].item()
+
+
+@pytest.mark.parametrize("torch_only", [False, True], ids=["shared memory", "torch"])
+def test_workers_exchange_with_processes_of_no_pool(torch_only: bool) -> None:
+    store = coordinator.host_store()
+    with WorkerPool(Beside, tp=TP) as pool:
+        met = pool.submit("meet", store.port, torch_only)
+        with meet(0, store.port, torch_only) as groups:
+            met.result(timeout=60)
+            for _ in range(3):
+                theirs = pool.submit("exchange")
+                assert exchange(groups.axes["all"]) == EXPECTED
+                assert theirs.result(timeout=60) == EXPECTED
+            pool.call("leave", timeout=60)
+
+
+def test_workers_of_two_pools_exchange() -> None:
+    store = coordinator.host_store()
+    with WorkerPool(Half) as first, WorkerPool(Half) as second:
+        pools = (first, second)
+        for _ in range(3):  # their calls have other numbers from here on
+            first.call("rank", timeout=60)
+        calls = [pool.submit("meet", rank, store.port) for rank, pool in enumerate(pools)]
+        assert [call.result(timeout=60) for call in calls] == [0, 1]
+        for _ in range(3):
+            calls = [pool.submit("sum") for pool in pools]
+            assert [call.result(timeout=60) for call in calls] == [2.0, 2.0]
+
+
+class Half:
+    """Meets the worker of another pool."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+    def rank(self) -> int:
+        return self.context.groups.world.rank
+
+    def meet(self, rank: int, port: int) -> int:
+        store = coordinator.connect_store("127.0.0.1", port)
+        self.met = coordinator.init(tp=2, rank=rank, store=store, timeout=60, backend="gloo")
+        return self.met.rank
+
+    def sum(self) -> float:
+        return self.met.tp.all_reduce(torch.ones(LARGE))[-1].item()
+
+
+def test_workers_may_be_numbered_otherwise_in_a_group_of_theirs() -> None:
+    store = coordinator.host_store()
+    with WorkerPool(Beside, tp=TP) as pool:
+        for _ in range(2):
+            found = pool.collective_rpc("turned", 60, args=(store.port,))
+            assert found == [5.0, 5.0]
