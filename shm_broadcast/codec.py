@@ -35,6 +35,11 @@ A table of so many sizes fits into one record of the smallest ring.
 UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What msgspec raises of bytes that are no message of the type it looks for."""
 
+_KEPT_MAIN_BYTES: Final = 4 << 10
+"""A message with a larger main part may have so grown its pickler's memo, which never shrinks, that
+clearing it for each later message would cost more than a new pickler.
+"""
+
 PICKLE: Final = 1
 MSGPACK: Final = 2
 
@@ -78,8 +83,7 @@ class PickleCodec:
         self._main = _Sink()
         self._buffers: list[memoryview] = []
         # Kept between messages: to make a pickler costs as much as to pickle a small message.
-        self._pickler = pickle.Pickler(self._main, protocol=5, buffer_callback=self._keep_in_band)
-        self._pickler.dispatch_table = _REDUCERS
+        self._pickler = self._new_pickler()
         self._is_clean = True
 
     def encode(self, message: Any) -> Encoded:
@@ -106,8 +110,17 @@ class PickleCodec:
         except Exception as error:
             raise MessageDecodeError(f"cannot unpickle: {type(error).__name__}: {error}") from error
 
+    def _new_pickler(self) -> pickle.Pickler:
+        pickler = pickle.Pickler(self._main, protocol=5, buffer_callback=self._keep_in_band)
+        pickler.dispatch_table = _REDUCERS
+        return pickler
+
     def _forget(self) -> None:
-        self._pickler.clear_memo()
+        main = self._main
+        if len(main) == 1 and len(main[0]) <= _KEPT_MAIN_BYTES:
+            self._pickler.clear_memo()
+        else:  # a message that is large, or of which nothing was written before it failed
+            self._pickler = self._new_pickler()
         self._main.clear()
         self._buffers.clear()
         self._is_clean = True

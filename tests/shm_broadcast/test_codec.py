@@ -7,6 +7,8 @@ import dataclasses
 import datetime
 import pickle
 import re
+import timeit
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -190,6 +192,19 @@ def test_nothing_is_remembered_from_the_last_message() -> None:
     first, _ = codec.encode(message)
     second, _ = codec.encode(message)
     assert first == second
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_message_of_many_objects_makes_no_later_one_slower(fails: bool) -> None:
+    """A pickler's memo keeps its size: 16 MiB, of which every later message cleared each byte."""
+
+    def fastest(codec: PickleCodec) -> float:
+        return min(timeit.repeat(lambda: codec.encode(1), number=10, repeat=20))
+
+    used = PickleCodec()
+    with pytest.raises(KeyError) if fails else nullcontext():
+        used.encode([*({"number": i} for i in range(100_000)), *[Refuses()] * fails])
+    assert fastest(used) < 10 * fastest(PickleCodec())
 
 
 def test_what_was_encoded_is_still_the_caller_s_memory() -> None:
