@@ -13,6 +13,7 @@ tensor: a process that sends and receives none does not load torch.
 from __future__ import annotations
 
 import copyreg
+import io
 import pickle
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
@@ -183,3 +184,16 @@ class _Reducers(dict[type, Any]):
 
 
 _REDUCERS: Final = _Reducers()
+
+
+def pickled(value: Any) -> bytes:
+    """``value`` in one piece, with its tensors as `tensor_pickling` has them.
+
+    `pickle.dumps` would take all the memory that a view shows a part of, and what it makes of a
+    float8 tensor cannot be restored.
+    """
+    main = io.BytesIO()
+    pickler = pickle.Pickler(main, protocol=5)
+    pickler.dispatch_table = _REDUCERS
+    pickler.dump(value)
+    return main.getvalue()

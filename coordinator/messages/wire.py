@@ -23,6 +23,7 @@ from coordinator.messages.seal import NONCE_BYTES, Seal
 from coordinator.stores.secret import SecretError
 from device_comm.call_number import call_number, no_call
 from shm_broadcast import MessageDecodeError, MessageRefusedError, MessageSealError
+from shm_broadcast.codec import pickled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,7 +85,7 @@ class Wire:
             except TypeError as error:
                 raise TypeError(f"{error} {_NOT_PLAIN}") from None
         try:
-            return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+            return pickled(value)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(f"cannot pickle a {type(value).__name__}: {error}") from error
 

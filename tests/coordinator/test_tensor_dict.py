@@ -230,6 +230,19 @@ def test_every_dtype(dtype: torch.dtype) -> None:
     assert torch.equal(parts[0].view(torch.uint8), x.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_within_a_value(dtype: torch.dtype) -> None:
+    x = torch.arange(4).to(dtype)
+    found = through({"cache": {"k": (x, None)}})["cache"]["k"][0]
+    assert found.dtype == dtype
+    assert torch.equal(found.view(torch.uint8), x.view(torch.uint8))
+
+
+def test_of_a_view_within_a_value_only_its_elements_are_sent() -> None:
+    view = torch.zeros(1 << 20)[:4]
+    assert len(Wire().dump([view])) < 1000
+
+
 shapes = st.lists(st.integers(0, 5), max_size=3)
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 plain = st.recursive(
