@@ -359,7 +359,7 @@ class WorkerPool:
     @property
     def load(self) -> int:
         """How many calls wait or are with the workers, at this moment."""
-        return self._crew.ledger.load
+        return self._crew.ledger.backlog.size
 
     @property
     def restarts(self) -> int:

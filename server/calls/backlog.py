@@ -19,8 +19,9 @@ class Backlog:
     signal handler may call anything of it between two steps of anything else.
 
     Attributes:
-        last: the number of the call that began last.
-        last_settled: the method of the latest call that all ranks have answered; ``""`` if none.
+        last: the number of the call that began last; 0 if none did.
+        last_settled: the method of the latest call of this generation that all ranks have answered;
+            ``""`` if none.
 
     Args:
         in_flight: how many calls may be under way at once.

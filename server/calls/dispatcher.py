@@ -207,10 +207,10 @@ class Dispatcher:
             while not mine and not self._ledger.state.over(self._generation):
                 mine = self._listening.take_within(_TURN_SECONDS)
             if mine:
-                self._listen(lambda: not self._ledger.busy, NEVER)
+                self._listen(lambda: not self._ledger.backlog.busy, NEVER)
 
     def _wake_collector(self) -> None:
-        if self._ledger.busy and self._needs_collector.empty():
+        if self._ledger.backlog.busy and self._needs_collector.empty():
             self._needs_collector.put(None)
 
     def _listen(self, until: Callable[[], bool], deadline: Deadline) -> None:

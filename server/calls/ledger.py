@@ -62,6 +62,7 @@ class Ledger:
 
     Attributes:
         state: whether the pool takes calls, and why not. To be read.
+        backlog: the calls that are queued or under way. To be read.
         move: called when the pool breaks, and by `move_on`, with the calls that wait: those that it
             does not return are another ledger's from then on. ``None``: all stay.
         opened: called when the pool has been restarted.
@@ -98,7 +99,7 @@ class Ledger:
         self._lock = threading.RLock()  # a signal handler may ask for the status of its pool
         self._to_send = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
-        self._calls = Backlog(in_flight)
+        self.backlog = Backlog(in_flight)
         self._lateness = Lateness(call_seconds)
         self._settling = CallClock(settle_seconds)
         self._stuck = CallClock(stuck_seconds)
@@ -107,25 +108,20 @@ class Ledger:
         self._mark: Callable[[int], object] = ignore
 
     @property
-    def busy(self) -> bool:
-        """Whether a call is under way."""
-        return self._calls.busy
-
-    @property
     def awaited(self) -> tuple[int, int]:
         """The number of the oldest call under way, and a rank that has not answered it.
 
         0, 0 if no call is under way.
         """
         with self._lock:
-            oldest = self._calls.oldest
+            oldest = self.backlog.oldest
             return (0, 0) if oldest is None else (oldest.number, min(oldest.waiting, default=0))
 
     @property
     def late_ranks(self) -> list[int]:
         """The ranks that have not answered the oldest call under way; none if there is no call."""
         with self._lock:
-            oldest = self._calls.oldest
+            oldest = self.backlog.oldest
             return [] if oldest is None else sorted(oldest.waiting)
 
     def idle(self, rank: int) -> str | None:
@@ -134,23 +130,8 @@ class Ledger:
         ``""`` if there was no call yet.
         """
         with self._lock:
-            busy = self._calls.oldest_of(rank) is not None
-            return None if busy else self._calls.last_settled
-
-    @property
-    def worked(self) -> bool:
-        """Whether the workers of this generation have answered a call."""
-        return self._calls.last_settled != ""
-
-    @property
-    def load(self) -> int:
-        """How many calls are queued or under way."""
-        return self._calls.size
-
-    @property
-    def last_call(self) -> int:
-        """The number of the call that was sent last; 0 if none was."""
-        return self._calls.last
+            busy = self.backlog.oldest_of(rank) is not None
+            return None if busy else self.backlog.last_settled
 
     def open(self, generation: int, mark: Callable[[int], object]) -> None:
         """Let calls go to the workers of a new generation.
@@ -163,7 +144,7 @@ class Ledger:
             opens = self.state.ended is None
             opened = self.opened if opens and self.state.generation else ignore
             if opens:
-                self._calls.last_settled = ""
+                self.backlog.last_settled = ""
                 self._mark = mark
                 self.state.open(generation)
                 self._lateness.resumed()
@@ -181,7 +162,7 @@ class Ledger:
         """Wait until no call is queued or under way; False after ``timeout`` seconds."""
         with self._lock:
             return self._idle.wait_for(
-                lambda: self._calls.empty, min(timeout, threading.TIMEOUT_MAX)
+                lambda: self.backlog.empty, min(timeout, threading.TIMEOUT_MAX)
             )
 
     def wait_until(self, true: Callable[[], bool], deadline: Deadline) -> bool:
@@ -211,11 +192,11 @@ class Ledger:
         """
         with self._lock:
             self.state.check()
-            if not may_send or self.state.over(generation) or not self._calls.open:
-                self._calls.enqueue(call)
+            if not may_send or self.state.over(generation) or not self.backlog.open:
+                self.backlog.enqueue(call)
                 self._to_send.notify_all()
                 return False
-            self._calls.begin(call)
+            self.backlog.begin(call)
             return True
 
     def queue(self, call: PendingCall) -> None:
@@ -226,7 +207,7 @@ class Ledger:
         """
         with self._lock:
             self.state.check()
-            self._calls.enqueue(call)
+            self.backlog.enqueue(call)
             self._to_send.notify_all()
             sooner = self._lateness.watch(call)
         if sooner:
@@ -244,7 +225,7 @@ class Ledger:
     def wait_to_send(self, generation: int) -> bool:
         """Wait for a queued call that can be sent; False once the generation is over."""
         with self._lock:
-            self._to_send.wait_for(lambda: self.state.over(generation) or self._calls.sendable)
+            self._to_send.wait_for(lambda: self.state.over(generation) or self.backlog.sendable)
             return not self.state.over(generation)
 
     def next_to_send(self, generation: int) -> PendingCall | None:
@@ -252,24 +233,24 @@ class Ledger:
         none, or none can be sent. One thread sends at a time.
         """
         with self._lock:
-            while self._calls.sendable and not self.state.over(generation):
-                call = self._calls.next()
+            while self.backlog.sendable and not self.state.over(generation):
+                call = self.backlog.next()
                 if call.begin():
-                    self._calls.begin(call)
+                    self.backlog.begin(call)
                     return call
                 # Nobody waits for it: take the next one.
                 self._lateness.forget(call)
-                if self._calls.empty:
+                if self.backlog.empty:
                     self._idle.notify_all()
             return None
 
     def unsent(self, call: PendingCall) -> None:
         """Note that ``call`` was not sent, no worker gets it, and its caller knows."""
         with self._lock:
-            if self._calls.find(call.number) is call:
-                self._calls.unsent(call)
+            if self.backlog.find(call.number) is call:
+                self.backlog.unsent(call)
                 self._stuck.forget(call)
-                self._calls.follow_up(call)
+                self.backlog.follow_up(call)
                 self._notify_waiters()
 
     def abandon(self, call: PendingCall, error: BaseException | None = None) -> None:
@@ -285,8 +266,8 @@ class Ledger:
             self.give_up(call)
             self.cancel(call)
             actions = [*self._settle_again(), self._hooks.clock]
-            if self._calls.busy and self.state.works:
-                self._calls.follow_up(call)
+            if self.backlog.busy and self.state.works:
+                self.backlog.follow_up(call)
                 self._to_send.notify_all()
             call.error = call.error or error
             actions += [] if call.error is None else [call.finish(self._name)]
@@ -305,15 +286,15 @@ class Ledger:
     def give_up(self, call: PendingCall) -> None:
         """Take ``call`` off the queue if it is still there. One that was sent goes on."""
         with self._lock:
-            self._calls.withdraw(call)
+            self.backlog.withdraw(call)
             self._lateness.forget(call)
-            if self._calls.empty:
+            if self.backlog.empty:
                 self._idle.notify_all()
 
     def cancel(self, call: PendingCall) -> None:
         """Tell the workers that nobody waits for ``call``, if it is under way."""
         with self._lock:
-            if self._calls.find(call.number) is call:
+            if self.backlog.find(call.number) is call:
                 self._mark(call.number)
 
     def expire(self, call: PendingCall, error: CallTimeoutError) -> None:
@@ -326,8 +307,8 @@ class Ledger:
     def replied(self, rank: int, reply: Reply) -> None:
         """Take in the reply of ``rank``."""
         with self._lock:
-            call = self._calls.find(reply.number)
-            is_oldest = call is self._calls.oldest
+            call = self.backlog.find(reply.number)
+            is_oldest = call is self.backlog.oldest
             actions = [] if is_oldest else self._spoil_before(rank, reply.number)
             if call is not None:
                 call.answer(rank, reply.value, reply.begun)
@@ -339,7 +320,7 @@ class Ledger:
     ) -> None:
         """Take in a reply of ``rank`` that cannot be read, because of ``error``."""
         with self._lock:
-            call = None if self.state.over(generation) else self._calls.oldest_of(rank)
+            call = None if self.state.over(generation) else self.backlog.oldest_of(rank)
             actions: Actions = []
             if call is not None:
                 told = f"what rank {rank} answers to {call.method} cannot be taken in: {error}"
@@ -361,13 +342,13 @@ class Ledger:
             final: whether the board is aborted: no other rank will answer any more.
         """
         with self._lock:
-            call = self._calls.find(failed.number)
+            call = self.backlog.find(failed.number)
             if call is None:
                 where = f"call {failed.number}" if failed.number else "no call"
                 actions = self._break_off(rebuild(failed, rank, where))
             else:
                 actions = []
-                detail = self._calls.told() if failed.diverged else ""
+                detail = self.backlog.told() if failed.diverged else ""
                 error = rebuild(failed, rank, call.method, detail)
                 call.cut_off |= final
                 call.fail(rank, error, failed)
@@ -379,7 +360,7 @@ class Ledger:
                 if not final:
                     actions += self._settle(call)
                     if not call.settled:
-                        self._calls.fail(call)
+                        self.backlog.fail(call)
                         self._to_send.notify_all()
                 elif not failed.consequence or (call.settled and not self.reason_due()):
                     actions += self._break_with(call)
@@ -405,7 +386,7 @@ class Ledger:
                     actions.append(partial(self._move, self._withdraw_all()))
             if self.state.closed:
                 actions += self._settle_again()
-            self._stuck.watch(self._calls.oldest)
+            self._stuck.watch(self.backlog.oldest)
             stuck = self._stuck.passed()
             late, next_look = self._lateness.look()
             settling_left = math.inf if awaits_reason else self._settling.left()
@@ -469,7 +450,7 @@ class Ledger:
         thread that took it out of the queue, or the one that was to send the call.
         """
         actions = self._settle_again()
-        while (call := self._calls.oldest_of(rank)) is not None and call.number < number:
+        while (call := self.backlog.oldest_of(rank)) is not None and call.number < number:
             lost = "a signal handler interrupted the thread that sent the call or took the reply"
             call.spoil(rank, WorkerError(rank, call.method, "KeyboardInterrupt", lost, ""))
             actions += self._settle(call)
@@ -479,8 +460,8 @@ class Ledger:
         """What may not have been done for calls that all ranks have answered, or that are lost: a
         signal handler has interrupted it. To do it twice does no harm.
         """
-        actions = [action for call in self._calls.settling for action in self._due(call)]
-        actions += [action for call in self._calls.answered for action in self._settle(call)]
+        actions = [action for call in self.backlog.settling for action in self._due(call)]
+        actions += [action for call in self.backlog.answered for action in self._settle(call)]
         if actions and self.state.closed:
             actions.insert(0, self._hooks.wake)
         self._notify_waiters()
@@ -498,25 +479,25 @@ class Ledger:
             return [call.finish(self._name), *self._break_off(call.failure or diverged)]
         self._lateness.answered(call)
         self._stuck.forget(call)
-        self._calls.settle(call)
+        self.backlog.settle(call)
         self._notify_waiters()
         return [*self._due(call), *self._clock()]
 
     def _due(self, call: PendingCall) -> Actions:
         """What is to be done for a call that is over."""
         resumed = [partial(self._hooks.resume, rank, call.number) for rank in call.failed]
-        return [call.finish(self._name), *resumed, partial(self._calls.settled, call)]
+        return [call.finish(self._name), *resumed, partial(self.backlog.settled, call)]
 
     def _notify_waiters(self) -> None:
         """A call has left those under way: wake the sender, or `wait_until_idle`."""
-        if self._calls.sendable:
+        if self.backlog.sendable:
             self._to_send.notify_all()
-        elif self._calls.empty:
+        elif self.backlog.empty:
             self._idle.notify_all()
 
     def _clock(self) -> Actions:
         """Time the oldest call if a rank has failed it; ask for a `tick` if its time begins now."""
-        oldest = self._calls.oldest
+        oldest = self.backlog.oldest
         failed = oldest if oldest is not None and oldest.failed else None
         return [self._hooks.clock] if self._settling.watch(failed) else []
 
@@ -554,7 +535,7 @@ class Ledger:
         if error is None:
             return []
         moving = self.move is not None and not state.closed
-        self._calls.lose(error, all_of_them=state.ended is not None and not moving)
+        self.backlog.lose(error, all_of_them=state.ended is not None and not moving)
         waiting = self._withdraw_all() if moving else []
         self._stuck.watch(None)
         # Wakes `next_to_send`, `wait_until_over` and `wait_until_idle`, which look at what changed.
@@ -569,7 +550,7 @@ class Ledger:
 
     def _withdraw_all(self) -> list[PendingCall]:
         """Take all calls off the queue."""
-        waiting = self._calls.withdraw_all()
+        waiting = self.backlog.withdraw_all()
         for call in waiting:
             self._lateness.forget(call)
         return waiting
@@ -588,7 +569,7 @@ class Ledger:
                     call.error = call.error or self.state.ended
                     actions.append(call.finish(self._name))
             if self.state.ended is None:
-                self._calls.put_back(staying)
+                self.backlog.put_back(staying)
                 self._to_send.notify_all()
         if sooner:
             actions.append(self._hooks.clock)

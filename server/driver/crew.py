@@ -286,7 +286,7 @@ class Crew(Watcher):
                 detail = "answered just afterwards"
             elif restarting is not None:
                 detail = f"not sent: the pool is being restarted after this: {restarting}"
-            elif self.ledger.busy:
+            elif self.ledger.backlog.busy:
                 detail = "not sent: the workers are busy with calls before it"
             seen: Seen = (), detail, {}, ()
         else:
@@ -366,7 +366,7 @@ class Crew(Watcher):
             with links.board.showing_wait("the start of the pool") as show:
                 self._staff.meet(tick, show)
                 links.open(self._staff.hosts)
-                self._staff.assemble(links, self.ledger.last_call + 1, tick, show)
+                self._staff.assemble(links, self.ledger.backlog.last + 1, tick, show)
         except BaseException as error:
             links.board.abort(error)  # those that wait for others leave
             links.close()
@@ -409,7 +409,7 @@ class Crew(Watcher):
 
         if self.dispatcher is not None:
             self.dispatcher.release()
-        keep, worked = True, self.ledger.worked
+        keep, worked = True, bool(self.ledger.backlog.last_settled)
         with suppress(PoolClosedError):
             while (pause := self._budget.take(time.monotonic(), worked)) is not None:
                 worked = False

@@ -263,11 +263,11 @@ def test_a_call_that_comes_when_the_collector_is_about_to_stop_is_answered(
     dispatcher = pool._crew.dispatcher
     stops, waits = threading.Event(), threading.Event()
     observe, wait = dispatcher._observe_wait, dispatcher._wait_for_other_listener
-    ledger, before = dispatcher._ledger, dispatcher._ledger.last_call
+    ledger, before = dispatcher._ledger, dispatcher._ledger.backlog.last
 
     def stop_listening(*args: int) -> None:
         observe(*args)
-        answered = ledger.last_call > before and not ledger.busy
+        answered = ledger.backlog.last > before and not ledger.backlog.busy
         if threading.current_thread().name == "pool-collector" and answered:
             stops.set()
             assert waits.wait(PATIENCE_SECONDS)
