@@ -147,7 +147,7 @@ class WorkerPool:
             OSError: the head's address is none of this host's, or its port is in use.
         """
         check_may_make_pool()
-        self._plan = PoolPlan.checked(
+        self._plan = PoolPlan(
             worker,
             worker_kwargs,
             grid=(tp, pp, dp),

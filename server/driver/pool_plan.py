@@ -6,7 +6,6 @@ import math
 import pickle
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shm_broadcast.checked_arguments import function, optional, some_seconds, whole
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
     from ..launchers.ray_actors import RayCluster
     from ..pool_config import PoolConfig
-    from .binding import Bound
 
 _MOST_WORKERS: Final = 4096
 """Of a pool: a slip in a number should not take all memory for boards and queues."""
@@ -33,12 +31,11 @@ _BYTES_OVER_HOSTS: Final = 16 << 20
 """A worker's arguments go to its host in one frame, and no sign of life passes them."""
 
 
-@dataclass(frozen=True, slots=True)
 class PoolPlan:
     """A pool's shape, its worker and its settings.
 
     Attributes:
-        worker: the worker's class, as `reference.name_of` gives it.
+        worker: the worker's class, as `reference.worker_name` gives it.
         main: how workers load the driver's main module, if the class is defined there.
         worker_kwargs: the class's keyword arguments, pickled.
         tp, pp, dp: the grid of ranks.
@@ -51,26 +48,8 @@ class PoolPlan:
         hosts: the hosts of the pool; ``None``: this one only.
     """
 
-    worker: str
-    main: dict[str, bytes] | None
-    worker_kwargs: bytes
-    tp: int
-    pp: int
-    dp: int
-    devices: tuple[str, ...]
-    start_timeout: float | None
-    on_progress: Callable[[int, int, int, str], None]
-    restart: str
-    max_restarts: int
-    window: float
-    stuck_after: float | None
-    config: PoolConfig
-    bound: Bound = ()
-    hosts: Hosts | None = None
-
-    @classmethod
-    def checked(
-        cls,
+    def __init__(
+        self,
         worker: type | str,
         worker_kwargs: Mapping[str, Any] | None,
         *,
@@ -86,50 +65,36 @@ class PoolPlan:
         window: float | None,
         stuck_after: float | None,
         config: PoolConfig,
-    ) -> PoolPlan:
+    ) -> None:
         """Check the arguments of `pool.WorkerPool`; ``grid`` is tp, pp, dp.
 
         Raises:
             ValueError, TypeError: an argument is out of range, cannot be imported by another
                 process, or cannot be pickled.
         """
-        tp, pp, dp = grid = _checked_grid(grid)
-        start_timeout = optional(some_seconds)("start_timeout", start_timeout)
-        on_progress = optional(function)("on_progress", on_progress)
-        most, within = _restart_limits(restart, max_restarts, window)
-        stuck_after = optional(some_seconds)("stuck_after", stuck_after)
+        self.tp, self.pp, self.dp = grid = _checked_grid(grid)
+        self.start_timeout = optional(some_seconds)("start_timeout", start_timeout)
+        self.on_progress = optional(function)("on_progress", on_progress) or ignore
+        self.restart = restart
+        self.max_restarts, self.window = _restart_limits(restart, max_restarts, window)
+        self.stuck_after = optional(some_seconds)("stuck_after", stuck_after)
+        self.config = config
         device = checked_device(device)
-        name, arguments = worker_name(worker), _pickled(worker_kwargs)
-        found = _hosts(launcher, hosts, grid, device, start_timeout)
+        self.worker, self.worker_kwargs = worker_name(worker), _pickled(worker_kwargs)
+        self.main = main_of(self.worker)
+        self.hosts = found = _hosts(launcher, hosts, grid, device, self.start_timeout)
         with ExitStack() as undo:
             if found is not None and found.summoner is not None:
                 undo.callback(found.summoner.close)
-            if found is not None and len(arguments) > _BYTES_OVER_HOSTS:
+            if found is not None and len(self.worker_kwargs) > _BYTES_OVER_HOSTS:
                 raise ValueError(
                     f"worker_kwargs may have {_BYTES_OVER_HOSTS} bytes over hosts, pickled; got "
-                    f"{len(arguments)}: give workers a path, and let each load what lies there"
+                    f"{len(self.worker_kwargs)}: give workers a path, and let each load what lies "
+                    "there"
                 )
-            devices = _devices(device, math.prod(grid), share_gpu, found)
-            bound = bound_here(config.bind, len(_ranks_of(0, math.prod(grid), found)))
+            self.devices = _devices(device, self.n_workers, share_gpu, found)
+            self.bound = bound_here(config.bind, len(self.ranks_of(0)))
             undo.pop_all()
-        return cls(
-            worker=name,
-            main=main_of(name),
-            worker_kwargs=arguments,
-            tp=tp,
-            pp=pp,
-            dp=dp,
-            devices=devices,
-            start_timeout=start_timeout,
-            on_progress=on_progress or ignore,
-            restart=restart,
-            max_restarts=most,
-            window=within,
-            stuck_after=stuck_after,
-            config=config,
-            bound=bound,
-            hosts=found,
-        )
 
     @property
     def n_workers(self) -> int:
@@ -138,7 +103,8 @@ class PoolPlan:
 
     def ranks_of(self, node: int) -> range:
         """The ranks of the workers on one host."""
-        return _ranks_of(node, self.n_workers, self.hosts)
+        n_workers = self.n_workers
+        return range(n_workers) if self.hosts is None else self.hosts.ranks_of(node, n_workers)
 
     def cores_of(self, rank: int) -> tuple[int, ...]:
         """The cores that a worker on this host is bound to; ``()``: to none, or it is elsewhere."""
@@ -185,10 +151,6 @@ def _restart_limits(
         if restart == "never" and given is not None:
             raise ValueError(f"{what} is for pools that are restarted; got restart='never'")
     return max_restarts or MAX_RESTARTS, window or RESTART_WINDOW
-
-
-def _ranks_of(node: int, n_workers: int, hosts: Hosts | None) -> range:
-    return range(n_workers) if hosts is None else hosts.ranks_of(node, n_workers)
 
 
 def _hosts(

@@ -77,9 +77,19 @@ def test_a_host_that_cannot_be_summoned_ends_the_pool_and_what_was_summoned() ->
 def head() -> Iterator[DistantHosts]:
     hosts = two_hosts(Summoner(), 0)
     plan = PoolPlan(
-        *("tests.server.workers:Worker", None, b"", 2, 1, 1, ("cpu", "cpu"), None, print),
-        *("worker", 1, 1.0, None, PoolConfig()),
+        *("tests.server.workers:Worker", None),
+        grid=(2, 1, 1),
+        device="cpu",
+        share_gpu=False,
+        launcher="hosts",
         hosts=hosts,
+        start_timeout=None,
+        on_progress=None,
+        restart="worker",
+        max_restarts=1,
+        window=1.0,
+        stuck_after=None,
+        config=PoolConfig(),
     )
     made = DistantHosts(hosts, plan, NEVER)
     yield made
