@@ -30,22 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "program, or one that has started it (default: the only program)")  # fmt: skip
 
 
-def prepare(args: argparse.Namespace) -> int | None:
-    """Check the options; returns the pid.
+def prepare(args: argparse.Namespace) -> argparse.Namespace:
+    """Check the options, and return them.
 
     Raises:
         ValueError: there is no such process, or it is another user's.
     """
     check_pid(args.pid)
-    pid: int | None = args.pid
-    return pid
+    return args
 
 
-def run(pid: int | None) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print the explanation; 1 if there is no such program, or without a pid not one only."""
     end_with_reader()
     seen = scan()
-    found = chosen(pid, seen)
+    found = chosen(args.pid, seen)
     if found is None:
         return 1
     size = screen()

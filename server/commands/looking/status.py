@@ -30,16 +30,6 @@ _CLEAR = "\x1b[H\x1b[J"
 
 
 @dataclass(frozen=True, slots=True)
-class StatusPlan:
-    """The checked options; see `add_arguments`."""
-
-    pid: int | None
-    everything: bool
-    watch: bool
-    json: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _Told:
     """A program as ``--json`` prints it.
 
@@ -64,55 +54,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print an object, in one line")
 
 
-def prepare(args: argparse.Namespace) -> StatusPlan:
-    """Check the options.
+def prepare(args: argparse.Namespace) -> argparse.Namespace:
+    """Check the options, and return them.
 
     Raises:
         ValueError: there is no such process, or it is another user's.
     """
     check_pid(args.pid)
-    return StatusPlan(args.pid, args.all, args.watch, args.json)
+    return args
 
 
-def run(plan: StatusPlan) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print the status; 1 if the given process has nothing to do with this library."""
     end_with_reader()
     while True:
         seen = scan()
         found = programs(seen)
-        if plan.pid is not None:
-            found = of_process(plan.pid, seen, found)
+        if args.pid is not None:
+            found = of_process(args.pid, seen, found)
             if not found:
-                say_none_of(plan.pid, seen)
+                say_none_of(args.pid, seen)
                 return 1
-        _print(plan, seen, found)
-        if not plan.watch:
+        _print(args, seen, found)
+        if not args.watch:
             return 0
         time.sleep(_WATCH_SECONDS)
 
 
-def _print(plan: StatusPlan, seen: Scan, found: list[Program]) -> None:
-    if plan.json:
+def _print(args: argparse.Namespace, seen: Scan, found: list[Program]) -> None:
+    if args.json:
         unseen = len(seen.unseen)
         told = [_Told(each, (verdict := judge(each)).held_up, verdict.sentences) for each in found]
         text = msgspec.json.encode({"programs": told, "unseen_processes": unseen}).decode()
     else:
         size = screen()
-        text = _text(plan, seen, found, size[0] if size else program_text.UNLIMITED)
-        if plan.watch and size:
+        text = _text(args, seen, found, size[0] if size else program_text.UNLIMITED)
+        if args.watch and size:
             lines = text.splitlines()[: size[1] - 1]
             text = _CLEAR + "\n".join(lines)
-        elif plan.watch:
+        elif args.watch:
             text = f"{time.strftime('%H:%M:%S')}\n{text}\n"
     print(text, flush=True)
 
 
-def _text(plan: StatusPlan, seen: Scan, found: list[Program], width: int) -> str:
+def _text(args: argparse.Namespace, seen: Scan, found: list[Program], width: int) -> str:
     if not found:
         unseen = len(seen.unseen)
         hint = f"\n{unseen} of its processes may not be looked into." if unseen else ""
         return program_text.NO_PROGRAM + hint
-    if len(found) == 1 or plan.everything or plan.pid is not None:
+    if len(found) == 1 or args.all or args.pid is not None:
         return "\n\n".join(program_text.program(each, width) for each in found)
     hint = "`group-coordinator status PID` shows one of them, `--all` each."
     return f"{program_text.overview(found, width)}\n{hint}"

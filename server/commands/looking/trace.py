@@ -11,7 +11,6 @@ import json
 import pickle
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,15 +28,6 @@ if TYPE_CHECKING:
     from shm_broadcast.onlooker.pasts import MemberPast
 
 
-@dataclass(frozen=True, slots=True)
-class TracePlan:
-    """The checked options; see `add_arguments`."""
-
-    pid: int | None
-    output: Path | None
-    dumps: Path | None
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("pid", nargs="?", type=int, metavar="PID", help="a process of the "
@@ -48,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "rank, rank_0 and so on, for torch.distributed.flight_recorder.fr_trace")  # fmt: skip
 
 
-def prepare(args: argparse.Namespace) -> TracePlan:
-    """Check the options.
+def prepare(args: argparse.Namespace) -> argparse.Namespace:
+    """Check the options, and return them.
 
     Raises:
         ValueError: there is no such process, it is another user's, nothing is to be written, or not
@@ -63,22 +53,22 @@ def prepare(args: argparse.Namespace) -> TracePlan:
         raise ValueError(f"--output {args.output}: not a file in an existing folder")
     if args.flight_recorder is not None:
         args.flight_recorder.mkdir(parents=True, exist_ok=True)
-    return TracePlan(args.pid, args.output, args.flight_recorder)
+    return args
 
 
-def run(plan: TracePlan) -> int:
+def run(args: argparse.Namespace) -> int:
     """Write what is asked for; 1 if there is no such program, or without a pid not one only."""
     seen = scan()
-    found = chosen(plan.pid, seen)
+    found = chosen(args.pid, seen)
     if found is None:
         return 1
     boards = [board for program in found for board in pasts(seen, program)]
-    if plan.output is not None:
+    if args.output is not None:
         trace = chrome_trace(boards, time.monotonic_ns())
-        plan.output.write_text(json.dumps(trace))
+        args.output.write_text(json.dumps(trace))
         operations = sum(len(member.past) for board in boards for member in board)
-        print(f"{plan.output}: {operations} operations")
-    return 0 if plan.dumps is None else _dump(plan.dumps, boards)
+        print(f"{args.output}: {operations} operations")
+    return 0 if args.flight_recorder is None else _dump(args.flight_recorder, boards)
 
 
 def _dump(folder: Path, boards: Sequence[Sequence[MemberPast]]) -> int:
