@@ -408,7 +408,6 @@ class WorkerPool:
         self._stop(timeout, finish=True)
 
     def __enter__(self) -> Self:
-        """Give the pool itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -419,7 +418,6 @@ class WorkerPool:
             self._stop(_EXIT_SECONDS, finish=False)
 
     def __repr__(self) -> str:
-        """Show the worker and the grid."""
         plan = self._plan
         return f"WorkerPool({plan.worker}, tp={plan.tp}, pp={plan.pp}, dp={plan.dp})"
 

@@ -249,7 +249,6 @@ class Replicas:
             pool.shutdown(deadline.remaining())
 
     def __enter__(self) -> Self:
-        """Give the replicas themselves."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -257,7 +256,6 @@ class Replicas:
         self.shutdown(10.0 if kind is None else 0.0)
 
     def __repr__(self) -> str:
-        """Show the replicas."""
         return f"Replicas({', '.join(map(repr, self.pools))})"
 
     def _working(self) -> list[WorkerPool]:

@@ -50,7 +50,6 @@ class CallStream:
         self._in_order = threading.RLock()  # no generator is closed before it has begun
 
     def __iter__(self) -> Self:
-        """Give the stream itself."""
         return self
 
     def __next__(self) -> Any:
@@ -117,11 +116,9 @@ class CallStream:
                     self._step(-self._number, False).add_done_callback(_log_failure)
 
     def __enter__(self) -> Self:
-        """Give the stream itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the stream."""
         self.close()
 
     def __del__(self, _at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:

@@ -65,11 +65,9 @@ class CancelledCalls:
         return number > 0 and self._segment.words.load64(self._word(number)) == number
 
     def __enter__(self) -> Self:
-        """Give the marks themselves."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the memory."""
         self._segment.close()
 
     def _word(self, number: int) -> int:

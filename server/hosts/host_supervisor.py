@@ -170,7 +170,6 @@ class HostSupervisor(Watcher):
                         self._obey(message)
 
     def __enter__(self) -> HostSupervisor:
-        """Give the supervisor itself."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -41,11 +41,9 @@ class ReplyBell:
         self._end.close()
 
     def __enter__(self) -> Self:
-        """Give the object itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def _watch(self) -> None:

@@ -172,11 +172,9 @@ class Engine:
             thread.join(timeout / len(self._threads))
 
     def __enter__(self) -> Self:
-        """Give the engine itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def _check(self) -> None:

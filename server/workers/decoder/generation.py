@@ -154,11 +154,9 @@ class Generation:
             yield token
 
     def __enter__(self) -> Generation:
-        """Give itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Cancel it."""
         self.cancel()
 
     def _given_out(self, news: int | Exception | None) -> int | None:
