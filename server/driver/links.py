@@ -147,7 +147,8 @@ class Links:
             self.replies[rank] = self._undo.enter_context(queue)
         if replies:
             distant = [self.replies[rank] for rank in replies]
-            self._undo.enter_context(ReplyBell(distant, partial(self.board.ring, self.driver)))
+            bell = ReplyBell(distant, partial(self.board.ring, self.driver))
+            self._undo.callback(bell.close)
             self.calls.wait_until_ready(deadline)
 
     def totals(self) -> dict[int, tuple[VerbTotal, ...]]:

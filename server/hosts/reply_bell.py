@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import threading
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from shm_broadcast.remote.wake_fd import WakeFd
 
@@ -39,12 +39,6 @@ class ReplyBell:
         self._thread.join()
         self._poll.close()
         self._end.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _watch(self) -> None:
         while all(fd != self._end.fileno() for fd, _ in self._poll.poll()):
