@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..web.api import ServedModel
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_STOPS = 4
 """Stops of one request at most, as in OpenAI's API."""
@@ -107,24 +109,6 @@ class _Asked(msgspec.Struct):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Any = None
-    best_of: Any = None
-    echo: Any = None
-    suffix: Any = None
-    logprobs: Any = None
-    top_logprobs: Any = None
-    logit_bias: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
-    ignore_eos: Any = None
-    stop_token_ids: Any = None
-    tools: Any = None
-    functions: Any = None
-    response_format: Any = None
-    audio: Any = None
 
 
 class CompletionRequest(_Asked, kw_only=True):
@@ -140,8 +124,15 @@ class ChatRequest(_Asked, kw_only=True):
     max_completion_tokens: int | None = None
 
 
-_completion = msgspec.json.Decoder(CompletionRequest)
-_chat = msgspec.json.Decoder(ChatRequest)
+def _with_plain(kind: type[T]) -> type[T]:
+    """``kind``, and with the fields of `PLAIN`, whatever they hold."""
+    plain = [(name, Any, None) for name in PLAIN]
+    made = msgspec.defstruct(kind.__name__, plain, bases=(kind,), kw_only=True)
+    return cast("type[T]", made)
+
+
+_completion = msgspec.json.Decoder(_with_plain(CompletionRequest))
+_chat = msgspec.json.Decoder(_with_plain(ChatRequest))
 
 
 @dataclass(frozen=True, slots=True)
