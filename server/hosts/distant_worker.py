@@ -1,4 +1,4 @@
-"""The driver's handle of a worker on another host, with the face of `launchers.local.LocalWorker`.
+"""The driver's handle of a worker on another host: a `launchers.worker_handle.WorkerHandle`.
 
 The worker's host watches it and passes its messages on; here they arrive by the link's thread.
 """
@@ -78,7 +78,7 @@ class RelayedChannel:
 
 
 class DistantWorker:
-    """One worker's process on another host. `LocalWorker` says what its attributes mean.
+    """One worker's process on another host; see `WorkerHandle`.
 
     Attributes:
         pidfd: a descriptor that becomes readable when the worker has ended, or its host is lost.

@@ -57,17 +57,12 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class LocalWorker:
-    """The driver's handle of one worker's process and its keeper.
+    """The driver's handle of one worker's process and its keeper; see `WorkerHandle`.
 
     Attributes:
-        rank: the worker's global rank.
         pid: the worker's process id, which is also the id of its process group and session; until
             its `Hello` has come, the keeper's.
-        greeted: whether its `Hello` has come: it can show its stack.
-        away: whether its `Left` has come: it waits for `start`.
         pidfd: a descriptor of the keeper's process, which ends after the worker.
-        channel: the driver's end of the control channel.
-        stack_file: the file that the worker writes its stack to.
     """
 
     def __init__(
