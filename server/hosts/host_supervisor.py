@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
     from shm_broadcast import Board
 
-    from ..control.protocol import FromWorker, Resume
+    from ..control.protocol import FromWorker
     from ..launchers.local import LocalWorker
     from .place import Hosts
 
@@ -184,13 +184,13 @@ class HostSupervisor(Watcher):
 
     def hear(self, message: FromHead) -> None:
         """Take in a message of the head."""
-        if isinstance(message, Pulse):
-            self._take_beat(message)
-            return
-        if isinstance(message, MarkCall):
-            self._mark(message)
-            return
-        self._put(message)
+        match message:
+            case Pulse():
+                self._take_beat(message)
+            case MarkCall():
+                self._mark(message)
+            case _:
+                self._put(message)
 
     def lose(self, why: str) -> None:
         """Take in that the head is gone, behind what it said before."""
@@ -262,7 +262,8 @@ class HostSupervisor(Watcher):
                 if isinstance(told, Start):
                     self._start(rank, told)
                 else:
-                    self._resume(rank, told)
+                    with suppress(ChannelClosedError):  # its death is told by itself
+                        self._workers[rank].channel.send(told)
             case SignalWorker(rank, number) if rank in self._workers:
                 if number == STACK_SIGNAL:
                     self._show_stack(rank)
@@ -332,10 +333,6 @@ class HostSupervisor(Watcher):
             self._workers[rank].start(whole, Deadline.after(start.timeout))
         except GroupTimeoutError as error:
             self._give_up((rank,), f"it took nothing in: {error}")
-
-    def _resume(self, rank: int, told: Resume) -> None:
-        with suppress(ChannelClosedError):  # its death is told by itself
-            self._workers[rank].channel.send(told)
 
     def _show_stack(self, rank: int) -> None:
         worker, since = self._workers[rank], self._since[rank]
