@@ -110,8 +110,6 @@ class MessageQueue:
         max_chunks: int = 10,
         connect_ip: str | None = None,
         enable_shm_tensor_arena: bool = False,
-        *,
-        writer_rank: int = native.DRIVER_RANK,
     ) -> None:
         """A new queue; this process writes. Collective: no.
 
@@ -126,7 +124,6 @@ class MessageQueue:
                 launcher's secret, from the file that the environment names.
             enable_shm_tensor_arena: let readers use large tensors where they lie, if all are on
                 this host; they must not write to them.
-            writer_rank: what messages call this process, where it has a rank.
 
         Raises:
             ValueError: the numbers do not fit together, or an address or a secret is missing.
@@ -138,11 +135,15 @@ class MessageQueue:
             max_chunk_bytes,
             max_chunks,
             connect_ip,
-            writer_rank=writer_rank,
+            writer_rank=self._own_rank(),
             secret=launcher_secret() if n_reader > n_local_reader else None,
             zero_copy=enable_shm_tensor_arena and n_reader == n_local_reader,
         )
         self._show(queue, max_chunk_bytes)
+
+    def _own_rank(self) -> int:
+        """What messages call this process."""
+        return native.DRIVER_RANK
 
     @classmethod
     def over(cls, queue: native.MessageQueue, max_chunk_bytes: int = 4 << 20) -> Self:
