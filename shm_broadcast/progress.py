@@ -69,7 +69,7 @@ class Ended(Protocol):
 class Ticket:
     """Stands for a task that was begun in the background: ask it, or wait for it."""
 
-    def __init__(self, lane: Lane, task: Task, ended: Ended | None = None) -> None:
+    def __init__(self, lane: Lane, task: Task, ended: Ended | None) -> None:
         self._lane = lane
         self._ended = ended
         self.task = task

@@ -57,8 +57,8 @@ class Heartbeat:
         hosts: Mapping[str, Sequence[int]],
         here: str,
         *,
-        keeper: int | None = None,
-        where: str = "",
+        keeper: int | None,
+        where: str,
     ) -> None:
         """Prepare; `first_beat` and `start` follow.
 

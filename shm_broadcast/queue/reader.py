@@ -108,7 +108,7 @@ class LocalReader(QueueReader):
         ring: RingReader,
         writer: int,
         spin: AdaptiveSpin,
-        watch: Callable[[str], None] | None = None,
+        watch: Callable[[str], None] | None,
     ) -> None:
         super().__init__(codec, watch)
         self._board = board
@@ -243,7 +243,7 @@ class DistantReader(QueueReader):
     """Reads from a writer on another host."""
 
     def __init__(
-        self, codec: Codec, remote: RemoteReader, watch: Callable[[str], None] | None = None
+        self, codec: Codec, remote: RemoteReader, watch: Callable[[str], None] | None
     ) -> None:
         super().__init__(codec, watch)
         self._remote = remote

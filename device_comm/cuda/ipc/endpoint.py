@@ -84,9 +84,9 @@ def meet_peers(
     driver: Driver,
     swap: Swap,
     *,
-    layout: abi.RegionLayout | None = None,
-    limits: Limits | None = None,
-    probe_seconds: float = ENDPOINT_PROBE_SECONDS,
+    layout: abi.RegionLayout | None,
+    limits: Limits | None,
+    probe_seconds: float,
 ) -> Endpoint:
     """Set a group up. Collective: yes, every member.
 
