@@ -4,8 +4,8 @@ A case is a function of the communicator: it computes every rank's input and the
 by itself, so that ranks need not talk about it. To run all of it over another backend:
 
     def body(rank, n, path):
-        with MyComm(...) as comm:
-            return run_table(comm)
+        with Communicator(MyBackend(...)) as comm:
+            return run_whole_table(comm)  # of tests.device_comm.whole_table
 
     def test_table(n, store_path):
         check_table(run_ranks(n, body, store_path))
