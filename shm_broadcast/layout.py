@@ -32,7 +32,7 @@ Board: abort word, member slots, failure slots, outward slots, histories, tallie
          | failure slot 0  (512 bytes) ... |
          | outward slot 0 (1088 bytes) ... |
          | history 0   (entries * 64),     |
-         |   its totals (9088 bytes) ...   |
+         |   its totals ...                |
          | tallies 0   (32 * 64 bytes) ... |   where there are histories
          +---------------------------------+
 
@@ -80,7 +80,7 @@ Board: abort word, member slots, failure slots, outward slots, histories, tallie
     Totals, behind the entries, by group and verb: what all operations came to that have ended, also
     those whose entries were used again
      0   | group 0 (24 bytes): "", for what has none | group 1 ... | group 15: all further groups |
-     384 | group 0, verb 0 (32 bytes), verb 1 ... 16 | group 1, verb 0 ...                        |
+     384 | group 0, verb 0 (32 bytes), verb 1 ...    | group 1, verb 0 ...                        |
 
     Total
      0   | ended u64                       |
@@ -236,9 +236,20 @@ ENTRY_GROUP_BYTES: Final = 23
 ENTRY_FORMAT: Final = "<QQQQIHBBB23s"
 NO_PEER: Final = 0xFFFF
 
+DID_NAMES: Final = (
+    "",
+    *("barrier", "all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv"),
+    *("all_to_all", "broadcast", "reduce", "gather", "scatter", "send", "recv"),
+    *("enqueue", "dequeue", "acquire_read"),
+)
+"""The verbs of entries by code: collectives first, those with a root last among them."""
+DID_ENQUEUE: Final = DID_NAMES.index("enqueue")
+DID_DEQUEUE: Final = DID_NAMES.index("dequeue")
+DID_ACQUIRE_READ: Final = DID_NAMES.index("acquire_read")
+
 TOTAL_GROUPS: Final = 16
 TOTAL_NAME_STRIDE: Final = 24
-TOTAL_VERBS: Final = 17
+TOTAL_VERBS: Final = len(DID_NAMES)
 TOTAL_STRIDE: Final = 32
 TOTAL_ENDED: Final = 0
 TOTAL_FAILED: Final = 8
@@ -256,17 +267,6 @@ TALLY_WORD: Final = 8
 TALLY_LAST: Final = 16
 TALLY_LAST_BYTES: Final = 48
 TALLIES_STRIDE: Final = TALLIES * TALLY_STRIDE
-
-DID_ENQUEUE: Final = 14
-DID_DEQUEUE: Final = 15
-DID_ACQUIRE_READ: Final = 16
-DID_NAMES: Final = (
-    "",
-    *("barrier", "all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv"),
-    *("all_to_all", "broadcast", "reduce", "gather", "scatter", "send", "recv"),
-    *("enqueue", "dequeue", "acquire_read"),
-)
-"""The verbs of entries by code."""
 
 OUTCOME_DONE: Final = 1
 OUTCOME_NAMES: Final = (
