@@ -34,7 +34,7 @@ import torch
 
 from device_comm.begun import Begun
 from device_comm.choice import Choice, Explanation
-from device_comm.operation import ALL_VERBS
+from device_comm.operation import ALL_VERBS, Verb
 from device_comm.recorder import Recorder
 from device_comm.watch import LoneWatch
 from shm_broadcast.deadline import Deadline
@@ -76,7 +76,7 @@ class Capabilities:
     """
 
     backend: str
-    verbs: frozenset[str] = ALL_VERBS
+    verbs: frozenset[Verb] = ALL_VERBS
     identical: bool = True
     stream_ordered: bool = False
     detects_divergence: bool = False
@@ -174,10 +174,10 @@ class Shortcut(Protocol):
     simple, and for wrong arguments: the communicator then takes the normal path.
     """
 
-    def collective(self, verb: str, timeout: float | Deadline | None, *arguments: Any) -> Any:
+    def collective(self, verb: Verb, timeout: float | Deadline | None, *arguments: Any) -> Any:
         """The result of ``verb``; ``arguments`` in the order of its signature, but ``out`` last."""
 
-    def message(self, verb: str, timeout: float | Deadline | None, x: Tensor, peer: int) -> Any:
+    def message(self, verb: Verb, timeout: float | Deadline | None, x: Tensor, peer: int) -> Any:
         """Carry out ``send`` or ``recv`` of ``x``; None when it is done."""
 
 

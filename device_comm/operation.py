@@ -24,7 +24,7 @@ Where an entry does not apply, the tensor is `NO_TENSOR`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 import torch
 
@@ -38,29 +38,35 @@ if TYPE_CHECKING:
 
     from shm_broadcast.progress import Ended
 
-ALL_VERBS: Final = frozenset(
-    {
-        "all_reduce",
-        "all_gather",
-        "all_gatherv",
-        "reduce_scatter",
-        "reduce_scatterv",
-        "all_to_all",
-        "broadcast",
-        "reduce",
-        "gather",
-        "scatter",
-        "send",
-        "recv",
-        "barrier",
-    }
-)
+Verb: TypeAlias = Literal[
+    "all_reduce",
+    "all_gather",
+    "all_gatherv",
+    "reduce_scatter",
+    "reduce_scatterv",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "barrier",
+]
+"""What a backend may be asked for."""
+
+ALL_VERBS: Final = frozenset[Verb](get_args(Verb))
 
 REDUCTIONS: Final = frozenset({"all_reduce", "reduce_scatter", "reduce_scatterv", "reduce"})
 """The verbs that reduce tensors of several ranks to one."""
 
 ROOTED: Final = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
 """The verbs that have a root, and whether data come from it or go to it."""
+
+CUT: Final = frozenset(
+    {"all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv", "all_to_all"}
+)
+"""The verbs in which all ranks must cut or concatenate along the same dimension."""
 
 NO_TENSOR: Final = torch.empty(0, device="cpu")
 """The source of a rank that has no input, or the output of one that gets no result."""
@@ -133,7 +139,7 @@ class Operation:
 
     def __init__(
         self,
-        verb: str,
+        verb: Verb,
         source: Tensor = NO_TENSOR,
         output: Tensor = NO_TENSOR,
         background: bool = False,
@@ -203,7 +209,7 @@ class Operation:
         source: Tensor,
         output: Tensor,
         *,
-        verb: str | None = None,
+        verb: Verb | None = None,
         source_sizes: Sequence[int] | None = None,
         output_sizes: Sequence[int] | None = None,
     ) -> Operation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final
 
-from device_comm.operation import NO_TENSOR
+from device_comm.operation import NO_TENSOR, ROOTED
 from device_comm.shm.signature import DTYPE_CODES
 from shm_broadcast.layout import DID_NAMES, NO_PEER
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from device_comm.watch import Watch
 
 _CODES: Final = {verb: code for code, verb in enumerate(DID_NAMES) if code}
-_TO_A_PEER: Final = frozenset({"broadcast", "reduce", "gather", "scatter", "send", "recv"})
+_TO_A_PEER: Final = frozenset({*ROOTED, "send", "recv"})
 _MOST: Final = 0xFFFFFFFF
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from device_comm.choice import Choice, in_bytes
+from device_comm.operation import Verb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -132,9 +133,11 @@ class Selection:
         offered = [
             each.backend.capabilities.verbs for each in candidates if each.backend is not None
         ]
-        self.verbs = frozenset[str]().union(*offered)
-        self._ranges = {verb: self._divide(verb) for verb in self.verbs}
-        self._limits = {
+        self.verbs = frozenset[Verb]().union(*offered)
+        self._ranges: dict[str, list[tuple[float, Candidate, str]]] = {
+            verb: self._divide(verb) for verb in self.verbs
+        }
+        self._limits: dict[str, list[float]] = {
             verb: [limit for limit, _, _ in ranges[:-1]] for verb, ranges in self._ranges.items()
         }
         general = [each for each in candidates if not _is_special(each)]

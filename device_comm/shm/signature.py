@@ -28,7 +28,7 @@ import torch
 
 from device_comm.begun import VERBS
 from device_comm.call_number import naming_call
-from device_comm.operation import REDUCTIONS, ROOTED
+from device_comm.operation import CUT, REDUCTIONS, ROOTED
 from device_comm.reduce_op import ReduceOp
 from shm_broadcast.layout import DTYPE_NAMES
 
@@ -41,9 +41,6 @@ CALL: Final = 52
 SHAPE_DIMS: Final = 5
 NO_OP: Final = 255
 
-_CUT: Final = frozenset(
-    {"all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv", "all_to_all"}
-)
 _SIZE: Final = (1 << 64) - 1
 _OP_NAMES: Final = {int(op): op.name for op in ReduceOp}
 DTYPE_CODES: Final = {getattr(torch, name): code for code, name in enumerate(DTYPE_NAMES) if code}
@@ -112,7 +109,7 @@ def signature_text(signature: bytes) -> str:
         words.append(f"{name}{shown}")
     if words[0] in ROOTED:
         words.append(f"{ROOTED[words[0]]} rank {place}")
-    elif words[0] in _CUT and n_dims > 1:
+    elif words[0] in CUT and n_dims > 1:
         words.append(f"along dim {place}")
     step = f", step {chunk + 1}" if chunk else ""
     return naming_call(" ".join(words) + step, call)

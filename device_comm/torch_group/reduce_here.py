@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_MOVED_BY = {
+    from device_comm.operation import Verb
+
+_MOVED_BY: dict[str, Verb] = {
     "all_reduce": "all_gather",
     "reduce": "gather",
     "reduce_scatter": "all_to_all",

@@ -8,7 +8,7 @@ for equal and unequal parts, and all-gather of unequal parts is an exchange too:
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 import torch
 import torch.distributed as dist
@@ -134,8 +134,9 @@ class TorchBackend(Backend):
                 return self._scatter(operation)
             case "send" | "recv":
                 return self._transfer(operation)
-            case _:
+            case "barrier":
                 return self._barrier(operation)
+        assert_never(operation.verb)
 
     # --- collectives ---------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from device_comm.backend import Backend
-    from device_comm.operation import Operation
+    from device_comm.operation import Operation, Verb
     from device_comm.reduce_op import ReduceOp
     from device_comm.verbs.checks import Shape
     from device_comm.work import Pending
@@ -170,19 +170,19 @@ class Runner:
             self.backend.fail(error)
             raise
 
-    def skip(self, verb: str, result: Any, async_op: bool) -> Any:
+    def skip(self, verb: Verb, result: Any, async_op: bool) -> Any:
         """Return ``result`` of an operation of one rank, or of no tensors."""
         self._watch.ended(self._recorder.begin_nothing(verb, self._enter(verb)))
         self._watch.idle()
         return Work(result) if async_op else result
 
-    def identity(self, verb: str, x: Tensor, out: Tensor | None, async_op: bool) -> Any:
+    def identity(self, verb: Verb, x: Tensor, out: Tensor | None, async_op: bool) -> Any:
         """What every verb is in a group of one: ``x`` itself, or its copy in ``out``."""
         if out is not None and out is not x:
             out.detach().copy_(x)
         return self.skip(verb, x if out is None else out, async_op)
 
-    def _enter(self, verb: str) -> str:
+    def _enter(self, verb: Verb) -> str:
         """Check that ``verb`` may begin, and count it; what it is called on the board.
 
         Raises:

@@ -78,7 +78,7 @@ def _text(row: bytes) -> str:
 
 def _describe(operation: Operation) -> str:
     """The text that must be equal on all members: without sizes that may differ between them."""
-    verb, about = operation.verb, [operation.verb]
+    verb, about = operation.verb, [str(operation.verb)]
     if verb != "barrier":
         about += [str(operation.buffer.dtype), str(tuple(operation.shape))]
     if verb in REDUCTIONS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 from device_comm.cuda.launches.abi import CAPTURED, MESSAGES
 from device_comm.cuda.launches.launch import Algorithm
@@ -95,8 +95,9 @@ def recipe(
             return Recipe(lambda plan, _: plan.send(given, size, peer, messages))
         case "recv":
             return Recipe(lambda plan, _: plan.recv(taken, output.nbytes, peer, messages))
-        case _:
+        case "barrier":
             return Recipe(lambda plan, _: plan.barrier())
+    assert_never(operation.verb)
 
 
 def _in_bytes(sizes: Sequence[int], like: Tensor) -> list[int]:

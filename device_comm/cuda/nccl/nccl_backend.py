@@ -81,8 +81,10 @@ class NcclBackend(NcclCore):
                     nccl.reduce_scatter(*there, share, *numbers, comm, stream)
                 case "reduce":
                     nccl.reduce(*there, count, *numbers, root, comm, stream)
-                case _:
+                case "all_reduce":
                     nccl.all_reduce(*there, count, *numbers, comm, stream)
+                case other:
+                    raise NotImplementedError(f"NCCL does not reduce in {other}")
 
         self._issue(operation, enqueue)
         if taken is not output:
@@ -126,6 +128,8 @@ class NcclBackend(NcclCore):
                 from_root[root] = as_bytes(output)
                 parts = nothing if self.rank != root else as_bytes(source).chunk(n)
                 self._exchange(operation, parts, from_root)
+            case other:
+                raise NotImplementedError(f"NCCL does not move in {other}")
 
     def _exchange(
         self,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import profiler
 
-from device_comm.operation import Operation
+from device_comm.operation import Operation, Verb
 from device_comm.shm.collectives.collective import Collective
 from device_comm.shm.pipes.transfers import ReceiveTask, SendTask
 from device_comm.verbs.arrange import plain
@@ -66,7 +66,7 @@ class DirectCalls:
     ) -> None:
         """Ask ``native`` first; messages go through ``pipes``."""
         self._native = native
-        self._calls = {verb: getattr(native, verb) for verb in DIRECT_VERBS}
+        self._calls: dict[str, Any] = {verb: getattr(native, verb) for verb in DIRECT_VERBS}
         self._attendance = attendance
         self._pipes = pipes
         self._execution = execution
@@ -74,7 +74,7 @@ class DirectCalls:
         self._identity = identity
         self._recorder = recorder
 
-    def collective(self, verb: str, timeout: float | Deadline | None, *arguments: Any) -> Any:
+    def collective(self, verb: Verb, timeout: float | Deadline | None, *arguments: Any) -> Any:
         """As `Shortcut.collective`."""
         if profiler._is_profiler_enabled:
             return NotImplemented
@@ -97,7 +97,7 @@ class DirectCalls:
             self._identity.name_globally(error)
             raise
 
-    def message(self, verb: str, timeout: float | Deadline | None, x: Tensor, peer: int) -> Any:
+    def message(self, verb: Verb, timeout: float | Deadline | None, x: Tensor, peer: int) -> Any:
         """As `Shortcut.message`."""
         if profiler._is_profiler_enabled:
             return NotImplemented
@@ -119,7 +119,7 @@ class DirectCalls:
                 self._execution.fail(error)
             raise
 
-    def _finish(self, verb: str, timeout: float | Deadline | None) -> Any:
+    def _finish(self, verb: Verb, timeout: float | Deadline | None) -> Any:
         """Wait for the call that is blocked in the extension, and return its result."""
         operation = self._operation(verb, timeout)
         task = Collective(self._native, self._attendance, operation.name, iter(()), begun=True)
@@ -127,7 +127,7 @@ class DirectCalls:
         return self._native.finish()
 
     def _go_on(
-        self, verb: str, timeout: float | Deadline | None, x: Tensor, peer: int, moved: int
+        self, verb: Verb, timeout: float | Deadline | None, x: Tensor, peer: int, moved: int
     ) -> None:
         """Send or receive what follows the first ``moved`` bytes of ``x``."""
         operation, watch = self._operation(verb, timeout), self._identity.watch
@@ -148,7 +148,7 @@ class DirectCalls:
             watch.idle()
         watch.ended(entry)
 
-    def _operation(self, verb: str, timeout: float | Deadline | None) -> Operation:
+    def _operation(self, verb: Verb, timeout: float | Deadline | None) -> Operation:
         allowed = self._identity.timeout if timeout is None else timeout
         return Operation(verb, timeout=allowed, name=self._identity.operation(verb))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, assert_never
 
 from device_comm.shm.collectives.slot_plan import SlotPlanner
 from device_comm.shm.signature import signature_of
@@ -71,6 +71,10 @@ class Plans:
                 plan = planner.all_to_all(signature, output, source, takes, gives, gives[0])
             case "barrier":
                 plan = planner.barrier(signature)
+            case "send" | "recv":
+                raise ValueError(f"{operation.name}: messages have no plans")
+            case _:
+                assert_never(operation.verb)
         return iter((plan,))
 
     def all_gatherv(
