@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import coordinator
+from benchmarks.harness import Figure
 from benchmarks.rank_processes import RankProcesses
 from server.worker import WorkerContext
 from server.workers.parallel import regroup
@@ -158,7 +159,7 @@ def compare_transports(
                 name: partial(_ask, ranks, shares[name], (name, size, count)) for name in TRANSPORTS
             }
             named = params.format(size=size)
-            report.measure(work, named, asks, unit="ms", repeats=REPEATS)
+            report.measure(Figure(work, named, asks, unit="ms", repeats=REPEATS))
             told = {name: statistics.median(each) for name, each in shares.items()}
             print("  in collectives:", *(f"{name} {100 * x:.1f} %" for name, x in told.items()))
             report.notes[f"share of collectives, {named}"] = told

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.harness import Report, machine, parser
+from benchmarks.harness import Figure, Report, machine, parser
 from benchmarks.rank_processes import RankProcesses
 from tests.coordinator.hosts import groups_over
 from tests.netns import two_hosts
@@ -57,6 +57,7 @@ def main() -> None:
             tempfile.TemporaryDirectory() as folder,
             RankProcesses(n, serve, n, folder, hosts) as processes,
         ):
+            figures = []
             for name, size in {**SIZES, **({} if options.quick else LARGEST)}.items():
                 count = max(3, min(200, (128 << 20) // size))
                 ways = {"ours": False, **({"ours, hierarchical": True} if n > 2 else {})}
@@ -64,7 +65,9 @@ def main() -> None:
                     way: partial(processes.ask, size, hierarchical, count)
                     for way, hierarchical in ways.items()
                 }
-                report.measure(WORK, f"{name} {n} ranks", asks, repeats=2 if options.quick else 5)
+                repeats = 2 if options.quick else 5
+                figures.append(Figure(WORK, f"{name} {n} ranks", asks, repeats=repeats))
+            report.measure(*figures)
     report.finish(options)
 
 

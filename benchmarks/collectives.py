@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.child import PeerError
 from benchmarks.collective_ranks import serve
-from benchmarks.harness import Report, drawing, machine, parser
+from benchmarks.harness import Figure, Report, drawing, machine, parser
 from benchmarks.peers import Peers
 from benchmarks.rank_processes import RankProcesses
 from shm_broadcast import Board
@@ -78,6 +78,7 @@ def compare(
     seconds: float,
 ) -> None:
     """Measure each (verb, dtype, size) with every system that has it."""
+    figures = []
     for verb, dtype, size in works:
         request = (verb, dtype, size, seconds)
         asks: dict[str, Callable[..., Samples | None]] = {
@@ -86,14 +87,17 @@ def compare(
         asks |= {title: _asking(peer) for title, peer in peers.items()}
         able = [name for name, ask in asks.items() if _has(report, name, ask, request)]
         name = next((label for label, value in SIZES.items() if value == size), "")
-        report.measure(
-            verb,
-            f"{dtype} {name} {n} ranks".strip(),
-            {each: partial(_samples, asks[each], request) for each in able},
-            repeats=REPEATS,
-            warm_up=False,
-            seconds=MOST_SECONDS,
+        figures.append(
+            Figure(
+                verb,
+                f"{dtype} {name} {n} ranks".strip(),
+                {each: partial(_samples, asks[each], request) for each in able},
+                repeats=REPEATS,
+                warm_up=False,
+                seconds=MOST_SECONDS,
+            )
         )
+    report.measure(*figures)
 
 
 def _has(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from benchmarks.harness import Report, machine, parser
+from benchmarks.harness import Figure, Report, machine, parser
 from benchmarks.memory import shared_bytes
 from benchmarks.message_queue import start_all
 from benchmarks.pool import Nothing
@@ -57,11 +57,13 @@ def queues(report: Report, options: argparse.Namespace, repeats: int, count: int
     """Round trips of a dict to one reader."""
     running = start_all(report, options, 1, SYSTEMS)
     try:
+        figures = []
         for params, pause in RATES.items():
             asks: dict[str, Callable[[], list[float]]] = {
                 system.name: partial(system.ask, "cost", "dict", pause, count) for system in running
             }
-            report.measure("1,000 round trips", params, asks, unit="s", repeats=repeats)
+            figures.append(Figure("1,000 round trips", params, asks, unit="s", repeats=repeats))
+        report.measure(*figures)
     finally:
         for system in running:
             system.stop()
@@ -72,19 +74,21 @@ def calls(report: Report, options: argparse.Namespace, repeats: int, count: int)
     remotes = executor(report, options)
     try:
         with WorkerPool(Counted, tp=WORKERS) as pool:
+            figures = []
             for params, pause in RATES.items():
                 asks: dict[str, Callable[[], list[float]]] = {
                     "ours": partial(thousand_calls, pool, pause, count)
                 }
                 work = ("cost", None, REQUEST, pause, count)
                 asks |= {name: partial(each.ask, *work) for name, each in remotes.items()}
-                report.measure("1,000 calls", params, asks, unit="s", repeats=repeats)
+                figures.append(Figure("1,000 calls", params, asks, unit="s", repeats=repeats))
+            report.measure(*figures)
             workers = [psutil.Process(status.pid) for status in pool.status()]
             memory: dict[str, Callable[[], list[float]]] = {
                 "two workers": lambda: [sum(each.memory_full_info().pss for each in workers)],
                 "shared memory": lambda: [float(shared_bytes(each.pid for each in workers))],
             }
-            report.measure("memory of a pool", "two workers", memory, unit="MiB", repeats=1)
+            report.measure(Figure("memory of a pool", "two workers", memory, unit="MiB", repeats=1))
     finally:
         for each in remotes.values():
             each.stop()

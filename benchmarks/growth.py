@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import coordinator
 from benchmarks.collective_ranks import serve
-from benchmarks.harness import Report, drawing, machine, parser
+from benchmarks.harness import Figure, Report, drawing, machine, parser
 from benchmarks.pool import Nothing
 from benchmarks.pool_peers import WORKERS
 from benchmarks.queue_systems import Ours
@@ -26,7 +26,7 @@ from server import WorkerPool
 from shm_broadcast import Board
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from multiprocessing.connection import Connection
 
     from benchmarks.harness import Row
@@ -41,7 +41,13 @@ CALLS = (1, 100, 10_000, 100_000)
 REPEATS = 5
 MOST_SECONDS = 4.0
 """What a system may take for a figure before it gets no more repeats."""
-measure = partial(Report.measure, repeats=REPEATS, seconds=MOST_SECONDS)
+
+
+def measure(
+    report: Report, work: str, params: str, asks: Mapping[str, Callable[[], Sequence[float]]]
+) -> None:
+    """One figure of what has just been started."""
+    report.measure(Figure(work, params, asks, repeats=REPEATS, seconds=MOST_SECONDS))
 
 
 def ranks(report: Report, quick: bool) -> None:
@@ -117,9 +123,8 @@ def groups(report: Report, quick: bool) -> None:
     ):
         for n in GROUPS[: 2 if quick else None]:
             making = {"ours": partial(processes.ask, n, 100, 0)}
-            report.measure(
-                "making one of n groups", f"{n}", making, unit="ms", repeats=1, warm_up=False
-            )
+            work = "making one of n groups"
+            report.measure(Figure(work, f"{n}", making, unit="ms", repeats=1, warm_up=False))
             asks = {"ours": partial(processes.ask, n, 2000, 1)}
             measure(report, "all_reduce in the last of n groups", f"{n}", asks)
 

@@ -1,8 +1,10 @@
 """What all benchmarks share: rows, ratios, the table, JSON, the plot, the command line.
 
-A benchmark measures each system in turn, several times over, so that a noisy moment of a shared
-machine falls on all of them. Reported are the median of all samples, the 99th percentile, and the
-spread of the repeats' medians as a share of their median; of one repeat, that of its samples.
+A benchmark measures each system in turn, so that a noisy moment of a shared machine falls on all of
+them. A figure is repeated only when all others have had their turn: a noisy minute falls on one
+repeat of each, not on all repeats of one. Reported are the median of all samples, the 99th
+percentile, and the spread of the repeats' medians as a share of their median; of one repeat, that
+of its samples.
 """
 
 from __future__ import annotations
@@ -52,6 +54,69 @@ class Ratio:
     ratio: float
 
 
+@dataclass(frozen=True)
+class Figure:
+    """What systems are asked to do for one figure.
+
+    Attributes:
+        work: what they do.
+        params: how much of it.
+        systems: by name; a call returns samples in seconds.
+        unit: of the figures.
+        repeats: how often.
+        warm_up: whether to do it once more before.
+        seconds: a system that has taken as long has no further repeats, but one.
+    """
+
+    work: str
+    params: str
+    systems: Mapping[str, Callable[[], Sequence[float]]]
+    unit: str = "us"
+    repeats: int = 3
+    warm_up: bool = True
+    seconds: float = math.inf
+
+
+class Taken:
+    """The samples of a figure so far.
+
+    Attributes:
+        samples: of each repeat, by system.
+        left_out: the systems that failed, and why.
+    """
+
+    def __init__(self, figure: Figure) -> None:
+        self.figure = figure
+        self.samples: dict[str, list[Sequence[float]]] = {name: [] for name in figure.systems}
+        self.left_out: dict[str, str] = {}
+        self._spent = dict.fromkeys(figure.systems, 0.0)
+
+    def ask(self, *, keep: bool) -> None:
+        """Ask each system once more that has not taken too long."""
+        for name, samples in list(self.samples.items()):
+            if samples and self._spent[name] >= self.figure.seconds:
+                continue
+            began = time.monotonic()
+            try:
+                taken = self.figure.systems[name]()
+            except PeerError as error:
+                self.left_out[name] = str(error)
+                del self.samples[name]
+                continue
+            self._spent[name] += time.monotonic() - began
+            if keep:
+                samples.append(taken)
+
+    def rows(self) -> list[Row]:
+        """What it comes to."""
+        of = self.figure
+        return [
+            summarise(of.work, of.params, name, repeats, of.unit)
+            for name, repeats in self.samples.items()
+            if repeats
+        ]
+
+
 @dataclass
 class Report:
     """All that a benchmark found out."""
@@ -64,54 +129,46 @@ class Report:
     file: str | None = None
     """Where what is known so far is written after each figure, should the rest never come."""
 
-    def measure(
-        self,
-        work: str,
-        params: str,
-        systems: Mapping[str, Callable[[], Sequence[float]]],
-        *,
-        unit: str = "us",
-        repeats: int = 3,
-        warm_up: bool = True,
-        seconds: float = math.inf,
-    ) -> None:
-        """Measure each system, in turn; a call returns samples in seconds.
+    def measure(self, *figures: Figure) -> None:
+        """Measure the figures, a repeat of each in turn.
 
-        A peer that fails is left out of this figure.
-
-        Args:
-            work: what they do.
-            params: how much of it.
-            systems: by name.
-            unit: of the figures.
-            repeats: how often.
-            warm_up: whether to do it once more before.
-            seconds: a system that has taken as long has no further repeats, but one.
+        A peer that fails is left out of its figure. Of figures that are interrupted there is what
+        their repeats came to by then.
         """
-        samples: dict[str, list[Sequence[float]]] = {name: [] for name in systems}
-        spent = dict.fromkeys(systems, 0.0)
-        for repeat in range(-1 if warm_up else 0, repeats):
-            for name in [each for each in samples if not samples[each] or spent[each] < seconds]:
-                began = time.monotonic()
-                try:
-                    taken = systems[name]()
-                except PeerError as error:
-                    self.left_out[f"{name}, {work} {params}"] = str(error)
-                    del samples[name]
-                    continue
-                spent[name] += time.monotonic() - began
-                if repeat >= 0:
-                    samples[name].append(taken)
-        rows = [summarise(work, params, name, taken, unit) for name, taken in samples.items()]
+        taken = [Taken(each) for each in figures]
+        try:
+            for each in taken:
+                if each.figure.warm_up:
+                    each.ask(keep=False)
+            for repeat in range(max((each.repeats for each in figures), default=0)):
+                for each in taken:
+                    if repeat < each.figure.repeats:
+                        each.ask(keep=True)
+        finally:
+            for each in taken:
+                self._add(each)
+
+    def _add(self, taken: Taken) -> None:
+        figure = taken.figure
+        for name, why in taken.left_out.items():
+            self.left_out[f"{name}, {figure.work} {figure.params}"] = why
+        rows = taken.rows()
         self.rows += rows
         for ours in rows:
             if ours.system.startswith("ours"):
                 self.ratios += [
-                    Ratio(work, params, ours.system, peer.system, peer.median / ours.median)
+                    Ratio(
+                        figure.work,
+                        figure.params,
+                        ours.system,
+                        peer.system,
+                        peer.median / ours.median,
+                    )
                     for peer in rows
                     if not peer.system.startswith("ours")
                 ]
-        self._print(rows)
+        if rows:
+            self._print(rows)
         self.save()
 
     def save(self) -> None:

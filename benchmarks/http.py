@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import coordinator
-from benchmarks.harness import Report, machine, parser, summarise
+from benchmarks.harness import Figure, Report, machine, parser, summarise
 from benchmarks.http_load import Client, Questions, load, vectors_of
 from benchmarks.http_served import FastApi, Served
 from benchmarks.queue_base import require
@@ -179,7 +179,7 @@ def one_at_a_time(
         systems["sentence-transformers"] = lambda: timed(
             lambda: reference.encode([text], show_progress_bar=False), expected, count
         )
-        report.measure("request", "1 text", systems, unit="ms", repeats=3 if quick else 5)
+        report.measure(Figure("request", "1 text", systems, unit="ms", repeats=3 if quick else 5))
     medians = {row.system: row.median for row in report.rows if row.work == "request"}
     for grid in servers:
         for peer in ("ours, in process", "sentence-transformers"):
@@ -200,12 +200,15 @@ def beside_fastapi(
         found.check()
         return [found.elapsed / found.texts]
 
+    figures = []
     for clients, texts in BESIDE:
         systems = {
             name: partial(asking, server.url, clients, texts) for name, server in servers.items()
         }
         params = f"{clients} clients, {texts} texts a request"
-        report.measure("time of a text", params, systems, unit="ms", repeats=3 if quick else 5)
+        repeats = 3 if quick else 5
+        figures.append(Figure("time of a text", params, systems, unit="ms", repeats=repeats))
+    report.measure(*figures)
 
 
 def run(report: Report, options: argparse.Namespace) -> list[Held]:

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.child import PeerError
 from benchmarks.futex import Futex
-from benchmarks.harness import Report, machine, parser
+from benchmarks.harness import Figure, Report, machine, parser
 from benchmarks.peers import Peers
 from benchmarks.queue_base import BUSY_WORKS, WORKS
 from benchmarks.queue_systems import SYSTEMS
@@ -82,8 +82,9 @@ def run(report: Report, options: argparse.Namespace, n_readers: int) -> None:
     """All work with ``n_readers`` readers."""
     quick = options.quick
     running = start_all(report, options, n_readers)
+    figures: list[Figure] = []
 
-    def measure(
+    def plan(
         work: str,
         payload: str | None,
         *arguments: Any,
@@ -106,22 +107,21 @@ def run(report: Report, options: argparse.Namespace, n_readers: int) -> None:
             if work in each.works and (each.carries_tensors or not large)
         }
         seconds = MOST_SECONDS if warm_up else math.inf
-        report.measure(
-            work, params, takes_part, unit=unit, repeats=repeats, warm_up=warm_up, seconds=seconds
-        )
+        figures.append(Figure(work, params, takes_part, unit, repeats, warm_up, seconds))
 
     try:
         count = 300 if quick else 3000
-        measure("echo", "dict", count)
-        measure("echo", "ints", count)
-        measure("flood", "dict", 2000 if quick else 20000)
+        plan("echo", "dict", count)
+        plan("echo", "ints", count)
+        plan("flood", "dict", 2000 if quick else 20000)
         for size in LARGE[: 2 if quick else 4]:
-            measure("one_way", size, 3 if quick or size == "256MiB" else 8, unit="ms")
+            plan("one_way", size, 3 if quick or size == "256MiB" else 8, unit="ms")
         if n_readers == 1:
             idle = 0.5 if quick else 5.0
-            measure("wake", "dict", idle, 1, label="after idling", warm_up=False)
+            plan("wake", "dict", idle, 1, label="after idling", warm_up=False)
             idle, label = (1.0 if quick else 10.0), "share of a core"
-            measure("idle_cpu", None, idle, label=label, unit="%", repeats=2, warm_up=False)
+            plan("idle_cpu", None, idle, label=label, unit="%", repeats=2, warm_up=False)
+        report.measure(*figures)
     finally:
         for system in running:
             system.stop()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.futex import Futex
-from benchmarks.harness import Report, machine, parser
+from benchmarks.harness import Figure, Report, machine, parser
 from benchmarks.pool_peers import EXECUTOR, REQUEST, WORKERS, actors, executor
 from benchmarks.queue_base import System, require
 from server import PoolConfig, WorkerPool
@@ -110,17 +110,23 @@ def run(report: Report, options: argparse.Namespace) -> None:
                 "multiprocessing's pipes": pipes.call,
                 futex.name: lambda: ask(futex),
             }
-            for params, idle, count in (
+            repeats = 2 if quick else 5
+            rhythms = (
                 ("back to back", 0.0, 300 if quick else 3000),
                 ("every 20 ms", 0.02, 50 if quick else 100),
                 ("after idling", 0.5 if quick else 5.0, 1),
-            ):
-                if options.only in params:
-                    measure(report, params, idle, count, calls, peers, 2 if quick else 5)
+            )
+            report.measure(
+                *(
+                    rhythm(params, idle, count, calls, peers, repeats)
+                    for params, idle, count in rhythms
+                    if options.only in params
+                )
+            )
             # While a pool is there, a fork server has been started: this is a later pool's start.
             if options.only in "started":
                 ways = {"ours": lambda: starts(True), "ours, spawned": lambda: starts(False)}
-                report.measure("no-op pool", "started", ways, repeats=2 if quick else 5)
+                report.measure(Figure("no-op pool", "started", ways, repeats=repeats))
     finally:
         pipes.stop()
         futex.stop()
@@ -136,16 +142,15 @@ def starts(fork: bool) -> list[float]:
         return [time.perf_counter() - began]
 
 
-def measure(
-    report: Report,
+def rhythm(
     params: str,
     idle: float,
     count: int,
     calls: Mapping[str, Callable[[], list[Any]]],
     peers: Mapping[str, Remote],
     repeats: int,
-) -> None:
-    """One rhythm."""
+) -> Figure:
+    """Calls in one rhythm."""
 
     def asking(call: Callable[[], list[Any]]) -> Callable[[], list[float]]:
         return lambda: timed(call, idle, count)
@@ -159,9 +164,8 @@ def measure(
     systems = {name: asking(call) for name, call in calls.items()}
     systems |= {name: asking_peer(name) for name in peers}
     pauses = idle * count * (1 + repeats)
-    report.measure(
-        "no-op collective_rpc", params, systems, repeats=repeats, seconds=MOST_SECONDS + pauses
-    )
+    seconds = MOST_SECONDS + pauses
+    return Figure("no-op collective_rpc", params, systems, repeats=repeats, seconds=seconds)
 
 
 def main() -> None:

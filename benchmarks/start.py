@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.harness import Report, machine, parser
+from benchmarks.harness import Figure, Report, machine, parser
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,9 +63,8 @@ def main() -> None:
             program = Path(folder, f"program{number}.py")
             program.write_text(code)
             systems[name] = partial(until_answer, program)
-        report.measure(
-            "start", "a fresh process", systems, unit="s", repeats=2 if options.quick else 7
-        )
+        repeats = 2 if options.quick else 7
+        report.measure(Figure("start", "a fresh process", systems, unit="s", repeats=repeats))
     report.finish(options)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import coordinator
-from benchmarks.harness import Report, machine, parser
+from benchmarks.harness import Figure, Report, machine, parser
 from benchmarks.peers import Peers
 from benchmarks.rank_processes import RankProcesses
 
@@ -172,6 +172,7 @@ def main() -> None:
         Peers(options.peers).collectives_of_vllm(2, report.left_out) as peers,
     ):
         count = 20 if options.quick else 100
+        figures = []
         for work in [each for each in WORKS if options.only in each]:
             asks = {system: partial(ranks.ask, system, work, count) for system in SYSTEMS}
             if work == "send/recv":
@@ -179,7 +180,8 @@ def main() -> None:
                     f"{name}, tensors only": partial(peer.ask, ("tensor dict", "fp32", 0, 0.2))
                     for name, peer in peers.items()
                 }
-            report.measure(f"tensor dict {work}", "4 MiB, 2 ranks", asks, repeats=REPEATS)
+            figures.append(Figure(f"tensor dict {work}", "4 MiB, 2 ranks", asks, repeats=REPEATS))
+        report.measure(*figures)
     report.finish(options)
 
 

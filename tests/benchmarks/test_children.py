@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from benchmarks.child import FOLDER, Child, PeerError
-from benchmarks.harness import Report
+from benchmarks.harness import Figure, Report
 from benchmarks.http_served import runs
 from benchmarks.remote import Remote
 from tests.patience import until
@@ -131,11 +132,11 @@ def test_a_peer_that_fails_is_left_out_of_its_figure_and_ours_is_not() -> None:
     def fails() -> list[float]:
         raise PeerError("it has ended")
 
-    report.measure("echo", "1 reader", {"ours": lambda: [1.0, 2.0], "theirs": fails})
+    report.measure(Figure("echo", "1 reader", {"ours": lambda: [1.0, 2.0], "theirs": fails}))
     assert [(row.system, row.median) for row in report.rows] == [("ours", 1.5e6)]
     assert report.left_out == {"theirs, echo 1 reader": "it has ended"}
     with pytest.raises(ZeroDivisionError):
-        report.measure("echo", "1 reader", {"ours": lambda: [1 / 0]})
+        report.measure(Figure("echo", "1 reader", {"ours": lambda: [1 / 0]}))
 
 
 def test_who_takes_long_has_fewer_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,19 +150,48 @@ def test_who_takes_long_has_fewer_repeats(monkeypatch: pytest.MonkeyPatch) -> No
         return [seconds]
 
     systems = {"ours": lambda: taking("ours", 0.5), "slow": lambda: taking("slow", 9.0)}
-    Report({}).measure("echo", "1 reader", systems, repeats=4, seconds=2.0)
+    Report({}).measure(Figure("echo", "1 reader", systems, repeats=4, seconds=2.0))
     assert asked == ["ours", "slow", "ours", "slow", "ours", "ours"]
 
 
 def test_of_one_repeat_the_spread_is_that_of_its_samples() -> None:
     report = Report({})
-    report.measure("echo", "1 reader", {"ours": lambda: [1.0, 2.0, 4.0]}, repeats=1)
+    report.measure(Figure("echo", "1 reader", {"ours": lambda: [1.0, 2.0, 4.0]}, repeats=1))
     assert report.rows[0].spread == 1.5
 
 
 def test_what_is_known_is_written_after_each_figure(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     report = Report({"cores": 2}, file=str(file))
-    report.measure("echo", "1 reader", {"ours": lambda: [1.0]})
+    report.measure(Figure("echo", "1 reader", {"ours": lambda: [1.0]}))
     assert '"echo"' in file.read_text()
     assert '"file"' not in file.read_text()
+
+
+def test_a_figure_is_repeated_once_all_others_have_had_their_turn() -> None:
+    asked = []
+
+    def asking(name: str) -> list[float]:
+        asked.append(name)
+        return [1.0]
+
+    systems = [{name: partial(asking, name)} for name in ("first", "second")]
+    short = Figure("echo", "1 reader", systems[0], repeats=1)
+    long = Figure("echo", "2 readers", systems[1], repeats=3, warm_up=False)
+    Report({}).measure(short, long)
+    assert asked == ["first", "first", "second", "second", "second"]
+
+
+def test_what_was_measured_before_an_interruption_is_kept() -> None:
+    report, asked = Report({}), []
+
+    def asking() -> list[float]:
+        asked.append(1)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return [float(len(asked))]
+
+    figure = Figure("echo", "1 reader", {"ours": asking}, warm_up=False)
+    with pytest.raises(KeyboardInterrupt):
+        report.measure(figure)
+    assert [row.median for row in report.rows] == [1.5e6]
