@@ -282,8 +282,8 @@ MUTANTS = (
     Mutant(
         "R1 ranks in different calls do not use each other's data",
         "device_comm/native/direct.c",
-        "memcpy(p->signature + SIGNATURE_CALL, &the_call, sizeof the_call);",
-        "",
+        "uint32_t call = comm_call(self);",
+        "uint32_t call = 0;",
         ("tests/device_comm/test_call_number.py::test_ranks_in_different_calls_do_not_meet",),
     ),
     Mutant(
@@ -407,8 +407,8 @@ MUTANTS = (
     Mutant(
         "S1 without a secret nothing is unpickled between hosts",
         "coordinator/messages/wire.py",
-        "return Wire(pickles=False, called=exchange.called, token=token)",
-        "return Wire(called=exchange.called, token=token)",
+        "return Wire(pickles=False, called=exchange.called, token=token, in_calls=in_calls)",
+        "return Wire(called=exchange.called, token=token, in_calls=in_calls)",
         ("tests/coordinator/test_seal.py::test_what_travels_between_hosts",),
     ),
     Mutant(
@@ -527,8 +527,8 @@ MUTANTS = (
     Mutant(
         "S4 a pool on one host opens no socket with an address",
         "coordinator/setup/link.py",
-        "over = below = build.shm()",
-        "over = below = build.shm()\n            groups.cpu(exchange.deadline)",
+        "over = below = build.shm(wire)",
+        "over = below = build.shm(wire)\n            groups.cpu(exchange.deadline)",
         ("tests/server/test_pool_locked.py::test_nobody_can_reach_a_pool_on_the_cpu",),
     ),
     Mutant(
