@@ -11,6 +11,7 @@ import pytest
 
 import coordinator
 from coordinator.compat.vllm.parallel_state import init_distributed_environment
+from coordinator.messages.wire import Wire
 from coordinator.setup import link, torch_groups
 from shm_broadcast import CoordinatorError, GroupAbortedError, GroupTimeoutError, PeerLostError
 from tests.patience import STALL_SECONDS
@@ -90,10 +91,15 @@ def test_one_that_ends_while_gloo_connects_is_named() -> None:
     run_ranks(3, one_does_not_connect, SharedStore(), may_die=[1])
 
 
+def agree_late(*_: object, **__: object) -> Wire:
+    time.sleep(4)
+    return Wire()
+
+
 def one_hangs(rank: int, n: int, store: Store) -> None:
     """Whoever is first out of time leaves, and is not taken for the culprit."""
     if rank == 1:
-        instead("agree_on_wire", lambda *_, **__: time.sleep(4))
+        instead("agree_on_wire", agree_late)
         with pytest.raises(CoordinatorError):
             build(rank, n, store, LIMIT)
         return
