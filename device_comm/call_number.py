@@ -16,8 +16,12 @@ members have no number in common.
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
-__all__ = ["call_number", "naming_call", "no_call", "set_call_number"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["call_number", "naming_call", "numbering", "set_call_number"]
 
 _BITS = (1 << 32) - 1
 
@@ -40,9 +44,9 @@ except ImportError:
         _current.number = number & _BITS
 
 
-def no_call() -> int:
-    """Instead of `call_number`, in a group that takes part in no calls."""
-    return 0
+def numbering(in_calls: bool) -> Callable[[], int]:
+    """What numbers a group's operations: `call_number`, or 0 where it takes part in no calls."""
+    return call_number if in_calls else int
 
 
 def naming_call(what: str, number: int) -> str:

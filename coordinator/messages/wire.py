@@ -21,7 +21,7 @@ from coordinator.messages.framing import Kind, Message
 from coordinator.messages.plain import WHAT_IS_PLAIN, decode_plain, encode_plain
 from coordinator.messages.seal import NONCE_BYTES, Seal
 from coordinator.stores.secret import SecretError
-from device_comm.call_number import call_number, no_call
+from device_comm.call_number import numbering
 from shm_broadcast import MessageDecodeError, MessageRefusedError, MessageSealError
 from shm_broadcast.codec import pickled
 
@@ -70,7 +70,7 @@ class Wire:
         self.pickles = pickles
         self.token = token
         self.in_calls = in_calls
-        self.call = call_number if in_calls else no_call
+        self.call = numbering(in_calls)
 
     def dump(self, value: Any) -> bytes:
         """The bytes of a value.

@@ -18,7 +18,10 @@ static PyObject *move(PyObject *object, PyObject *const *args, Py_ssize_t n, int
     size_t peer = direct_read_rank(self, args[2]);
     if (peer == self->steps.n) Py_RETURN_NOTIMPLEMENTED;
     uint64_t begin = self->history ? gc_pace_now(&self->pace) : 0;
-    message whole = {.data = x.data, .total = tensor_bytes(&x), .dtype = x.dtype, .call = comm_call(self)};
+    message whole = {.data = x.data,
+                     .total = tensor_bytes(&x),
+                     .dtype = x.dtype,
+                     .call = comm_call(self)};
     uint64_t done = step((Pipe *)args[1], whole, 0, wait_ns);
     if (done < whole.total) {
         self->halfway = done > 0;

@@ -24,7 +24,7 @@ import torch
 
 from device_comm.backend import Backend, Capabilities, Identity, end_group
 from device_comm.begun import VERBS
-from device_comm.call_number import call_number, no_call
+from device_comm.call_number import numbering
 from device_comm.reduce_op import ReduceOp
 from device_comm.shm import layout
 from device_comm.shm.attendance import Attendance
@@ -108,7 +108,8 @@ class ShmBackend(Backend):
         self._closing.callback(segment.close)
         self._layout = GroupLayout.read(segment.words)
         self._results = Results()
-        self._call = call_number if in_calls else no_call
+        self._in_calls = in_calls
+        self._call = numbering(in_calls)
         self._plans: Plans
         module = extension if use_native and size > 1 else None
         self._attendance = Attendance(board, self.members, rank, segment, self._layout)
@@ -266,7 +267,7 @@ class ShmBackend(Backend):
             self.board.history,
             self.name,
             self.world_size > len(GIVEN_CORES),
-            self._call is call_number,
+            self._in_calls,
         )
         return comm
 
