@@ -217,12 +217,17 @@ def test_a_lost_worker_is_replaced_and_no_accepted_request_is_lost() -> None:
         served.wait_until_ready()
         pids = served.worker_pids()
         expected = embed(served, "word").json()["data"]
-        answers, threads = in_threads(8, served, ["word " * 40] * 60)
-        wait_for(served, "items_waiting", 300)
-        psutil.Process(pids[2]).kill()
-        for thread in threads:
+        to_be_lost = psutil.Process(pids[2])
+        to_be_lost.suspend()  # what comes now stays: three batches under way, the rest waits
+        answers, threads = in_threads(1, served, ["word " * 40] * 180)
+        wait_for(served, "calls_running", 3)
+        of_the_first = served.get("/status")[1]["items_waiting"]
+        later, more = in_threads(7, served, ["word " * 40] * 60)
+        wait_for(served, "items_waiting", of_the_first + 7 * 60)  # all are accepted
+        to_be_lost.kill()
+        for thread in (*threads, *more):
             thread.join()
-        assert [answer.status_code for answer, _ in answers] == [200] * 8
+        assert [answer.status_code for answer, _ in (*answers, *later)] == [200] * 8
         served.wait_until_ready()
         assert embed(served, "word").json()["data"] == expected
         assert served.worker_pids()[2] != pids[2]
