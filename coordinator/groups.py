@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from coordinator.graph_capture import GraphCaptureContext, capture_on_side_stream
-from coordinator.rank_grid import RankGrid
+from coordinator.rank_grid import MODEL_AXES, RankGrid
 from coordinator.setup.bootstrap import DEFAULT_TIMEOUT
 from coordinator.setup.launcher import Launch
 from coordinator.setup.settings import OPERATION_TIMEOUT
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 
     from coordinator.group import GroupCoordinator
     from shm_broadcast import Board
-
-_OWN_AXES = ("dp", "pp", "pcp", "tp")
-_OWN_GROUPS = ("world", *_OWN_AXES, "dcp", "ep")
 
 
 @dataclass(frozen=True)
@@ -113,10 +111,10 @@ class ParallelGroups:
             world=everyone,
             dcp=context,
             ep=ep,
-            axes={name: each for name, each in found.items() if name not in _OWN_AXES},
+            axes={name: found[name] for name in grid.own_axes},
             grid=grid,
             _closing=closing.pop_all(),
-            **{name: found[name] for name in _OWN_AXES},
+            **{name: found[name] for name in MODEL_AXES},
         )
 
     @property
@@ -238,15 +236,18 @@ def init(
         PeerLostError: a rank has ended after the ranks of its host had met.
         GroupAbortedError: likewise, one has given up; says why.
     """
-    inner = RankGrid.of({"pp": pp, "pcp": pcp, "tp": tp})
-    outer = RankGrid.of(axes or {})
-    if taken := [name for name in outer.names if name in _OWN_GROUPS]:
-        raise ValueError(f"groups named {taken} are there anyway: name your axes otherwise")
-    size = inner.size * outer.size * (dp or 1) if world_size is None else world_size
+    grid_of = partial(RankGrid.of_job, tp=tp, pp=pp, pcp=pcp, axes=axes)
+    grid = grid_of(dp=1 if dp is None else dp)
+    size = grid.size if world_size is None else world_size
     launch = _launch(rank, size, local_rank, master_addr, master_port, secret)
     if world_size not in (None, launch.world_size):
         raise ValueError(f"world_size={world_size}, but {launch.world_size} ranks run")
-    grid = _whole_grid(inner, outer, dp, launch.world_size)
+    if dp is None:
+        grid = grid_of(dp=max(launch.world_size // grid.size, 1))
+    if grid.size != launch.world_size:
+        alone = launch.world_size == 1
+        advice = "; start them by torchrun, or give rank= and world_size=" if alone else ""
+        raise ValueError(f"{_needs(grid)}, not {launch.world_size}{advice}")
     deadline = Deadline.after(timeout)
     with Closing() as undo:
         topology = Topology.meet(
@@ -263,7 +264,7 @@ def init(
             sizes={
                 **dict(reversed(grid.axes)),  # what was given before what follows from it
                 "dcp": dcp,
-                "axes": ", ".join(outer.names) or "none",
+                "axes": ", ".join(grid.own_axes) or "none",
             },
         )
         # A launcher whose board it is hears of failures itself, and tells the others.
@@ -302,18 +303,5 @@ def _launch(
     )
 
 
-def _whole_grid(inner: RankGrid, outer: RankGrid, dp: int | None, world_size: int) -> RankGrid:
-    """All ranks: the axes of the caller, then the replicas, then the axes of a replica."""
-    replicas = max(world_size // (inner.size * outer.size), 1) if dp is None else dp
-    grid = RankGrid((*outer.axes, *RankGrid.of({"dp": replicas}).axes, *inner.axes))
-    if grid.size != world_size:
-        advice = "start them by torchrun, or give rank= and world_size="
-        raise ValueError(
-            f"{_needs(grid)}, not {world_size}" + (f"; {advice}" if world_size == 1 else "")
-        )
-    return grid
-
-
 def _needs(grid: RankGrid) -> str:
-    sizes = " x ".join(f"{axis}={size}" for axis, size in grid.axes)
-    return f"{sizes} takes {grid.size} ranks"
+    return f"{grid} takes {grid.size} ranks"

@@ -26,12 +26,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import index
-from typing import TYPE_CHECKING
+from typing import Final
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from shm_broadcast.checked_arguments import text, whole
+
+MODEL_AXES: Final = ("dp", "pp", "pcp", "tp")
+"""The axes that every job has, outermost first."""
+
+_OWN_GROUPS: Final = ("world", *MODEL_AXES, "dcp", "ep")
+"""The groups that every job has: other axes have other names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,32 +48,66 @@ class RankGrid:
 
     Raises:
         ValueError: an axis has a size below 1 or no name, or two have the same name.
-        TypeError: a size is not an integer.
+        TypeError: a size is not a whole number, or a name no text.
     """
 
     axes: tuple[tuple[str, int], ...]
 
     def __post_init__(self) -> None:
         """Check the axes."""
-        names = self.names
+        names = tuple(text("the name of an axis", name) for name in self.names)
         if len(set(names)) != len(names) or not all(names):
             raise ValueError(f"the axes of a grid need names, each a different one; got {names}")
-        for name, size in self.axes:
-            if isinstance(size, bool) or not hasattr(size, "__index__"):
-                raise TypeError(f"the size of axis {name!r} must be an integer; got {size!r}")
-            if size < 1:
-                raise ValueError(f"the size of axis {name!r} must be at least 1; got {size}")
-        object.__setattr__(self, "axes", tuple((name, index(size)) for name, size in self.axes))
+        axes = tuple((name, whole(name, size)) for name, size in self.axes)
+        object.__setattr__(self, "axes", axes)
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> RankGrid:
         """The grid of these axes, outermost first: ``RankGrid.of({"pp": 2, "tp": 4})``."""
         return cls(tuple(sizes.items()))
 
+    @classmethod
+    def of_job(
+        cls, *, tp: int, pp: int, dp: int, pcp: int, axes: Mapping[str, int] | None
+    ) -> RankGrid:
+        """The grid of all ranks of a job: the caller's own axes, replicas, and those of a replica.
+
+        Args:
+            tp: the number of ranks that share each layer.
+            pp: the number of pipeline stages.
+            dp: the number of replicas.
+            pcp: the number of ranks that share a prompt.
+            axes: the caller's own axes, outermost first.
+
+        Raises:
+            ValueError: a size is below 1, or an axis has no name or that of a group of each job.
+            TypeError: a size is not a whole number, or ``axes`` no mapping.
+        """
+        if axes is not None and not isinstance(axes, Mapping):
+            raise TypeError(f"axes must be a mapping of sizes by name; got {axes!r}")
+        own = dict(axes or {})
+        if taken := [name for name in own if name in _OWN_GROUPS]:
+            raise ValueError(f"groups named {taken} are there anyway: name your axes otherwise")
+        return cls.of({**own, "dp": dp, "pp": pp, "pcp": pcp, "tp": tp})
+
     @property
     def names(self) -> tuple[str, ...]:
         """The axes' names, outermost first."""
         return tuple(name for name, _ in self.axes)
+
+    def __str__(self) -> str:
+        """The axes with their sizes: ``dp=1 x pp=2 x tp=4``."""
+        return " x ".join(f"{name}={size}" for name, size in self.axes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis, by its name, outermost first."""
+        return dict(self.axes)
+
+    @property
+    def own_axes(self) -> dict[str, int]:
+        """The axes that not every job has, with their sizes."""
+        return {name: size for name, size in self.axes if name not in MODEL_AXES}
 
     @property
     def size(self) -> int:
@@ -153,7 +192,7 @@ class RankGrid:
             ValueError: no such axis, or ``size`` does not divide the group.
         """
         self._require(axes)
-        at, lengths = self.coordinates(rank), dict(self.axes)
+        at, lengths = self.coordinates(rank), self.sizes
         positions = itertools.product(*(range(lengths[axis]) for axis in axes))
         counted = [self.rank(at | dict(zip(axes, each, strict=True))) for each in positions]
         if size < 1 or len(counted) % size:

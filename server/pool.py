@@ -72,7 +72,8 @@ _EXIT_SECONDS = 2.0
 class WorkerPool:
     """Starts a worker on every rank of a grid, and calls their methods. Any thread may call.
 
-    Rank layout: ``rank = (dp_rank * pp + pp_rank) * tp + tp_rank``.
+    Rank layout: your own axes, then dp, pp, pcp and tp, which varies fastest; without others
+    ``rank = (dp_rank * pp + pp_rank) * tp + tp_rank``.
     """
 
     def __init__(
@@ -82,6 +83,9 @@ class WorkerPool:
         tp: int = 1,
         pp: int = 1,
         dp: int = 1,
+        pcp: int = 1,
+        dcp: int = 1,
+        axes: Mapping[str, int] | None = None,
         worker_kwargs: Mapping[str, Any] | None = None,
         device: str | Sequence[str] = "cpu",
         share_gpu: bool = False,
@@ -105,6 +109,10 @@ class WorkerPool:
             pp: stages of the pipeline (pipeline parallel).
             dp: replicas of the model (data parallel). Every call runs on all replicas, so `call`
                 and `submit`, which return one result, need ``dp=1``; `collective_rpc` returns all.
+            pcp: ranks that share a prompt (prefill context parallel).
+            dcp: ranks that share contexts (decode context parallel); divides tp x pcp.
+            axes: your own axes with their sizes, outermost first, as for `coordinator.init`: their
+                groups are ``context.groups.axes``.
             worker_kwargs: keyword arguments for the class; picklable.
             device: ``"cpu"``, ``"cuda"`` (the GPUs in turn), one GPU for all, ``"cuda:0"``, or a
                 device for each rank.
@@ -150,7 +158,8 @@ class WorkerPool:
         self._plan = PoolPlan(
             worker,
             worker_kwargs,
-            grid=(tp, pp, dp),
+            grid=RankGrid.of_job(tp=tp, pp=pp, dp=dp, pcp=pcp, axes=axes),
+            dcp=dcp,
             device=device,
             share_gpu=share_gpu,
             launcher=launcher,
@@ -182,7 +191,7 @@ class WorkerPool:
     @property
     def grid(self) -> RankGrid:
         """The ranks by their axes."""
-        return RankGrid.of({"dp": self._plan.dp, "pp": self._plan.pp, "tp": self._plan.tp})
+        return self._plan.grid
 
     def collective_rpc(
         self,
@@ -241,7 +250,7 @@ class WorkerPool:
         retry: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Call ``method`` on every rank; return the result of tp rank 0 of the last stage.
+        """Call ``method`` on every rank; return the result of the first rank of the last stage.
 
         Otherwise as `collective_rpc`. ``timeout`` and ``retry`` are the call's: keyword arguments
         of these names can be passed to the method by `collective_rpc` only.
@@ -300,11 +309,11 @@ class WorkerPool:
     ) -> CallStream:
         """Iterate over what a generator yields: ``method`` is a generator function of the worker.
 
-        Every rank runs the generator, and the items are those of tp rank 0 of the last stage. The
-        generator must yield the same number of times on all ranks. It begins with the first item
-        asked for; the workers compute one item ahead, and no more. Other calls and streams go on
-        in between. Leave the stream by ``with``, its `close`, or by dropping it: the generator is
-        closed on all ranks. Only one thread at a time may ask for an item.
+        Every rank runs the generator, and the items are those of the first rank of the last stage.
+        The generator must yield the same number of times on all ranks. It begins with the first
+        item asked for; the workers compute one item ahead, and no more. Other calls and streams go
+        on in between. Leave the stream by ``with``, its `close`, or by dropping it: the generator
+        is closed on all ranks. Only one thread at a time may ask for an item.
 
         Args:
             method: the name of a method of the worker.
@@ -418,8 +427,7 @@ class WorkerPool:
             self._stop(_EXIT_SECONDS, finish=False)
 
     def __repr__(self) -> str:
-        plan = self._plan
-        return f"WorkerPool({plan.worker}, tp={plan.tp}, pp={plan.pp}, dp={plan.dp})"
+        return f"WorkerPool({self._plan.worker}, {self.grid})"
 
     def hand_over(
         self,
@@ -461,9 +469,9 @@ class WorkerPool:
     @property
     def _output_rank(self) -> int:
         """The rank whose result `call` and `submit` return."""
-        if self._plan.dp > 1:
+        if (dp := self.grid.sizes["dp"]) > 1:
             raise ValueError(
-                f"call and submit give one result, but each of dp={self._plan.dp} replicas "
+                f"call and submit give one result, but each of dp={dp} replicas "
                 "computes one: use collective_rpc, or Replicas"
             )
         return self._plan.output_rank

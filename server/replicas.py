@@ -59,6 +59,9 @@ class Replicas:
         dp: int,
         tp: int = 1,
         pp: int = 1,
+        pcp: int = 1,
+        dcp: int = 1,
+        axes: Mapping[str, int] | None = None,
         worker_kwargs: Mapping[str, Any] | None = None,
         device: str | Sequence[str] = "cpu",
         share_gpu: bool = False,
@@ -75,14 +78,13 @@ class Replicas:
         Args:
             worker: as for `pool.WorkerPool`; so are the others, for each replica, but for these.
             dp: how many replicas.
-            tp: ranks of a replica that share each layer.
-            pp: pipeline stages of a replica.
+            tp, pp, pcp, dcp, axes: the grid of a replica.
             worker_kwargs: keyword arguments for the class.
             device: as for `pool.WorkerPool`; a GPU for each rank of all replicas.
             share_gpu: whether several ranks may share one GPU.
             start_timeout: seconds for all workers to be ready; ``None``: for ever.
             on_progress: called with ``(rank, done, total, what)``; ranks are counted through:
-                replica ``rank // (tp * pp)``.
+                replica by replica.
             restart: what happens when a replica breaks. ``"never"``: the others go on without it.
             max_restarts: restarts of a replica within ``window`` before it is given up; ``None``:
                 5. Only for replicas that are restarted.
@@ -98,11 +100,11 @@ class Replicas:
             DescriptorLimitError: too few files may be open (``ulimit -n``).
             ProcessLimitError: no further process or thread can be started.
         """
-        dp, tp, pp = map(whole, ("dp", "tp", "pp"), (dp, tp, pp))
+        dp = whole("dp", dp)
+        n = RankGrid.of_job(tp=tp, pp=pp, dp=1, pcp=pcp, axes=axes).size
         on_progress = optional(function)("on_progress", on_progress)
         settings, device = settings_of(config), checked_device(device)
-        n, gpus = tp * pp, count_gpus(device)
-        devices = assign(device, dp * n, gpus, share_gpu)
+        devices = assign(device, dp * n, count_gpus(device), share_gpu)
         bound = bound_here(settings.bind, dp * n)
         threads = settings.threads or worker_threads(dp * n, bound)
 
@@ -112,6 +114,9 @@ class Replicas:
                 worker,
                 tp=tp,
                 pp=pp,
+                pcp=pcp,
+                dcp=dcp,
+                axes=axes,
                 worker_kwargs=worker_kwargs,
                 device=devices[first : first + n],
                 share_gpu=share_gpu,
@@ -152,10 +157,11 @@ class Replicas:
     @property
     def grid(self) -> RankGrid:
         """The ranks of all replicas by their axes."""
-        return RankGrid.of({**dict(self.pools[0].grid.axes), "dp": len(self.pools)})
+        within = {name: size for name, size in self.pools[0].grid.axes if name != "dp"}
+        return RankGrid.of({"dp": len(self.pools), **within})
 
     def call(self, method: str, /, *args: Any, **options: Any) -> Any:
-        """Call ``method`` on one replica; return the result of tp rank 0 of its last stage.
+        """Call ``method`` on one replica; return the result of the first rank of its last stage.
 
         Arguments and errors are those of `pool.WorkerPool.call`; what breaks a replica is raised
         if it had begun the call, and no replica is left to make it again or it may not be.

@@ -249,7 +249,7 @@ class _Serving:
             torch.cuda.set_device(device)
         serve_calls(start.rank, start.secret)
         groups = self._join_groups(store, device, deadline)
-        self._show_place(groups)
+        self._show_place()
         context = WorkerContext(
             groups,
             device,
@@ -307,18 +307,19 @@ class _Serving:
     def _join_groups(
         self, store: Store, device: torch.device, deadline: Deadline
     ) -> coordinator.ParallelGroups:
-        start = self._start
-        n_workers = start.tp * start.pp * start.dp
+        start, sizes = self._start, self._start.grid.sizes
         groups = coordinator.init(
-            tp=start.tp,
-            pp=start.pp,
-            dp=start.dp,
+            tp=sizes["tp"],
+            pp=sizes["pp"],
+            dp=sizes["dp"],
+            pcp=sizes["pcp"],
+            dcp=start.dcp,
+            axes=start.grid.own_axes,
             rank=start.rank,
-            world_size=n_workers,
             local_rank=start.rank if device.index is None else device.index,
             store=store,
             board=self._board,
-            node_of=(0,) * n_workers if start.store is None else None,
+            node_of=(0,) * start.grid.size if start.store is None else None,
             secret=start.secret,
             backend="gloo" if device.type == "cpu" else None,
             timeout=None if start.timeout is None else deadline.remaining(),
@@ -326,14 +327,11 @@ class _Serving:
         self._closing.callback(groups.close)
         return groups
 
-    def _show_place(self, groups: coordinator.ParallelGroups) -> None:
+    def _show_place(self) -> None:
         """Have lists of processes show this worker's rank, and its place in the grid."""
         start = self._start
-        at = "".join(
-            f" {axis}{getattr(groups, axis).rank_in_group}"
-            for axis, size in (("dp", start.dp), ("pp", start.pp), ("tp", start.tp))
-            if size > 1
-        )
+        sizes, place = start.grid.sizes, start.grid.coordinates(start.rank)
+        at = "".join(f" {axis}{place[axis]}" for axis, size in sizes.items() if size > 1)
         of = start.name and f" of {start.name}"
         retitle(f"group-coordinator worker {start.rank}{at}{of}")
 

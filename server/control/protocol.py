@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from coordinator.begun_in_call import BegunInGroup  # noqa: TC001 - decoded by these types
+from coordinator.rank_grid import RankGrid  # noqa: TC001
 from coordinator.stores.store_address import StoreAddress  # noqa: TC001
 from shm_broadcast import BoardHandle, QueueHandle, SegmentHandle  # noqa: TC001
 
@@ -84,7 +85,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         first_call: the number of the generation's first call.
         survives: whether the worker goes on to the next generation when this one breaks.
         rank: the worker's global rank, which is also its member number on the board.
-        tp, pp, dp: the grid of ranks.
+        grid: the grid of ranks.
+        dcp: how many ranks share contexts.
         device: ``"cpu"``, or a GPU such as ``"cuda:0"``.
         secret: random bytes that only the ranks of this pool know.
         handles: what it shares with the driver; for a worker on another host its host fills the
@@ -106,9 +108,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     first_call: int
     survives: bool
     rank: int
-    tp: int
-    pp: int
-    dp: int
+    grid: RankGrid
+    dcp: int
     device: str
     secret: bytes
     handles: Handles

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -21,6 +20,8 @@ from .devices import assign, checked_device, count_gpus, share_of_a_host
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from coordinator.rank_grid import RankGrid
+
     from ..launchers.ray_actors import RayCluster
     from ..pool_config import PoolConfig
 
@@ -38,7 +39,8 @@ class PoolPlan:
         worker: the worker's class, as `reference.worker_name` gives it.
         main: how workers load the driver's main module, if the class is defined there.
         worker_kwargs: the class's keyword arguments, pickled.
-        tp, pp, dp: the grid of ranks.
+        grid: the grid of ranks.
+        dcp: how many ranks share contexts.
         devices: each rank's device.
         start_timeout: seconds for all workers to be ready; ``None``: for ever.
         on_progress: called with ``(rank, done, total, what)``.
@@ -53,7 +55,8 @@ class PoolPlan:
         worker: type | str,
         worker_kwargs: Mapping[str, Any] | None,
         *,
-        grid: tuple[int, int, int],
+        grid: RankGrid,
+        dcp: int,
         device: str | Sequence[str],
         share_gpu: bool,
         launcher: str,
@@ -66,13 +69,14 @@ class PoolPlan:
         stuck_after: float | None,
         config: PoolConfig,
     ) -> None:
-        """Check the arguments of `pool.WorkerPool`; ``grid`` is tp, pp, dp.
+        """Check the arguments of `pool.WorkerPool`.
 
         Raises:
             ValueError, TypeError: an argument is out of range, cannot be imported by another
                 process, or cannot be pickled.
         """
-        self.tp, self.pp, self.dp = grid = _checked_grid(grid)
+        self.grid, self.dcp = _checked_grid(grid), whole("dcp", dcp)
+        grid.run_of(0, self.dcp, "tp", "pcp")
         self.start_timeout = optional(some_seconds)("start_timeout", start_timeout)
         self.on_progress = optional(function)("on_progress", on_progress) or ignore
         self.restart = restart
@@ -99,7 +103,7 @@ class PoolPlan:
     @property
     def n_workers(self) -> int:
         """How many ranks there are."""
-        return self.tp * self.pp * self.dp
+        return self.grid.size
 
     def ranks_of(self, node: int) -> range:
         """The ranks of the workers on one host."""
@@ -117,8 +121,14 @@ class PoolPlan:
 
     @property
     def output_rank(self) -> int:
-        """The rank whose reply `WorkerPool.call` gives: tp rank 0 of the last stage."""
-        return (self.pp - 1) * self.tp
+        """The rank whose reply `WorkerPool.call` gives: the first one of the last stage."""
+        first = dict.fromkeys(self.grid.names, 0)
+        return self.grid.rank({**first, "pp": self.n_stages - 1})
+
+    @property
+    def n_stages(self) -> int:
+        """How many stages the pipeline has."""
+        return self.grid.sizes["pp"]
 
     @property
     def in_flight(self) -> int:
@@ -126,17 +136,13 @@ class PoolPlan:
 
         By default one for each pipeline stage, so that all stages are busy, and one that waits.
         """
-        return self.config.in_flight or self.pp + 1
+        return self.config.in_flight or self.n_stages + 1
 
 
-def _checked_grid(grid: tuple[int, int, int]) -> tuple[int, int, int]:
-    tp, pp, dp = map(whole, ("tp", "pp", "dp"), grid)
-    if tp * pp * dp > _MOST_WORKERS:
-        raise ValueError(
-            f"tp={tp} x pp={pp} x dp={dp} are {tp * pp * dp} workers; a pool has "
-            f"{_MOST_WORKERS} at most"
-        )
-    return tp, pp, dp
+def _checked_grid(grid: RankGrid) -> RankGrid:
+    if grid.size > _MOST_WORKERS:
+        raise ValueError(f"{grid} are {grid.size} workers; a pool has {_MOST_WORKERS} at most")
+    return grid
 
 
 def _restart_limits(
@@ -156,7 +162,7 @@ def _restart_limits(
 def _hosts(
     launcher: str,
     given: Hosts | RayCluster | None,
-    grid: tuple[int, int, int],
+    grid: RankGrid,
     device: str | Sequence[str],
     timeout: float | None,
 ) -> Hosts | None:
@@ -170,10 +176,11 @@ def _hosts(
         return hosts_of(launcher, given)
     if isinstance(given, Hosts):
         raise ValueError("hosts of a Ray cluster are given as a RayCluster")
-    _, pp, dp = grid
     cluster = given or RayCluster()
     gpus = any(each != "cpu" for each in ([device] if isinstance(device, str) else device))
-    return cluster.reserve(dp * pp, math.prod(grid), gpus=gpus, timeout=timeout)
+    one_stage = grid.group_of(0, "pcp", "tp")
+    n_stages = grid.size // len(one_stage)
+    return cluster.reserve(n_stages, grid.size, gpus=gpus, timeout=timeout)
 
 
 def _devices(

@@ -143,7 +143,7 @@ class PoolService(ABC):
             "reason": clipped(self._reason),
             "last_failure": None if watched is None else past_failure(watched.last_failure),
             "totals": self.metrics.totals(),
-            "grid": {} if watched is None else dict(watched.pool.grid.axes),
+            "grid": {} if watched is None else watched.pool.grid.sizes,
             "workers": [] if watched is None else workers(watched.pool.grid, self.workers()),
         }
 

@@ -75,7 +75,7 @@ def test_decode_context_groups_are_those_of_vllm() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: RankGrid.of({"tp": 0}), "axis 'tp' must be at least 1; got 0"),
+        (lambda: RankGrid.of({"tp": 0}), "tp must be 1 or more; got 0"),
         (lambda: RankGrid((("tp", 2), ("tp", 2))), "each a different one"),
         (lambda: RankGrid((("", 2),)), "need names"),
         (lambda: GRID.coordinates(8), "rank 8 is not in a grid of 8 ranks"),
@@ -100,7 +100,7 @@ def test_wrong_values(call: object, message: str) -> None:
 
 @pytest.mark.parametrize("size", [2.0, "2", True])
 def test_a_size_is_an_integer(size: object) -> None:
-    with pytest.raises(TypeError, match="must be an integer"):
+    with pytest.raises(TypeError, match="tp must be a whole number; got"):
         RankGrid.of({"tp": size})  # type: ignore[dict-item]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
+from coordinator.rank_grid import RankGrid
 from server.control.protocol import Hello
 from server.driver.pool_plan import PoolPlan
 from server.errors import HostError
@@ -78,7 +79,8 @@ def head() -> Iterator[DistantHosts]:
     hosts = two_hosts(Summoner(), 0)
     plan = PoolPlan(
         *("tests.server.workers:Worker", None),
-        grid=(2, 1, 1),
+        grid=RankGrid.of_job(tp=2, pp=1, dp=1, pcp=1, axes=None),
+        dcp=1,
         device="cpu",
         share_gpu=False,
         launcher="hosts",

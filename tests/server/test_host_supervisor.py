@@ -20,6 +20,7 @@ import pytest
 from msgspec.structs import replace
 
 import coordinator
+from coordinator.rank_grid import RankGrid
 from server.control.protocol import Handles, Hello, Start
 from server.errors import HostError
 from server.hosts import host_supervisor, way_to_head
@@ -142,8 +143,9 @@ class TakesNothingIn(Scripted):
         os.kill(self.pids[0], signal.SIGSTOP)
         with MessageQueue(1, 1) as queue:
             handles = Handles(queue.export_handle())
+        grid = RankGrid.of_job(tp=2, pp=1, dp=1, pcp=1, axes=None)
         start = Start(
-            *(1, 1, False, 1, 2, 1, 1, "cpu", SECRET, handles, False),
+            *(1, 1, False, 1, grid, 1, "cpu", SECRET, handles, False),
             *("tests.server.workers:Worker", b"x" * (4 << 20), None, 0.5),
         )
         self._heeder.hear(ToWorker(1, start))

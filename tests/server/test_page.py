@@ -67,7 +67,7 @@ async def test_the_status_says_what_the_page_shows() -> None:
         assert (await here.embed("abc")).status_code == 200
         assert (await here.embed("boom")).status_code == 500
         seen = (await here.client.get("/status")).json()
-        assert seen["grid"] == {"dp": 1, "pp": 1, "tp": 2}
+        assert seen["grid"] == {"dp": 1, "pp": 1, "pcp": 1, "tp": 2}
         assert [each["place"]["tp"] for each in seen["workers"]] == [0, 1]
         assert seen["totals"]["requests"] == {"200": 1, "500": 1}
         assert seen["totals"]["calls"] == {"ok": 2, "error": 1}

@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 
+from coordinator.rank_grid import RankGrid
 from server.defaults import PACKAGED_NAME
 from tests.patience import PATIENCE_SECONDS
 from tests.server.fake_service import Site, listening, run, site
@@ -201,6 +202,17 @@ def test_a_script_that_is_put_in_by_force_is_not_run(browser: Browser) -> None:
         looker.page.wait_for_function("document.scripts.length === 3")
         assert looker.page.evaluate("window.evil === undefined")
         assert any("Content Security Policy" in each for each in looker.wrong)
+        looker.page.close()
+
+
+def test_axes_of_ones_own_are_shown_as_blocks(browser: Browser) -> None:
+    with played() as (here, url):
+        here.pool.grid = RankGrid.of({"cfg": 2, "dp": 1, "pp": 1, "pcp": 1, "tp": 1})
+        looker = Looker(browser, url)
+        looker.until("#grid:has-text('cfg 2, dp 1, pp 1, tp 1')")
+        blocks = looker.page.locator(".replica").all_inner_texts()
+        assert [text.split("\n")[0] for text in blocks] == ["cfg 0", "cfg 1"]
+        assert [f"rank {n}" in text for n, text in enumerate(blocks)] == [True, True]
         looker.page.close()
 
 

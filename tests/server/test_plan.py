@@ -29,7 +29,18 @@ HEAD = Hosts(2, 0, "127.0.0.1", secret=b"known to both hosts")
     [
         ({"tp": 0}, ValueError, "tp must be 1 or more; got 0"),
         ({"pp": -1}, ValueError, "pp must be 1 or more; got -1"),
-        ({"tp": 2048, "dp": 3}, ValueError, "tp=2048 x pp=1 x dp=3 are 6144 workers; a pool has"),
+        (
+            {"tp": 2048, "dp": 3},
+            ValueError,
+            "pcp=1 x tp=2048 are 6144 workers; a pool has",
+        ),
+        ({"pcp": 0}, ValueError, "pcp must be 1 or more; got 0"),
+        ({"tp": 2, "dcp": 3}, ValueError, "a group of 2 along tp x pcp cannot be cut into runs of"),
+        ({"dcp": True}, TypeError, "dcp must be a whole number; got True"),
+        ({"axes": {"tp": 2}}, ValueError, r"groups named \['tp'\] are there anyway"),
+        ({"axes": {"cfg": 1.5}}, TypeError, "cfg must be a whole number; got 1.5"),
+        ({"axes": {2: 2}}, TypeError, "the name of an axis must be a text; got 2"),
+        ({"axes": ["cfg"]}, TypeError, r"axes must be a mapping of sizes by name; got \['cfg'\]"),
         (
             {"launcher": "ssh"},
             ValueError,
@@ -69,6 +80,7 @@ def test_wrong_arguments_are_refused(arguments: Any, error: type[Exception], tex
     ("arguments", "text"),
     [
         ({"tp": "2"}, "tp must be a whole number; got '2'"),
+        ({"axes": 2}, "axes must be a mapping of sizes by name; got 2"),
         ({"dp": True}, "dp must be a whole number; got True"),
         ({"on_progress": 5}, "on_progress must be a function; got 5"),
         ({"config": {"in_flight": 1}}, "config must be a PoolConfig; got {'in_flight': 1}"),

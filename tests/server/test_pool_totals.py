@@ -64,7 +64,7 @@ def test_replicas_are_counted_through() -> None:
         for _ in range(4):
             replicas.call("total", 1.0)
         assert [ended for ended, *_ in counted(replicas)] == [2, 2, 2, 2]
-        assert replicas.grid.coordinates(3) == {"dp": 1, "pp": 0, "tp": 1}
+        assert replicas.grid.coordinates(3) == {"dp": 1, "pp": 0, "pcp": 0, "tp": 1}
 
 
 def test_a_signal_handler_may_end_a_pool_that_counts(

@@ -280,7 +280,7 @@ def test_clients_notice_nothing_of_a_replica_that_dies() -> None:
         served.wait_until_ready()
         pids = served.worker_pids()
         assert len(pids) == 2
-        assert served.get("/status")[1]["grid"] == {"dp": 2, "pp": 1, "tp": 1}
+        assert served.get("/status")[1]["grid"] == {"dp": 2, "pp": 1, "pcp": 1, "tp": 1}
         expected = embed(served, "word").json()["data"]
         answers, threads = in_threads(8, served, ["word"] * 100)
         wait_for(served, "calls_running", 2)
