@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shm_broadcast.errors import counted
+
 if TYPE_CHECKING:
     from coordinator.setup.link import Link
     from device_comm.choice import Explanation
@@ -29,6 +31,6 @@ def explain(link: Link) -> Explanation:
         hosts = 0 if link.nodes is None else len(link.nodes.all())
         why = refused["shm"] = f"the members are on {hosts} hosts"
     choices = tuple(replace(each, reason=each.reason or why) for each in told.choices)
-    members = f"{len(link.ranks)} member{'s' if len(link.ranks) > 1 else ''}"
+    members = f"{counted(len(link.ranks), 'member')}"
     title = f"{link.name}: {members} on {link.device.device.type}"
     return replace(told, group=title, choices=choices, refused=tuple(refused.items()))

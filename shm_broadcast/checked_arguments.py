@@ -34,6 +34,13 @@ def whole(name: str, given: Any, most: int | None = None, *, least: int = 1) -> 
     return number
 
 
+def wholes(name: str, given: Any, *, least: int = 1) -> tuple[int, ...]:
+    """Several whole numbers; see `CheckArgument`."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise _mistaken(name, "a sequence of whole numbers", given)
+    return tuple(whole(f"{name}[{at}]", each, least=least) for at, each in enumerate(given))
+
+
 def seconds(name: str, given: Any, *, some: bool = False) -> float:
     """Seconds, 0 or more, or more than 0 if ``some`` are needed; see `CheckArgument`."""
     if isinstance(given, bool) or not isinstance(given, Real):

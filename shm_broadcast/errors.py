@@ -39,6 +39,12 @@ def name_of(rank: int) -> str:
     return "the driver" if rank == DRIVER_RANK else f"rank {rank}"
 
 
+def counted(number: int, thing: str) -> str:
+    """How many things, in words: ``"2 processes"``."""
+    plural = f"{thing}es" if thing.endswith("s") else f"{thing}s"
+    return f"{number} {thing if number == 1 else plural}"
+
+
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
     """What one member of a group was last seen doing, as its board slot says.

@@ -40,6 +40,7 @@ from device_comm.cuda.symmetric_backend import SymmetricBackend
 from device_comm.torch_group.torch_backend import TorchBackend
 from device_comm.wrappers.host_staging import HostStaging
 from shm_broadcast import __version__
+from shm_broadcast.errors import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,7 +150,7 @@ class _CandidateBuilder:
 
         def find_library() -> NcclLibrary:
             if self.devices < self.over.world_size:
-                shared = _several(self.devices, "device")
+                shared = counted(self.devices, "device")
                 raise NcclUnavailableError(f"{self.over.world_size} members share {shared}")
             return NcclLibrary.of_torch()
 
@@ -228,7 +229,7 @@ def _identity(device: torch.device) -> str:
 
 def _key(device: torch.device, n: int, devices: int, nodes: Nodes, able: list[str]) -> Key:
     """What must be the same for a table of measured times to be used again."""
-    places = f"{_several(devices, 'device')} of {_several(len(nodes.all()), 'host')}"
+    places = f"{counted(devices, 'device')} of {counted(len(nodes.all()), 'host')}"
     libraries = f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {_nccl_version()}"
     kernels = hashlib.sha256(kernel_source().encode()).hexdigest()[:12]
     return Key(
@@ -237,7 +238,7 @@ def _key(device: torch.device, n: int, devices: int, nodes: Nodes, able: list[st
         driver=_driver_version(),
         libraries=libraries,
         world_size=n,
-        topology=f"{_several(n, 'rank')} on {places}{', MPS' if _mps_runs() else ''}",
+        topology=f"{counted(n, 'rank')} on {places}{', MPS' if _mps_runs() else ''}",
         candidates=" ".join(able),
     )
 
@@ -257,7 +258,3 @@ def _driver_version() -> str:
         return _DRIVER.read_text().partition("\n")[0]
     except OSError:
         return "unknown"
-
-
-def _several(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"

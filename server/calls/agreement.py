@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from device_comm.begun import VERBS, counts_of
+from shm_broadcast.errors import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,7 +64,7 @@ def _compare(
     one = next(iter(known.values()))
     if all(did == one for did in known.values()) and not any(one[_COLLECTIVES_END:]):
         return None
-    counts = {rank: counts_of(counted, len(ranks)) for rank, counted in known.items()}
+    counts = {rank: counts_of(begun, len(ranks)) for rank, begun in known.items()}
     first = next(iter(counts))
     for rank, (collectives, _, _) in counts.items():
         if collectives != counts[first][0]:
@@ -90,4 +91,4 @@ def _unlike(ours: Sequence[int], theirs: Sequence[int]) -> tuple[str, str]:
 
 
 def _messages(count: int) -> str:
-    return f"{count or 'no'} message{'' if count == 1 else 's'}"
+    return counted(count, "message") if count else "no messages"

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .terminal import counted, shown
+from shm_broadcast.errors import counted
+
+from .terminal import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

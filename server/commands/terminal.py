@@ -13,12 +13,6 @@ def shown(line: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def counted(number: int, thing: str) -> str:
-    """How many things, in words: ``"2 processes"``."""
-    plural = f"{thing}es" if thing.endswith("s") else f"{thing}s"
-    return f"{number} {thing if number == 1 else plural}"
-
-
 def screen() -> tuple[int, int] | None:
     """The columns and lines of the terminal that is written to; None if it is none."""
     if sys.stdout is None or not sys.stdout.isatty():

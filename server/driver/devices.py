@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shm_broadcast.checked_arguments import texts
+from shm_broadcast.errors import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,12 +48,12 @@ def assign(device: str | Sequence[str], ranks: int, gpus: int, share_gpu: bool) 
     if not gpus:
         raise ValueError(f"device {device!r}: torch sees no CUDA device")
     if index is not None and index >= gpus:
-        raise ValueError(f"device {device!r}: there are {_count(gpus)}, numbered from 0")
+        raise ValueError(f"device {device!r}: there are {counted(gpus, 'GPU')}, numbered from 0")
     usable = 1 if index is not None else gpus
     if ranks > usable and not share_gpu:
         raise ValueError(
-            f"device {device!r}: {ranks} ranks for {_count(usable)}: several on one have to be "
-            "asked for, by share_gpu=True or --share-gpu"
+            f"device {device!r}: {ranks} ranks for {counted(usable, 'GPU')}: several on one have "
+            "to be asked for, by share_gpu=True or --share-gpu"
         )
     first = index or 0
     return tuple(f"cuda:{first + rank % usable}" for rank in range(ranks))
@@ -85,7 +86,3 @@ def count_gpus(device: str | Sequence[str]) -> int:
     import torch  # noqa: PLC0415
 
     return torch.cuda.device_count()
-
-
-def _count(gpus: int) -> str:
-    return f"{gpus} GPU{'s' if gpus > 1 else ''}"

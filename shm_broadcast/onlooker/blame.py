@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from shm_broadcast.errors import name_of
+from shm_broadcast.errors import counted, name_of
 from shm_broadcast.onlooker.parties import knot_of, parties_of
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def _is_full(queue: QueueSeen) -> bool:
 def _full(queue: QueueSeen) -> str:
     slow = [name_of(each.rank) for each in queue.readers if each.behind == queue.behind]
     percent, size = 100 * queue.used // queue.capacity, queue.capacity >> 10
-    left = f"{queue.behind} message{'s' if queue.behind > 1 else ''} to read"
+    left = f"{counted(queue.behind, 'message')} to read"
     return (
         f"The queue from {name_of(queue.writer)}, of {size} KiB, is {percent} % full: "
         f"{_some(slow)} {_has(slow)} {left}."

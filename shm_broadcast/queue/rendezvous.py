@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
-from shm_broadcast.checked_arguments import whole
-from shm_broadcast.errors import ForeignMemoryError, SharedMemoryError
+from shm_broadcast.checked_arguments import whole, wholes
+from shm_broadcast.errors import DRIVER_RANK, ForeignMemoryError, SharedMemoryError
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:
@@ -84,17 +84,19 @@ def local_and_remote(
     The arguments are those of `MessageQueue`.
 
     Raises:
-        TypeError: a count is no whole number.
+        TypeError: a count or a rank is no whole number.
         ValueError: the counts and the ranks contradict each other, there are more than 4096
             readers, or a rank occurs twice.
     """
     n_reader = whole("n_reader", n_reader, _MOST_READERS, least=0)
     n_local_reader = whole("n_local_reader", n_local_reader, _MOST_READERS, least=0)
-    local = tuple(range(n_local_reader) if local_ranks is None else local_ranks)
+    if local_ranks is None:
+        local_ranks = range(n_local_reader)
+    local = wholes("local_reader_ranks", local_ranks, least=DRIVER_RANK)
     if remote_ranks is None:
         after = max(local, default=-1) + 1
         remote_ranks = range(after, after + n_reader - n_local_reader)
-    remote = tuple(remote_ranks)
+    remote = wholes("remote_reader_ranks", remote_ranks, least=DRIVER_RANK)
     every = [*local, *remote]
     if len({*every}) < len(every):
         twice = next(rank for rank in every if every.count(rank) > 1)

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shm_broadcast import layout
 from shm_broadcast.deadline import NEVER, Deadline
-from shm_broadcast.errors import GroupClosedError, GroupTimeoutError, PeerLostError, name_of
+from shm_broadcast.errors import (
+    GroupClosedError,
+    GroupTimeoutError,
+    PeerLostError,
+    counted,
+    name_of,
+)
 from shm_broadcast.ring.arena import PLACED_BYTES, BlockWriter, PlacedBuffer
 from shm_broadcast.timed_lock import TimedLock
 
@@ -278,7 +284,7 @@ class QueueWriter:
 
 def _how_far(board: Board, behind: dict[int, int]) -> str:
     return "; ".join(
-        f"{name_of(board.ranks[member])} is {count} messages behind"
+        f"{name_of(board.ranks[member])} is {counted(count, 'message')} behind"
         for member, count in behind.items()
         if count
     )

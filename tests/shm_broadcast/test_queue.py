@@ -314,6 +314,10 @@ def test_numbers_of_readers_that_do_not_fit(arguments: Any) -> None:
         ({"max_chunk_bytes": "x"}, TypeError, "max_chunk_bytes must be a whole number; got 'x'"),
         ({"n_reader": "1"}, TypeError, "n_reader must be a whole number; got '1'"),
         ({"n_reader": 100_000}, ValueError, "n_reader must be 0 to 4096; got 100000"),
+        ({"local_reader_ranks": 0}, TypeError, "local_reader_ranks must be a sequence of whole n"),
+        ({"local_reader_ranks": ["0"]}, TypeError, r"local_reader_ranks\[0\] must be a whole num"),
+        ({"local_reader_ranks": [-2]}, ValueError, r"local_reader_ranks\[0\] must be -1 or more"),
+        ({"remote_reader_ranks": "1"}, TypeError, "remote_reader_ranks must be a sequence of"),
         ({"n_local_reader": None}, TypeError, "n_local_reader must be a whole number; got None"),
         (
             {"n_reader": 2, "n_local_reader": 2, "local_reader_ranks": [4, 4]},

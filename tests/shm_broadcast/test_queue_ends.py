@@ -550,6 +550,8 @@ def test_errors_call_readers_what_the_caller_calls_them(ranks: list[int]) -> Non
         assert {status.rank for status in caught.value.waiting_for} == set(ranks)
         assert f"rank {ranks[0]} is 2 messages behind" in str(caught.value)
         assert readers[0].dequeue(0) == 1
+        with pytest.raises(GroupTimeoutError, match=f"rank {ranks[0]} is 1 message behind; "):
+            writer.enqueue(b"x" * (5 * CAPACITY), timeout=0)
         with pytest.raises(GroupTimeoutError, match="the driver"):
             readers[0].dequeue(0)
         for reader in readers:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shm_broadcast.errors import name_of
+from shm_broadcast.errors import counted, name_of
 from shm_broadcast.onlooker.blame import judge
 
-from ..terminal import counted, shown
+from ..terminal import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
