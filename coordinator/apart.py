@@ -84,6 +84,14 @@ def begin_apart(do: Callable[[], T], thread: str) -> Future[T]:
     return Apart(thread, idle=0.0).begin(do)
 
 
+def in_thread(do: Callable[[], None], name: str) -> None:
+    """Call ``do`` in a new thread of that name, or in this one if none can be started."""
+    try:
+        threading.Thread(target=do, name=name, daemon=True).start()
+    except RuntimeError:
+        do()
+
+
 def is_done_within(future: Future[Any], deadline: Deadline) -> bool:
     """Wait for ``future``, but at most `SLICE_SECONDS`; whether it has a result or an error."""
     try:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from coordinator.apart import begin_apart
+from coordinator.apart import begin_apart, in_thread
 from shm_broadcast import (
     NEVER,
     CoordinatorError,
@@ -465,7 +465,7 @@ class Crew(Watcher):
                 self.ledger.expire(call, self.late(call, limit))
                 self.ledger.cancel(call)
 
-        _in_thread(expire, "pool-late-calls")
+        in_thread(expire, "pool-late-calls")
 
     def _expose(self, call: PendingCall) -> None:
         """Break the pool because of a call that is stuck, in a new thread as in `_expire`."""
@@ -477,7 +477,7 @@ class Crew(Watcher):
             )
 
         generation = self.ledger.state.generation
-        _in_thread(expose, "pool-stuck-call")
+        in_thread(expose, "pool-stuck-call")
 
     def _broke(self, error: CoordinatorError) -> None:
         # The abort lets the workers leave. Those that have not by then are ended: by `_restart`, or
@@ -517,11 +517,3 @@ def _elsewhere(look: Callable[[], Seen]) -> Seen:
     except RuntimeError:
         return look()
     return looking.result()
-
-
-def _in_thread(do: Callable[[], None], name: str) -> None:
-    """Call ``do`` in a new thread, or in this one if none can be started."""
-    try:
-        threading.Thread(target=do, name=name, daemon=True).start()
-    except RuntimeError:
-        do()

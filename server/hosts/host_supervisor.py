@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
+from coordinator.apart import in_thread
 from coordinator.hosts.remote_boards import compose, decode_beat
 from shm_broadcast import Deadline, GroupTimeoutError, SharedMemoryError, TransportError
 from shm_broadcast.board.stacks import STACK_SIGNAL
@@ -343,7 +344,7 @@ class HostSupervisor(Watcher):
             self._link.post(WorkerStack(rank, since, found.get(rank, "")))
 
         if worker.greeted:
-            threading.Thread(target=show, name="pool-stack", daemon=True).start()
+            in_thread(show, "pool-stack")
 
     def _leave_board(self) -> None:
         with self._boarding:

@@ -34,11 +34,13 @@ from server.hosts.link_messages import (
     SignalWorker,
     ToWorker,
     WorkerEnded,
+    WorkerStack,
 )
 from server.hosts.meeting_port import tell_port
 from server.hosts.place import Hosts
 from server.pool_config import PoolConfig
 from shm_broadcast import Deadline, MessageQueue
+from shm_broadcast.board.stacks import STACK_SIGNAL
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.standing_store import store_elsewhere
 
@@ -149,6 +151,38 @@ class TakesNothingIn(Scripted):
             *("tests.server.workers:Worker", b"x" * (4 << 20), None, 0.5),
         )
         self._heeder.hear(ToWorker(1, start))
+
+
+class AsksForStack(Scripted):
+    """Asks what the worker does, and is content with any answer."""
+
+    stack = ""
+
+    def goes_on(self) -> None:
+        self._heeder.hear(SignalWorker(1, STACK_SIGNAL))
+
+    def post(self, message: Any) -> None:
+        super().post(message)
+        if isinstance(message, WorkerStack):
+            self.stack = message.text
+            self._heeder.hear(HostDismissed())
+
+
+def test_a_host_that_can_start_no_thread_shows_what_a_worker_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Thread.start
+
+    def but_for_stacks(thread: threading.Thread) -> None:
+        if thread.name == "pool-stack":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", but_for_stacks)
+    made = links_made(AsksForStack, monkeypatch)
+    serve_host(HERE, PATIENCE_SECONDS)
+    (link,) = made
+    assert "File" in link.stack
 
 
 @pytest.mark.parametrize(
