@@ -64,6 +64,7 @@ def judge(program: Program) -> Verdict:
     told += _tell(culprits, "hold", "up others")
     knot = knot_of(parties)
     told += _tell_knot(knot)
+    told += [_full(queue) for board in program.boards for queue in board.queues if _is_full(queue)]
     held_up = bool(culprits or knot)
     if not held_up:
         if ends:
@@ -73,7 +74,6 @@ def judge(program: Program) -> Verdict:
         told += _tell(ends, "send", "nothing")
         culprits = ends
     told += [line for board in program.boards for line in _closed_by_some(board, parties)]
-    told += [_full(queue) for board in program.boards for queue in board.queues if _is_full(queue)]
     asked = [_first_waiting(each) if each.idle or each.closed else each for each in culprits]
     asked = [each for each in dict.fromkeys(asked) if each.status.state != "absent"]
     return Verdict(tuple(told), (*culprits, *knot), (*asked, *knot), held_up)

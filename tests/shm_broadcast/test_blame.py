@@ -144,10 +144,15 @@ def test_an_abort_comes_first() -> None:
 def test_a_full_queue_names_the_slowest() -> None:
     readers = (ReaderSeen(0, 4, False), ReaderSeen(1, 9, False), ReaderSeen(2, 9, False))
     full = QueueSeen(DRIVER_RANK, readers, 20, 60 << 10, 64 << 10, False)
-    told = judged(member(0), queues=(full,))
-    assert told[-1] == (
+    said = (
         "The queue from the driver, of 64 KiB, is 93 % full: rank 1 and rank 2 have 9 messages "
         "to read."
+    )
+    assert judged(member(0, 1), member(1), queues=(full,))[-1] == said
+    # Its writer, which waits a moment and tries again later, does not wait just now.
+    assert judged(member(0), queues=(full,)) == (said,)
+    assert (
+        judged(member(0, 1, verb="dequeue"), member(1, verb="enqueue"), queues=(full,))[0] == said
     )
 
 
