@@ -42,7 +42,7 @@ class Pool:
         self.restarts = 0
         self.operation = "dequeue"
         self.last_failure: tuple[float, CoordinatorError] | None = None
-        self.grid = RankGrid.of({"dp": 1, "pp": 1, "tp": 2})
+        self.grid = RankGrid.of_job(tp=2, pp=1, dp=1, pcp=1, axes=None)
         self.held: list[tuple[Future[Any], list[str]]] | None = None
         self.batches: list[list[str]] = []
         self.stopped = False
