@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from shm_broadcast.checked_arguments import text, whole
+from shm_broadcast.checked_arguments import line, whole
 
 MODEL_AXES: Final = ("dp", "pp", "pcp", "tp")
 """The axes that every job has, outermost first."""
@@ -55,11 +55,11 @@ class RankGrid:
 
     def __post_init__(self) -> None:
         """Check the axes."""
-        names = tuple(text("the name of an axis", name) for name in self.names)
+        axes = tuple((line("the name of an axis", name), size) for name, size in self.axes)
+        names = tuple(name for name, _ in axes)
         if len(set(names)) != len(names) or not all(names):
             raise ValueError(f"the axes of a grid need names, each a different one; got {names}")
-        axes = tuple((name, whole(name, size)) for name, size in self.axes)
-        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "axes", tuple((name, whole(name, size)) for name, size in axes))
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> RankGrid:

@@ -78,6 +78,7 @@ def test_decode_context_groups_are_those_of_vllm() -> None:
         (lambda: RankGrid.of({"tp": 0}), "tp must be 1 or more; got 0"),
         (lambda: RankGrid((("tp", 2), ("tp", 2))), "each a different one"),
         (lambda: RankGrid((("", 2),)), "need names"),
+        (lambda: RankGrid((("a\n", 2),)), "name of an axis must be of printable characters only"),
         (lambda: GRID.coordinates(8), "rank 8 is not in a grid of 8 ranks"),
         (lambda: GRID.coordinates(-1), "rank -1 is not in"),
         (lambda: GRID.group_of(8, "tp"), "rank 8 is not in"),
@@ -102,6 +103,12 @@ def test_wrong_values(call: object, message: str) -> None:
 def test_a_size_is_an_integer(size: object) -> None:
     with pytest.raises(TypeError, match="tp must be a whole number; got"):
         RankGrid.of({"tp": size})  # type: ignore[dict-item]
+
+
+def test_names_and_sizes_are_plain() -> None:
+    """They are sent to other processes."""
+    ((name, size),) = RankGrid.of({np.str_("cfg"): np.int64(2)}).axes  # type: ignore[dict-item]
+    assert (type(name), type(size)) == (str, int)
 
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=5)
