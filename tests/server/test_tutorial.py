@@ -21,6 +21,7 @@ def test_the_files(tmp_path: Path) -> None:
         "stages.py": block_of("docs/tutorial.md", "# stages.py\n"),
         "failing.py": block_of("docs/tutorial.md", "# failing.py\n"),
         "calls.py": block_of("docs/pools.md", "# calls.py\n"),
+        "updates.py": block_of("docs/pools.md", "# updates.py\n"),
     }
     for name, code in files.items():
         (tmp_path / name).write_text(code)
