@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,7 +13,10 @@ import torch
 
 import coordinator
 from coordinator import ParallelGroups, StatelessGroupCoordinator
+from server.errors import WorkerLostError
 from server.pool import WorkerPool
+from shm_broadcast import PeerLostError
+from tests.patience import PATIENCE_SECONDS, until
 
 if TYPE_CHECKING:
     from coordinator import GroupCoordinator
@@ -66,6 +73,9 @@ class Beside:
     """Meets its driver in a group when it is told to."""
 
     def __init__(self, context: WorkerContext) -> None:
+        self.restore(context)
+
+    def restore(self, context: WorkerContext) -> None:
         self.tp = context.groups.tp
 
     def meet(self, port: int, torch_only: bool) -> None:
@@ -78,6 +88,13 @@ class Beside:
 
     def leave(self) -> None:
         self.met.close()
+
+    def waits(self, rank: int, folder: str) -> None:
+        """Rank ``rank`` does not come to a collective of the group until it is killed."""
+        if self.tp.rank == rank:
+            Path(folder, f"waits {rank}").touch()
+            time.sleep(PATIENCE_SECONDS)
+        self.all.barrier()
 
     def turned(self, port: int) -> float:
         """The first rank sends to the second in a group that has them the other way round."""
@@ -105,6 +122,27 @@ def test_workers_exchange_with_processes_of_no_pool(torch_only: bool) -> None:
                 assert exchange(groups.axes["all"]) == EXPECTED
                 assert theirs.result(timeout=60) == EXPECTED
             pool.call("leave", timeout=60)
+
+
+def test_a_group_is_made_again_in_the_same_store_when_a_worker_was_replaced(
+    tmp_path: Path,
+) -> None:
+    store = coordinator.host_store()
+    with WorkerPool(Beside, tp=TP, restart="worker") as pool:
+        for lost in (0, 1):
+            met = pool.submit("meet", store.port, False)
+            with meet(0, store.port, False) as groups:
+                met.result(timeout=60)
+                theirs = pool.submit("exchange")
+                assert exchange(groups.axes["all"]) == EXPECTED
+                assert theirs.result(timeout=60) == EXPECTED
+                late = pool.submit("waits", lost, str(tmp_path))
+                until((tmp_path / f"waits {lost}").exists)
+                os.kill(pool.status()[lost].pid, signal.SIGKILL)
+                with pytest.raises(PeerLostError, match=f"lost rank {1 + lost} "):
+                    groups.axes["all"].barrier()
+                with pytest.raises(WorkerLostError, match=f"lost the worker of rank {lost} "):
+                    late.result(timeout=60)
 
 
 def test_workers_of_two_pools_exchange() -> None:
