@@ -86,8 +86,13 @@ class SymmetricVerbs:
         if hierarchical:
             return self._reduce_by_nodes(x, op, out, async_op, timeout)
         traced = self._traced
-        if traced and is_compiling() and out is None and not async_op and timeout is None:
-            return traced.all_reduce(x, op)
+        if traced and is_compiling() and not async_op and timeout is None:
+            if out is None:
+                return traced.all_reduce(x, op)
+            if out is x:
+                if (total := traced.all_reduce(x, op)) is not x:
+                    x.detach().copy_(total)  # as outside a graph, autograd does not see it
+                return x
         run = self.runner
         if not async_op and (shortcut := run.backend.shortcut) is not None:
             done = shortcut.collective("all_reduce", timeout, x, op, out)

@@ -31,7 +31,7 @@ class Layer(nn.Module):
         total = self.group.all_reduce(normed + kept).relu()
         gathered = self.group.all_gather(total * 2, dim=-1)
         scattered = self.group.reduce_scatter(gathered.t() + 1, dim=0)
-        largest = self.group.all_reduce(scattered, op=ReduceOp.MAX)
+        largest = self.group.all_reduce_(scattered.clone(), op=ReduceOp.MAX)
         return gathered, scattered, largest
 
 
@@ -48,6 +48,19 @@ def no_gradient(group: GroupCoordinator) -> None:
         found = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
         assert not found.requires_grad
         assert torch.equal(found, layer(x))
+
+    def in_place(x: Tensor) -> Tensor:
+        y = linear(x)
+        return group.all_reduce_(y) * y
+
+    for function in (in_place, torch.compile(in_place, fullgraph=True, backend="aot_eager")):
+        x = torch.ones(2, 2, requires_grad=True)
+        found = function(x)
+        found.sum().backward()
+        y = linear(torch.ones(2, 2)).detach() * group.world_size
+        assert torch.allclose(found, y * y)
+        assert x.grad is not None
+        assert torch.allclose(x.grad, 2 * y @ linear.weight)  # that of y * y; the sum has none
     for verb in (group.all_gather, group.reduce_scatter):
         for wrong in (lambda x, verb=verb: verb(x, dim=5), lambda x, verb=verb: verb(x.sum(), 0)):
             for call in (wrong, torch.compile(wrong, backend="aot_eager")):
@@ -91,11 +104,12 @@ def test_no_graph_break_and_opcheck() -> None:
 
 def test_a_group_of_one_leaves_no_op_behind() -> None:
     with coordinator.init(rank=0) as groups:
-        seen = torch._dynamo.explain(lambda x: groups.tp.all_reduce(x) + 1)(torch.ones(2))
-        assert seen.graph_break_count == 0
-        assert all(
-            "group_coordinator" not in str(node.target) for node in seen.graphs[0].graph.nodes
-        )
+        for verb in (groups.tp.all_reduce, groups.tp.all_reduce_):
+            seen = torch._dynamo.explain(lambda x, verb=verb: verb(x) + 1)(torch.ones(2))
+            assert seen.graph_break_count == 0
+            nodes = seen.graphs[0].graph.nodes
+            assert not [node for node in nodes if "group_coordinator" in str(node.target)]
+            assert not [node for node in nodes if "copy_" in str(node.target)]
 
 
 def test_groups_are_found_while_they_are_open() -> None:
