@@ -53,7 +53,8 @@ class Exchange(StoreAsker):
 
         The store counts each member's visits to the place, which is another one for other members
         `called` so. The n-th visit uses keys of its own, so it meets the other members' n-th
-        visits, and never an earlier one's values. A visit in which a member has waited in vain is
+        visits, and never an earlier one's values. A visit in which a member has waited in vain, or
+        that it has left for its next one, as does one that takes the place of a killed process, is
         left out by those that come later: they meet that member's next one. Those that are there
         already wait until their own time is over.
 
@@ -71,6 +72,8 @@ class Exchange(StoreAsker):
                 around.set(_last_group_of(self.called[self.rank]), self._group)
             while True:
                 count = store.add(f"{place}/visits/{self.rank}", 1)
+                if count > 1:
+                    PrefixStore(f"{place}/{count - 1}", store).set(GIVEN_UP, "")
                 inside = PrefixStore(f"{place}/{count}", store)
                 if not inside.check([GIVEN_UP]):
                     come_to.append(inside)

@@ -294,6 +294,20 @@ def test_members_that_give_up_in_turns_meet_in_the_end() -> None:
     all_meet(store, visit)
 
 
+@pytest.mark.parametrize("killed", [1, 2])
+def test_who_comes_late_meets_those_that_take_the_place_of_killed_ones(killed: int) -> None:
+    """Who is killed while it waits gives nothing up; what it has put is not taken for another's."""
+    store = HashStore()
+    for _ in range(killed):
+        left = Exchange(store, 0, 2, "world", Deadline.after(30)).visit("world")
+        left._come("hosts", b"of a killed one")
+    again = Exchange(store, 0, 2, "world", Deadline.after(30)).visit("world")
+    with ThreadPoolExecutor(1) as threads:
+        late = threads.submit(visit, store, 1, 30)
+        assert again.all_gather("hosts", b"0") == late.result(60) == [b"0", b"1"]
+    all_meet(store, visit)
+
+
 @pytest.mark.parametrize(
     "seen",
     [
