@@ -43,9 +43,11 @@ class Exchange(StoreAsker):
 
     Attributes:
         around: where each member says which group it came to set up last; None: none does.
+        before: what this one said there before it came to this group.
     """
 
     around: Store | None = None
+    before: bytes = b""
 
     def visit(self, place: str) -> Exchange:
         """An exchange of the same members under a key prefix, ``place``, that may have been used
@@ -67,9 +69,7 @@ class Exchange(StoreAsker):
         store, around = self.store, self.store if self.called else None
         place = f"group-coordinator/{place}{_digest(self.called)}"
 
-        def come() -> Store:
-            if around is not None:
-                around.set(_last_group_of(self.called[self.rank]), self._group)
+        def come() -> tuple[Store, bytes]:
             while True:
                 count = store.add(f"{place}/visits/{self.rank}", 1)
                 if count > 1:
@@ -77,7 +77,7 @@ class Exchange(StoreAsker):
                 inside = PrefixStore(f"{place}/{count}", store)
                 if not inside.check([GIVEN_UP]):
                     come_to.append(inside)
-                    return inside
+                    return inside, self._say_where(around, count)
 
         def leave() -> None:
             for each in come_to:
@@ -85,12 +85,12 @@ class Exchange(StoreAsker):
 
         come_to: list[Store] = []
         try:
-            inside = self.ask(self.name, come)
+            inside, before = self.ask(self.name, come)
         except GroupTimeoutError:
             # Once the store answers, it has taken this for a visit: behind that, it has ended.
             self.asking.begin(leave)
             raise
-        return replace(self, store=inside, marks=inside, around=around)
+        return replace(self, store=inside, marks=inside, around=around, before=before)
 
     def all_gather(self, what: str, payload: bytes = b"") -> list[bytes]:
         """Put ``payload``, wait for everyone's, and return them by rank.
@@ -194,17 +194,30 @@ class Exchange(StoreAsker):
         """What this member is to set up, as others are told."""
         return f"{self.name} of ranks {list(self.called)}"
 
+    def _say_where(self, around: Store | None, count: int) -> bytes:
+        """Say which group this member comes to set up, for the ``count``-th time; what it said
+        before.
+        """
+        if around is None:
+            return b""
+        key = _last_group_of(self.called[self.rank])
+        before = around.get(key) if around.check([key]) else b""
+        around.set(key, f"{count} {self._group}")
+        return before
+
     def _missing(self, ranks: Sequence[int]) -> tuple[Sequence[int], list[str]]:
         """``ranks``, and of each which group it came to set up last, if it was another one.
 
-        A slip in its name, its ranks or their order keeps members apart for ever.
+        A slip in its name, its ranks or their order keeps members apart for ever. Who came last to
+        the same as this member before is late, and nowhere else.
         """
         elsewhere = []
         for rank in map(self.global_rank, ranks):
             key = _last_group_of(rank)
             if self.around is not None and self.around.check([key]):
-                group = self.around.get(key).decode(errors="replace")
-                if group != self._group:
+                came = self.around.get(key)
+                group = came.partition(b" ")[2].decode(errors="replace")
+                if group != self._group and came != self.before:
                     said = shorten(group, _LONGEST_GROUP)
                     elsewhere.append(f"rank {rank} came to set up {said} last")
         return ranks, elsewhere

@@ -261,6 +261,22 @@ def test_a_member_that_is_late_is_not_said_to_be_elsewhere() -> None:
         there.all_gather("hosts")
 
 
+def test_a_member_that_is_late_is_not_said_to_be_where_all_were_before() -> None:
+    store = HashStore()
+
+    def come(name: str, rank: int) -> Exchange:
+        exchange = Exchange(store, rank, 2, name, Deadline.after(0.2), called=(4, 6))
+        return exchange.visit(name)
+
+    for rank in range(2):
+        come("kv", rank)
+    with pytest.raises(GroupTimeoutError, match=r"rank 6 \(never joined\)$"):
+        come("kv2", 0).all_gather("hosts")
+    come("kv", 1)  # by its old name, again
+    with pytest.raises(GroupTimeoutError, match=r"rank 6 came to set up kv of ranks \[4, 6\] last"):
+        come("kv2", 0).all_gather("hosts")
+
+
 def visit(store: Store, rank: int, seconds: float) -> list[bytes]:
     """One member's set-up, of two."""
     exchange = Exchange(store, rank, 2, "world", Deadline.after(seconds)).visit("world")
