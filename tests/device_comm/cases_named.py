@@ -38,7 +38,7 @@ def named_cases(n: int) -> Iterator[Case]:
         (COLLECTIVES | UNEVEN | ROOTED | P2P, wrong_arguments_move_nothing),
         (UNEVEN, outputs_that_are_inputs_too),
         (COLLECTIVES | UNEVEN, many_in_flight),
-        (frozenset({"barrier"}), barrier_waits_for_the_late),
+        (frozenset({"barrier", "all_gather"}), barrier_waits_for_the_late),
     ]
     if n == 2:
         rows += [

@@ -7,8 +7,9 @@ by itself, so that ranks need not talk about it. To run all of it over another b
         with Communicator(MyBackend(...)) as comm:
             return run_whole_table(comm)  # of tests.device_comm.whole_table
 
+    @pytest.mark.parametrize("n", [2, 3, 4])
     def test_table(n, store_path):
-        check_table(run_ranks(n, body, store_path))
+        check_table(run_ranks(n, body, store_path))  # of tests.ranks
 """
 
 from __future__ import annotations

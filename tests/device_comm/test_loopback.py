@@ -5,18 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from device_comm import ALL_VERBS, Communicator, LoopbackBackend, Operation, Work
+from device_comm import ALL_VERBS, Capabilities, Communicator, LoopbackBackend, Operation, Work
 from shm_broadcast import Board, GroupAbortedError, GroupClosedError
-from tests.device_comm.cases_move import move_cases
-from tests.device_comm.cases_named import named_cases
-from tests.device_comm.cases_reduce import reduce_cases
-from tests.device_comm.suite import check_table, run_table
+from tests.device_comm.suite import check_table
+from tests.device_comm.whole_table import run_whole_table
 
 
-@pytest.mark.parametrize("cases", [reduce_cases, move_cases, named_cases])
-def test_table(cases: object) -> None:
+def test_table() -> None:
     with Communicator(LoopbackBackend()) as comm:
-        check_table([run_table(comm, cases, [torch.float32, torch.int64, torch.bool])])
+        check_table([run_whole_table(comm, [torch.float32, torch.int64, torch.bool])])
+
+
+def test_the_table_leaves_out_the_verbs_that_a_backend_has_not() -> None:
+    backend = LoopbackBackend()
+    backend.capabilities = Capabilities("few", frozenset({"barrier", "all_gather"}))
+    with Communicator(backend) as comm:
+        assert run_whole_table(comm) == {}
 
 
 def test_results_are_the_input_itself() -> None:

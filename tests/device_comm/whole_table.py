@@ -10,17 +10,23 @@ from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.suite import run_table
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
     import torch
 
     from device_comm import Communicator
+    from tests.device_comm.suite import Case
 
 
 def run_whole_table(
     comm: Communicator, dtypes: Collection[torch.dtype] | None = None
 ) -> dict[str, str]:
     """What fails, by case; ``dtypes``: of reductions and moves, None: all. Collective: yes."""
-    failures = run_table(comm, reduce_cases, dtypes)
-    failures |= run_table(comm, move_cases, dtypes)
-    return failures | run_table(comm, named_cases)
+
+    def cases(n: int) -> Iterator[Case]:
+        for case in (*reduce_cases(n), *move_cases(n)):
+            if dtypes is None or case.dtype in dtypes:
+                yield case
+        yield from named_cases(n)
+
+    return run_table(comm, cases)
