@@ -7,9 +7,10 @@ other methods have defaults. A backend that changes how another one works, such 
 What `Backend.start` may rely on
     - There are two ranks or more: communicators handle a single rank themselves.
     - Every tensor is contiguous, on the backend's device, without autograd history or lazy
-      conjugation. Its shape has no meaning, only the order of its elements; sizes are numbers of
-      elements. Arguments are valid. Reductions are defined for the dtype. Where nothing moves
-      only backends that detect divergence are asked; single entries of explicit sizes may be 0.
+      conjugation. Its shape has no meaning, only the order of its elements, nor has the stride of a
+      single element; sizes are numbers of elements. Arguments are valid. Reductions are defined for
+      the dtype. Where nothing moves only backends that detect divergence are asked; single entries
+      of explicit sizes may be 0.
     - The group is neither closed nor aborted, and the operation was stamped on the watch.
 
 What `Backend.start` must do
