@@ -107,7 +107,7 @@ class Face(ABC, Generic[Service]):
                 Route("/events", self.guarded(self._events)),
                 *self.asked(),
                 Route("/v1/models", self.guarded(self._models)),
-                Route("/v1/models/{name:path}", self.guarded(self._one_model)),
+                Route("/v1/models/{model:path}", self.guarded(self._one_model)),
                 Route("/openapi.json", self.guarded(_always(about))),
                 Route("/health", self._health),
                 Route("/health/progress", self._progress),
@@ -225,7 +225,7 @@ class Face(ABC, Generic[Service]):
 
     async def _one_model(self, request: Request) -> Response:
         try:
-            self.model.check_name(request.path_params["name"])
+            self.model.check_name(request.path_params["model"])
         except ApiError as error:
             return error_answer(error)
         return json_answer(msgspec.json.encode(self.model.entry()))

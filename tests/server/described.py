@@ -12,6 +12,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
+from starlette.routing import Route
 
 from tests.patience import PATIENCE_SECONDS
 
@@ -19,11 +20,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractAsyncContextManager
 
+    from server.web.face import Face
+
 
 def operations(document: dict[str, Any]) -> dict[str, Any]:
     """What a document describes, by method and path."""
     found = [each.ok() for each in schemathesis.openapi.from_dict(document).get_all_operations()]
     return {each.label: each for each in found}
+
+
+def check_routes(face: Face[Any]) -> None:
+    """The routes of a face are those that its document describes, and the document's own."""
+    answered = {
+        f"{method} {route.path.replace(':path', '')}"
+        for route in face.app().routes
+        if isinstance(route, Route)
+        for method in (route.methods or {"GET"}) - {"HEAD"}
+    }
+    assert answered == {*operations(face.about(with_key=False)), "GET /openapi.json"}
 
 
 def ask(operation: Any, mode: GenerationMode, url: str, examples: int) -> None:
