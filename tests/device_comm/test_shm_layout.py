@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from device_comm import ReduceOp
 from device_comm.begun import VERBS
+from device_comm.operation import ROOTED
 from device_comm.shm import layout, signature
 from device_comm.shm.collectives import slot_plan
 from device_comm.shm.collectives.slot_plan import SlotPlan, SlotPlanner
@@ -22,6 +23,11 @@ from device_comm.shm.pipes import pipe
 from device_comm.span import NOTHING, Span
 from shm_broadcast import layout as board_layout
 from shm_broadcast.ring.recycling import RECYCLED_BYTES
+
+
+def test_the_verbs_with_a_root_come_last() -> None:
+    # `direct_start` in C takes every code from that of broadcast on for one of them.
+    assert {*VERBS[VERBS.index("broadcast") :]} == {*ROOTED}
 
 
 def test_the_extension_was_built_and_agrees() -> None:
