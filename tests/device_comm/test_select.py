@@ -9,9 +9,15 @@ import torch
 
 from device_comm import ALL_VERBS, Backend, Capabilities, Identity, Operation, ReduceOp
 from device_comm.choice import Explanation, in_bytes
-from device_comm.choosing.measuring import MEASURED_SIZES as MEASURED_SIZES
-from device_comm.choosing.measuring import measure_candidates
-from device_comm.choosing.selection import Candidate, Measured, Selection, Table, size_of
+from device_comm.choosing.measuring import MEASURED_SIZES, measure_candidates
+from device_comm.choosing.selection import (
+    MEASURED_AS,
+    Candidate,
+    Measured,
+    Selection,
+    Table,
+    size_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -223,6 +229,11 @@ def test_the_size_of_an_operation_is_that_of_the_whole_tensor() -> None:
     assert size_of(Operation("broadcast", GIVEN), N) == 32
     assert size_of(Operation("broadcast", output=TAKEN), N) == 40
     assert {*SIZES, "broadcast"} == ALL_VERBS
+
+
+def test_every_verb_has_times_of_its_own_or_of_another() -> None:
+    assert {*MEASURED_SIZES, *MEASURED_AS} == ALL_VERBS
+    assert {*MEASURED_AS.values()} <= {*MEASURED_SIZES}
 
 
 class Timed(Named):
