@@ -90,7 +90,7 @@ class PoolService(ABC):
 
     @property
     def state(self) -> str:
-        """One of `now.STATES`."""
+        """One of `gauges.STATES`."""
         if self.failure is not None:
             return "failed"
         if self._stopping:
