@@ -29,7 +29,7 @@ class WorkerChannel(Protocol):
 
 
 class WorkerHandle(Protocol):
-    """One worker's process: `local.LocalWorker` here, `hosts.DistantWorker` on another host.
+    """One worker's process: `local.LocalWorker` here, `distant_worker.DistantWorker` on another host.
 
     Attributes:
         rank: the worker's global rank.
