@@ -6,7 +6,6 @@ import json
 import math
 import pickle
 import struct
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +17,7 @@ from coordinator.layout import (
     CheckpointFormatError,
     Layout,
     MissingTensorError,
+    Place,
     Replicate,
     Shard,
     TensorShapeError,
@@ -27,12 +27,6 @@ from tests.commands import run_code
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-@dataclass(frozen=True)
-class Place:
-    rank_in_group: int
-    world_size: int
 
 
 TENSORS = {
@@ -253,14 +247,8 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 MEASURE = """
 import sys
-from dataclasses import dataclass
-from coordinator.layout import Shard, load_sharded
+from coordinator.layout import Place, Shard, load_sharded
 import torch
-
-@dataclass
-class Place:
-    rank_in_group: int
-    world_size: int
 
 def peak():
     with open("/proc/self/status") as status:

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.layout import Extent, Layout, Placement, Replicate, Shard
-
-
-@dataclass(frozen=True)
-class Place:
-    rank_in_group: int
-    world_size: int
+from coordinator.layout import Extent, Layout, Place, Placement, Replicate, Shard
 
 
 def extents(placement: Placement, shape: tuple[int, ...], ranks: int) -> list[tuple[Extent, ...]]:
