@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,14 @@ def until(true: Callable[[], object], otherwise: str = "it did not come about") 
     while not true():
         assert time.monotonic() < end, otherwise
         time.sleep(0.002)
+
+
+async def auntil(true: Callable[[], object]) -> None:
+    """As `until`; the event loop goes on meanwhile."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not true():
+        assert time.monotonic() < end, "it did not come about"
+        await asyncio.sleep(0.005)
 
 
 def quickest(attempt: Callable[[], float], promised: float) -> float:

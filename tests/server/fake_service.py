@@ -24,6 +24,7 @@ from server.web.web_server import WebServer
 from server.workers.minilm import EncodedText, InputTooLongError
 from shm_broadcast import CoordinatorError, MemberStatus
 from shm_broadcast.board.totals import VerbTotal
+from tests.patience import auntil
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -119,10 +120,6 @@ class Site:
             "/v1/embeddings", json={"model": "m", "input": given, **fields}
         )
 
-    async def until(self, true: Callable[[], bool]) -> None:
-        while not true():
-            await asyncio.sleep(0.005)
-
 
 class Tokenizer:
     """Makes a token of each character."""
@@ -170,7 +167,7 @@ async def site(
     service.start(lambda: None)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         here = Site(pool, service, client)
-        await here.until(lambda: service.state != "starting")
+        await auntil(lambda: service.state != "starting")
         yield here
     pool.let_go()
     await service.stop()

@@ -18,6 +18,7 @@ from server.completion.completion_service import CompletionService
 from server.service.service_limits import ServiceLimits
 from server.web.api import ServedModel
 from server.workers.decoder import DecoderFolder, DecoderText
+from tests.patience import auntil
 from tests.server.fake_service import run, serving
 from tests.server.one_worker import LOST, OneWorker
 from tests.server.test_minilm_config import edit
@@ -50,10 +51,6 @@ class Site:
         reader = self.text.reader(stops)
         tokens = [token for token in greedy(self.folder, prompt, count) if token != 256]
         return "".join(map(reader.read, tokens)) + reader.rest()
-
-    async def until(self, true: Callable[[], bool]) -> None:
-        while not true():
-            await asyncio.sleep(0.005)
 
     async def answered(self) -> dict[str, int]:
         """How many requests were counted, by status."""
@@ -90,7 +87,7 @@ async def site(
     service.start(lambda: None)
     async with serving(face, refused=service.metrics.refuse) as url:
         here = Site(folder, pool, service, url)
-        await here.until(lambda: service.state != "starting")
+        await auntil(lambda: service.state != "starting")
         yield here
         await here.openai.close()
     pool.go()
@@ -168,7 +165,7 @@ def test_an_answer_ends_before_a_stop(llama: Path) -> None:
             said = "".join(piece.choices[0].text for piece in pieces)
             assert said == whole[: whole.index(stop)] == here.expected(prompt, 40, (stop,))
             assert pieces[-1].choices[0].finish_reason == "stop"
-            await here.until(lambda: here.running == 0)
+            await auntil(lambda: here.running == 0)
 
     with_site(llama, test)
 
@@ -326,7 +323,7 @@ def test_too_many_are_told_to_come_again(llama: Path) -> None:
     async def test(here: Site) -> None:
         here.pool.hold()
         asked = [asyncio.create_task(here.complete("x", max_tokens=1)) for _ in range(20)]
-        await here.until(lambda: sum(task.done() for task in asked) >= 20 - 8 - 3)
+        await auntil(lambda: sum(task.done() for task in asked) >= 20 - 8 - 3)
         here.pool.go()
         found = await asyncio.gather(*asked, return_exceptions=True)
         refused = [each for each in found if isinstance(each, openai.RateLimitError)]
@@ -341,15 +338,15 @@ def test_a_client_that_leaves_frees_its_slot(llama: Path, stream: bool) -> None:
     async def test(here: Site) -> None:
         here.pool.hold(after=2)
         asking = asyncio.create_task(here.complete("x", max_tokens=60, stream=stream))
-        await here.until(lambda: here.running == 1)
+        await auntil(lambda: here.running == 1)
         if stream:
             leaving = await asking
             await leaving.close()
         else:
             asking.cancel()
-        await here.until(lambda: here.unwanted == 1)
+        await auntil(lambda: here.unwanted == 1)
         here.pool.go()
-        await here.until(lambda: here.running == 0)
+        await auntil(lambda: here.running == 0)
         assert len(here.pool.steps) <= 1 + 3  # the first one tried the workers
         assert (await here.complete("x", max_tokens=5)).usage.completion_tokens == 5
         assert await here.answered() == {"499": 1, "200": 1}

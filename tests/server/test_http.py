@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from server.web.body import MAX_BODY_BYTES, SMALL_BODY_BYTES
+from tests.patience import auntil
 from tests.server.fake_service import Pool, site
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ async def test_requests_that_wait_together_share_a_batch_and_each_gets_its_own_a
     async with site() as here:
         here.pool.held = []
         asked = [asyncio.create_task(here.embed("x" * n)) for n in range(1, 5)]
-        await here.until(lambda: here.service.status()["items_waiting"] == 3)
+        await auntil(lambda: here.service.status()["items_waiting"] == 3)
         here.pool.let_go()
         for n, answer in enumerate(await asyncio.gather(*asked), 1):
             assert answer.json()["data"][0]["embedding"] == [float(n)]
@@ -38,7 +39,7 @@ async def test_a_full_queue_answers_429_at_once() -> None:
     async with site() as here:
         here.pool.held = []
         asked = [asyncio.create_task(here.embed("x")) for _ in range(5)]
-        await here.until(lambda: here.service.status()["items_waiting"] == 4)
+        await auntil(lambda: here.service.status()["items_waiting"] == 4)
         refused = await here.embed("y")
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"
@@ -69,7 +70,7 @@ async def test_a_dead_worker_answers_503_by_rank_and_is_not_ready() -> None:
         assert (await here.client.get("/ready")).status_code == 200
         here.pool.held = []
         asked = [asyncio.create_task(here.embed("x")) for _ in range(3)]
-        await here.until(lambda: here.service.status()["items_waiting"] == 2)
+        await auntil(lambda: here.service.status()["items_waiting"] == 2)
         here.pool.kill()
         for answer in [*await asyncio.gather(*asked), await here.embed("later")]:
             assert answer.status_code == 503
@@ -95,7 +96,7 @@ async def test_calls_that_do_not_move_fail_readiness_until_they_do(
     async with site(request_timeout=4.0, stall_timeout=0.5) as here:
         here.pool.held = []
         asked = asyncio.create_task(here.embed("x"))
-        await here.until(lambda: here.service.state == "stalled")
+        await auntil(lambda: here.service.state == "stalled")
         for path in ("/ready", "/health/progress"):
             answer = await here.client.get(path)
             assert (answer.status_code, "rank 1 (pid 4242)" in answer.text) == (503, True)
@@ -106,10 +107,10 @@ async def test_calls_that_do_not_move_fail_readiness_until_they_do(
         assert "rank 1 (pid 4242), last seen in all_reduce" in late.json()["error"]["message"]
         assert here.service.state == "stalled"
         here.pool.held = None
-        await here.until(lambda: here.service.state == "ready")
+        await auntil(lambda: here.service.state == "ready")
         assert (await here.client.get("/health/progress")).status_code == 200
         assert (await here.embed("x")).status_code == 200
-        await here.until(lambda: "calls are answered again" in caplog.messages)
+        await auntil(lambda: "calls are answered again" in caplog.messages)
     told = [record.getMessage() for record in caplog.records if "watched" in record.name]
     assert "rank 1 (pid 4242)" in told[0]
     assert "Stack of rank 1:\nin all_reduce" in told[1]
@@ -119,7 +120,7 @@ async def test_a_request_that_waits_too_long_is_told_so() -> None:
     async with site(request_timeout=1.0, in_flight=2, max_tokens=4) as here:
         here.pool.held = []
         asked = [asyncio.create_task(here.embed("x" * n)) for n in (1, 2)]
-        await here.until(lambda: len(here.pool.held or ()) == 2)
+        await auntil(lambda: len(here.pool.held or ()) == 2)
         late = await here.embed("abc")
         assert late.status_code == 504
         assert late.json()["error"]["code"] == "timeout"
@@ -157,7 +158,7 @@ async def test_large_bodies_that_stall_keep_out_no_small_one() -> None:
             return (await here.client.post("/v1/embeddings", content=content)).status_code
 
         stalling = [asyncio.create_task(send(stall())) for _ in range(4)]
-        await here.until(lambda: len(stalled) == 4)
+        await auntil(lambda: len(stalled) == 4)
         body = json.dumps({"model": "m", "input": "a"}).encode()
         assert await send(body.ljust(SMALL_BODY_BYTES)) == 200
         assert await send(body.ljust(6 * SMALL_BODY_BYTES)) == 429
@@ -227,7 +228,7 @@ async def test_stopping_finishes_what_was_accepted() -> None:
     async with site() as here:
         here.pool.held = []
         asked = asyncio.create_task(here.embed("abc"))
-        await here.until(lambda: bool(here.pool.held))
+        await auntil(lambda: here.pool.held)
         stopping = asyncio.create_task(here.service.stop())
         await asyncio.sleep(0)
         assert (await here.embed("late")).status_code == 503

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from benchmarks.http_load import Client
 from server.web.body import MAX_BODY_BYTES
+from tests.patience import auntil
 from tests.server.fake_service import Site, listening, site
 
 
@@ -19,12 +20,12 @@ async def test_a_client_that_leaves_is_dropped_from_what_waits() -> None:
     async with site() as here, listening(here) as url, Client(url, "m") as stays:
         here.pool.held = []
         first = asyncio.create_task(stays.embed(["stays"]))
-        await here.until(lambda: bool(here.pool.held))
+        await auntil(lambda: here.pool.held)
         leaves = await Client(url, "m").__aenter__()
         leaves.send(["leaves", "leaves"])
-        await here.until(lambda: here.service.status()["items_waiting"] == 2)
+        await auntil(lambda: here.service.status()["items_waiting"] == 2)
         await leaves.__aexit__()
-        await here.until(lambda: here.service.status()["items_waiting"] == 0)
+        await auntil(lambda: here.service.status()["items_waiting"] == 0)
         here.pool.let_go()
         assert (await first)[0] == 200
         assert (await stays.embed(["after"]))[0] == 200
@@ -37,11 +38,11 @@ async def test_a_client_that_leaves_during_its_batch_takes_nobody_along() -> Non
         here.pool.held = []
         leaves = await Client(url, "m").__aenter__()
         leaves.send(["leaves"])
-        await here.until(lambda: bool(here.pool.held))
+        await auntil(lambda: here.pool.held)
         second = asyncio.create_task(stays.embed(["stays"]))
-        await here.until(lambda: here.service.status()["items_waiting"] == 1)
+        await auntil(lambda: here.service.status()["items_waiting"] == 1)
         await leaves.__aexit__()
-        await here.until(lambda: one_has_left(here))
+        await auntil(lambda: one_has_left(here))
         here.pool.let_go()
         assert (await second)[0] == 200
         assert here.pool.batches == [["leaves"], ["stays"]]
@@ -76,7 +77,7 @@ async def test_a_full_queue_answers_429_while_the_others_wait() -> None:
                 return (await client.embed(["x"]))[0]
 
         asked = [asyncio.create_task(ask(number)) for number in range(100)]
-        await here.until(lambda: sum(task.done() for task in asked) == 95)
+        await auntil(lambda: sum(task.done() for task in asked) == 95)
         assert {task.result() for task in asked if task.done()} == {429}
         here.pool.let_go()
         assert sorted(await asyncio.gather(*asked)) == [200] * 5 + [429] * 95

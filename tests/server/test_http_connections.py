@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
+from tests.patience import auntil
 from tests.server.fake_service import Site, listening, site
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ async def test_those_that_wait_for_their_answer_do_not_give_way() -> None:
         asking = [await Raw(url).__aenter__() for _ in range(3)]
         for each in asking:
             each.writer.write(closing(HEAD + BODY))
-        await here.until(lambda: here.service.status()["items_waiting"] == 2)
+        await auntil(lambda: here.service.status()["items_waiting"] == 2)
         for path in (b"/health", b"/ready", b"/status", b"/metrics"):
             async with Raw(url) as idle, Raw(url) as probe:
                 probe.writer.write(HEALTH.replace(b"/health", path))
@@ -156,7 +157,7 @@ async def test_a_connection_beyond_the_limit_may_ask_again_once_there_is_room(sp
     async with site() as here, listening(here, **limits) as url, Raw(url) as asks:
         here.pool.held = []
         asks.writer.write(closing(HEAD + BODY))
-        await here.until(lambda: bool(here.pool.held))
+        await auntil(lambda: here.pool.held)
         async with Raw(url) as beyond:
             beyond.writer.write((HEAD + BODY) if spare else b"")
             assert b" 503 " in await beyond.line_with(b"HTTP/1.1 ")
@@ -207,7 +208,7 @@ async def test_who_has_shut_down_its_sending_side_gets_its_answer() -> None:
         here.pool.held = []
         half.writer.write(HEAD + BODY)
         half.writer.write_eof()
-        await here.until(lambda: bool(here.pool.held))
+        await auntil(lambda: here.pool.held)
         await asyncio.sleep(0.5)  # it is looked at meanwhile
         here.pool.let_go()
         answer = await half.rest()
@@ -227,9 +228,9 @@ async def test_who_has_left_is_not_computed_for(leave: str) -> None:
     async with site() as here, listening(here) as url, Raw(url) as first, Raw(url) as leaves:
         here.pool.held = []
         first.writer.write(HEAD + BODY)
-        await here.until(lambda: bool(here.pool.held))
+        await auntil(lambda: here.pool.held)
         leaves.writer.write(HEAD + BODY)
-        await here.until(lambda: here.service.status()["items_waiting"] == 1)
+        await auntil(lambda: here.service.status()["items_waiting"] == 1)
         depart(leaves.writer)()
-        await here.until(lambda: here.service.status()["items_waiting"] == 0)
+        await auntil(lambda: here.service.status()["items_waiting"] == 0)
         assert requests_answered(here, 499)

@@ -18,6 +18,7 @@ from server.web import logs
 from server.web.page import live
 from server.web.page.front_page import policy
 from shm_broadcast import CoordinatorError
+from tests.patience import auntil
 from tests.server.fake_service import Pool, listening, run, site
 from tests.server.test_http_connections import Raw
 
@@ -113,7 +114,7 @@ def test_all_listeners_get_the_same_snapshots_and_the_end() -> None:
 
                 async with listening(here) as url:
                     listeners = [asyncio.create_task(listen(url)) for _ in range(50)]
-                    await here.until(lambda: len(heard) == 50 and all(len(m) > 2 for m in heard))
+                    await auntil(lambda: len(heard) == 50 and all(len(m) > 2 for m in heard))
                 await asyncio.gather(*listeners)  # the server has ended, in the middle of them
             assert all(mine[-1] is None for mine in heard)
             moments = {seen["now"] for mine in heard for seen in mine if seen is not None}
@@ -146,7 +147,7 @@ async def test_who_listens_and_does_not_read_holds_nobody_up(
                     if got == 50:
                         break
             assert (await client.get(f"{url}/health")).status_code == 200
-            await here.until(lambda: len(ended(caplog)) == 2)
+            await auntil(lambda: len(ended(caplog)) == 2)
 
 
 async def test_so_many_may_listen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +218,7 @@ async def test_a_snapshot_that_cannot_be_taken_is_told_to_the_log(
     async with site() as here, listening(here) as url, httpx.AsyncClient(timeout=60) as client:
         pool, here.service._watched = here.service._watched, "nonsense"
         async with client.stream("GET", f"{url}/events") as answer:
-            await here.until(lambda: "cannot be shown" in caplog.text)
+            await auntil(lambda: "cannot be shown" in caplog.text)
             here.service._watched = pool
             async for seen in snapshots(answer):
                 assert seen["state"] == "ready"

@@ -17,6 +17,7 @@ from server.defaults import PACKAGED_NAME
 from server.errors import WorkerError
 from server.pool import WorkerPool
 from tests.commands import run_code
+from tests.patience import auntil
 from tests.server.fake_service import site
 from tests.server.spanned import Spanned, keep_spans, told
 
@@ -100,7 +101,7 @@ async def test_requests_that_share_a_batch_are_linked_to_it(kept: InMemorySpanEx
     async with site() as here:
         here.pool.held = []
         asked = [asyncio.create_task(here.embed("x" * n)) for n in range(1, 5)]
-        await here.until(lambda: here.service.status()["items_waiting"] == 3)
+        await auntil(lambda: here.service.status()["items_waiting"] == 3)
         here.pool.let_go()
         await asyncio.gather(*asked)
     _, shared = [span for span in kept.get_finished_spans() if span.name == "embed batch"]
