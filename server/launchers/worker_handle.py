@@ -29,7 +29,7 @@ class WorkerChannel(Protocol):
 
 
 class WorkerHandle(Protocol):
-    """One worker's process: `local.LocalWorker` here, `distant_worker.DistantWorker` on another host.
+    """A worker's process: `local.LocalWorker` here, `distant_worker.DistantWorker` elsewhere.
 
     Attributes:
         rank: the worker's global rank.
