@@ -207,7 +207,8 @@ class Member:
         """Give everything back; the second time does nothing. Collective: no.
 
         Other members may go on among themselves only with what does not need this one: those that
-        do get GroupClosedError. What this one has done before is there for them still.
+        do get GroupClosedError. What this one has done before is there for them still, except for
+        messages that nobody has received within ``linger``.
 
         Args:
             linger: seconds that messages and collectives under way have, unless the group is over.
