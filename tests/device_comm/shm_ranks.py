@@ -5,12 +5,12 @@ Handles pass through a file.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from device_comm import Communicator, ShmBackend
 from shm_broadcast import Board, BoardHandle
+from tests.patience import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,11 +27,7 @@ def share_through(path: str) -> Callable[[bytes | None], bytes]:
             file.write_bytes(payload)
             whole.touch()
             return payload
-        end = time.monotonic() + 30
-        while not whole.exists():
-            if time.monotonic() > end:
-                raise TimeoutError(path)
-            time.sleep(0.002)
+        until(whole.exists, f"{path} was not written")
         return file.read_bytes()
 
     return share

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 
 import pytest
@@ -77,10 +76,7 @@ def test_one_thread_for_many_calls_that_leaves_when_there_are_none() -> None:
     for _ in range(100):
         guard.call(int, "receiving", [1], NEVER)
     assert len(threads()) <= before + 1
-    end = time.monotonic() + 20
-    while threads() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not threads()
+    until(lambda: not threads())
     done = []
     guard.call(lambda: done.append(len(threads())), "receiving", [1], NEVER)
     assert done == [1]

@@ -16,6 +16,7 @@ from shm_broadcast.ring.recycling import RECYCLED_BYTES
 from tests.device_comm.meeting import wait_for_abort
 from tests.device_comm.oracle import same
 from tests.device_comm.shm_ranks import make_comm, shm_of
+from tests.patience import until
 from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
@@ -325,8 +326,7 @@ def pipe_never_found(rank: int, n: int, path: str, board: BoardHandle) -> None:
             comm.close()
             closed.touch()
             return
-        while not closed.exists():
-            time.sleep(0.001)
+        until(closed.exists)
         for error in (GroupClosedError, GroupAbortedError):
             with pytest.raises(error, match="rank 1 has closed the group"):
                 comm.recv((1,), torch.float32)

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.http_served import runs
 from tests.commands import LIMIT_SECONDS
-from tests.patience import STALL_SECONDS
+from tests.patience import STALL_SECONDS, until
 from tests.programs import Program
 from tests.server.drivers import main as drive
 
@@ -111,8 +111,7 @@ def test_a_driver_killed_while_workers_start_takes_them_along(drivers: list[Driv
     driver = Driver("start")
     drivers.append(driver)
     driver.says()
-    while len(driver.family()) < 2:
-        time.sleep(0.01)
+    until(lambda: len(driver.family()) >= 2)
     driver.process.kill()
     assert driver.left(5.0 + STALL_SECONDS) == []
     assert driver.end() == (-signal.SIGKILL, "")

@@ -63,10 +63,7 @@ def in_threads(n: int, served: Served, given: Any) -> tuple[list[Any], list[thre
 
 
 def wait_for(served: Served, key: str, at_least: int) -> None:
-    end = time.monotonic() + 30
-    while served.get("/status")[1][key] < at_least:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: served.get("/status")[1][key] >= at_least)
 
 
 def signalled(served: Served, number: signal.Signals) -> None:

@@ -11,6 +11,7 @@ import pytest
 from shm_broadcast import _native, layout
 from shm_broadcast.atomics import PythonWords, WordsLike
 from shm_broadcast.segment import Segment
+from tests.patience import until
 from tests.ranks import run_ranks
 from tests.shm_broadcast.remote_peers import get, put
 
@@ -175,8 +176,7 @@ def test_a_ring_wakes_sleepers(words: WordsLike) -> None:
     threads = [threading.Thread(target=sleep) for _ in range(2)]
     for thread in threads:
         thread.start()
-    while words.load32(layout.DOORBELL_SLEEPERS) < 2:
-        time.sleep(0.001)
+    until(lambda: words.load32(layout.DOORBELL_SLEEPERS) == 2)
     words.ring(0)
     for thread in threads:
         thread.join(10)

@@ -22,6 +22,7 @@ from shm_broadcast.doorbell import (
     Lookout,
 )
 from shm_broadcast.layout import DOORBELL_SLEEPERS
+from tests.patience import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,8 +131,7 @@ def test_a_ring_wakes_every_thread_that_waits(doorbell: Doorbell, words: WordsLi
     threads = [threading.Thread(target=wait) for _ in range(3)]
     for thread in threads:
         thread.start()
-    while words.load32(AT + DOORBELL_SLEEPERS) < 3:
-        time.sleep(0.001)
+    until(lambda: words.load32(AT + DOORBELL_SLEEPERS) == 3)
     changed = True
     doorbell.ring()
     for thread in threads:
@@ -168,8 +168,7 @@ def test_a_lost_wake_up_costs_one_slice(doorbell: Doorbell, words: WordsLike) ->
 
     def change() -> None:
         nonlocal changed
-        while not words.load32(AT + DOORBELL_SLEEPERS):
-            time.sleep(0.001)
+        until(lambda: words.load32(AT + DOORBELL_SLEEPERS))
         changed = True  # and no ring
 
     thread = threading.Thread(target=change)
@@ -262,10 +261,8 @@ def test_who_looks_out_needs_no_ring(
     sleepers: list[int] = []
 
     def come() -> None:
-        while words.load32(AT + DOORBELL_SLEEPERS) == 0:
-            time.sleep(0.001)
-        while words.load32(AT + DOORBELL_SLEEPERS) != 0:
-            time.sleep(0.001)
+        until(lambda: words.load32(AT + DOORBELL_SLEEPERS) != 0)
+        until(lambda: words.load32(AT + DOORBELL_SLEEPERS) == 0)
         sleepers.append(words.load32(AT + DOORBELL_SLEEPERS))
         there.set()
 
