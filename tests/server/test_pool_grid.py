@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -78,6 +80,16 @@ def test_workers_have_the_groups_of_all_axes_also_after_a_restart() -> None:
         os.kill(pid, signal.SIGKILL)
         until(lambda: pool.generation == 2 and pool.restarting is None)
         assert found_in(pool) == CFG
+
+
+def test_any_mapping_names_axes_by_any_printable_text_with_sizes_of_numpy() -> None:
+    axes = MappingProxyType({"rank": 1, "größe {0}": np.int64(2), "all": np.int32(1)})
+    with WorkerPool(Placed, axes=axes) as pool:
+        assert pool.grid.own_axes == {"rank": 1, "größe {0}": 2, "all": 1}
+        members = pool.collective_rpc("members")
+        assert [each["größe {0}"] for each in members] == [[0, 1]] * 2
+        assert [each["rank"] for each in members] == [[0], [1]]
+        assert [each["all"] for each in members] == [[0], [1]]
 
 
 def test_one_result_is_that_of_the_first_rank_of_the_last_stage() -> None:
