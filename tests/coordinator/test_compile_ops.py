@@ -48,25 +48,37 @@ def no_gradient(group: GroupCoordinator) -> None:
         found = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
         assert not found.requires_grad
         assert torch.equal(found, layer(x))
-
-    def in_place(x: Tensor) -> Tensor:
-        y = linear(x)
-        return group.all_reduce_(y) * y
-
-    for function in (in_place, torch.compile(in_place, fullgraph=True, backend="aot_eager")):
-        x = torch.ones(2, 2, requires_grad=True)
-        found = function(x)
-        found.sum().backward()
-        y = linear(torch.ones(2, 2)).detach() * group.world_size
-        assert torch.allclose(found, y * y)
-        assert x.grad is not None
-        assert torch.allclose(x.grad, 2 * y @ linear.weight)  # that of y * y; the sum has none
     for verb in (group.all_gather, group.reduce_scatter):
         for wrong in (lambda x, verb=verb: verb(x, dim=5), lambda x, verb=verb: verb(x.sum(), 0)):
             for call in (wrong, torch.compile(wrong, backend="aot_eager")):
                 with pytest.raises(ValueError, match="is out of range for a tensor of"):
                     call(torch.ones(2, 2))
             torch._dynamo.reset()
+
+
+def in_place(rank: int, group: GroupCoordinator) -> None:
+    """Compiled or not, ``x`` is changed itself, in a view too, and autograd does not notice."""
+
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        y = x * weight
+        same = group.all_reduce_(y)
+        return same + y
+
+    def column(x: Tensor) -> Tensor:
+        return group.all_reduce_(x[:, 1], op=ReduceOp.MAX)
+
+    call: Any
+    for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        weight = torch.tensor([2.0], requires_grad=True)
+        y = call(torch.tensor([3.0 + rank]), weight)
+        y.sum().backward()
+        assert y.tolist() == [28.0]  # 2 · (2·3 + 2·4)
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [2 * (3.0 + rank)]
+    for call in (column, torch.compile(column, fullgraph=True, backend="aot_eager")):
+        x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) + 10 * rank
+        assert call(x).tolist() == [12, 14]
+        assert x.tolist() == [[1 + 10 * rank, 12], [3 + 10 * rank, 14]]
 
 
 def compiled(rank: int, n: int, store: Store) -> None:
@@ -95,6 +107,7 @@ def compiled(rank: int, n: int, store: Store) -> None:
             torch.library.opcheck(op, arguments)
         with torch.enable_grad():
             no_gradient(groups.tp)
+            in_place(rank, groups.tp)
         groups.tp.barrier()
 
 
