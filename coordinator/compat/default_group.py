@@ -49,6 +49,7 @@ def meet_with_default_group(
 
     Raises:
         GroupTimeoutError: some ranks did not come in time; names them.
+        GroupAbortedError: a rank has given up meanwhile; says why.
         ValueError: the method is unknown, or wants what was not given.
     """
     if not torch.cuda.is_available():
@@ -70,13 +71,18 @@ def meet_with_default_group(
         store = FileStore(method.removeprefix("file://"), launch.world_size)
     topology = Topology.meet(launch, closing, store=store, backend=backend, timeout=deadline)
     where = HashStore() if topology.exchange is None else topology.exchange.store
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("default", where),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=_OPERATION_TIMEOUT,
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("default", where),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=_OPERATION_TIMEOUT,
+        )
+    except RuntimeError:
+        if topology.nodes is not None:  # one that has connected and then given up says why
+            topology.nodes.board.check("connecting torch's default group")
+        raise
     return topology
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch.distributed as dist
 
 import coordinator
 from coordinator.compat.vllm.parallel_state import init_distributed_environment
 from coordinator.messages.wire import Wire
 from coordinator.setup import link, torch_groups
+from coordinator.setup.topology import Topology
 from shm_broadcast import CoordinatorError, GroupAbortedError, GroupTimeoutError, PeerLostError
-from tests.patience import STALL_SECONDS
+from tests.patience import STALL_SECONDS, until
 from tests.ranks import run_ranks
 from tests.shared_store import SharedStore
 
@@ -76,6 +78,29 @@ def one_gives_up_by_names_of_vllm(rank: int, n: int, path: str) -> None:
 
 def test_one_that_gives_up_tells_why_by_names_of_vllm(store_path: str) -> None:
     run_ranks(3, one_gives_up_by_names_of_vllm, store_path)
+
+
+def one_gives_up_while_others_connect(rank: int, n: int, path: str) -> None:
+    """What gloo says of a connection that is closed on the way tells nothing of the cause."""
+    meet: Any = Topology.meet
+    met: list[Any] = []
+
+    def remember(*args: Any, **options: Any) -> Topology:
+        met.append(meet(*args, **options))
+        return met[0]
+
+    def connect(*_: object, **__: object) -> None:
+        if rank != 1:
+            until(lambda: met[0].nodes.board.aborted is not None)
+            raise RuntimeError("Gloo connectFullMesh failed: Connection closed by peer")
+
+    Topology.meet = remember
+    dist.init_process_group = connect
+    one_gives_up_by_names_of_vllm(rank, n, path)
+
+
+def test_why_one_gave_up_is_told_to_those_that_still_connect_for_torch(store_path: str) -> None:
+    run_ranks(3, one_gives_up_while_others_connect, store_path)
 
 
 def one_does_not_connect(rank: int, n: int, store: Store) -> None:
