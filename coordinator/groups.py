@@ -96,7 +96,7 @@ class ParallelGroups:
         if grid.size != topology.world_size:
             raise ValueError(f"{_needs(grid)}, not {topology.world_size}")
         rank, deadline = topology.rank, Deadline.after(timeout)
-        sharers = grid.run_of(rank, dcp, "tp", "pcp")
+        sharers = grid.dcp_group_of(rank, dcp)
 
         def group(name: str, ranks: list[int]) -> GroupCoordinator:
             return closing.enter_context(topology.group(name, ranks, deadline))

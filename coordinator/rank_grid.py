@@ -24,7 +24,6 @@ at once they hold the ranks that differ in these axes only, in rank order:
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -177,29 +176,28 @@ class RankGrid:
             ranks = [each * size + position for each in ranks for position in positions]
         return ranks
 
-    def run_of(self, rank: int, size: int, *axes: str) -> list[int]:
-        """Cut the group along ``axes`` into runs of ``size`` ranks; the run that contains ``rank``.
+    def dcp_group_of(self, rank: int, dcp: int) -> list[int]:
+        """The ranks that share contexts with ``rank`` (decode context parallel).
+
+        The group along tp and pcp, counted with pcp fastest, is cut into runs of ``dcp`` ranks.
 
         Args:
-            rank: a rank of the grid.
-            size: the number of ranks in each run.
-            axes: the order in which the group's ranks are counted: the last axis varies fastest.
+            rank: a rank of the grid, which has axes tp and pcp.
+            dcp: the number of ranks that share contexts.
 
         Returns:
-            The run's ranks, in the order in which they were counted.
+            The run that contains ``rank``, in the order in which it was counted.
 
         Raises:
-            ValueError: no such axis, or ``size`` does not divide the group.
+            ValueError: ``rank`` is not in the grid, or ``dcp`` does not divide tp x pcp.
+            TypeError: ``dcp`` is not a whole number.
         """
-        self._require(axes)
-        at, lengths = self.coordinates(rank), self.sizes
-        positions = itertools.product(*(range(lengths[axis]) for axis in axes))
-        counted = [self.rank(at | dict(zip(axes, each, strict=True))) for each in positions]
-        if size < 1 or len(counted) % size:
-            group = f"a group of {len(counted)} along {' x '.join(axes)}"
-            raise ValueError(f"{group} cannot be cut into runs of {size}")
-        begin = counted.index(rank) // size * size
-        return counted[begin : begin + size]
+        at, tp, pcp = self.coordinates(rank), self.sizes["tp"], self.sizes["pcp"]
+        if tp * pcp % whole("dcp", dcp):
+            raise ValueError(f"dcp={dcp} does not divide tp={tp} x pcp={pcp}")
+        counted = [self.rank({**at, "tp": t, "pcp": p}) for t in range(tp) for p in range(pcp)]
+        begin = counted.index(rank) // dcp * dcp
+        return counted[begin : begin + dcp]
 
     def _require(self, axes: tuple[str, ...]) -> None:
         unknown = set(axes) - set(self.names)

@@ -76,7 +76,7 @@ class PoolPlan:
                 process, or cannot be pickled.
         """
         self.grid, self.dcp = _checked_grid(grid), whole("dcp", dcp)
-        grid.run_of(0, self.dcp, "tp", "pcp")
+        grid.dcp_group_of(0, self.dcp)
         self.start_timeout = optional(some_seconds)("start_timeout", start_timeout)
         self.on_progress = optional(function)("on_progress", on_progress) or ignore
         self.restart = restart

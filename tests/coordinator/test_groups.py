@@ -345,7 +345,7 @@ def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             {"axes": {"world": 1, "a": 1, "ep": 1, "dcp": 1}},
             r"groups named \['world', 'ep', 'dcp'\] are there anyway: name your axes otherwise",
         ),
-        ({"tp": 1, "dcp": 2}, "a group of 1 along tp x pcp cannot be cut into runs of 2"),
+        ({"tp": 1, "dcp": 2}, "dcp=2 does not divide tp=1 x pcp=1"),
         ({"tp": 0, "world_size": 2}, "tp must be 1 or more; got 0"),
         ({"tp": 2, "rank": 2}, "rank 2 is not in a world of 2"),
         ({"tp": 2, "rank": 1, "master_port": 0}, "master_port 0 tells nobody"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from coordinator.rank_grid import RankGrid
 
 GRID = RankGrid.of({"dp": 2, "pp": 2, "tp": 2})
+CONTEXTS = RankGrid.of({"pcp": 2, "tp": 4})
 
 
 def test_the_picture() -> None:
@@ -39,19 +40,12 @@ def test_tp_dp_ranks_of_the_colossalai_process_group() -> None:
     assert grid.coordinates(2) == {"dp": 1, "tp": 0}
 
 
-def test_runs_count_the_axes_in_the_order_given() -> None:
-    """Decode context parallelism: through the context-parallel ranks first, then through tp."""
+def test_contexts_are_shared_through_the_context_parallel_ranks_first_then_through_tp() -> None:
     neighbours = RankGrid.of({"pp": 2, "pcp": 1, "tp": 4})
-    assert [neighbours.run_of(rank, 2, "tp", "pcp") for rank in (0, 3, 5)] == [
-        [0, 1],
-        [2, 3],
-        [4, 5],
-    ]
-    grid = RankGrid.of({"pcp": 2, "tp": 4})
-    assert grid.run_of(0, 2, "tp", "pcp") == [0, 4]
-    assert grid.run_of(7, 2, "tp", "pcp") == [3, 7]
-    assert grid.run_of(5, 4, "tp", "pcp") == [0, 4, 1, 5]
-    assert grid.run_of(5, 4, "pcp", "tp") == [4, 5, 6, 7]
+    assert [neighbours.dcp_group_of(rank, 2) for rank in (0, 3, 5)] == [[0, 1], [2, 3], [4, 5]]
+    assert CONTEXTS.dcp_group_of(0, 2) == [0, 4]
+    assert CONTEXTS.dcp_group_of(7, 2) == [3, 7]
+    assert CONTEXTS.dcp_group_of(5, 4) == [0, 4, 1, 5]
 
 
 def test_decode_context_groups_are_those_of_vllm() -> None:
@@ -69,7 +63,7 @@ def test_decode_context_groups_are_those_of_vllm() -> None:
         grid = RankGrid.of({"dp": dp, "pp": pp, "pcp": pcp, "tp": tp})
         for group in expected:
             for rank in group:
-                assert grid.run_of(rank, dcp, "tp", "pcp") == group
+                assert grid.dcp_group_of(rank, dcp) == group
 
 
 @pytest.mark.parametrize(
@@ -84,12 +78,9 @@ def test_decode_context_groups_are_those_of_vllm() -> None:
         (lambda: GRID.group_of(8, "tp"), "rank 8 is not in"),
         (lambda: GRID.groups("ep"), r"no axis \['ep'\]"),
         (lambda: GRID.group_of(0, "ep"), r"no axis \['ep'\]"),
-        (lambda: GRID.run_of(0, 2, "ep"), r"no axis \['ep'\]"),
-        (lambda: GRID.run_of(0, 3, "tp"), "a group of 2 along tp cannot be cut into runs of 3"),
-        (
-            lambda: GRID.run_of(0, 0, "dp", "tp"),
-            "a group of 4 along dp x tp cannot be cut",
-        ),
+        (lambda: CONTEXTS.dcp_group_of(8, 2), "rank 8 is not in"),
+        (lambda: CONTEXTS.dcp_group_of(0, 3), "dcp=3 does not divide tp=4 x pcp=2"),
+        (lambda: CONTEXTS.dcp_group_of(0, 0), "dcp must be 1 or more; got 0"),
         (lambda: GRID.rank({"dp": 0, "pp": 0}), "need a position on each"),
         (lambda: GRID.rank({"dp": 0, "pp": 0, "tp": 2}), "positions 0 to 1; got 2"),
     ],

@@ -35,7 +35,7 @@ HEAD = Hosts(2, 0, "127.0.0.1", secret=b"known to both hosts")
             "pcp=1 x tp=2048 are 6144 workers; a pool has",
         ),
         ({"pcp": 0}, ValueError, "pcp must be 1 or more; got 0"),
-        ({"tp": 2, "dcp": 3}, ValueError, "a group of 2 along tp x pcp cannot be cut into runs of"),
+        ({"tp": 2, "dcp": 3}, ValueError, "dcp=3 does not divide tp=2 x pcp=1"),
         ({"dcp": True}, TypeError, "dcp must be a whole number; got True"),
         ({"axes": {"tp": 2}}, ValueError, r"groups named \['tp'\] are there anyway"),
         ({"axes": {"cfg": 1.5}}, TypeError, "cfg must be a whole number; got 1.5"),

@@ -57,7 +57,7 @@ def build(
     experts = partial(grid.groups, "dp", "pcp", "tp")
 
     def sharers() -> list[list[int]]:
-        runs = (grid.run_of(rank, dcp, "tp", "pcp") for rank in range(grid.size))
+        runs = (grid.dcp_group_of(rank, dcp) for rank in range(grid.size))
         return [run for rank, run in enumerate(runs) if run[0] == rank]
 
     found: dict[str, Known] = {
