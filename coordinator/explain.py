@@ -31,6 +31,6 @@ def explain(link: Link) -> Explanation:
         hosts = 0 if link.nodes is None else len(link.nodes.all())
         why = refused["shm"] = f"the members are on {hosts} hosts"
     choices = tuple(replace(each, reason=each.reason or why) for each in told.choices)
-    members = f"{counted(len(link.ranks), 'member')}"
+    members = counted(len(link.ranks), "member")
     title = f"{link.name}: {members} on {link.device.device.type}"
     return replace(told, group=title, choices=choices, refused=tuple(refused.items()))

@@ -83,7 +83,7 @@ class Replicas:
             device: as for `pool.WorkerPool`; a GPU for each rank of all replicas.
             share_gpu: whether several ranks may share one GPU.
             start_timeout: seconds for all workers to be ready; ``None``: for ever.
-            on_progress: called with ``(rank, done, total, what)``; ranks are counted through:
+            on_progress: called with ``(rank, done, total, what)``; ranks are counted through,
                 replica by replica.
             restart: what happens when a replica breaks. ``"never"``: the others go on without it.
             max_restarts: restarts of a replica within ``window`` before it is given up; ``None``:

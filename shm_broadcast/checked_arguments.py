@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from functools import partial
 from numbers import Real
 from typing import Any, TypeAlias, TypeVar
 
@@ -36,9 +37,7 @@ def whole(name: str, given: Any, most: int | None = None, *, least: int = 1) -> 
 
 def wholes(name: str, given: Any, *, least: int = 1) -> tuple[int, ...]:
     """Several whole numbers; see `CheckArgument`."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise _mistaken(name, "a sequence of whole numbers", given)
-    return tuple(whole(f"{name}[{at}]", each, least=least) for at, each in enumerate(given))
+    return _several(name, "whole numbers", given, partial(whole, least=least))
 
 
 def seconds(name: str, given: Any, *, some: bool = False) -> float:
@@ -80,9 +79,7 @@ def line(name: str, given: Any) -> str:
 
 def texts(name: str, given: Any) -> tuple[str, ...]:
     """Several texts, and not one, whose letters would be taken for them; see `CheckArgument`."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise _mistaken(name, "a sequence of texts", given)
-    return tuple(text(f"{name}[{index}]", each) for index, each in enumerate(given))
+    return _several(name, "texts", given, text)
 
 
 def function(name: str, given: Any) -> Callable[..., Any]:
@@ -95,6 +92,12 @@ def function(name: str, given: Any) -> Callable[..., Any]:
 def optional(check: CheckArgument[T]) -> CheckArgument[T | None]:
     """What ``check`` lets pass, or ``None``."""
     return lambda name, given: None if given is None else check(name, given)
+
+
+def _several(name: str, wanted: str, given: Any, check: CheckArgument[T]) -> tuple[T, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise _mistaken(name, f"a sequence of {wanted}", given)
+    return tuple(check(f"{name}[{index}]", each) for index, each in enumerate(given))
 
 
 def _mistaken(name: str, wanted: str, given: Any) -> TypeError:

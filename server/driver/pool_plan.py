@@ -75,7 +75,9 @@ class PoolPlan:
             ValueError, TypeError: an argument is out of range, cannot be imported by another
                 process, or cannot be pickled.
         """
-        self.grid, self.dcp = _checked_grid(grid), whole("dcp", dcp)
+        if grid.size > _MOST_WORKERS:
+            raise ValueError(f"{grid} are {grid.size} workers; a pool has {_MOST_WORKERS} at most")
+        self.grid, self.dcp = grid, whole("dcp", dcp)
         grid.dcp_group_of(0, self.dcp)
         self.start_timeout = optional(some_seconds)("start_timeout", start_timeout)
         self.on_progress = optional(function)("on_progress", on_progress) or ignore
@@ -137,12 +139,6 @@ class PoolPlan:
         By default one for each pipeline stage, so that all stages are busy, and one that waits.
         """
         return self.config.in_flight or self.n_stages + 1
-
-
-def _checked_grid(grid: RankGrid) -> RankGrid:
-    if grid.size > _MOST_WORKERS:
-        raise ValueError(f"{grid} are {grid.size} workers; a pool has {_MOST_WORKERS} at most")
-    return grid
 
 
 def _restart_limits(

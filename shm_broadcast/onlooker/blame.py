@@ -176,10 +176,10 @@ def _is_full(queue: QueueSeen) -> bool:
 def _full(queue: QueueSeen) -> str:
     slow = [name_of(each.rank) for each in queue.readers if each.behind == queue.behind]
     percent, size = 100 * queue.used // queue.capacity, queue.capacity >> 10
-    left = f"{counted(queue.behind, 'message')} to read"
+    left = counted(queue.behind, "message")
     return (
         f"The queue from {name_of(queue.writer)}, of {size} KiB, is {percent} % full: "
-        f"{_some(slow)} {_has(slow)} {left}."
+        f"{_some(slow)} {_has(slow)} {left} to read."
     )
 
 
