@@ -44,10 +44,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if "pytest.mark.gpu\n" not in collection_path.read_text() else None
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Collect no garbage before, and later none among what was imported: it stays."""
     gc.freeze()
     gc.enable()
+    if any("server" in item.path.parts for item in session.items):
+        from tests.warm_forks import start_nest
+
+        start_nest()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -56,6 +56,7 @@ _GRACE = 10.0
 CONTEXT = multiprocessing.get_context("forkserver")
 
 PRELOADED = (
+    "tests.brief_spin",
     *("numpy", "torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"),
     *("torch.testing", "pytest", "hypothesis"),
     *("coordinator", "coordinator.layout", "coordinator.pipeline"),

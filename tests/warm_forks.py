@@ -1,31 +1,36 @@
-"""Fork servers that load nothing, for pools that a rank of a test starts, or a program.
+"""Fork servers that load nothing, for the pools of tests.
 
-A pool's fork server loads torch, which takes seconds, and a process that was forked itself starts
-one of its own: two of them for each test of a pool over two hosts. A rank has loaded all of it
-already, and so has a program (`tests.programs`). After `warm_fork_servers` its fork servers are
-forked from it, as it was then, and run `server.launchers.forking` as they do otherwise.
+A pool's fork server loads torch, which takes a second of a core, and tests start hundreds of them.
+Here they are forked from a process that has loaded it, a nest, and run `server.launchers.forking`
+as they do otherwise. For a rank of a test and for a program (`tests.programs`), which have loaded
+all of it already, the nest is a copy of themselves; pytest starts one for itself. Where a fork
+server would be in other circumstances than the nest, it is started as usual.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import server.worker  # noqa: F401 - what fork servers load
-from server.launchers import fork_servers, forking
+from server.launchers import boot, fork_servers, forking
+from server.launchers.circumstances import Circumstances, python_command, worker_environment
 
 if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _PR_SET_PDEATHSIG = 1
 _LARGEST = 1 << 18
@@ -49,17 +54,64 @@ def warm_fork_servers() -> None:
         finally:
             os._exit(1)
     theirs.close()
+    _fork_from(ours, lambda environment: True)
 
+
+def start_nest() -> None:
+    """As `warm_fork_servers`, from a process that is started now, for one that has threads.
+
+    Only fork servers in the circumstances of now are forked from it.
+    """
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    threads = len(os.sched_getaffinity(0))
+    environment = worker_environment(threads)
+    call = f"be_nest({theirs.fileno()}, {os.getpid()})"
+    code = f"import sys; sys.path[:] = {sys.path}; import tests.warm_forks as it; it.{call}"
+    nest = subprocess.Popen(
+        [*python_command(Path("-c")), code],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+    )
+    theirs.close()
+    atexit.register(nest.wait)
+    atexit.register(ours.close)  # it ends then
+    its = Circumstances.now(environment, ())
+
+    def serves(environment: Mapping[str, str]) -> bool:
+        few = environment["OMP_NUM_THREADS"] in {"1", str(threads)}
+        wanted = {**environment, "OMP_NUM_THREADS": str(threads)}
+        return few and nest.poll() is None and Circumstances.now(wanted, ()) == its
+
+    _fork_from(ours, serves)
+
+
+def be_nest(asked: int, parent: int) -> None:
+    """What the process does that `start_nest` starts."""
+    refusal = forking._load(boot, "server", ["tests.huge_pages"])
+    assert not refusal, refusal
+    with socket.socket(fileno=asked) as requests:
+        _nest(requests, parent)
+
+
+def _fork_from(nest: socket.socket, serves: Callable[[Mapping[str, str]], bool]) -> None:
+    """Have a nest asked for the fork servers of this process with an environment that it serves."""
+    parent = os.getpid()
+    asking = threading.Lock()
     start_cold = fork_servers.start_process
 
     def start(
         told: int, inherited: Sequence[int], environment: Mapping[str, str]
     ) -> _Forked | subprocess.Popen[bytes]:
-        if os.getpid() != parent:
+        if os.getpid() != parent or not serves(environment):
             return start_cold(told, inherited, environment)
         asked = json.dumps([list(inherited), dict(environment)]).encode()
-        socket.send_fds(ours, [asked], [told, *inherited])
-        return _Forked(int(ours.recv(64)))
+        with asking:
+            socket.send_fds(nest, [asked], [told, *inherited])
+            return _Forked(int(nest.recv(64)))
 
     fork_servers.start_process = start
 

@@ -115,7 +115,7 @@ def receive_in_turns(
         assert received in ([number, LAST], [LAST])
         return goes_on
 
-    return turns(rank, n, path, own if rank == interrupted else None, turn, every=1)
+    return turns(rank, n, path, own if rank == interrupted else None, turn, every=n // 2)
 
 
 def exchange_in_turns(rank: int, n: int, path: str, both_ways: bool) -> list[bool]:
