@@ -1,4 +1,4 @@
-"""Has OpenMP's threads wait as in a pool's worker; to be imported before torch, as fork servers do."""
+"""Has OpenMP's threads wait as a pool's workers do; fork servers import it before torch."""
 
 import os
 

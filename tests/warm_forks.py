@@ -54,7 +54,7 @@ def warm_fork_servers() -> None:
         finally:
             os._exit(1)
     theirs.close()
-    _fork_from(ours, lambda environment: True)
+    _fork_from(ours, lambda _: True)
 
 
 def start_nest() -> None:

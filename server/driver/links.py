@@ -57,7 +57,7 @@ class Links:
         self.driver = plan.n_workers
         self.totals_before: dict[int, tuple[VerbTotal, ...]] = {}
         self._store: StoreHost | None = None
-        self.board = create_pool_board(plan.n_workers, generation)
+        self.board = create_pool_board(plan.n_workers, generation, plan.config.name)
         self._undo = ExitStack()
         self._undo.callback(self.board.close)
 

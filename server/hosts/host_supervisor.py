@@ -288,7 +288,9 @@ class HostSupervisor(Watcher):
 
     def _make_board(self, told: BeginGeneration) -> None:
         with ExitStack() as undo:
-            board = undo.enter_context(create_pool_board(self._pool.n_workers, told.generation))
+            pool = self._pool
+            board = create_pool_board(pool.n_workers, told.generation, pool.config.name)
+            undo.enter_context(board)
             self._cancelled = undo.enter_context(CancelledCalls.create(told.in_flight))
             self._show = undo.enter_context(board.showing_wait("the start of the pool"))
             self._starting = {*self._pool.ranks}

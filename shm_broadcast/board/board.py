@@ -25,6 +25,7 @@ import msgspec
 
 from shm_broadcast import layout
 from shm_broadcast.board.failures import forget_failure, kind_and_message, report_failure
+from shm_broadcast.board.fixed_text import write_text
 from shm_broadcast.board.outward import Outward
 from shm_broadcast.board.stacks import write_stacks_when_asked
 from shm_broadcast.board.totals import forget_totals
@@ -116,7 +117,7 @@ class Board(Waiter):
         if histories:
             segment.words.store32(layout.BOARD_HISTORY, layout.HISTORY_ENTRIES)
         segment.words.write(layout.BOARD_KEY, os.urandom(layout.BOARD_KEY_BYTES))
-        segment.words.write(layout.BOARD_NAME, name.encode()[: layout.BOARD_NAME_BYTES])
+        write_text(segment, layout.BOARD_NAME, name, layout.BOARD_NAME_BYTES)
         for index, rank in enumerate(called):
             segment.words.store32(layout.member_slot(index) + layout.MEMBER_RANK, rank & _U32)
         # Last: whoever looks on takes it for a sign that all of the above is there.

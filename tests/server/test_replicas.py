@@ -29,6 +29,8 @@ from server.errors import (
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from server.replicas import Replicas
+from shm_broadcast.onlooker.processes import scan
+from shm_broadcast.onlooker.programs import of_process, programs
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.server.workers import Gate, OneIsLate, Unlucky, Worker, pids_of
 
@@ -48,6 +50,15 @@ def test_a_workers_argument_may_have_the_name_of_one_of_the_replicas() -> None:
         assert replicas.submit("by_name", method="int8").result() == {"method": "int8"}
         assert list(replicas.stream("by_name_in_turn", method="int8")) == [("method", "int8")]
         assert asyncio.run(awaited()) == ({"method": "int8"}, [("method", "int8")])
+
+
+def test_whoever_looks_on_sees_which_replica_is_which() -> None:
+    with Replicas(Worker, dp=2) as replicas:
+        pids = [pids_of(pool)[0] for pool in replicas.pools]
+        seen = scan()
+        (mine,) = of_process(os.getpid(), seen, programs(seen))
+    found = {board.name: board.members[0].status.pid for board in mine.boards}
+    assert found.items() >= {"replica 0": pids[0], "replica 1": pids[1]}.items()
 
 
 def test_a_call_goes_to_the_replica_that_has_the_fewest(tmp_path: Path) -> None:
