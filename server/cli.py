@@ -63,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _load(OPTIONS_APART.get(chosen, COMMANDS[chosen][0]))
         parsers[chosen].description = options.__doc__
         options.add_arguments(parsers[chosen])
-    args = parser.parse_args(words)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        found = parsers[args.command]
+        found.error(f"unrecognized arguments: {' '.join(unknown)}; see {found.prog} --help")
     if args.command in OPTIONS_APART:
         _check_folder(parsers[args.command])
     module = _load(COMMANDS[args.command][0])

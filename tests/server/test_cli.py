@@ -54,6 +54,12 @@ def test_help_of_a_command_loads_no_torch(command: str) -> None:
     assert len(text.splitlines()) > 5
 
 
+def test_unknown_options_are_told_with_where_the_known_ones_are() -> None:
+    done = run_to_end(sys.executable, "-c", CODE, "serve", "--port", "8000", status=2)
+    told = "unrecognized arguments: --port 8000; see group-coordinator serve --help"
+    assert done.stderr == f"group-coordinator serve: error: {told}\n"
+
+
 def test_a_program_without_standard_output_says_nothing() -> None:
     """As a service is started whose output somebody has closed."""
     code = "import sys; from server.cli import main; sys.exit(main(['status']))"
