@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import re
 import struct
+from hashlib import blake2b
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from device_comm.shm import layout as group_layout
 from shm_broadcast import _native, layout
 
 HEADER = Path(layout.__file__).with_name("native") / "layout.h"
@@ -25,6 +27,24 @@ def test_the_extension_shows_all_it_shares() -> None:
 @pytest.mark.parametrize("name", sorted(IN_C))
 def test_c_agrees(name: str) -> None:
     assert getattr(_native, name) == getattr(layout, name)
+
+
+DIGEST = "0583fdd15d4a51e2"
+"""Of all constants of both layouts, as of `layout.VERSION`."""
+
+
+def test_a_changed_layout_has_a_version_of_its_own() -> None:
+    """Once it fails: a higher VERSION, by which processes of two releases know each other, and the
+    digest that is shown.
+    """
+    facts = [
+        f"{module.__name__}.{name} = {value!r}"
+        for module in (layout, group_layout)
+        for name, value in sorted(vars(module).items())
+        if name.isupper() and name != "VERSION"
+    ]
+    digest = blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
+    assert (layout.VERSION, digest) == (6, DIGEST)
 
 
 WIDTHS = {
