@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-IDLE_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
-"""Variables that change all the time, and that nothing reads while it loads."""
+IDLE_VARIABLES = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"})
+"""Variables that change while a driver runs, and that nothing reads while it loads: of pytest for
+each test, and of torch once it compiles something.
+"""
 _STATUS = frozenset(
     (
         *("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs"),

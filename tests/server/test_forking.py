@@ -136,6 +136,15 @@ def test_what_is_the_drivers_is_the_next_workers(
     assert inherited["blocked"] == {signal.SIGUSR2}
 
 
+def test_a_driver_that_has_compiled_something_keeps_its_server(
+    server: psutil.Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    set_by_torch = "TORCHINDUCTOR_CACHE_DIR", str(tmp_path)
+    monkeypatch.setenv(*set_by_torch)
+    assert set_by_torch in ask("inherited")[0]["variables"].items()
+    assert servers() == [server]
+
+
 def test_a_folder_that_is_gone_and_a_variable_that_is_gone_are_gone(
     server: psutil.Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
