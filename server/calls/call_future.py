@@ -38,16 +38,21 @@ class CallFuture(Future[Any]):
         self._owner = os.getpid()
         self._condition = _Condition()
         self._late: Late | None = None
+        self._withdraw: Callable[[], None] | None = None
         self._cancelled: Callable[[], None] | None = None
 
-    def answer_for(self, late: Late, cancelled: Callable[[], None]) -> None:
+    def answer_for(
+        self, late: Late, withdraw: Callable[[], None], cancelled: Callable[[], None]
+    ) -> None:
         """Say whose call it is.
 
         Args:
             late: makes the error for a ``timeout`` in seconds that has passed; the call goes on.
+            withdraw: called when a call is cancelled that is queued.
             cancelled: called when a call is cancelled that the workers have already.
         """
         self._late = late
+        self._withdraw = withdraw
         self._cancelled = cancelled
 
     def cancel(self) -> bool:
@@ -57,6 +62,9 @@ class CallFuture(Future[Any]):
         `worker.WorkerContext.cancelled`.
         """
         if super().cancel():
+            withdraw = self._withdraw
+            if withdraw is not None:
+                withdraw()
             self._forget()
             return True
         cancelled = self._cancelled
@@ -114,7 +122,7 @@ class CallFuture(Future[Any]):
 
     def _forget(self) -> None:
         """Let go of the call, which holds this future: no garbage collection has to find them."""
-        self._late = self._cancelled = None
+        self._late = self._withdraw = self._cancelled = None
 
 
 async def awaited(future: Future[Any]) -> Any:

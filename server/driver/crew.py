@@ -270,7 +270,11 @@ class Crew(Watcher):
             What broke the pool.
         """
         future = call.future()
-        future.answer_for(partial(self.late, call), partial(self.ledger.cancel, call))
+        future.answer_for(
+            partial(self.late, call),
+            partial(self.ledger.give_up, call),
+            partial(self.ledger.cancel, call),
+        )
         self.ledger.queue(call)
         return future
 

@@ -222,7 +222,9 @@ def test_futures_are_done_in_order(pool: WorkerPool) -> None:
 def test_queued_calls_can_be_cancelled(pool: WorkerPool, gate: Gate) -> None:
     futures = [pool.submit("hold", gate) for _ in range(3)]
     last = pool.submit("note", 1000)
+    assert pool.load == 4
     assert last.cancel()
+    assert pool.load == 3  # what nobody waits for keeps no call away
     gate.open()
     assert [future.result(timeout=30) for future in futures] == [0, 0, 0]
     with pytest.raises(CancelledError):
