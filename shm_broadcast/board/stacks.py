@@ -137,4 +137,7 @@ def read_stacks(
         before, sizes = sizes, {rank: os.fstat(file.fd).st_size for rank, file in files.items()}
         if before == sizes and all(sizes.values()):
             break
-    return {rank: file.read() for rank, file in files.items() if sizes[rank]}
+    found = {rank: file.read() for rank, file in files.items() if sizes[rank]}
+    for file in files.values():
+        file.clear()  # what is in it when the process ends tells why
+    return found

@@ -13,7 +13,13 @@ import psutil
 import pytest
 
 from benchmarks.http_served import gone
-from server.errors import PoolClosedError, WorkerError, WorkerLostError, WorkerStartError
+from server.errors import (
+    CallTimeoutError,
+    PoolClosedError,
+    WorkerError,
+    WorkerLostError,
+    WorkerStartError,
+)
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import CoordinatorError
@@ -334,6 +340,19 @@ def test_a_crash_comes_with_the_stack(
         either_pool.call("crash", [0])
     assert "in crash" in raised.value.stack
     assert capfd.readouterr().err == ""
+
+
+def test_a_worker_that_ends_comes_without_the_stack_of_an_earlier_call(
+    either_pool: WorkerPool, tmp_path: Path
+) -> None:
+    gate = Gate(tmp_path)
+    with pytest.raises(CallTimeoutError) as late:
+        either_pool.call("hold", gate, timeout=0.2)
+    assert "in hold" in late.value.stacks[1]
+    gate.open()
+    with pytest.raises(WorkerLostError, match=r"rank 1 .*exit status 7") as raised:
+        either_pool.call("exit", [1], 7, timeout=PATIENCE_SECONDS)
+    assert raised.value.stack == ""
 
 
 def test_a_stack_shows_though_python_is_locked(tmp_path: Path) -> None:
