@@ -346,8 +346,10 @@ class WorkerPool:
 
     @property
     def failure(self) -> CoordinatorError | None:
-        """What broke the pool for good, or `PoolClosedError`; ``None`` while it takes calls."""
-        return self._crew.ledger.state.ended
+        """What broke the pool for good, or `PoolClosedError`, as in a process that was forked from
+        the pool's; ``None`` while it takes calls.
+        """
+        return self._not_here("failure") or self._crew.ledger.state.ended
 
     @property
     def restarting(self) -> CoordinatorError | None:
@@ -476,11 +478,18 @@ class WorkerPool:
             )
         return self._plan.output_rank
 
+    def _not_here(self, what: str) -> PoolClosedError | None:
+        """The error of a process that was forked from the pool's; ``None`` in the pool's own."""
+        if os.getpid() == self._owner:
+            return None
+        return PoolClosedError(
+            f"{what}: the pool belongs to process {self._owner}, from which this one was forked"
+        )
+
     def _check_owner(self, what: str) -> None:
-        if os.getpid() != self._owner:
-            raise PoolClosedError(
-                f"{what}: the pool belongs to process {self._owner}, from which this one was forked"
-            )
+        error = self._not_here(what)
+        if error is not None:
+            raise error
 
     def _pending(
         self,

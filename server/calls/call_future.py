@@ -56,11 +56,14 @@ class CallFuture(Future[Any]):
         self._cancelled = cancelled
 
     def cancel(self) -> bool:
-        """Cancel the call if it is queued; False if the workers have it, or it is over.
+        """Cancel the call if it is queued; False if the workers have it, or it is over, or it is
+        another process's, from which this one was forked.
 
         A call that the workers have goes on, but they hear that nobody waits for it: see
         `worker.WorkerContext.cancelled`.
         """
+        if os.getpid() != self._owner:
+            return False
         if super().cancel():
             withdraw = self._withdraw
             if withdraw is not None:

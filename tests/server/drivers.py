@@ -82,6 +82,8 @@ def live(tp: int, config: PoolConfig) -> None:
 def use(pool: WorkerPool, done: Future[str], pending: Future[None]) -> None:
     """Every door is shut in a forked child; what it has been told already it knows."""
     assert done.result() == "told"
+    assert isinstance(pool.failure, PoolClosedError)
+    assert not pending.cancel()
     doors = (
         *(pool.status, lambda: pool.call("echo"), lambda: pool.submit("echo")),
         *(pending.result, lambda: pending.exception(timeout=600)),
