@@ -338,7 +338,7 @@ def test_a_client_that_leaves_frees_its_slot(llama: Path, stream: bool) -> None:
     async def test(here: Site) -> None:
         here.pool.hold(after=2)
         asking = asyncio.create_task(here.complete("x", max_tokens=60, stream=stream))
-        await auntil(lambda: here.running == 1)
+        await auntil(lambda: len(here.pool.steps) == 1 + 2 and here.pool.under_way == 1)
         if stream:
             leaving = await asking
             await leaving.close()
