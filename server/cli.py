@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from shm_broadcast import __version__
 from shm_broadcast.errors import CoordinatorError
 
+from .control.output import hold_standard_numbers
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -48,6 +50,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (default: the process's arguments); return the exit status."""
+    hold_standard_numbers()
     alone = argv is None
     if alone:
         gc.disable()

@@ -46,6 +46,7 @@ from shm_broadcast.checked_arguments import whole
 from .calls.call_future import awaited
 from .calls.call_stream import CallStream
 from .calls.pending_call import PendingCall
+from .control.output import hold_standard_numbers
 from .control.reference import check_may_make_pool
 from .driver.pool_plan import PoolPlan
 from .errors import PoolClosedError
@@ -155,6 +156,7 @@ class WorkerPool:
             OSError: the head's address is none of this host's, or its port is in use.
         """
         check_may_make_pool()
+        hold_standard_numbers()
         self._plan = PoolPlan(
             worker,
             worker_kwargs,

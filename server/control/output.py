@@ -1,4 +1,4 @@
-"""Labels what a worker prints: every line begins with its rank."""
+"""Where a process prints; what a worker prints is labelled: every line begins with its rank."""
 
 from __future__ import annotations
 
@@ -62,6 +62,18 @@ class LabelledText(io.TextIOWrapper):
 
     def _put(self, text: str) -> None:
         super().write(text if self._amid_line else f"{self._label}{text}")
+
+
+def hold_standard_numbers() -> None:
+    """Open the null device as standard input, output and error where this process was given none.
+
+    Otherwise what is opened next gets their numbers: messages would be written into sockets.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # the lowest free number is given
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def label_output(label: str) -> None:

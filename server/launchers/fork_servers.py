@@ -344,9 +344,13 @@ def _told(code: int) -> str:
 
 
 def _output(number: int, undo: ExitStack) -> int:
-    """Descriptor ``number``, or one of the null device if there is none."""
+    """A copy of standard output or error, or of the null device if this process was given none.
+
+    Then the number may since be that of a file or a socket.
+    """
+    given = sys.__stdout__ if number == 1 else sys.__stderr__
     try:
-        found = os.dup(number)
+        found = os.dup(number if given is not None and not given.closed else -1)
     except OSError:
         found = os.open(os.devnull, os.O_WRONLY)
     undo.callback(os.close, found)

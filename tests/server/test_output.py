@@ -6,13 +6,13 @@ import io
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
+
 from server.control.output import LabelledText, label_output
 from tests.commands import run_to_end
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def labelled() -> tuple[LabelledText, io.BytesIO]:
@@ -82,6 +82,41 @@ def test_lines_of_workers_say_their_rank(tmp_path: Path) -> None:
         f"[rank {rank}] {what} {rank}" for rank in range(2) for what in ("loading", "said")
     ]
     assert sorted(done.stderr.splitlines()) == [f"[rank {r}] complained {r}" for r in range(2)]
+
+
+WITHOUT_OUTPUT = """
+import os, sys
+from pathlib import Path
+from group_coordinator import WorkerPool
+
+class Printer:
+    def __init__(self, context):
+        pass
+
+    def say(self):
+        print("said", flush=True)
+        return os.write(2, b"complained")
+
+if __name__ == "__main__":
+    files = [Path(name).open("w") for name in sys.argv[2:]]
+    with WorkerPool(Printer) as pool:
+        told = pool.call("say")
+    Path(sys.argv[1]).write_text(f"{told} {[file.fileno() for file in files]}")
+"""
+
+
+@pytest.mark.parametrize(("names", "numbers"), [((), []), (("first", "second"), [1, 2])])
+def test_what_workers_print_goes_into_nothing_that_the_driver_has_opened(
+    names: tuple[str, ...], numbers: list[int], tmp_path: Path
+) -> None:
+    """Its files and sockets get the numbers of the standard output and error that it lacks."""
+    script = tmp_path / "driver.py"
+    script.write_text(WITHOUT_OUTPUT)
+    told, *files = (tmp_path / name for name in ("told", *names))
+    shell = '"$@" >&- 2>&-'
+    run_to_end("sh", "-c", shell, "sh", sys.executable, str(script), str(told), *map(str, files))
+    assert told.read_text() == f"10 {numbers}"
+    assert [file.read_text() for file in files] == ["" for _ in names]
 
 
 def test_a_driver_from_standard_input_is_told_what_it_cannot_do() -> None:
