@@ -9,6 +9,7 @@ is restarting, requests are refused; those that were accepted before are compute
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ..replicas import Replicas
     from .service_limits import ServiceLimits
 
+_log = logging.getLogger(__name__)
 _UNANSWERED_SECONDS = 1.0
 """Seconds that clients have to read that their requests were given up, before the server ends."""
 _LEAVE_SECONDS = 3.0
@@ -202,6 +204,7 @@ class PoolService(ABC):
 
     def _begin_giving_up(self, then: Callable[[], None]) -> None:
         if not self._stopped:  # afterwards the loop ends, perhaps without another look at its tasks
+            _log.warning("accepted requests are given up: their time is over, or a 2nd signal came")
             self._giving_up = asyncio.create_task(self._give_up(then))
 
     async def _give_up(self, then: Callable[[], None]) -> None:
