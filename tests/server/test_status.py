@@ -208,6 +208,14 @@ def test_the_state_of_each_program_is_told_in_a_word() -> None:
     assert [word for word, line in zip(words, lines[1:], strict=True) if word in line] == [*words]
 
 
+def test_services_are_told_apart_by_their_options_wherever_they_are_installed() -> None:
+    command = f"/{'deep/' * 20}python3.11 /opt/bin/group-coordinator serve --model /models/one"
+    seen = replace(program(member(0)), command=command)
+    told = "python3.11 group-coordinator serve --model /models/one"
+    assert program_text.program(seen).startswith(f"pid 7  {told}\n")
+    assert program_text.overview([seen]).endswith(told)
+
+
 def test_a_queue_is_told_with_its_slowest_reader() -> None:
     with (
         Board.create(2, 1, "pool", (0, DRIVER_RANK)) as board,

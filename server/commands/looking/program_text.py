@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
 from shm_broadcast.errors import counted, name_of
@@ -49,7 +50,7 @@ def overview(programs: Sequence[Program], width: int = UNLIMITED) -> str:
             "members": str(len({m.status.pid for b in each.boards for m in b.members} - {0})),
             "shared": _bytes(each.shared),
             "state": _in_short(each),
-            "command": shown(each.command, _TITLE),
+            "command": shown(_command(each), _TITLE),
         }
         for each in programs
     ]
@@ -91,7 +92,14 @@ def explanation(
 
 
 def _title(seen: Program, width: int) -> str:
-    return shown(f"pid {seen.pid}  {seen.command}", min(width, _TITLE))
+    return shown(f"pid {seen.pid}  {_command(seen)}", min(width, _TITLE))
+
+
+def _command(seen: Program) -> str:
+    """Its command line, without the folders of the interpreter and the script: options matter."""
+    words = seen.command.split(" ")
+    names = [PurePath(word).name if word.startswith("/") else word for word in words[:2]]
+    return " ".join(names + words[2:])
 
 
 def _board(title: str, board: BoardSeen, width: int) -> list[str]:
