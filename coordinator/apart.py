@@ -46,6 +46,9 @@ class Apart:
         Returns:
             The future of what it returns or raises. If that is cancelled while others are under
             way, ``do`` is not called; once it is called, that cannot be cancelled.
+
+        Raises:
+            RuntimeError: no thread can be started; ``do`` is not called.
         """
         if self._process != os.getpid():
             self._begin_anew()
@@ -53,7 +56,11 @@ class Apart:
         self._waiting.put((future, do))
         # The thread itself takes the lock: a signal handler that raises leaves none locked.
         if not self._serving.locked():
-            threading.Thread(target=self._serve, name=self._thread, daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, name=self._thread, daemon=True).start()
+            except RuntimeError:
+                future.cancel()  # or the next call would make this one first
+                raise
         return future
 
     def _begin_anew(self) -> None:

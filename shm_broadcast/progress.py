@@ -280,8 +280,10 @@ class Progress:
         with self._lock:
             self._lanes[lane] = None
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                with suppress(RuntimeError):  # none is to be had: tasks advance at who waits
+                    thread.start()
+                    self._thread = thread
         self._wanted.set()
         self.wake()
 

@@ -114,7 +114,8 @@ class Heartbeat:
         atexit.unregister(self.close)
         self._closing = True
         self._wake.set()
-        thread.join(_FAREWELL_SECONDS)
+        if thread.is_alive():  # it may not have been started
+            thread.join(_FAREWELL_SECONDS)
         if self._keeps_store and not thread.is_alive():
             time.sleep(2 * PERIOD_SECONDS)
 

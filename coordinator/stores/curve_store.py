@@ -84,10 +84,10 @@ class StoreHost(RemoteEnd):
         try:
             self._admission.start()
             self.at = StoreAddress(bind_socket(self._zmq, address), nonce)
+            threading.Thread(target=self._serve, name="store-host", daemon=True).start()
         except BaseException:
             self._tear_down()
             raise
-        threading.Thread(target=self._serve, name="store-host", daemon=True).start()
 
     def close(self, stay: float = _STAY_SECONDS) -> None:
         """Let the store end when all members have left, or after ``stay`` seconds. Does not wait.

@@ -74,9 +74,9 @@ class HelperThreads:
             spare = self._free > 0
             if spare:
                 self._free -= 1
-        self._jobs.put(job)
-        if not spare:
+        if not spare:  # first: a job that no thread takes would be the next one's
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        self._jobs.put(job)
         return job
 
     def close(self) -> None:

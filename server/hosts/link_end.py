@@ -78,9 +78,17 @@ class LinkEnd(RemoteEnd):
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Start the thread."""
+        """Start the thread.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
         self._thread = threading.Thread(target=self._serve, name="pool-hosts", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None  # `close` waits for none
+            raise
 
     def pulse_now(self) -> None:
         """Send a pulse at once: the board has news. Any thread; does not wait."""

@@ -17,6 +17,7 @@ from coordinator.apart import Apart, begin_apart, is_done_within
 from shm_broadcast import NEVER, Deadline
 from tests.forked import in_a_child
 from tests.patience import PATIENCE_SECONDS, until
+from tests.refused_threads import refusing_threads
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -127,3 +128,11 @@ begin_apart(call, "apart")
 def test_a_call_that_comes_back_soon_is_waited_for_at_the_end() -> None:
     """One into torch would abort the process if it came back later."""
     assert subprocess.check_output([sys.executable, "-c", ENDS], text=True) == "came back"
+
+
+def test_a_call_for_which_there_was_no_thread_is_not_made_before_the_next() -> None:
+    apart, made = Apart(NAME), list[str]()
+    with refusing_threads(NAME), pytest.raises(RuntimeError, match="new thread"):
+        apart.begin(lambda: made.append("refused"))
+    apart.begin(lambda: made.append("next")).result(PATIENCE_SECONDS)
+    assert made == ["next"]

@@ -32,6 +32,7 @@ from shm_broadcast import (
 )
 from tests.patience import STALL_SECONDS, until
 from tests.ranks import run_ranks
+from tests.refused_threads import refusing_threads
 from tests.shared_store import SharedStore
 
 if TYPE_CHECKING:
@@ -277,3 +278,10 @@ def test_what_is_authenticated_already_stays(host: StoreHost) -> None:
         sub = inner.sub("sub", [0])
         assert authenticated(sub, SECRET, closing) is sub
     assert not store.check(["names/0"])
+
+
+def test_a_host_that_has_no_thread_leaves_nothing() -> None:
+    before = {*threading.enumerate()}
+    with refusing_threads("store-host"), pytest.raises(RuntimeError, match="new thread"):
+        StoreHost(range(2), "127.0.0.1", SECRET)
+    until(lambda: {*threading.enumerate()} <= before)

@@ -8,11 +8,14 @@ import pytest
 from torch.distributed import HashStore
 
 import coordinator.hosts.nodes
+from coordinator.hosts.heartbeat import Heartbeat
 from coordinator.hosts.nodes import Nodes, find_nodes
+from coordinator.setup.bootstrap import host_store
 from coordinator.setup.exchange import Exchange
 from shm_broadcast import Board, Deadline, PeerProtocolError, SharedMemoryError
 from shm_broadcast.progress import Progress
 from tests.coordinator.test_exchange import members
+from tests.refused_threads import refusing_threads
 
 
 def close(found: list[object]) -> None:
@@ -86,3 +89,12 @@ def test_a_board_that_is_none_blames_whoever_offered_it() -> None:
     exchange = Exchange(store, 1, 2, "world", Deadline.after(30))
     with pytest.raises(PeerProtocolError, match=r"world.* 0"):
         find_nodes(exchange)
+
+
+def test_a_heartbeat_that_has_no_thread_says_so_and_can_be_closed() -> None:
+    with Board.create(2, 0) as board:
+        hosts = {"a": [0], "b": [1]}
+        beat = Heartbeat(host_store(), board, hosts, "a", keeper=None, where="store:1")
+        with refusing_threads("heartbeat"), pytest.raises(RuntimeError, match="new thread"):
+            beat.start()
+        beat.close()

@@ -4,8 +4,11 @@ import gc
 import threading
 import weakref
 
+import pytest
+
 from device_comm.torch_group.helper_threads import HelperThreads
 from tests.patience import until
+from tests.refused_threads import refusing_threads
 
 
 def names() -> list[str]:
@@ -71,3 +74,15 @@ def test_a_job_that_has_failed_is_not_kept_by_its_error() -> None:
         assert left() is None
     finally:
         gc.enable()
+
+
+def test_a_call_for_which_there_was_no_thread_is_not_made_in_the_place_of_the_next() -> None:
+    helpers = HelperThreads("helpers-test")
+    made: list[str] = []
+    with refusing_threads("helpers-test"), pytest.raises(RuntimeError, match="new thread"):
+        helpers.start(lambda: made.append("refused"), int)
+    woken = threading.Event()
+    helpers.start(lambda: made.append("next"), woken.set)
+    assert woken.wait(10)
+    assert made == ["next"]
+    helpers.close()

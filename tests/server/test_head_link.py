@@ -16,6 +16,7 @@ from server.hosts.link_messages import HostAdmitted, HostHello, HostRefused, Pul
 from server.hosts.place import Hosts
 from server.pool_config import PoolConfig
 from tests.patience import until
+from tests.refused_threads import refusing_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,3 +139,10 @@ def test_who_has_ended_while_it_waited_keeps_nobody_out(ends: Ends) -> None:
     until(lambda: ends.step(third) or heard.heard)
     assert heard.heard == [ADMITTED]
     assert len(ends.at_head.lost) == 1
+
+
+def test_a_link_that_has_no_thread_says_so_and_can_be_closed(ends: Ends) -> None:
+    with refusing_threads("pool-hosts"), pytest.raises(RuntimeError, match="new thread"):
+        ends.head.begin()
+    ends.head.close()
+    assert ends.head._zmq.closed

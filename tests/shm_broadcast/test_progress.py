@@ -12,6 +12,7 @@ from shm_broadcast.board.outward import read_waits
 from shm_broadcast.errors import DivergenceError
 from shm_broadcast.progress import Lane, Progress
 from tests.patience import until
+from tests.refused_threads import refusing_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -397,3 +398,27 @@ def test_what_runs_in_the_background_is_not_shown(board: Board, progress: Progre
     assert read_waits(board, 0, 2) == ()
     task.may_end = True
     ticket.wait(soon())
+
+
+def test_where_no_thread_can_be_started_tasks_advance_when_somebody_waits(board: Board) -> None:
+    log: list[str] = []
+    task, later = ByHand(log, "a"), ByHand(log, "b")
+    progress = Progress(board)
+    lane = lane_of(progress)
+    with refusing_threads("progress"):
+        ticket = lane.perform(task, soon, background=True)
+    task.may_end = True
+    assert ticket is not None
+    ticket.wait(soon())
+    assert log == ["a"]
+    assert progress_threads() == 0
+    lane.perform(later, soon, background=True)
+    assert progress_threads() == 1, "the next task has its thread"
+    progress.close()
+
+
+def test_a_thread_that_could_not_be_started_is_not_waited_for(board: Board) -> None:
+    progress = Progress(board)
+    with refusing_threads("progress"):
+        lane_of(progress).perform(ByHand([], "a"), soon, background=True)
+    progress.close()

@@ -113,8 +113,9 @@ class StreamGuard:
 
     def _wake(self) -> None:
         if self._thread is None and not self._over:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
         self._changed.notify()
 
     def _run(self) -> None:
