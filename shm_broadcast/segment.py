@@ -222,7 +222,8 @@ class Segment:
     @classmethod
     def _adopt(cls, fd: int, handle: SegmentHandle, *, touch: bool = True) -> Segment:
         try:
-            if os.fstat(fd).st_size != handle.size or not _is_sealed(fd):
+            fits = mmap.PAGESIZE <= handle.size == os.fstat(fd).st_size
+            if not fits or not _is_sealed(fd):
                 raise SharedMemoryError(f"descriptor {handle.fd} of pid {handle.pid} is no segment")
             mapping = mmap.mmap(fd, handle.size)
         except (OSError, SharedMemoryError) as error:

@@ -16,6 +16,7 @@ import pytest
 from shm_broadcast import segment as module
 from shm_broadcast.errors import GroupClosedError, SharedMemoryError
 from shm_broadcast.layout import SEGMENT_MAGIC, SEGMENT_SIZE
+from shm_broadcast.machine.liveness import ProcessId
 from shm_broadcast.segment import Segment, SegmentHandle
 from tests.forked import in_a_child
 from tests.ranks import run_ranks
@@ -242,6 +243,19 @@ def test_another_version_is_refused(segment: Segment) -> None:
     segment.words.store32(SEGMENT_MAGIC, 0x12345678)
     with pytest.raises(SharedMemoryError, match="another segment"):
         Segment.attach(segment.handle())
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_memory_that_is_too_small_to_be_a_segment_is_refused(size: int) -> None:
+    fd = os.memfd_create("small", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, module.SEALS)
+    me = ProcessId.current()
+    before = open_descriptors()
+    with pytest.raises(SharedMemoryError, match=f"descriptor {fd} of pid {me.pid} is no segment"):
+        Segment.attach(SegmentHandle(me.pid, me.start_time, fd, bytes(16), size))
+    assert open_descriptors() == before
+    os.close(fd)
 
 
 def test_the_error_of_a_stale_handle_says_why(segment: Segment) -> None:
