@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import NEVER, Deadline
 from shm_broadcast.board.stacks import StackFile
+from shm_broadcast.remote.wake_fd import WakeFd
 
 from ..control.channel import ChannelClosedError
 from .link_messages import SignalWorker, ToWorker
@@ -38,11 +38,11 @@ class RelayedChannel:
         self._send = send
         self._arrived: deque[FromWorker] = deque()
         self._ended = False
-        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
+        self._news = WakeFd()
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `take` has something to give."""
-        return self._event
+        """A descriptor that is readable if something has come since `take` gave ``None`` last."""
+        return self._news.fileno()
 
     def send(self, message: Start | Resume, deadline: Deadline = NEVER) -> None:  # noqa: ARG002
         """Send a message soon; does not wait. Lost if the worker, or the link to it, is gone."""
@@ -54,27 +54,27 @@ class RelayedChannel:
         Raises:
             ChannelClosedError: there will be none.
         """
+        if not self._arrived and not self._ended:
+            self._news.clear()  # before the look: what comes after it is announced anew
         if self._arrived:
-            with suppress(BlockingIOError):  # it is just being announced: the next look finds it
-                os.eventfd_read(self._event)
-                return self._arrived.popleft()
-        elif self._ended:
+            return self._arrived.popleft()
+        if self._ended:
             raise ChannelClosedError("the worker has ended")
         return None
 
     def put(self, message: FromWorker) -> None:
         """Let a message arrive."""
         self._arrived.append(message)
-        os.eventfd_write(self._event, 1)
+        self._news.ring()
 
     def end(self) -> None:
         """No more messages will arrive."""
         self._ended = True
-        os.eventfd_write(self._event, 1)
+        self._news.ring()
 
     def close(self) -> None:
-        """Close the descriptor."""
-        os.close(self._event)
+        """Close the descriptor; idempotent."""
+        self._news.close()
 
 
 class DistantWorker:
@@ -95,13 +95,13 @@ class DistantWorker:
         self.pid = 0
         self.greeted = self.away = False
         self.channel = RelayedChannel(lambda message: post(ToWorker(rank, message)))
+        self._gone = WakeFd()
+        self.pidfd = self._gone.fileno()
         self.stack_file = StackFile()
-        self.pidfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._post = post
         self._how = ""
         self._over = threading.Event()
         self._closing = threading.RLock()  # a signal handler may close it, too
-        self._closed = False
 
     def start(self, start: Start, deadline: Deadline) -> None:
         """Send the start message."""
@@ -131,22 +131,18 @@ class DistantWorker:
     def close(self) -> None:
         """Close all descriptors, after `bury`; idempotent, from any thread."""
         with self._closing:
-            if not self._closed:
-                self._closed = True
-                self.channel.close()
-                self.stack_file.close()
-                os.close(self.pidfd)
+            self.channel.close()
+            self.stack_file.close()
+            self._gone.close()
 
     def deliver(self, message: FromWorker) -> None:
         """Let a message of the worker arrive; from the link's thread."""
-        with self._closing:
-            if not self._closed:
-                self.channel.put(message)
+        self.channel.put(message)
 
     def show_stack(self, text: str) -> None:
         """Let the worker's stack arrive; from the link's thread."""
         with self._closing:
-            if not self._closed:
+            if self.stack_file.fd >= 0:
                 os.write(self.stack_file.fd, text.encode())
 
     def end(self, how: str, stack: str = "") -> None:
@@ -157,7 +153,5 @@ class DistantWorker:
         if stack:
             self.show_stack(stack)
         self._over.set()
-        with self._closing:
-            if not self._closed:
-                self.channel.end()
-                os.eventfd_write(self.pidfd, 1)
+        self.channel.end()
+        self._gone.ring()

@@ -112,9 +112,9 @@ class StackFile:
 
     def close(self) -> None:
         """Close the file; idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        descriptor = self.detach()  # first: a signal handler may close it, too
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def read_stacks(

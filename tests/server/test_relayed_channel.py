@@ -6,12 +6,15 @@ import math
 import os
 import select
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from server.control.channel import ChannelClosedError
+from server.control.protocol import Left
 from server.hosts.distant_worker import DistantWorker, RelayedChannel
+from shm_broadcast.remote.wake_fd import WakeFd
+from tests.shm_broadcast.leaks import open_descriptors
 
 
 def says_so(channel: RelayedChannel) -> bool:
@@ -35,7 +38,7 @@ def test_messages_come_in_order_and_then_the_end() -> None:
     channel.close()
 
 
-def test_a_message_that_is_just_arriving_is_there_at_the_next_look(
+def test_a_message_that_was_taken_before_it_is_announced_is_taken_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever takes all there is may look between its two steps."""
@@ -49,11 +52,47 @@ def test_a_message_that_is_just_arriving_is_there_at_the_next_look(
     monkeypatch.setattr(os, "eventfd_write", look_before)
     message: Any = "one"
     channel.put(message)
-    assert early == [None]
+    assert early == ["one"]
     assert says_so(channel)
-    assert channel.take() == "one"
+    assert channel.take() is None
     assert not says_so(channel)
     channel.close()
+
+
+def test_a_message_that_comes_while_all_are_taken_is_given_or_announced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    channel = RelayedChannel(lambda _: None)
+    clear, message = WakeFd.clear, cast("Any", "one")
+
+    def put_and_clear(news: WakeFd) -> None:
+        channel.put(message)
+        clear(news)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WakeFd, "clear", put_and_clear)
+        assert channel.take() == "one"
+
+    def clear_and_put(news: WakeFd) -> None:
+        clear(news)
+        channel.put(message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WakeFd, "clear", clear_and_put)
+        assert channel.take() == "one"
+    assert says_so(channel)
+    channel.close()
+
+
+def test_what_is_told_of_a_worker_after_its_handle_was_closed_goes_nowhere() -> None:
+    worker = DistantWorker(1, 1, lambda _: None)
+    before = open_descriptors()
+    worker.close()
+    worker.deliver(Left())
+    worker.show_stack("a stack")
+    worker.end("killed by SIGKILL", "a stack")
+    worker.close()
+    assert open_descriptors() == before - 3
 
 
 def test_a_worker_may_have_for_ever_to_end() -> None:
