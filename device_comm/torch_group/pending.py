@@ -241,7 +241,7 @@ class TransferPending:
         operation: str,
         peers: Sequence[int],
         boundary: Boundary,
-        farewell: Farewell | None = None,
+        farewell: Farewell | None,
     ) -> None:
         """Follow ``job``, which concerns the one member in ``peers``."""
         self._farewell = farewell

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +20,7 @@ from device_comm.cuda.ipc.ipc_backend import IpcBackend
 from device_comm.cuda.ipc.mappings import Mappings
 from device_comm.cuda.launches import abi
 from device_comm.cuda.launches.launch import KERNELS, Limits
+from tests.device_comm.cuda.fake_library import compile_library
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from shm_broadcast import Board
 
 SOURCE = Path(__file__).with_name("fake_cuda.c")
-COMPILER = shutil.which("gcc") or shutil.which("cc")
 STREAM = 0x4D0
 CONTEXT = 0xC0
 
@@ -57,12 +55,8 @@ class FakeLaunch(ctypes.Structure):
 
 def compile_fake(folder: Path) -> str:
     """The path of the library, made in ``folder``."""
-    assert COMPILER is not None
-    library = folder / "libcuda.so.1"
-    flags = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
     named = "-Wl,-soname,libcuda.so.1"
-    subprocess.run([COMPILER, *flags, named, "-o", library, SOURCE], check=True, timeout=60)
-    return str(library)
+    return compile_library(SOURCE, folder / "libcuda.so.1", "-O2", named)
 
 
 class PassedMark:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,24 +15,20 @@ from device_comm.cuda.nccl import core as nccl_core
 from device_comm.cuda.nccl.library import NcclLibrary
 from device_comm.cuda.nccl.nccl_backend import NcclBackend
 from shm_broadcast import Board, BoardHandle
+from tests.device_comm.cuda.fake_library import compile_library
 from tests.device_comm.shm_ranks import share_through
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 SOURCE = Path(__file__).with_name("fake_nccl.c")
-COMPILER = shutil.which("gcc") or shutil.which("cc")
 _STREAM = 42
 """The stream that the fake insists on."""
 
 
 def compile_fake(folder: Path, *options: str) -> str:
     """The path of the library, made in ``folder``; ``-DBEFORE_WINDOWS``: one that has none."""
-    assert COMPILER is not None
-    library = folder / "libnccl.so.2"
-    flags = [*options, "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([COMPILER, *flags, "-o", library, SOURCE], check=True, timeout=60)
-    return str(library)
+    return compile_library(SOURCE, folder / "libnccl.so.2", "-O1", "-pthread", *options)
 
 
 class HostMark:

@@ -21,7 +21,6 @@ from device_comm.operation import Norm
 from shm_broadcast import Board, CoordinatorError
 from shm_broadcast.extension import extension_of
 from tests.device_comm.cuda.fake_cuda import (
-    COMPILER,
     CONTEXT,
     STREAM,
     FakeLaunch,
@@ -30,6 +29,7 @@ from tests.device_comm.cuda.fake_cuda import (
     rank_0_of_2,
     stubbed,
 )
+from tests.device_comm.cuda.fake_library import COMPILER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

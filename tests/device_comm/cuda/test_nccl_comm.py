@@ -35,7 +35,8 @@ from shm_broadcast import (
     TransportError,
 )
 from tests.commands import run_code
-from tests.device_comm.cuda.fake_nccl import COMPILER, HostMark, compile_fake, make_nccl, nccl_of
+from tests.device_comm.cuda.fake_library import COMPILER
+from tests.device_comm.cuda.fake_nccl import HostMark, compile_fake, make_nccl, nccl_of
 from tests.device_comm.meeting import SOON, die, meet, wait_for_abort
 from tests.device_comm.suite import check_table
 from tests.device_comm.whole_table import run_whole_table

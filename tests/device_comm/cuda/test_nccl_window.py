@@ -19,7 +19,8 @@ from device_comm.cuda.nccl import core as nccl_core
 from device_comm.cuda.nccl.library import NcclLibrary, NcclResult, NcclUnavailableError
 from device_comm.cuda.nccl.nccl_window import NcclWindow
 from shm_broadcast import Board, BoardHandle, CoordinatorError, Deadline, GroupAbortedError
-from tests.device_comm.cuda.fake_nccl import COMPILER, compile_fake, make_nccl, nccl_of
+from tests.device_comm.cuda.fake_library import COMPILER
+from tests.device_comm.cuda.fake_nccl import compile_fake, make_nccl, nccl_of
 from tests.device_comm.meeting import meet, wait_for_abort
 from tests.device_comm.shm_ranks import make_comm
 from tests.patience import STALL_SECONDS
