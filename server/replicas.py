@@ -27,6 +27,7 @@ from .calls.call_future import awaited
 from .driver.binding import bound_here, written
 from .driver.cores import worker_threads
 from .driver.devices import assign, checked_device, count_gpus
+from .driver.limits import telling_limits
 from .errors import PoolClosedError
 from .pool import WorkerPool
 from .pool_config import settings_of
@@ -136,12 +137,12 @@ class Replicas:
             )
 
         with ExitStack() as undo:
-            starting = [
-                begin_apart(partial(start, number), f"start-replica-{number}")
-                for number in range(dp)
-            ]
-            for future in starting:
+            starting = []
+            for number in range(dp):
+                with telling_limits(0, None):
+                    future = begin_apart(partial(start, number), f"start-replica-{number}")
                 undo.callback(_give_up, future)
+                starting.append(future)
             wait(starting)
             self.pools = [future.result() for future in starting]
             undo.pop_all()

@@ -42,6 +42,7 @@ from server.pool_config import PoolConfig
 from shm_broadcast import Deadline, MessageQueue
 from shm_broadcast.board.stacks import STACK_SIGNAL
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
+from tests.refused_threads import refusing_threads
 from tests.standing_store import store_elsewhere
 
 if TYPE_CHECKING:
@@ -171,16 +172,9 @@ class AsksForStack(Scripted):
 def test_a_host_that_can_start_no_thread_shows_what_a_worker_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    start = threading.Thread.start
-
-    def but_for_stacks(thread: threading.Thread) -> None:
-        if thread.name == "pool-stack":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", but_for_stacks)
     made = links_made(AsksForStack, monkeypatch)
-    serve_host(HERE, PATIENCE_SECONDS)
+    with refusing_threads("pool-stack"):
+        serve_host(HERE, PATIENCE_SECONDS)
     (link,) = made
     assert "File" in link.stack
 

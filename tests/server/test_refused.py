@@ -22,10 +22,12 @@ from server.errors import (
 from server.launchers import local
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
+from server.replicas import Replicas
 from shm_broadcast.machine.memory_kills import memory_kills
 from tests.patience import until
 from tests.ranks import run_ranks
 from tests.refusals import NEW_PROCESSES, refuse
+from tests.refused_threads import refusing_threads
 from tests.server.test_forking import at_start
 from tests.server.workers import Worker, pids_of
 
@@ -77,19 +79,16 @@ def test_calls_are_late_or_stuck_in_time_where_no_further_thread_may_be_started(
 
 
 @pytest.mark.parametrize("refused", ["pool-meeting", "pool-collector", "pool-supervisor"])
-def test_a_pool_that_may_not_start_all_its_threads_leaves_none(
-    refused: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin = threading.Thread.start
-
-    def start_but_one(thread: threading.Thread) -> None:
-        if thread.name == refused:
-            raise RuntimeError("can't start new thread")
-        begin(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_but_one)
-    with pytest.raises(ProcessLimitError):
+def test_a_pool_that_may_not_start_all_its_threads_leaves_none(refused: str) -> None:
+    with refusing_threads(refused), pytest.raises(ProcessLimitError):
         WorkerPool(Worker, tp=2)
+    until(lambda: not any(each.name.startswith("pool-") for each in threading.enumerate()))
+
+
+def test_replicas_that_may_not_all_have_a_thread_to_start_in_leave_none() -> None:
+    with refusing_threads("start-replica-1"), pytest.raises(ProcessLimitError):
+        Replicas(Worker, dp=2)
+    until(lambda: not any("-replica-" in each.name for each in threading.enumerate()))
     until(lambda: not any(each.name.startswith("pool-") for each in threading.enumerate()))
 
 
