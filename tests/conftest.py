@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from benchmarks.gpu_environment import keep_out_of_mps, run_side_by_side
+from tests.netns import unavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -57,12 +59,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The slowest first, and what is left at the end is short: cores do not wait for the last file.
     items.sort(key=lambda item: "server" not in item.path.parts)
+    _skip(items, "gpu", _no_gpu)
+    _skip(items, "namespaces", unavailable)
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: Callable[[], str | None]) -> None:
+    """Skip those that have this marker if there is a reason, for which others are not asked."""
+    marked = [item for item in items if item.get_closest_marker(marker)]
+    why = reason() if marked else None
+    if why is not None:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
+def _no_gpu() -> str | None:
     if not torch.cuda.is_available():
-        reason = "no CUDA device"
-    elif importlib.util.find_spec("cupy") is None:
-        reason = "CuPy is not installed"
-    else:
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=reason))
+        return "no CUDA device"
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed"
+    return None

@@ -6,7 +6,7 @@
 
 They have no names: each lives as long as a process that waits for the end of its input, so that
 nothing is left, not even by a test run that is killed. Making them needs root, iproute2 and
-util-linux; `unavailable` says what is missing.
+util-linux; without, tests marked ``namespaces`` are skipped.
 """
 
 from __future__ import annotations

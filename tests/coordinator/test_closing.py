@@ -16,7 +16,7 @@ from torch.distributed import FileStore
 import coordinator
 from shm_broadcast import GroupAbortedError, GroupClosedError
 from tests.coordinator.hosts import beside, groups_over, note, since
-from tests.netns import two_hosts, unavailable
+from tests.netns import two_hosts
 from tests.patience import failure_of, quickest
 from tests.ranks import run_ranks
 
@@ -27,16 +27,18 @@ if TYPE_CHECKING:
     from coordinator import GroupCoordinator
     from shm_broadcast import CoordinatorError
 
-_UNAVAILABLE = unavailable()
 PLACES = {
     "shared memory": {},
     "torch": {"torch_only": True},
     "checked": {"torch_only": True, "checked": True},
     "two hosts": {},
 }
-needs_hosts = pytest.mark.skipif(_UNAVAILABLE is not None, reason=str(_UNAVAILABLE))
 EVERYWHERE = pytest.mark.parametrize(
-    "place", [pytest.param(each, marks=needs_hosts if "hosts" in each else ()) for each in PLACES]
+    "place",
+    [
+        pytest.param(each, marks=pytest.mark.namespaces if "hosts" in each else ())
+        for each in PLACES
+    ],
 )
 WITHIN = {"shared memory": 0.3, "torch": 0.6, "checked": 0.6, "two hosts": 1.2}
 """Seconds in which a collective ends."""

@@ -23,7 +23,7 @@ from shm_broadcast import (
     PeerLostError,
 )
 from tests.coordinator.hosts import NAMES, beside, groups_over, move_to, note, since
-from tests.netns import Host, two_hosts, unavailable
+from tests.netns import Host, two_hosts
 from tests.pages.blocks import block_of, without_numbers
 from tests.patience import all_here, failure_of, quickest, until
 from tests.ranks import run_ranks
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 Hosts = tuple[Host, Host]
 
-_UNAVAILABLE = unavailable()
-pytestmark = pytest.mark.skipif(_UNAVAILABLE is not None, reason=str(_UNAVAILABLE))
+pytestmark = pytest.mark.namespaces
 
 NAMED_WITHIN = 2.0
 """Seconds in which, as promised, a lost member is named on all hosts."""

@@ -13,7 +13,7 @@ from coordinator.stores.secret import SECRET_FILE
 from shm_broadcast import CoordinatorError
 from shm_broadcast.queue import rendezvous
 from tests.coordinator.hosts import groups_over, move_to
-from tests.netns import Host, two_hosts, unavailable
+from tests.netns import Host, two_hosts
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 Hosts = tuple[Host, Host]
 
-_UNAVAILABLE = unavailable()
-pytestmark = pytest.mark.skipif(_UNAVAILABLE is not None, reason=str(_UNAVAILABLE))
+pytestmark = pytest.mark.namespaces
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from device_comm.wrappers import late
 from shm_broadcast import DivergenceError, GroupAbortedError, layout
 from tests.coordinator.hosts import beside, groups_over, note, since
 from tests.device_comm.soak import draw, run
-from tests.netns import two_hosts, unavailable
+from tests.netns import two_hosts
 from tests.patience import all_here, failure_of, quickest
 from tests.ranks import run_ranks
 
@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 
     from shm_broadcast import CoordinatorError
 
-_UNAVAILABLE = unavailable()
-needs_hosts = pytest.mark.skipif(_UNAVAILABLE is not None, reason=str(_UNAVAILABLE))
 PLACES = pytest.mark.parametrize(
-    "place", ["one host", pytest.param("two hosts", marks=needs_hosts)]
+    "place", ["one host", pytest.param("two hosts", marks=pytest.mark.namespaces)]
 )
 
 N = 4

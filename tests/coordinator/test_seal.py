@@ -29,7 +29,7 @@ from shm_broadcast import (
     MessageSealError,
 )
 from tests.coordinator.hosts import groups_over
-from tests.netns import Host, two_hosts, unavailable
+from tests.netns import Host, two_hosts
 from tests.ranks import run_ranks
 from tests.shared_store import SharedStore
 
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 
 SECRET = b"sixteen bytes or more"
 NONCES = [b"a" * 16, b"b" * 16]
-
-_UNAVAILABLE = unavailable()
-between_hosts = pytest.mark.skipif(_UNAVAILABLE is not None, reason=str(_UNAVAILABLE))
 
 
 class Pair(NamedTuple):
@@ -318,7 +315,7 @@ def over_hosts(
         group.barrier()
 
 
-@between_hosts
+@pytest.mark.namespaces
 @pytest.mark.parametrize("secret", [SECRET, None], ids=["with a secret", "without"])
 def test_what_travels_between_hosts(secret: bytes | None, tmp_path: Path) -> None:
     with two_hosts("IPv4") as hosts:

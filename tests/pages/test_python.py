@@ -23,7 +23,7 @@ from coordinator.stores.secret import SECRET_FILE
 from server.pool import WorkerPool
 from server.replicas import Replicas
 from tests.coordinator.hosts import move_to
-from tests.netns import two_hosts, unavailable
+from tests.netns import two_hosts
 from tests.pages.blocks import block_of
 from tests.ranks import run_ranks
 from tests.server.over_hosts import PATIENT
@@ -133,7 +133,7 @@ def on_a_host(rank: int, n: int, folder: str, hosts: tuple[Host, Host]) -> str |
     return said[0] if said else None
 
 
-@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@pytest.mark.namespaces
 def test_a_program_on_two_hosts(tmp_path: Path) -> None:
     (tmp_path / "my_model.py").write_text(MODEL)
     (tmp_path / "secret").touch(0o600)

@@ -19,7 +19,7 @@ from server.replicas import Replicas
 from shm_broadcast.machine.core_map import Core, listed
 from shm_broadcast.onlooker.processes import scan
 from shm_broadcast.onlooker.programs import of_process, programs
-from tests.netns import two_hosts, unavailable
+from tests.netns import two_hosts
 from tests.patience import PATIENCE_SECONDS
 from tests.ranks import run_ranks
 from tests.server.over_hosts import over_hosts
@@ -216,12 +216,8 @@ def cores_there(pool: WorkerPool) -> list[set[int]]:
     return [each["cores"] for each in pool.collective_rpc("inherited")]
 
 
-NO_HOSTS = unavailable()
-OVER_HOSTS = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
-
-
 @FEW
-@OVER_HOSTS
+@pytest.mark.namespaces
 def test_every_host_binds_its_own_workers(tmp_path: Path) -> None:
     options: dict[str, Any] = {"tp": 4, "config": PoolConfig(bind=CROSSED)}
     with two_hosts("IPv4") as hosts:
@@ -240,7 +236,7 @@ def start_alone(rank: int, *given: Any) -> Any:
 
 
 @FEW
-@OVER_HOSTS
+@pytest.mark.namespaces
 def test_a_host_that_cannot_bind_is_named(tmp_path: Path) -> None:
     options: dict[str, Any] = {"tp": 4, "config": PoolConfig(bind="auto")}
     with two_hosts("IPv4") as hosts:

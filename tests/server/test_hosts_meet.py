@@ -13,7 +13,7 @@ from server.hosts import distant_hosts, host_supervisor
 from server.hosts.host_supervisor import serve_host
 from server.pool import WorkerPool
 from tests.coordinator.hosts import NAMES, move_to
-from tests.netns import Host, two_hosts, unavailable
+from tests.netns import Host, two_hosts
 from tests.patience import PATIENCE_SECONDS
 from tests.ranks import run_ranks
 from tests.server.over_hosts import PORT, living_children, place
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 Told = tuple[str, str]
 
-_UNAVAILABLE = unavailable()
-pytestmark = pytest.mark.skipif(_UNAVAILABLE is not None, reason=str(_UNAVAILABLE))
+pytestmark = pytest.mark.namespaces
 
 SHORT = 3.0
 """Seconds after which those give up who wait in vain."""

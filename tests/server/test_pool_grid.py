@@ -14,7 +14,7 @@ import torch
 
 from server.pool import WorkerPool
 from server.replicas import Replicas
-from tests.netns import two_hosts, unavailable
+from tests.netns import two_hosts
 from tests.patience import until
 from tests.ranks import run_ranks
 from tests.server.over_hosts import over_hosts
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from server.worker import WorkerContext
-
-_NO_HOSTS = unavailable()
 
 
 class Placed:
@@ -107,7 +105,7 @@ def test_each_replica_has_the_axes_and_ranks_are_counted_replica_by_replica() ->
         assert replicas.grid.coordinates(2)["cfg"] == 0
 
 
-@pytest.mark.skipif(_NO_HOSTS is not None, reason=str(_NO_HOSTS))
+@pytest.mark.namespaces
 def test_an_axis_of_ones_own_lies_between_hosts(tmp_path: Path) -> None:
     options = {"worker": Placed, "axes": {"cfg": 2}, "tp": 2}
     with two_hosts("IPv4") as hosts:

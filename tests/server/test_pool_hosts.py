@@ -30,7 +30,7 @@ from server.hosts.link_messages import HostHello
 from server.pool import WorkerPool
 from shm_broadcast.remote.keys import writer_key
 from tests.coordinator.hosts import NAMES, move_to
-from tests.netns import Host, two_hosts, unavailable
+from tests.netns import Host, two_hosts
 from tests.patience import PATIENCE_SECONDS, quickest, until
 from tests.ranks import run_ranks
 from tests.server.over_hosts import (
@@ -48,8 +48,7 @@ from tests.server.workers import Restored, Unlucky, Worker, pids_of
 
 Hosts = tuple[Host, Host]
 
-_UNAVAILABLE = unavailable()
-pytestmark = pytest.mark.skipif(_UNAVAILABLE is not None, reason=str(_UNAVAILABLE))
+pytestmark = pytest.mark.namespaces
 
 NAMED_WITHIN = 2.0
 """Seconds in which, as promised, the end of a host is named on the others."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from server.pool import WorkerPool
 from tests.intruder import intruder
-from tests.netns import isolate, unavailable
+from tests.netns import isolate
 from tests.ranks import run_ranks
 from tests.sockets import reachable_sockets
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 MEMBER = "tests.server.test_pool_locked:Member"
-UNAVAILABLE = unavailable()
 
 
 class Member:
@@ -79,7 +78,7 @@ def start_under_attack(_rank: int, _n: int) -> tuple[list[str], int]:
     return report.touched, report.looks
 
 
-@pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
+@pytest.mark.namespaces
 @pytest.mark.parametrize("_turn", range(5))
 def test_another_user_can_do_nothing_to_a_pool_that_starts(_turn: int) -> None:
     """He read and rewrote the store where workers met, and had his pickle run."""

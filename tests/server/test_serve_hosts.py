@@ -20,7 +20,7 @@ from server.commands.demo import reference
 from server.workers.minilm import ModelFolder, packaged_model
 from tests.commands import run_to_end
 from tests.coordinator.hosts import NAMES, move_to
-from tests.netns import Host, two_hosts, unavailable
+from tests.netns import Host, two_hosts
 from tests.patience import PATIENCE_SECONDS
 from tests.ranks import run_ranks
 from tests.server.over_hosts import living_children, note, noted
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 Hosts = tuple[Host, Host]
 
-_UNAVAILABLE = unavailable()
-pytestmark = pytest.mark.skipif(_UNAVAILABLE is not None, reason=str(_UNAVAILABLE))
+pytestmark = pytest.mark.namespaces
 
 LINES = ["The harbour wakes before the sun does.", "", "short", "Ünïcödé ✓"]
 FOUR = ("--tp", "2", "--pp", "2")

@@ -26,7 +26,7 @@ from shm_broadcast import (
 from shm_broadcast.queue import message_queue
 from shm_broadcast.queue.handle import SMALLEST_CAPACITY
 from shm_broadcast.remote.frames import Probe, encode
-from tests.netns import two_hosts, unavailable
+from tests.netns import two_hosts
 from tests.patience import NAMED_WITHIN, quickest, until
 from tests.ranks import run_ranks
 from tests.shm_broadcast.members import LIMIT, kill
@@ -429,7 +429,7 @@ def part(rank: int, _n: int, folder: str, hosts: Any, goes: int) -> None:
         put(folder, "read all", True)
 
 
-@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@pytest.mark.namespaces
 @pytest.mark.parametrize("goes", KINDS)
 def test_the_same_on_two_hosts(goes: str, tmp_path: Path) -> None:
     with two_hosts("IPv4") as hosts:

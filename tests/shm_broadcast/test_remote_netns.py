@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from shm_broadcast.errors import PeerLostError
-from tests.netns import Host, two_hosts, unavailable
+from tests.netns import Host, two_hosts
 from tests.ranks import run_ranks
 from tests.shm_broadcast.remote_peers import (
     LIMIT,
@@ -27,8 +27,7 @@ from tests.shm_broadcast.remote_peers import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-_UNAVAILABLE = unavailable()
-pytestmark = pytest.mark.skipif(_UNAVAILABLE is not None, reason=str(_UNAVAILABLE))
+pytestmark = pytest.mark.namespaces
 
 MESSAGES = [[b"head", bytes([size % 256]) * size] for size in (0, 1, 1000, 3_000_000)]
 
