@@ -11,6 +11,7 @@ that may be made again (``retry=True``). It gets calls again once it was restart
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import wait
 from contextlib import ExitStack
@@ -28,7 +29,7 @@ from .driver.binding import bound_here, written
 from .driver.cores import worker_threads
 from .driver.devices import assign, checked_device, count_gpus
 from .driver.limits import telling_limits
-from .errors import PoolClosedError
+from .errors import PoolClosedError, with_notes
 from .pool import WorkerPool
 from .pool_config import settings_of
 
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from .pool_config import PoolConfig
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class Replicas:
@@ -295,6 +298,11 @@ class Replicas:
 
         They stay if no other works, and this one is restarted; those of its streams always do.
         """
+        failure = broken.failure
+        if failure is not None:  # nobody may hear of it, as the others answer the calls
+            left, of = [pool.failure for pool in self.pools].count(None), len(self.pools)
+            told = "replica %d takes no more calls, %d of %d go on: %s"
+            _log.error(told, self.pools.index(broken), left, of, with_notes(failure))
         staying = []
         for call in calls:
             if call.stream or (not self._working() and broken.failure is None):

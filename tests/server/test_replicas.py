@@ -194,7 +194,7 @@ def test_what_goes_wrong_names_the_replica(
     assert where_from(alone.value) == "alpha"
 
 
-def test_replicas_that_are_not_restarted_end_one_by_one() -> None:
+def test_replicas_that_are_not_restarted_end_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
     with Replicas(Worker, dp=2, restart="never") as replicas:
         with pytest.raises(WorkerLostError):
             replicas.call("exit", [0], 3)
@@ -206,6 +206,12 @@ def test_replicas_that_are_not_restarted_end_one_by_one() -> None:
             with pytest.raises(WorkerLostError, match="rank 0"):
                 refused("echo")
         assert isinstance(replicas.failure, WorkerLostError)
+    ends = [each.getMessage() for each in caplog.records if "no more calls" in each.getMessage()]
+    assert [end.partition(": ")[0][len("replica n ") :] for end in ends] == [
+        "takes no more calls, 1 of 2 go on",
+        "takes no more calls, 0 of 2 go on",
+    ]
+    assert ["exit status 3" in ends[0], "exit status 4" in ends[1]] == [True, True]
 
 
 @pytest.mark.parametrize("lost", [0, 1])
