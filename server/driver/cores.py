@@ -56,20 +56,18 @@ def worker_threads(
     return min(share, threads_of(bound)) if bound else share
 
 
-def usable_cores(root: Path = Path("/")) -> int:
-    """The number of cores that this process may keep busy, at least 1.
-
-    Args:
-        root: the folder to find ``proc`` and the mounts in; for tests.
-    """
-    allowed = min(len(os.sched_getaffinity(0)), cpu_quota(root))
+def usable_cores() -> int:
+    """The number of cores that this process may keep busy, at least 1."""
+    allowed = min(len(os.sched_getaffinity(0)), cpu_quota())
     return max(1, math.floor(allowed))
 
 
 def cpu_quota(root: Path = Path("/")) -> float:
     """The processor time that this process's control groups allow, in cores; ``inf``: no limit.
 
-    Files that cannot be read count as no limit.
+    Args:
+        root: the folder to find ``proc`` and the mounts in. Files there that cannot be read count
+            as no limit.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -68,10 +68,14 @@ def test_what_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
     assert cpu_quota(system(tmp_path, "0::/pod\n", V2.format(root="/"), **limits)) == math.inf
 
 
-def test_less_than_a_core_is_one(tmp_path: Path) -> None:
-    at = system(tmp_path, "0::/\n", V2.format(root="/"), **{"cpu.max": "10000 100000"})
-    assert usable_cores(at) == 1
-    assert usable_cores(tmp_path / "nothing") == len(os.sched_getaffinity(0))
+@pytest.mark.parametrize(
+    ("quota", "usable"), [(0.1, 1), (1.0, 1), (math.inf, len(os.sched_getaffinity(0)))]
+)
+def test_less_than_a_core_is_one(
+    quota: float, usable: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.driver.cores.cpu_quota", lambda: quota)
+    assert usable_cores() == usable
 
 
 @pytest.mark.parametrize(
