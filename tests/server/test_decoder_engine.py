@@ -525,3 +525,22 @@ def test_those_that_have_left_do_not_wait_for_a_slot(pool: OneWorker, engine: En
     pool.go()
     for each in asked[:-1]:
         list(each)
+
+
+def test_an_engine_that_may_not_start_all_its_threads_leaves_none(
+    pool: OneWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, begin = replace(pool.call("room"), stages=2), threading.Thread.start
+    begun: list[threading.Thread] = []
+
+    def start_one(thread: threading.Thread) -> None:
+        if begun:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        begin(thread)
+
+    monkeypatch.setattr(pool, "call", lambda _: room)
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    with pytest.raises(RuntimeError, match="new thread"):
+        Engine(pool, chunk=16, max_waiting=8)
+    until(lambda: not begun[0].is_alive())

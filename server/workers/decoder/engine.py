@@ -62,6 +62,7 @@ class Engine:
         TypeError: ``pool`` is `Replicas`, each of which would have some steps of a sequence.
         ValueError: a step could not take a token of each sequence.
         CoordinatorError: the workers failed.
+        RuntimeError: no thread can be started.
     """
 
     def __init__(
@@ -91,8 +92,12 @@ class Engine:
             threading.Thread(target=self._run, args=(lane,), name="decoder-lane", daemon=True)
             for lane in self._lanes
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:
+            self._end(PoolClosedError("the engine has not started"))  # those that have end
+            raise
 
     @property
     def waiting(self) -> int:
