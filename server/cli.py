@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from shm_broadcast import __version__
 from shm_broadcast.errors import CoordinatorError
 
-from .control.output import hold_standard_numbers
+from .control.output import drop_output, hold_standard_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,11 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsers[args.command].error(_sentence(exc))
     try:
         status: int = module.run(plan)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except (CoordinatorError, OSError) as exc:
         problem = f"{type(exc).__name__}: {_sentence(exc)}"
         print(f"{parsers[args.command].prog}: {problem}", file=sys.stderr)
+        if alone:
+            drop_output()
         return 1
     return status
 

@@ -76,6 +76,13 @@ def hold_standard_numbers() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
+def drop_output() -> None:
+    """Have what this process could not print go nowhere: at its end Python would try once more."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+
+
 def label_output(label: str) -> None:
     """Label every line of this process's `sys.stdout` and `sys.stderr`.
 

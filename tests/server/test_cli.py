@@ -68,6 +68,14 @@ def test_a_program_without_standard_output_says_nothing() -> None:
     assert done.stderr == ""
 
 
+def test_a_full_disk_is_told_in_a_line() -> None:
+    code = "import sys; from server.cli import main; sys.exit(main())"
+    shell = '"$0" -c "$1" status >/dev/full'
+    done = run_to_end("sh", "-c", shell, sys.executable, code, status=1, cwd=ROOT)
+    told = "OSError: [Errno 28] No space left on device"
+    assert done.stderr == f"group-coordinator status: {told}\n"
+
+
 def test_help_names_every_command_and_loads_no_torch() -> None:
     text = said("--help")
     for name, (_, summary) in COMMANDS.items():
