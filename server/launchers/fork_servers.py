@@ -22,7 +22,7 @@ import sys
 import threading
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from shm_broadcast import Deadline, GroupTimeoutError
 
@@ -350,11 +350,18 @@ def _output(number: int, undo: ExitStack) -> int:
     """
     given = sys.__stdout__ if number == 1 else sys.__stderr__
     try:
-        found = os.dup(number if given is not None and not given.closed else -1)
+        found = os.dup(number if _is_open(given) else -1)
     except OSError:
         found = os.open(os.devnull, os.O_WRONLY)
     undo.callback(os.close, found)
     return found
+
+
+def _is_open(given: TextIO | None) -> bool:
+    try:
+        return given is not None and not given.closed
+    except ValueError:  # detached, as in a worker, whose lines another one labels
+        return True
 
 
 def _answer(said: int, deadline: Deadline, tick: Tick = _no_tick) -> dict[str, Any] | None:
