@@ -4,5 +4,6 @@ import os
 
 from server.launchers.circumstances import worker_environment
 
-_OF_WORKERS = worker_environment(threads=1)
-os.environ.update({name: _OF_WORKERS[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")})
+_NAMES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+_of_workers = worker_environment(threads=1)
+os.environ.update({name: _of_workers[name] for name in _NAMES & _of_workers.keys()})

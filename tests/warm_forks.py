@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,9 +110,12 @@ def _fork_from(nest: socket.socket, serves: Callable[[Mapping[str, str]], bool])
         if os.getpid() != parent or not serves(environment):
             return start_cold(told, inherited, environment)
         asked = json.dumps([list(inherited), dict(environment)]).encode()
-        with asking:
+        with asking, suppress(OSError):
             socket.send_fds(nest, [asked], [told, *inherited])
-            return _Forked(int(nest.recv(64)))
+            answer = nest.recv(64)
+            if answer:
+                return _Forked(int(answer))
+        return start_cold(told, inherited, environment)  # the nest has ended
 
     fork_servers.start_process = start
 

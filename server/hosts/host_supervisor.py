@@ -289,8 +289,9 @@ class HostSupervisor(Watcher):
     def _make_board(self, told: BeginGeneration) -> None:
         with ExitStack() as undo:
             pool = self._pool
-            board = create_pool_board(pool.n_workers, told.generation, pool.config.name)
-            undo.enter_context(board)
+            board = undo.enter_context(
+                create_pool_board(pool.n_workers, told.generation, pool.config.name)
+            )
             self._cancelled = undo.enter_context(CancelledCalls.create(told.in_flight))
             self._show = undo.enter_context(board.showing_wait("the start of the pool"))
             self._starting = {*self._pool.ranks}
