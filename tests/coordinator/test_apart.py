@@ -115,7 +115,10 @@ def test_a_forked_child_begins_anew() -> None:
 
 ENDS = """
 import os, time
+import coordinator.apart
 from coordinator.apart import begin_apart
+
+coordinator.apart._ENDING_SECONDS = 60.0  # on a busy machine "soon" may take longer than usual
 
 def call():
     time.sleep(0.1)
