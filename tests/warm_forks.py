@@ -29,6 +29,7 @@ import torch
 import server.worker  # noqa: F401 - what fork servers load
 from server.launchers import boot, fork_servers, forking
 from server.launchers.circumstances import Circumstances, python_command, worker_environment
+from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -78,8 +79,8 @@ def start_nest() -> None:
         start_new_session=True,
     )
     theirs.close()
-    atexit.register(nest.wait)
-    atexit.register(ours.close)  # it ends then
+    for end in (nest.wait, nest.kill, ours.close):  # the last one first
+        atexit.register(end)
     its = Circumstances.now(environment, ())
 
     def serves(environment: Mapping[str, str]) -> bool:
@@ -99,8 +100,12 @@ def be_nest(asked: int, parent: int) -> None:
 
 
 def _fork_from(nest: socket.socket, serves: Callable[[Mapping[str, str]], bool]) -> None:
-    """Have a nest asked for the fork servers of this process with an environment that it serves."""
+    """Have a nest asked for the fork servers of this process with an environment that it serves.
+
+    Once it has ended, or does not answer, they are started as usual.
+    """
     parent = os.getpid()
+    nest.settimeout(PATIENCE_SECONDS)
     asking = threading.Lock()
     start_cold = fork_servers.start_process
 
@@ -115,7 +120,8 @@ def _fork_from(nest: socket.socket, serves: Callable[[Mapping[str, str]], bool])
             answer = nest.recv(64)
             if answer:
                 return _Forked(int(answer))
-        return start_cold(told, inherited, environment)  # the nest has ended
+        nest.close()  # what it may answer yet is nobody's
+        return start_cold(told, inherited, environment)
 
     fork_servers.start_process = start
 
